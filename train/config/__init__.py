@@ -41,17 +41,17 @@ __all__ = [
 def load_config(
     file: str | Path | None = None, overrides: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> TrainConfig:
-    """Defaults, then the recipe, the YAML file and the overrides (flags). Raises ConfigError naming file and key."""
+    """Merge defaults, recipe, YAML file and overrides (flags). Raises ConfigError with file and key."""
     return TrainConfig.of(**named_settings(file, overrides, recipe))
 
 
 def named_settings(
     file: str | Path | None = None, overrides: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What the recipe, the YAML file and the overrides set, the later ones over the earlier. Raises ConfigError."""
+    """Return the settings in recipe, YAML file and overrides; later ones win. Raises ConfigError."""
     values = _read_yaml(Path(file)) if file else {}
     try:
-        TrainConfig.of(**values)  # so that what is wrong with the file is said of the file
+        TrainConfig.of(**values)  # report the file's errors with its name
     except ConfigError as e:
         raise ConfigError(f"{file}: {e}") from e
     return {**(recipe or {}), **values, **(overrides or {})}
@@ -70,11 +70,11 @@ _NAMED = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
 def pass_type(config: TrainConfig, device: mx.Device | None = None) -> mx.Dtype:
-    """The type of the forward and backward pass on a device, the default one unless another is given.
+    """Return the dtype of the forward and backward pass on a device, by default the default device.
 
-    What is left open is bfloat16 on a GPU, as in the field's trainers: it halves what is kept for the gradient, and the
-    result is the same (karpathy/nanochat#793, on MPS: 26 % less memory, 0.04 % of the loss). MLX's float32 products on
-    an M5 keep 11 bits anyway (ml-explore/mlx#4411). On a CPU only float32 goes through BLAS, which is ten times faster.
+    On a GPU, `auto` is bfloat16, as in other trainers: it halves the memory for gradients with the same result
+    (karpathy/nanochat#793, on MPS: 26 % less memory, 0.04 % of the loss). MLX's float32 products on an M5 keep 11 bits
+    anyway (ml-explore/mlx#4411). On a CPU only float32 uses BLAS, which is ten times faster.
     """
     asked = config.optimization.dtype
     if asked != "auto":
@@ -84,5 +84,5 @@ def pass_type(config: TrainConfig, device: mx.Device | None = None) -> mx.Dtype:
 
 
 def file_type(config: TrainConfig) -> mx.Dtype:
-    """The type in which the head is written: as asked, else bfloat16, which is what the field publishes."""
+    """Return the dtype of the saved head: as configured, else bfloat16, as is usual for published heads."""
     return _NAMED.get(config.optimization.dtype, mx.bfloat16)

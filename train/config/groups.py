@@ -1,4 +1,4 @@
-"""The trainer's settings in six groups, each a frozen dataclass whose fields carry their defaults and their help."""
+"""The trainer's settings in six groups: frozen dataclasses with defaults and help texts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from eagle_mlx.shards import BITS
 from eagle_mlx.target_options import TargetOptions
 
 SELF = "self"
-"""The source of conversations that the target makes up."""
+"""The data source for conversations that the target makes up."""
 _KNOWN = Limit(lambda kind: kind in KINDS, f"must be one of {', '.join(KINDS)}, not {{!r}}")
 _SELF_TOKENS = 500_000
-"""What one night gives its owner: 17 tokens a second for eight hours, as a small model writes on two cores."""
+"""What one night yields: 17 tokens a second for eight hours, with a small model on two cores."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class DataConfig(Group):
 
     @property
     def is_self(self) -> bool:
-        """Whether the target makes up what is learnt from."""
+        """Whether the target makes up the training data."""
         return self.sources == (SELF,)
 
     def _check(self) -> None:
@@ -291,11 +291,10 @@ class RunConfig(Group):
 
 @dataclass(frozen=True)
 class TrainConfig(Group):
-    """How a head is trained. The defaults are the field's for targets of 1 to 30 billion parameters.
+    """How a head is trained. The defaults are common ones for targets of 1 to 30 billion parameters.
 
-    In code settings stand in groups. Flags, YAML files and saved runs know each by one name of its own: what code reads
-    as `config.evaluation.depth` is `--eval-depth` and `eval_depth`. Where a default depends on the kind of head, the
-    setting is left open here and `kinds.resolved` fills it in.
+    In code, settings are grouped; flags, YAML files and saved runs use unique names: `config.evaluation.depth` is
+    `--eval-depth` and `eval_depth`. If a default depends on the kind of head, `kinds.resolved` sets it.
     """
 
     head: HeadConfig = HeadConfig()
@@ -336,7 +335,7 @@ NOT_BESIDE_HOURS = {
 
 
 def check_beside_hours(config: TrainConfig) -> None:
-    """Raise ConfigError for what a run of so many hours has no use for."""
+    """Raise ConfigError for settings that conflict with `hours`."""
     for name, why in NOT_BESIDE_HOURS.items():
         if config.value(name) != find(TrainConfig, name).default:
             raise ConfigError(f"{flag(name)} is not for --hours: {why}; leave {flag(name)} out")

@@ -1,4 +1,4 @@
-"""eagle-convert: heads in the layouts of other servers (`convert`), and MTP heads out of models (`extract`)."""
+"""eagle-convert: convert heads to other servers' layouts (`convert`), and extract MTP heads from models (`extract`)."""
 
 from .extract import Extraction, extract
 from .layouts import Conversion, convert

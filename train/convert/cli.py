@@ -1,4 +1,4 @@
-"""The command `eagle-convert`: heads into other layouts, and MTP heads out of published models."""
+"""The command `eagle-convert`: convert heads to other layouts, and extract MTP heads from published models."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ eagle-bench decide.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert and return the exit code: 0, 2 after an error that the user can fix, 130 when interrupted."""
+    """Convert a head; return 0, 2 for an error that the user can fix, or 130 if interrupted."""
     given = arguments(argv)
     return exit_code(lambda: run(given))
 
 
 def run(given: Sequence[str]) -> None:
-    """From the arguments to the line that says what there is now."""
+    """Convert or extract a head, and print a line about the result."""
     if given[:1] == ["mtp"]:
         extraction = read(Extraction, given[1:], "eagle-convert mtp", _MTP_HELP, _MTP_EXAMPLES)
         _say(f"blas: {blas.activate()}")

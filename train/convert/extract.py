@@ -1,4 +1,4 @@
-"""An MTP head out of a published model, of which only the files that hold it are fetched."""
+"""Extract an MTP head from a published model, fetching only the files with the head."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class Extraction(Group):
-    """What to take out of which model. Raises ConfigError."""
+    """Which head to extract from which model. Raises ConfigError."""
 
     source: str = setting(REQUIRED, "folder or hub id of the published model", metavar="MODEL")
     output: str | None = setting(None, "where the head goes (default: the model's name and -mtp)", metavar="DIR")
@@ -46,7 +46,7 @@ class Extraction(Group):
 
 
 def extract(what: Extraction, say: Callable[[str], None]) -> str:
-    """Take the head out and write it; `say` is told what is decided. Returns a line on what there is now.
+    """Extract the head and write it; return a line about the result. `say` is called with each decision.
 
     Raises an EagleError, and then leaves nothing behind.
     """
@@ -72,17 +72,17 @@ def extract(what: Extraction, say: Callable[[str], None]) -> str:
 
 
 def _dtype_of(config: dict[str, Any]) -> mx.Dtype:
-    """The type of the model's plain weights, by its config."""
+    """Return the dtype of the model's unquantized weights, from its config."""
     text = config.get("text_config") or {}
     named = next((c[key] for c in (config, text) for key in ("torch_dtype", "dtype") if c.get(key)), None)
     return DTYPES.get(str(named), mx.bfloat16)
 
 
 def _mtp_folder(source: str, index: int = 0) -> Path:
-    """A folder with config.json and the weights of MTP layer `index`: a folder here, or what is fetched of a hub id.
+    """Return a folder with config.json and the weights of MTP layer `index`, local or fetched from the hub.
 
-    Of a model in shards only those that hold the layer are fetched. Raises EagleError where the model cannot be had,
-    and CheckpointError where it has no such layer.
+    Of a sharded model, only shards with the layer are fetched. Raises EagleError if the model cannot be fetched,
+    CheckpointError if it has no such layer.
     """
     repo = None if Path(source).expanduser().exists() else hub.hub_id(source)
     if repo is None:

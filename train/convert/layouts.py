@@ -1,4 +1,4 @@
-"""A head out of one layout into another: the same numbers under other names."""
+"""Convert a head from one layout to another, with the same numbers under other names."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _NO_VERIFIER = (
     "vLLM cannot load the head; convert again with --base-model and the hub id or folder of that model"
 )
 _OURS = ("target", BASE_MODEL, COPY, NOTED, "target_norm")
-"""What a writer itself notes under `eagle_mlx`."""
+"""Keys under `eagle_mlx` that the writers set themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion(Group):
-    """What to write of which head. Raises ConfigError."""
+    """Which head to convert, and to what. Raises ConfigError."""
 
     given: str | None = setting(None, "folder or hub id of the head", name="SOURCE", positional=True)
     named: str | None = setting(None, "the same", name="source", metavar="SOURCE")
@@ -66,9 +66,9 @@ class Conversion(Group):
 
 
 def convert(what: Conversion, say: Callable[[str], None]) -> str:
-    """Read the head, write it and read it back; return a line on what there is now and whose layout that is.
+    """Convert a head and read the result back; return a line about it and its layout.
 
-    Raises an EagleError. A head that cannot be written leaves nothing behind.
+    Raises an EagleError. If the head cannot be written, nothing is left behind.
     """
     check_free(what.output, what.overwrite)
     folder = hub.resolve(what.source)
@@ -109,12 +109,12 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
         overwrite=what.overwrite,
         **options,
     )
-    load_head(what.output, target)  # the closing line says so
+    load_head(what.output, target)  # the closing line says that it was read back
     return _closing(what, head, layout, dtype, base)
 
 
 def _layout(kind: HeadKind, what: Conversion) -> Format:
-    """Return the layout to write. Raises ConfigError if it has no place for heads of this kind."""
+    """Return the layout to write. Raises ConfigError if it does not support this kind of head."""
     for layout in kind.formats:
         if layout.name == what.to:
             return layout
@@ -125,9 +125,9 @@ def _layout(kind: HeadKind, what: Conversion) -> Format:
 
 
 def _exact_dtype(folder: Path, config: Mapping[str, Any]) -> mx.Dtype:
-    """The smallest type in which every number of a head stays what it is.
+    """Return the smallest dtype that keeps every number of a head exact.
 
-    Zero-centred norms of ours may be of a wider type than the plain ones that they stand for.
+    Our zero-centered norms may have a wider dtype than the plain norms.
     """
     least = 2 if (config.get("eagle_mlx") or {}).get(NOTED) else 0
     held = [x for x in read_tensors(folder).values() if x.ndim >= least]
@@ -141,7 +141,7 @@ def _type_name(folder: Path) -> str:
 
 
 def _verifier(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a speculators config says of its target."""
+    """Return the target's description in a speculators config."""
     found = (config.get("speculators_config") or {}).get("verifier")
     return found if isinstance(found, dict) else {}
 
@@ -154,7 +154,7 @@ def _target_name(given: str | None, config: Mapping[str, Any]) -> str | None:
 
 
 def _base_model(what: Conversion, config: Mapping[str, Any]) -> str | None:
-    """What other servers load in the target's place: as given, as the target says, or as the source does."""
+    """Return the model for other servers: as given, else from the target, else from the source."""
     if what.base_model is not None:
         folder = Path(what.base_model).expanduser()
         return str(folder.resolve()) if folder.is_dir() else what.base_model
@@ -164,9 +164,9 @@ def _base_model(what: Conversion, config: Mapping[str, Any]) -> str | None:
 
 
 def _itself(target: str | None) -> str | None:
-    """A target's own folder, if MLX has not quantized it; None for a hub id.
+    """Return a target's own folder if MLX has not quantized it; None for a hub id.
 
-    Its card and `_name_or_path` are not used: in a fine-tune they name the model that it was tuned from.
+    The card and `_name_or_path` are not used, since those of a fine-tuned model name its base model.
     """
     folder = Path(target).expanduser() if target is not None else None
     if folder is None or not folder.is_dir() or "quantization" in read_config(folder):
@@ -175,7 +175,7 @@ def _itself(target: str | None) -> str | None:
 
 
 def _about_verifier(base: str | None, what: Conversion) -> str:
-    """What to say of the model that other servers load in the target's place."""
+    """Return a line about the model that other servers load."""
     if base is None:
         return f"warning: {_NO_VERIFIER}"
     if Path(base).is_dir() and what.base_model is None:
@@ -184,7 +184,7 @@ def _about_verifier(base: str | None, what: Conversion) -> str:
 
 
 def _extra(config: Mapping[str, Any], base: str | None) -> dict[str, Any]:
-    """What goes under `eagle_mlx` beside what a writer itself notes."""
+    """Return the entries under `eagle_mlx` that writers do not set themselves."""
     noted = {name: value for name, value in (config.get("eagle_mlx") or {}).items() if name not in _OURS}
     return {**noted, BASE_MODEL: base} if base is not None and hub.full_id(base) else noted
 
@@ -221,5 +221,5 @@ def _closing(what: Conversion, head: DraftHead, layout: Format, dtype: mx.Dtype,
 
 
 def _copies_embedding(head: DraftHead, layout: Format) -> bool:
-    """Whether a layout holds an embedding, and the head has none; no other loader reads what MLX has quantised."""
+    """Return whether the layout needs a copy of the target's embedding. MLX-quantized heads never do."""
     return layout.has_embedding and head.embedding_size is not None and quantization_of(head) is None

@@ -1,4 +1,4 @@
-"""What a run will take: a bound before the target is loaded, measured steps after that, and recipes."""
+"""What a run needs: a lower bound before the target is loaded, measured steps afterward, and recipes."""
 
 from .bound import Bound, bound_of
 from .dry_run import duration, plan_of

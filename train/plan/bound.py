@@ -1,4 +1,4 @@
-"""The least that a run takes, from shapes alone: a run that cannot fit is refused before its target is loaded."""
+"""Compute a lower bound of a run's memory and disk from shapes, to refuse it before the target is loaded."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from ..kinds import KINDS, Head, resolved
 from ..kinds.least_squares import bytes_of
 
 FLOAT = 4
-"""Bytes of a weight, a moment and a gradient, which are in float32."""
+"""Bytes of a weight, moment or gradient in float32."""
 PROGRAM = 250_000_000
-"""Bytes that Python and the libraries take besides MLX's arrays."""
+"""Bytes used by Python and the libraries, without MLX's arrays."""
 MOST = 0.95
-"""Share of the free memory that a run may take."""
+"""Share of free memory that a run may use."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a run takes at least. Activations come on top of it; a probe measures them (`probe.py`)."""
+    """Lower bound of a run's memory and disk. Activations come on top; a probe measures them (`probe.py`)."""
 
     config: TrainConfig
-    """Resolved."""
+    """The resolved settings."""
     target: Target
-    """Without weights: nothing of it may be computed."""
+    """The target without weights; it cannot compute."""
     head: Head
-    """Without values, of the shape that is trained."""
+    """The head without values, in its final shape."""
 
     @property
     def weights(self) -> int:
-        """Bytes of the target's weights, in the type in which this machine computes."""
+        """Bytes of the target's weights, in the dtype in which this machine computes."""
         dtype = compute_dtype()
         return sum(
             leaf.size * dtype.size if dtype is not None and mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
@@ -54,7 +54,7 @@ class Bound:
 
     @property
     def trained(self) -> int:
-        """Numbers of the head that are trained."""
+        """Number of trained parameters."""
         return sum(leaf.size for leaf in leaves(self.head.trainable_parameters()))
 
     @property
@@ -75,7 +75,7 @@ class Bound:
 
     @property
     def checkpoints_on_disk(self) -> int:
-        """Bytes of the states to resume from, one of them while it is written."""
+        """Bytes of the checkpoints to resume from, including the one being written."""
         return (self.config.run.checkpoints + 1) * 3 * FLOAT * self.trained
 
     @property
@@ -88,9 +88,9 @@ class Bound:
         return bytes_of(width, self.head.hidden_size)
 
     def check(self, free: int | None = None) -> None:
-        """Raise ConfigError or OutputError, with what would help, if memory or disk is too small.
+        """Raise ConfigError or OutputError, with remedies, if memory or disk is too small.
 
-        `free`: bytes of memory, by default those of this machine.
+        `free` is in bytes and defaults to this machine's free memory.
         """
         free = free_memory() if free is None else free
         if self.memory > MOST * free:
@@ -115,11 +115,11 @@ class Bound:
 
 
 def bound_of(config: TrainConfig, target: Target | None = None) -> Bound:
-    """Return what a run with these settings takes at least.
+    """Return the lower bound for a run with these settings.
 
-    `target`: one without weights; by default the headers of its files are read, which are fetched if need be. Raises
-    ConfigError for a head that the target cannot have, TargetError for a target that is to make up the data and cannot,
-    and EagleError for a target that cannot be found.
+    `target` has no weights; by default, it is created from the headers of its files, which are fetched if necessary.
+    Raises ConfigError if the head does not fit the target, TargetError if the target cannot make up the data as
+    configured, and EagleError if the target cannot be found.
     """
     config = resolved(config)
     target = target or config.loading.load(config.head.target, lazy=True)
@@ -134,10 +134,10 @@ def bound_of(config: TrainConfig, target: Target | None = None) -> Bound:
 
 
 def described_target(name: str, model: Mapping[str, Any]) -> Target:
-    """Return a target without weights, from the fields of its config.json. Nothing of it may be computed.
+    """Return a target without weights from the fields of its config.json. It cannot compute.
 
-    `quantization` is applied to every matrix; `experts` in it has other settings for those of a mixture of experts.
-    Raises TargetError if mlx-lm knows no such model.
+    `quantization` applies to every matrix; `experts` in it overrides it for a mixture of experts. Raises TargetError if
+    mlx-lm does not support the model.
     """
     how = dict(model.get("quantization", {}))
     experts = how.pop("experts", how)
@@ -160,7 +160,7 @@ def described_target(name: str, model: Mapping[str, Any]) -> Target:
 
 
 def parameters_of(model: nn.Module) -> int:
-    """Return how many parameters a model has; quantized ones count as what they stand for."""
+    """Return a model's number of parameters; quantized ones are counted before packing."""
     return sum(_own_parameters(part) for _, part in model.named_modules())
 
 
@@ -174,5 +174,5 @@ def _own_parameters(part: nn.Module) -> int:
 
 
 def leaves(tree: Any) -> list[mx.array]:
-    """Return the arrays of a tree of parameters."""
+    """Return the arrays of a parameter tree."""
     return [leaf for _, leaf in cast("list[tuple[str, mx.array]]", tree_flatten(tree))]

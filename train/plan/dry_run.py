@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: a run's plan, line by line, and whether this machine can do it."""
+"""The output of `--dry-run`: a run's plan, and whether it fits on this machine."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .probe import Probe, probe
 from .recipe import Recipe, described, described_by_name
 
 _COUNT, _EACH = 10_000, 1000
-"""Conversations, and tokens of each, if nothing is known of the data."""
+"""Assumed number of conversations, and tokens of each, if nothing is known about the data."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """How much there is to learn from."""
+    """The amount of training data."""
 
     count: int
     how: str
@@ -36,7 +36,7 @@ class Tokens:
 
 
 def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
-    """Return the amount of data that nobody has looked at yet."""
+    """Return the assumed amount of data, without reading it."""
     count = config.data.limit or _COUNT
     each = min(tokens_each, config.data.max_length)
     if config.data.is_self:
@@ -49,11 +49,11 @@ def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
 
 
 def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
-    """Return what `--dry-run` prints: the plan, and a line on whether this machine could do it.
+    """Return the output of `--dry-run`: the plan, and a line on whether the run fits on this machine.
 
-    No data are read: their amount is assumed. A target whose weights are on this machine is loaded and measured, if it
-    fits. For any other one the plan has its least memory, from the recipe or the hub's config.json; without either it
-    says what is not known. Raises ConfigError without a target.
+    No data is read; its amount is assumed. If the target's weights are local and fit, it is loaded and measured. For
+    other targets, the plan has a lower bound of the memory, from the recipe or the hub's config.json; without either,
+    it lists what is unknown. Raises ConfigError without a target.
     """
     if not config.head.target:
         raise ConfigError("no target: name the model that the head is for with --target, or a --recipe")
@@ -72,7 +72,7 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
 
 
 def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: int | None = None) -> str:
-    """Return the plan for people, a line for each thing. `free`: bytes of memory, by default those of this machine."""
+    """Return the plan as text, one line per topic. `free` is in bytes and defaults to this machine's free memory."""
     target, head, config = bound.target, bound.head, bound.config
     kind = KINDS[config.head.kind]
     drafted = target.vocab_size if head.token_ids is None else head.token_ids.size
@@ -107,7 +107,7 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
 
 
 def _states(bound: Bound, tokens: int, measured: Probe | None, free: int) -> tuple[str, str, int]:
-    """Return where hidden states go, the same in words, and their bytes on the disk."""
+    """Return the place of hidden states, a description, and their bytes on disk."""
     config, layers = bound.config, KINDS[bound.config.head.kind].aux_layers_of(bound.head)
     if config.data.shards:
         return "disk", f"those in {', '.join(config.data.shards)}", 0
@@ -141,9 +141,9 @@ def _time(config: TrainConfig, tokens: Tokens, measured: Probe | None, online: b
 
 
 def _bound(config: TrainConfig, recipe: Recipe | None) -> tuple[Bound, bool]:
-    """Return the bound of a run that has not begun, and whether the target's weights are on this machine.
+    """Return the bound of a new run, and whether the target's weights are local.
 
-    Raises UnreachableError if nothing is known of the target and the hub does not answer.
+    Raises UnreachableError if nothing is known about the target and the hub does not answer.
     """
     name = config.head.target
     repo = None if Path(name).expanduser().exists() else hub.hub_id(name)
@@ -170,7 +170,7 @@ def _published(repo: str) -> Mapping[str, Any]:
 
 
 def _unknown(config: TrainConfig, tokens: Tokens, error: EagleError) -> str:
-    """Return the plan of a target of which only the name is known."""
+    """Return the plan for a target if only its name is known."""
     rows = [
         ("target", f"{hub.hub_id(config.head.target)}, of which nothing is known here: {error}"),
         ("head", f"{config.head.kind}; {config.optimization.unroll} draft steps"),
@@ -183,7 +183,7 @@ def _unknown(config: TrainConfig, tokens: Tokens, error: EagleError) -> str:
 
 
 def _span(config: TrainConfig, tokens: Tokens) -> str:
-    """Return how long a run learns."""
+    """Describe the length of a run."""
     how = config.optimization
     if how.hours:
         return f"{how.hours:g} hours of making data and learning in turns"

@@ -1,4 +1,4 @@
-"""A few measured steps after the target is loaded: what a run's memory and time will be."""
+"""Measure a few steps after the target is loaded, to predict a run's memory and time."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from ..step import NotFiniteError, Stepper
 from .bound import FLOAT, MOST, leaves
 
 _LONG = 1.0
-"""Seconds after which a step is long enough to be measured."""
+"""Seconds after which a step is long enough to measure."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What steps on random tokens took on this machine."""
+    """Measurements of steps on random tokens on this machine."""
 
     captured: float
-    """Tokens a second that the target reads for their hidden states."""
+    """Tokens per second that the target reads for hidden states."""
     learned: float
-    """Tokens a second that a step learns from."""
+    """Tokens per second that a step learns from."""
     memory: int
-    """Bytes at the peak of a step, besides the target's weights."""
+    """Peak bytes of a step, without the target's weights."""
 
     def seconds(self, tokens: int, passes: int, online: bool) -> float:
-        """Return how long a run learns from so many tokens. With `online` states are captured in each pass."""
+        """Return the seconds to learn from `tokens` tokens. With `online`, each pass captures hidden states again."""
         return tokens * (passes / self.learned + (passes if online else 1) / self.captured)
 
     def __str__(self) -> str:
@@ -52,11 +52,11 @@ class Probe:
 
 
 def probe(target: Target, config: TrainConfig, head: Head | None = None, free: int | None = None) -> Probe:
-    """Take a few steps with a head that is thrown away, and measure them.
+    """Measure a few steps with a temporary head.
 
-    A `head` to continue from gives the shape. The steps start with few rows and grow up to those that are computed at
-    once, or until a step takes a second; what more rows take follows from the last. Raises ConfigError, with settings
-    that fit, if that is more than the `free` bytes of memory, by default those of this machine.
+    A `head` to continue from gives the shape. Steps start with few rows, and the number grows until it reaches those
+    computed at once or a step takes a second; the memory for all rows is extrapolated. Raises ConfigError, with
+    settings that fit, if that exceeds `free` bytes, by default this machine's free memory.
     """
     config = resolved(config, target)
     free = free_memory() if free is None else free
@@ -72,7 +72,7 @@ def probe(target: Target, config: TrainConfig, head: Head | None = None, free: i
         mx.eval(capture_rows(target, layers, rows))
 
     def step(rows: Rows) -> None:
-        with contextlib.suppress(NotFiniteError):  # the run says more of it
+        with contextlib.suppress(NotFiniteError):  # the run reports it in detail
             stepper(rows, 1.0)
 
     at_once = math.ceil(config.optimization.rows / config.optimization.accumulate)
@@ -96,9 +96,9 @@ def probe(target: Target, config: TrainConfig, head: Head | None = None, free: i
 
 
 def check_memory(config: TrainConfig, fixed: int, each: int, free: int) -> None:
-    """Raise ConfigError, with settings that fit, if a step takes too much of so many free bytes.
+    """Raise ConfigError, with settings that fit, if a step needs too much of `free` bytes.
 
-    `fixed`: bytes that it takes whatever the number of rows; `each`: what a row adds.
+    `fixed` is in bytes and independent of the number of rows; `each` is per row.
     """
     step = config.optimization
     needed = fixed + math.ceil(step.rows / step.accumulate) * each
@@ -120,19 +120,19 @@ def check_memory(config: TrainConfig, fixed: int, each: int, free: int) -> None:
 
 
 def _measured(work: Callable[[], object], begin: int) -> tuple[int, float]:
-    """Return the peak of MLX's memory above `begin` bytes, and the seconds of some work."""
+    """Return the peak of MLX's memory above `begin` bytes, and the seconds for `work`."""
     mx.reset_peak_memory()
     for _ in range(2):
         since = time.perf_counter()
         work()
         seconds = time.perf_counter() - since
-        if seconds > _LONG and use_shortcuts():  # elsewhere the first call compiles
+        if seconds > _LONG and use_shortcuts():  # otherwise, the first call compiles
             break
     return max(0, mx.get_peak_memory() - begin), seconds
 
 
 def _random_rows(target: Target, config: TrainConfig) -> Rows:
-    """Return a batch of the run's size, as full as one can be: every token is learned."""
+    """Return a full batch of the run's size, in which every token is learned."""
     shape = (config.optimization.rows, config.optimization.length)
     most = min(config.data.max_length, target.context_length)
     segments = np.broadcast_to(np.arange(shape[1], dtype=np.int32) // most + 1, shape)
@@ -145,6 +145,6 @@ def _first_rows(rows: Rows, count: int) -> Rows:
 
 
 def _with_states(target: Target, layers: tuple[int, ...], rows: Rows) -> Rows:
-    """Return the rows with their states, which are captured row by row."""
+    """Return the rows with hidden states, captured row by row."""
     states = [np.array(capture_rows(target, layers, part).astype(mx.float32)) for part in rows.split(len(rows.tokens))]
     return replace(rows, states=np.concatenate(states))

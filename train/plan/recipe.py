@@ -1,4 +1,4 @@
-"""Recipes: settings that fit a known model, with what its config.json says of it."""
+"""Recipes: settings for known models, with excerpts of their config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eagle_mlx.hub import hub_id
 from ..config import TrainConfig
 
 _BITS = re.compile(r"\b(\d)-?bit", re.IGNORECASE)
-"""How mlx-community's names tell the bits of a quantized model, in groups of mlx-lm's default of 64."""
+"""Finds the bits in mlx-community's names of quantized models, which use mlx-lm's default groups of 64."""
 FOLDER = Path(__file__).parent.parent / "recipes"
 
 
@@ -27,17 +27,17 @@ class Recipe:
     name: str
     about: str
     source: str
-    """Where the model is published; `model` is as its config.json has it."""
+    """Where the model is published. `model` is from its config.json."""
     settings: Mapping[str, Any]
-    """Of TrainConfig, by name."""
+    """Settings of TrainConfig, by name."""
     model: Mapping[str, Any]
-    """Fields of the model's config.json, and how the weights of `settings['target']` are quantised."""
+    """Fields of the model's config.json, and the quantization of `settings['target']`."""
     tokens_each: int
-    """Tokens of a conversation, where an estimate must be made before any is read; an assumption."""
+    """Assumed tokens per conversation, for estimates before any data is read."""
 
     @property
     def base_model(self) -> str:
-        """Hub id of the model as its makers published it."""
+        """Hub id of the original model."""
         return self.source.removeprefix("https://huggingface.co/")
 
 
@@ -46,7 +46,7 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """The recipe of that name, or for the model of that name. Raises ConfigError, with all names, for none."""
+    """Return the recipe with this name, or for this model. Raises ConfigError, with all names, if there is none."""
     recipe = _read(name) if name in recipe_names() else recipe_for(name)
     if recipe is None:
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), recipe_names(), 1)
@@ -57,7 +57,7 @@ def load_recipe(name: str) -> Recipe:
 
 
 def recipe_for(target: str) -> Recipe | None:
-    """The recipe for a target, told by its name or by that of the model that it was made of."""
+    """Return the recipe for a target, matched by its name or its base model's."""
     names = names_of(target)
     every = map(_read, recipe_names())
     return next((one for one in every if any(same_model(name, one.base_model) for name in names)), None)
@@ -68,17 +68,17 @@ def _read(name: str) -> Recipe:
 
 
 def described(recipe: Recipe | None, target: str) -> Mapping[str, Any] | None:
-    """What a recipe says of the target's config, unless the target is another one than the recipe's.
+    """Return the recipe's model config if the target is the recipe's, else None.
 
-    A bare name means mlx-community's. Nobody is asked.
+    A bare name means mlx-community's. There is no network access.
     """
     return recipe.model if recipe is not None and hub_id(recipe.settings["target"]) == hub_id(target) else None
 
 
 def described_by_name(target: str) -> Mapping[str, Any] | None:
-    """What a recipe says of the model that a target was made of, quantized as the target's name says.
+    """Return the model config from the recipe of a target's base model, with the quantization in the target's name.
 
-    None if there is no such recipe. It is for when the hub cannot be asked: only the name tells how weights are stored.
+    Returns None if there is no such recipe. This is the fallback if the hub cannot be reached.
     """
     recipe = recipe_for(target)
     if recipe is None:

@@ -1,1 +1,1 @@
-"""eagle-publish: a trained head with its model card, as one folder that goes to the hub. `cli` is the command."""
+"""eagle-publish: prepare a folder with a trained head and its model card, and upload it to the hub. See `cli`."""

@@ -1,4 +1,4 @@
-"""The folder that goes up, put together beside the head."""
+"""Prepare the folder to upload."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ CARD = "README.md"
 _PLOTS = "plots"
 LICENCES = ("LICENSE*", "NOTICE*")
 _TAKEN = ("*.safetensors", "*.safetensors.index.json", *LICENCES)
-"""Files of a head's folder that go up as they are."""
+"""Files of a head's folder to upload unchanged."""
 
 
 def pictures(source: Source) -> list[str]:
-    """Where the plots will be in the repository."""
+    """Return the paths of the plots in the repository."""
     return [f"{_PLOTS}/{plot.name}" for plot in source.plots]
 
 
 @contextlib.contextmanager
 def bundle(source: Source, card: ModelCard, base: str) -> Iterator[Path]:
-    """A temporary folder with weights, config, card, plots and report, without paths of this machine.
+    """Yield a temporary folder with weights, config, card, plots and report, without local paths.
 
-    Weights are links to the head's own files. Raises OutputError where it cannot be made.
+    Weights are links to the head's own files. Raises OutputError if the folder cannot be made.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="eagle-publish-") as name:
@@ -61,7 +61,7 @@ def _fill(folder: Path, source: Source, card: ModelCard, base: str) -> None:
 
 
 def _write_config(folder: Path, source: Source, base: str) -> None:
-    """The config as it is, byte for byte, unless it names another model than `base` for others, or paths."""
+    """Copy the config unchanged, unless it has local paths or another base model than `base`."""
     config = public(source.config)
     noted = config.get("eagle_mlx")
     if isinstance(noted, dict):
@@ -83,7 +83,7 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def listing(folder: Path) -> str:
-    """The files of a folder with their sizes, largest first."""
+    """List the files of a folder with their sizes, largest first."""
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
     rows = [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in files]
     width = max(len(name) for name, _ in rows)
@@ -92,14 +92,14 @@ def listing(folder: Path) -> str:
 
 
 _ALWAYS_PATHS = ("output", "shards", "adapter_path")
-"""Settings that hold a path and nothing else."""
+"""Settings that always hold a path."""
 _DATA_FILES = (".jsonl", ".json", ".parquet")
 _BEGINS_AS_PATH = re.compile(r"(~[\w.-]*|\.{1,2})?[/\\]|[A-Za-z]:[/\\]")
 _WORD = re.compile(r"[^\s'\"(),;=\[\]]+")
 
 
 def public(value: Any, key: str = "") -> Any:
-    """A JSON value in which every path of this machine is down to its last name; `key` is the field that holds it."""
+    """Replace local paths in a JSON value by their last component; `key` is the field's name."""
     if isinstance(value, Mapping):
         return {name: public(item, name) for name, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -114,27 +114,27 @@ def _text(text: str, key: str) -> str:
 
 
 def _is_path(text: str) -> bool:
-    """Whether this can only be a path: by how it begins or ends, or because it is one. A hub id may look like one."""
+    """Return whether a text can only be a path. Hub ids may look similar."""
     if "://" in text:
         return False
     if _BEGINS_AS_PATH.match(text) or text.endswith(_DATA_FILES) or (text.count("/") > 1 and " " not in text):
         return True
     try:
         return "/" in text and Path(text).exists()
-    except (OSError, ValueError):  # too long for a path, or with a character that none has
+    except (OSError, ValueError):  # too long, or an invalid character
         return False
 
 
 def last_name(path: str) -> str:
-    """A path's last name, whatever the system it is of."""
+    """Return a path's last component, for any operating system."""
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1] or path
 
 
 def public_command(command: str, instead: Mapping[str, str], without: Sequence[str] = ()) -> str:
-    """A command line as others would give it.
+    """Return a command line for other people.
 
-    `instead` are the flags whose values are replaced, or that are added where they are not given; flags of `without`
-    are left out with their value. Of every other path the last name stays.
+    `instead` sets flags; flags in `without` are removed with their values. Other paths are reduced to their last
+    component.
     """
     try:
         words = shlex.split(command)

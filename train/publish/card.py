@@ -1,4 +1,4 @@
-"""The model card: what the hub reads, and what people read."""
+"""Write the model card, with metadata for the hub and text for people."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .recipe import Rows, data_sets, train_command, training
 from .source import Source
 
 DEPTH = 4
-"""Draft tokens a round where nothing was measured: the default of eagle-serve."""
+"""Draft tokens per round without measurements: the default of eagle-serve."""
 
 
 def _usage(source: Source, repo: str, target: str, base: str, depth: int) -> str:
-    """Markdown for EAGLE-MLX and every server that loads this layout.
+    """Return Markdown on usage with EAGLE-MLX and every server that loads this layout.
 
-    `target` is what the head was trained on, for MLX; `base` is the model that other servers load.
+    `target` is the model that the head was trained on, for MLX; `base` is the model for other servers.
     """
     parts = [_eagle_mlx(repo, target, source.adapter)]
     if source.adapter:
@@ -112,7 +112,7 @@ _PICTURES = {
 @dataclass(frozen=True)
 class Licence:
     name: str
-    """As the hub spells it; `other` with a title and a link."""
+    """Hub spelling; `other` needs a title and a link."""
     title: str | None = None
     link: str | None = None
 
@@ -128,9 +128,9 @@ class Beside:
     """The head's other repository."""
 
     portable: str | None = None
-    """Where the head is as others load it, of one that is quantised."""
+    """For a quantized head, the repository that other servers load."""
     quantized: str | None = None
-    """Where it is quantised, of one that is not."""
+    """For an unquantized head, the repository with the quantized one."""
 
 
 def make_card(
@@ -142,7 +142,7 @@ def make_card(
     pictures: Sequence[str] = (),
     beside: Beside = Beside(),
 ) -> ModelCard:
-    """The card of a head that is published as `repo` for the model `base`; `pictures` are paths in the repository."""
+    """Return the card of a head published as `repo` for the model `base`; `pictures` are paths in the repository."""
     body = _body(source, repo, base, figures, pictures, beside)
     return ModelCard(f"---\n{_data(source, base, licence, beside)}\n---\n\n{body}")
 
@@ -304,7 +304,7 @@ def _shape(source: Source) -> Rows:
 
 
 def _training(source: Source, target: str, shown: Sequence[str]) -> list[str]:
-    """`shown` are the commands that the card has already."""
+    """Describe the training. `shown` holds the commands already on the card."""
     rows = training(source)
     if not rows:
         return []

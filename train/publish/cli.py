@@ -1,4 +1,4 @@
-"""The command `eagle-publish`: a head of this machine, with its card, on the hub."""
+"""The command `eagle-publish`: upload a local head with its card to the hub."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class CardOptions(Group):
 
 @dataclass(frozen=True)
 class UploadOptions(Group):
-    """How it goes up."""
+    """How to upload."""
 
     bits: Literal[4, 8] | None = setting(
         None, "publish the head quantised as well, for MLX, as USER/NAME-4bit or -8bit; the other stays as it is"
@@ -91,7 +91,7 @@ class UploadOptions(Group):
 
 @dataclass(frozen=True)
 class PublishOptions(Group):
-    """A head, where it goes, and what is said of it."""
+    """A head, where to publish it, and its card."""
 
     folder: Path = setting(REQUIRED, "the head's folder, or the output of eagle-train", name="DIR", positional=True)
     repo: str = setting(REQUIRED, "the repository; made where there is none", metavar="USER/NAME")
@@ -100,12 +100,12 @@ class PublishOptions(Group):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Publish and return the exit code: 0, 2 after an error that the user can fix, 130 when interrupted."""
+    """Publish a head; return 0, 2 for an error that the user can fix, or 130 if interrupted."""
     return exit_code(lambda: run(read(PublishOptions, argv, "eagle-publish", _HELP, _EXAMPLES)))
 
 
 def run(options: PublishOptions) -> None:
-    """From the folder to the line that says where it is now."""
+    """Publish the head and print its address."""
     licence = _licence(options.card)
     hub.check_full_id(options.repo)
     source = read_source(options.folder)
@@ -127,7 +127,7 @@ def run(options: PublishOptions) -> None:
 
 
 def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
-    """Publish a folder, or show what would be."""
+    """Publish a folder, or show what would be published."""
     if upload.dry_run:
         print(f"would go to {repo}{', private' if upload.private else ''}:\n{listing(folder)}\n")
         print(f"{CARD}:\n\n{(folder / CARD).read_text(encoding='utf-8')}", end="")
@@ -154,7 +154,7 @@ def _licence(card: CardOptions) -> Licence:
 
 
 def _base_model(source: Source, given: str | None) -> str:
-    """Hub id of the model that the head is for."""
+    """Return the hub id of the model that the head is for."""
     if given is not None:
         return check_id(given)
     if source.base_model is None:
@@ -171,11 +171,11 @@ def _figures(source: Source, files: Sequence[Path], repo: str, target: str) -> l
 
 
 _OF_A_LAYOUT = ("target", "target_norm", COPY, NOTED)
-"""What a writer itself notes under `eagle_mlx`."""
+"""Keys under `eagle_mlx` that the writers set themselves."""
 
 
 def name_beside(repo: str, bits: int) -> str:
-    """A repository of its own, named as the mlx-community names them; who loads the other then fetches it alone."""
+    """Return a separate repository's name, as in mlx-community, so that users download only one variant."""
     name = f"{repo}-{bits}bit"
     hub.check_full_id(name)
     return name
@@ -183,14 +183,14 @@ def name_beside(repo: str, bits: int) -> str:
 
 @contextlib.contextmanager
 def quantized(source: Source, bits: int) -> Iterator[Source]:
-    """The head of a source, quantised, in a temporary folder of its own and without the report of its training.
+    """Yield the source's head quantized, in a temporary folder without the training report.
 
-    Raises ConfigError for a head that is quantised already, or in which nothing can be.
+    Raises ConfigError if the head is quantized already, or if no layer is suitable.
     """
     if quantization_of(source.head) is not None:
         raise ConfigError(f"{source.folder} is quantised already; give --bits with the head as it was before")
     dtype = _sixteen_bits(source.folder)
-    head: Any = in_dtype(load_head(source.folder), dtype)  # scales are found in the type in which they are written
+    head: Any = in_dtype(load_head(source.folder), dtype)  # scales are computed in the dtype of the file
     quantize_for(head, None, bits)
     noted = {name: value for name, value in source.noted.items() if name not in _OF_A_LAYOUT}
     target = next(iter(source.target_names), None)
@@ -203,7 +203,7 @@ def quantized(source: Source, bits: int) -> Iterator[Source]:
 
 
 def _sixteen_bits(folder: Path) -> mx.Dtype:
-    """float16 where the file has it, else bfloat16."""
+    """Return float16 if the file has it, else bfloat16."""
     found = {x.dtype for x in read_tensors(folder).values() if mx.issubdtype(x.dtype, mx.floating)}
     return mx.float16 if mx.float16 in found else mx.bfloat16
 

@@ -1,4 +1,4 @@
-"""Figures for a card: those of the training run, and those that `eagle-bench --json` has written."""
+"""Measurements for a card, from the training run and from `eagle-bench --json`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .source import Source
 _HEAD_MODES = ("eagle", "mtp")
 """Modes of eagle-bench in which a head drafts."""
 _OWN_FLAGS = ("--json", "--plot", "--quiet", "--head", "--target")
-"""Flags of eagle-bench that say nothing of how a figure came about, or that the card gives anew."""
+"""Flags of eagle-bench that do not affect results, or that the card sets itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one way to decode came to over one set of prompts."""
+    """Result of one mode on one set of prompts."""
 
     data: str
     mode: str = "eagle"
@@ -46,23 +46,23 @@ class Measured:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one command has measured."""
+    """Measurements of one command."""
 
     command: str
     how: str
     machine: str
     taus: tuple[Measured, ...]
-    """With this head."""
+    """Results with this head."""
     speeds: tuple[Measured, ...] = ()
-    """With and without it."""
+    """Results with and without it."""
     depth: int | None = None
-    """Draft tokens a round with which the head is best used, as far as this tells."""
+    """Best draft tokens per round, if known."""
 
 
 def of_training(source: Source, target: str) -> Figures | None:
-    """The held-out acceptance that the run's report gives for this head; None where it gives none.
+    """Return this head's held-out acceptance from the run's report, or None.
 
-    `target` is the hub id that the command is shown with.
+    `target` is the hub id to show in the command.
     """
     report = source.report or {}
     found = (report.get("acceptance") or {}).get(source.which) or {}
@@ -88,10 +88,10 @@ def of_training(source: Source, target: str) -> Figures | None:
 
 
 def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
-    """The figures of a file of `eagle-bench --json`.
+    """Return the measurements in a file of `eagle-bench --json`.
 
-    `repo` and `target` are the hub ids that its command is shown with. Raises ConfigError for a file that is none, or
-    that was measured with another head.
+    `repo` and `target` are the hub ids to show in the command. Raises ConfigError if the file is invalid, or if another
+    head was measured.
     """
     written = _read(file)
     _check_head(file, written, source)
@@ -128,7 +128,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _check_head(file: Path, written: Mapping[str, Any], source: Source) -> None:
-    """A file without a digest is taken at its word, but for the useless head that eagle-bench makes itself."""
+    """Raise ConfigError if another head was measured. A file without a digest is trusted, unless its head is random."""
     digest = written.get("head_sha256")
     if written.get("head") == "random" or (digest and digest != hub.weights_digest(source.folder)):
         raise ConfigError(
@@ -157,7 +157,7 @@ def _measured(run: Mapping[str, Any], data: str) -> Measured:
 
 
 def _first_of_each(taus: Sequence[Measured]) -> tuple[Measured, ...]:
-    """One row for each depth and temperature, that of the fewest rows: the others tell the same acceptance again."""
+    """Return one result for each depth and temperature, with the fewest rows; other rows repeat the same acceptance."""
     found: dict[tuple[str, float], Measured] = {}
     for tau in sorted(taus, key=lambda tau: tau.rows):
         found.setdefault((tau.depth, tau.temperature), tau)
@@ -185,7 +185,7 @@ def _how(written: Mapping[str, Any]) -> str:
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
-    """A machine in one line, whichever of the two commands has described it."""
+    """Describe a machine in one line, from either command's report."""
     parts = [
         str(machine.get("cpu") or ""),
         f"{machine['cores']} cores" if machine.get("cores") else "",
@@ -200,5 +200,5 @@ def machine_line(machine: Mapping[str, Any]) -> str:
 
 
 def _device(machine: Mapping[str, Any]) -> str:
-    """`cpu` of both `cpu` and MLX's own `Device(cpu, 0)`."""
+    """Return the device, such as `cpu` for both `cpu` and MLX's `Device(cpu, 0)`."""
     return str(machine.get("device") or "its default device").removeprefix("Device(").split(",")[0]

@@ -1,4 +1,4 @@
-"""How a head was trained, in the words of a card."""
+"""Describe a head's training for a model card."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _LEFT_OUT = (
     *("target", "output", "overwrite", "wandb", "wandb_project", "checkpoints", "checkpoint_minutes"),
     *("states", "cache_bits", "cache_dir", "cache_gb"),
 )
-"""Settings that change nothing of a head, and the one that is given by its public name."""
+"""Settings that do not affect the head, and `target`, which is given by its public name."""
 _NEEDED = "data"
-"""Its default depends on the target, where there are no shards."""
+"""Always shown without shards, because its default depends on the target."""
 _DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(:[\w.-]+){0,2}")
 
 Rows = list[tuple[str, str]]
 
 
 def train_command(config: Mapping[str, Any], target: str) -> str:
-    """The command line of a run, from the settings in its report: the target's hub id, and what is no default."""
+    """Return a run's command line from its report, with the target's hub id and settings that are not defaults."""
     defaults = TrainConfig().flat()
     words = ["eagle-train", "--target", target]
     for name, value in config.items():
@@ -52,7 +52,7 @@ def _plain(value: Any) -> str:
 
 
 def data_sets(source: Source) -> list[str]:
-    """Hub ids of the data sets that the head was trained on."""
+    """Return the hub ids of the training data sets."""
     config = (source.report or {}).get("config") or {}
     if config.get("shards"):
         return []
@@ -61,7 +61,7 @@ def data_sets(source: Source) -> list[str]:
 
 
 def training(source: Source) -> Rows:
-    """What is known of the training: a name and a text each, nothing where nothing is known."""
+    """Return the known facts about the training, as pairs of name and text."""
     if source.report is None:
         return _known([("steps", _number(source.noted.get("step"))), ("tokens", _number(source.noted.get("tokens")))])
     report = source.report
@@ -93,7 +93,7 @@ def training(source: Source) -> Rows:
 
 
 def _amount(data: Mapping[str, Any]) -> list[str]:
-    """How much was learned from; data that the time did not reach do not count."""
+    """Return how much was learned from. Data that the run did not reach does not count."""
     keys = {"conversations": "conversations", "tokens": "tokens", "loss_tokens": "with loss"}
     if data.get("learned_tokens", data.get("tokens")) != data.get("tokens"):
         keys = {"learned_conversations": "conversations", "learned_tokens": "tokens"}

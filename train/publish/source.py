@@ -1,4 +1,4 @@
-"""What is to be published: a head on disk, and what its training has left beside it."""
+"""Read what to publish: a head on disk, and the files of its training run."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Layout:
-    """A kind of checkpoint, in the words of a card."""
+    """A file layout, as described in a card."""
 
     title: str
     tag: str
     written_as: str
     engines: tuple[str, ...]
-    """Other servers that load it as it is."""
+    """Other servers that load it unchanged."""
 
 
 @dataclass(frozen=True)
 class Source:
     folder: Path
-    """Holds the head."""
+    """The head's folder."""
     config: Mapping[str, Any]
     layout: Layout
     head: DraftHead
     report: Mapping[str, Any] | None
-    """Of the training run whose output this is."""
+    """Report of the training run that made the head."""
     which: str
-    """`best` or `last`, where there is a report."""
+    """`best` or `last`, if there is a report."""
     plots: tuple[Path, ...]
 
     @property
     def noted(self) -> Mapping[str, Any]:
-        """What this project's writers note in the config."""
+        """What this project's writers stored in the config."""
         return fields_of(self.config, "eagle_mlx")
 
     @property
     def target_names(self) -> list[str]:
-        """What the config calls the head's target, hub id or not."""
+        """The target's names in the config, whether hub ids or not."""
         names = (self.noted.get("target"), self._verifier)
         return [name for name in names if isinstance(name, str) and name]
 
     @property
     def base_model(self) -> str | None:
-        """Hub id of the model that other servers load in the target's place, or of the target where none is named."""
+        """Hub id of the model that other servers load, or else of the target."""
         names = (self.noted.get(BASE_MODEL), self._verifier, self.trained_on)
         return next((name for name in names if isinstance(name, str) and hub.full_id(name)), None)
 
@@ -74,17 +74,17 @@ class Source:
 
     @property
     def trained_on(self) -> str | None:
-        """Hub id of the target, None where the config names none, or a folder."""
+        """Hub id of the target; None if the config does not name it or names a folder."""
         return next((name for name in self.target_names if hub.full_id(name)), None)
 
     @property
     def adapter(self) -> str:
-        """Name of the LoRA adapters that the target had; empty for none."""
+        """Name of the target's LoRA adapters; empty if there are none."""
         return str(self.noted.get("adapter") or "")
 
     @property
     def aux_layers(self) -> tuple[int, ...] | None:
-        """Layers of the target that the head reads; None where it is the last one, whichever that is."""
+        """Target layers that the head reads; None if it reads the last layer."""
         try:
             return self.head.aux_layers
         except HeadError:
@@ -92,21 +92,21 @@ class Source:
 
     @property
     def parameters(self) -> int | None:
-        """How many there are; None where they are quantised."""
+        """Number of parameters; None if they are quantized."""
         weights = _weights(self.head).values()
         return None if any(value.dtype == mx.uint32 for value in weights) else sum(value.size for value in weights)
 
 
 def fields_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A nested object of a config; empty where there is none."""
+    """Return a nested object of a config; empty if there is none."""
     found = config.get(name)
     return found if isinstance(found, Mapping) else {}
 
 
 def read_source(folder: str | Path) -> Source:
-    """Read a head's folder, or the output of `eagle-train`, whose best head is taken.
+    """Read a head's folder, or the best head from the output of `eagle-train`.
 
-    Raises ConfigError for a folder that is neither, CheckpointError for a head that cannot be read or is damaged.
+    Raises ConfigError if the folder is neither, CheckpointError if the head cannot be read.
     """
     given = Path(folder).expanduser()
     if not given.is_dir():
@@ -131,7 +131,7 @@ def read_source(folder: str | Path) -> Source:
 
 
 def _run_of(given: Path) -> tuple[Path | None, str]:
-    """The output folder of a training run, where `given` is one or a head in one; and which of its heads."""
+    """Return the training run that `given` is or belongs to, or None; and which of its heads."""
     if not (given / CONFIG).is_file():
         return (given, BEST) if (given / REPORT).is_file() else (None, BEST)
     name, run = given.resolve().name, given.resolve().parent

@@ -1,4 +1,4 @@
-"""What runs leave for people: metrics, pictures, comparisons."""
+"""Reports on training runs: metrics, plots, comparisons."""
 
 from .plots import OF_THE_HEAD, PICTURES, write_plots
 from .runs import METRICS, Row, truncate

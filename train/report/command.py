@@ -1,4 +1,4 @@
-"""The command `eagle-train report`: what runs came to, side by side."""
+"""The command `eagle-train report`: compare runs side by side."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ decoded greedily at the depth shown, bonus token included; compare it between ru
 _NONE = "-"
 
 Line = tuple[str, list[str]]
-"""What is told, and what each run says to it."""
+"""A title, and the value for each run."""
 
 
 @dataclass(frozen=True)
 class ReportOptions(Group):
-    """Which runs are compared, and where that goes."""
+    """Which runs to compare, and where to write the comparison."""
 
     runs: tuple[Path, ...] = setting(REQUIRED, "output folder of a run", metavar="DIR", positional=True)
     output: Path | None = setting(None, "write the comparison as Markdown as well", metavar="FILE.md")
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: ReportOptions) -> None:
-    """Read all runs before anything is written."""
+    """Read all runs, then write the comparison."""
     _check_file(options.output, ".md", options.overwrite)
     _check_file(options.plot, ".png", options.overwrite)
     runs = [read_run(folder) for folder in options.runs]
@@ -74,7 +74,7 @@ def run(options: ReportOptions) -> None:
 
 
 def lines_of(runs: Sequence[PastRun]) -> list[Line]:
-    """What is told of the runs, line by line, the settings that differ at the end."""
+    """Return the facts about the runs, line by line, with differing settings at the end."""
     told: list[Line] = [
         ("state", [run.state.split(";")[0] for run in runs]),
         ("target", [run.target or _NONE for run in runs]),
@@ -99,7 +99,7 @@ def lines_of(runs: Sequence[PastRun]) -> list[Line]:
 
 
 def text(runs: Sequence[PastRun], width: int | None = None) -> str:
-    """The comparison for a terminal, a column for each run; more tables below where the width has no room for all."""
+    """Return the comparison for a terminal, with a column per run, split into several tables if too wide."""
     names, told = _names(runs), lines_of(runs)
     first = max(len(title) for title, _ in told)
     columns = [max(len(cell) for cell in (name, *(cells[i] for _, cells in told))) for i, name in enumerate(names)]
@@ -112,7 +112,7 @@ def text(runs: Sequence[PastRun], width: int | None = None) -> str:
 
 
 def markdown(runs: Sequence[PastRun], picture: str | None = None) -> str:
-    """The comparison as Markdown, with τ over each run."""
+    """Return the comparison as Markdown, with τ over the course of each run."""
     table = [("", _names(runs)), *lines_of(runs)]
     out = ["# Training runs", "", *_table([[title.strip(), *cells] for title, cells in table])]
     if picture:
@@ -128,7 +128,7 @@ def markdown(runs: Sequence[PastRun], picture: str | None = None) -> str:
 
 
 def as_json(run: PastRun) -> dict[str, Any]:
-    """All of it as plain values; of the metrics the evaluations."""
+    """Return a run as plain values, with evaluations as its only metrics."""
     values = dataclasses.asdict(dataclasses.replace(run, rows=()))
     del values["rows"]
     keys = ("step", "tokens", "train_seconds", "acceptance_length", "acceptance_by_position")
@@ -147,7 +147,7 @@ def _check_file(file: Path | None, suffix: str, overwrite: bool) -> None:
 
 
 def _names(runs: Sequence[PastRun]) -> list[str]:
-    """The folders' own names where they tell the runs apart, else the paths."""
+    """Return the folders' names if they are distinct, else the paths."""
     short = [Path(run.folder).resolve().name for run in runs]
     return short if len(set(short)) == len(short) else [run.folder for run in runs]
 
@@ -157,7 +157,7 @@ def _line(title: str, cells: Sequence[str], columns: Sequence[int], part: Sequen
 
 
 def _parts(columns: Sequence[int], width: int | None) -> Iterator[list[int]]:
-    """Columns that fit side by side, at least one at a time."""
+    """Yield groups of columns that fit side by side, at least one at a time."""
     part: list[int] = []
     for i, column in enumerate(columns):
         if part and width is not None and sum(columns[j] + 2 for j in part) + column + 2 > width:

@@ -1,4 +1,4 @@
-"""Pictures of a run, made from its metrics."""
+"""Plot a run's metrics."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from .runs import Row
 
-if TYPE_CHECKING:  # matplotlib takes half a second to import, and a run draws at its end
+if TYPE_CHECKING:  # matplotlib takes half a second to import, and is needed only at the end
     from matplotlib.axes import Axes
 
 _BLUE, _GREY, _RED = "#1f4e79", "#bbbbbb", "#b5482a"
 _WITHIN, _IN_COLUMN, _COLUMN_WIDTH = 4, 22, 2.2
-"""Curves whose names leave the curves visible; names of 8 points in a height of 4.4 inches; inches of a name."""
+"""Maximum curves for a legend inside the plot; names per column (at 8 points) outside; inches per column."""
 _SMOOTH = 0.02
-"""Share of a run over which its noisy curves are averaged."""
+"""Share of a run over which noisy curves are averaged."""
 
 
 def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw a run as PNG files in `folder`, PICTURES as far as the rows have what they show."""
+    """Plot a run as PNG files in `folder`: all of PICTURES for which the rows have data."""
     from matplotlib.figure import Figure
 
     written = []
@@ -39,7 +39,7 @@ def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def write_comparison(runs: Mapping[str, Sequence[Row]], file: Path) -> None:
-    """Draw τ and the loss of several runs against the tokens that they have seen, into one PNG file."""
+    """Plot τ and loss of several runs against tokens, into one PNG file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.8), layout="constrained")
@@ -90,7 +90,7 @@ def _by_position(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _legend(axes: Axes, curves: int) -> None:
-    """Name all curves: within the picture if they are few, else to its right, in columns of as many as it is high."""
+    """Add a legend: inside if there are few curves, else to the right, in columns."""
     if curves <= _WITHIN:
         axes.legend(frameon=False)
     else:
@@ -137,13 +137,13 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def interval_speeds(rows: Sequence[Row]) -> list[float]:
-    """Tokens per second of training between each row and the one before it."""
+    """Return the training speed between consecutive rows, in tokens per second."""
     places = [(0, 0.0), *((row["tokens"], row["train_seconds"]) for row in rows)]
     return [(now[0] - old[0]) / max(now[1] - old[1], 1e-9) for old, now in itertools.pairwise(places)]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """A running average that weighs the first values rightly."""
+    """Return a running average with correct weights at the beginning."""
     keep = 1 - 1 / max(1.0, _SMOOTH * len(values))
     total = weight = 0.0
     out = []
@@ -169,8 +169,8 @@ _PLOTS: dict[str, tuple[str, str, Callable[[Axes, Sequence[Row]], None]]] = {
     "speed.png": ("train", "train_seconds", _speed),
     "memory.png": ("train", "memory_gb", _memory),
 }
-"""Of each picture the kind of its rows, the value that they must have, and what draws it."""
+"""For each picture, the kind of rows, the required value, and the plot function."""
 
 PICTURES = tuple(_PLOTS)
 OF_THE_HEAD = ("acceptance_by_position.png", "acceptance_length.png", "accuracy.png", "loss.png")
-"""Those that say something of the head, and not of the machine."""
+"""Pictures about the head, not the machine."""

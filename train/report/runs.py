@@ -1,4 +1,4 @@
-"""Reading what runs have left, finished or not."""
+"""Read finished and unfinished training runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from eagle_mlx.files import write_whole
 
 _REPORT, _ABOUT, _STATES = "report.json", "run.json", "checkpoints"
 _NO_SETTINGS = frozenset({"target", "head", "output", "overwrite", "wandb", "wandb_project", "init_from"})
-"""Settings that are shown for themselves, or that say nothing of what was learnt."""
+"""Settings that are shown separately, or that do not affect what is learned."""
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run as its folder tells it; None for what it does not tell."""
+    """A run as described by its folder; None for unknown values."""
 
     folder: str
     state: str
-    """`complete`, or what became of it."""
+    """`complete`, or why not."""
     target: str | None
     kind: str | None
     started_from: str | None
@@ -32,7 +32,7 @@ class PastRun:
     tokens_per_second: float | None
     loss: float | None
     depth: int | None
-    """Draft tokens per round at which acceptance was measured."""
+    """Draft tokens per round in the evaluation."""
     untrained: float | None
     """τ before the first step."""
     best: float | None
@@ -41,7 +41,7 @@ class PastRun:
     by_position: list[float]
     """Acceptance of the best head by draft position."""
     memory_gb: float | None
-    """The most that the process took of the system's memory."""
+    """Peak memory of the process."""
     settings: Mapping[str, Any]
     rows: Sequence[Row]
     """The lines of metrics.jsonl."""
@@ -52,7 +52,7 @@ class PastRun:
 
 
 def read_run(folder: Path) -> PastRun:
-    """Raises DataError for a folder that holds no run, or one whose files are damaged."""
+    """Read a run. Raises DataError if the folder has no run, or if its files are damaged."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
     metrics = folder / METRICS
@@ -94,7 +94,7 @@ def read_run(folder: Path) -> PastRun:
 
 
 def differing_settings(runs: Sequence[PastRun]) -> list[str]:
-    """Names of the settings that are not the same in all runs; what a run does not tell counts as the same."""
+    """Return the names of settings that differ between runs, ignoring unknown values."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in _NO_SETTINGS)
     return [name for name in names if len({repr(run.settings[name]) for run in runs if name in run.settings}) > 1]
 
@@ -131,13 +131,13 @@ def _json(file: Path) -> dict[str, Any] | None:
 
 METRICS = "metrics.jsonl"
 Row = dict[str, Any]
-"""A line: its `kind` (train or eval), the `step` after which it was taken, and the values."""
+"""A line: its `kind` (train or eval), the `step` after which it was recorded, and the values."""
 
 
 def read_rows(file: Path) -> list[Row]:
-    """All lines of a run, without a last one that was only half written.
+    """Return all lines of a run, without an incomplete last one.
 
-    Raises DataError that names the line where another one is no line of metrics.
+    Raises DataError with the line number if another line is invalid.
     """
     *lines, rest = file.read_text(encoding="utf-8", errors="replace").split("\n")
     rows = [_row(line) for line in lines]
@@ -148,9 +148,9 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def truncate(file: Path, step: int) -> list[Row]:
-    """Drop what the file holds of later steps, and a half-written line; returns the rest. The file is replaced whole.
+    """Remove later steps and an incomplete line from the file; return the rest. The file is replaced atomically.
 
-    Raises DataError as `read_rows` does. A file that is not there counts as an empty one.
+    Raises DataError as `read_rows` does. A missing file counts as empty.
     """
     rows = [row for row in read_rows(file) if row["step"] <= step] if file.exists() else []
     write_whole(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
