@@ -56,7 +56,7 @@ class InspectOptions(Group):
 
 @dataclass(frozen=True)
 class PresetsOptions(Group):
-    """Nothing to set."""
+    """No settings."""
 
 
 def list_presets(_: PresetsOptions) -> None:

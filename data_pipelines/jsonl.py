@@ -109,7 +109,7 @@ class PartialFile:
     path: Path
     output: Path
     done: dict[int, Done]
-    """By the row's number in the file."""
+    """Finished rows by row number."""
     _file: BinaryIO
     _flushed: float
 

@@ -257,7 +257,7 @@ class Range:
 
 @dataclass
 class ReadReport:
-    """Counted while conversations are read."""
+    """Counts of conversations read and left out."""
 
     kept: int = 0
     unusable: int = 0

@@ -58,7 +58,7 @@ _LISTS = ("messages", "conversations")
 
 @dataclass(frozen=True)
 class FieldMap:
-    """Names of fields; with no names, rows are taken as they are."""
+    """Field names in a data set. If empty, rows are not changed."""
 
     names: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Maps this project's field names to the data set's."""

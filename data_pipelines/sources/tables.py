@@ -238,7 +238,7 @@ def _cause(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[Any]:
-    """`datasets`, imported when needed (it takes a second), without its own progress bars."""
+    """Import `datasets` (slow, so only if needed) and yield it with progress bars disabled."""
     import datasets
 
     shown = not datasets.are_progress_bars_disabled()

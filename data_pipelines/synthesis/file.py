@@ -69,14 +69,14 @@ class Limits:
     kept.
     """
     first: bool = True
-    """Whether there is to be that first batch, so that something comes of however little time."""
+    """Whether the first batch always runs, so that even a short time gives a result."""
 
 
 @dataclass
 class Selection:
     """Chooses the tries for the file: in order of their numbers, without duplicates, until there are enough.
 
-    So the file does not depend on the order in which tries end. A try is settled once all tries before it have ended.
+    So the file does not depend on the order in which tries end. A try is settled once it and all before it have ended.
     """
 
     wanted: Wanted

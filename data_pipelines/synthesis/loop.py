@@ -23,7 +23,7 @@ from eagle_mlx.target import Target
 from .report import LOOK
 
 FIRST_ROWS = 32
-"""Initial batch size. 32 conversations of 500 tokens take 2.4 GB with an 8B model (36 layers, 8 KV heads of 128)."""
+"""Initial batch size: 32 x 500 tokens take 2.4 GB with an 8B model (36 layers, 8 KV heads of 128, 16 bits)."""
 MOST_ROWS = 256
 """Maximum batch size. Its logits take 150 MB with a vocabulary of 150,000. `kv_bytes` limits the KV cache."""
 _AHEAD = 4
@@ -127,10 +127,10 @@ def seed_of(seed: int, *parts: int | str) -> int:
 
 @dataclass
 class Doubling:
-    """Rows at once, doubled while that makes more tokens a second; it goes back once where it does not, and stays.
+    """Doubles the batch size while that increases throughput; otherwise goes back one step and stays there.
 
-    What a GPU has to read is the same for any number of rows, until its arithmetic is the slower part. A CPU brings
-    weights into shape for each product anew. So the right number is the machine's and the model's, and it is measured.
+    The best batch size depends on machine and model. A GPU reads the same weights for any batch until arithmetic is the
+    bottleneck; a CPU rearranges weights for every product.
     """
 
     rows: int

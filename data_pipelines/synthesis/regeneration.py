@@ -30,7 +30,7 @@ _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
 
 @dataclass
 class RegenerateReport(Counts):
-    """Counted while conversations are regenerated."""
+    """Counts of a regeneration."""
 
     answers: int = 0
     tokens: int = 0

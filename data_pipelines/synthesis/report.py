@@ -84,7 +84,7 @@ class Counts:
 
 @dataclass
 class MakeReport(Counts):
-    """Counted over tries, of which each makes one conversation or says by what it failed."""
+    """Counts of tries. Each try gives one conversation or one failure."""
 
     tries: int = 0
     tokens: int = 0

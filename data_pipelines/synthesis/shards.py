@@ -24,7 +24,7 @@ TOKENS_PER_SHARD = 4096
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Where the shards go, and what is in them. Raises OutputError, in `open_shards`, where they cannot go there."""
+    """The folder and metadata of the shards. `open_shards` raises OutputError if they cannot be written there."""
 
     folder: Path
     meta: ShardMeta
@@ -79,7 +79,7 @@ class MadeShards(ShardPlan):
 
     @property
     def whole(self) -> int:
-        """Shards that are there already, from the first on."""
+        """Number of complete shards, counted from the first."""
         shards = self._shards
         return sys.maxsize if shards is None else next(index for index in count() if index not in shards.files)
 

@@ -44,7 +44,7 @@ class PastRun:
     """Peak memory of the process."""
     settings: Mapping[str, Any]
     rows: Sequence[Row]
-    """The lines of metrics.jsonl."""
+    """Lines of metrics.jsonl."""
 
     @property
     def evaluations(self) -> list[Row]:
