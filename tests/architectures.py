@@ -1,6 +1,6 @@
-"""Tiny configurations of mlx-lm's architectures: what sets each apart from a common small shape.
+"""Tiny configurations of mlx-lm's architectures, as differences from a common small shape.
 
-Windows and chunks are a few positions long, so that a short text goes round them several times.
+Windows and chunks are a few positions long, so that a short text wraps around them several times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMMON: dict[str, Any] = {
     "scoring_func": "sigmoid",
     "moe_layer_freq": 1,
 }
-"""What most files ask for; each takes what it knows."""
+"""What most modules need; each takes the fields that it knows."""
 
 HEADS = {"head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -395,9 +395,9 @@ WINDOWS = frozenset({"attention_chunk_size", "attention_window_size", "loop_wind
 
 
 def tiny_model(name: str, window: int | None = None, **changes: Any) -> nn.Module:
-    """A model of mlx-lm's file `name`, or of its variant `name:variant`, with the weights that mlx-lm gives it.
+    """Return a model of mlx-lm's module `name`, or of its variant `name:variant`, with mlx-lm's own weights.
 
-    window: how long its windows and chunks are instead. changes: of its configuration.
+    window: length of its windows and chunks; changes: fields of its configuration to change.
     """
     arch = importlib.import_module(f"mlx_lm.models.{name.split(':')[0]}")
     config = {"model_type": name, **COMMON, **CONFIGS[name], **changes}
@@ -405,13 +405,13 @@ def tiny_model(name: str, window: int | None = None, **changes: Any) -> nn.Modul
 
 
 def _seeing(config: dict[str, Any], window: int) -> dict[str, Any]:
-    """The configuration with windows and chunks of another length."""
+    """Return the configuration with windows and chunks of another length."""
     inner = {key: _seeing(value, window) for key, value in config.items() if isinstance(value, dict)}
     return {**config, **inner, **{key: window for key in config if key in WINDOWS}}
 
 
 def sicken(model: nn.Module, token: int) -> None:
-    """Let a model read a token as NaN. One that uses its embedding for logits too gives nothing but NaN then."""
+    """Make a model read a token as NaN. If it uses its embedding for logits too, all its logits are NaN."""
     for part in model.modules():
         if isinstance(part, nn.Embedding) and part.weight.shape[0] == VOCAB:
             part.weight[token] = mx.nan

@@ -1,6 +1,4 @@
-"""What holds for every test: no network, no windows, the fast BLAS before MLX, one BLAS thread and one core to a
-worker, and threads that let each other finish.
-"""
+"""Settings for all tests: no network, no windows, the fast BLAS before MLX, and one BLAS thread and core per worker."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from contextlib import suppress
 from tests.full import FULL, some
 
 os.environ.update(
-    EAGLE_MLX_CACHE=os.devnull,  # no test finds what another has left there
+    EAGLE_MLX_CACHE=os.devnull,  # no test reads another's cache
     HF_HUB_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
@@ -22,18 +20,18 @@ os.environ.update(
     MPLBACKEND="Agg",
 )
 if not FULL:
-    os.environ["MLX_DISABLE_COMPILE"] = "1"  # on a CPU g++ takes a second for each kernel, of which there are some 170
+    os.environ["MLX_DISABLE_COMPILE"] = "1"  # on a CPU, g++ takes a second for each of some 170 kernels
 if FULL or {"EAGLE_FUZZ_ROUNDS", "KILLS", "SCHEMA_CASES", "SOAK_SECONDS"} & os.environ.keys():
-    os.environ.setdefault("PYTEST_TIMEOUT", "3600")  # tests that are asked for more may take longer (pyproject.toml)
+    os.environ.setdefault("PYTEST_TIMEOUT", "3600")  # tests with larger settings may take longer (pyproject.toml)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # A worker's threads take turns, so that a second core is of no use to them; moving between cores cost an eighth.
+    # A worker's threads take turns, so a second core does not help; moving between cores cost an eighth.
     if hasattr(os, "sched_setaffinity"):
         cores, number = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
         if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) >= len(cores):
             os.sched_setaffinity(0, {cores[number % len(cores)]})
-# MLX hands each operation to another thread on a CPU, and the operations of tiny models are shorter than the switch.
-# As a batch the thread that wakes waits until the other pauses, which spares a fifth of the suite's time.
+# MLX hands each operation to another thread on a CPU, and operations of tiny models are shorter than the switch. With
+# SCHED_BATCH, a waking thread waits until the other pauses, which saves a fifth of the suite's time.
 if hasattr(os, "SCHED_BATCH"):
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -53,16 +51,16 @@ if TYPE_CHECKING:
 
     from tests.hub_server import Hub
 
-# The same code is judged by the same examples; `--hypothesis-profile=search` looks for new ones.
+# The same code gets the same examples; `--hypothesis-profile=search` looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=some(100))
 settings.register_profile("search", deadline=None)
 settings.load_profile("repeatable")
 
-gc.disable()  # until all tests are collected: what is imported stays, and looking through it took a fifth of that
+gc.disable()  # until all tests are collected: imports are never freed, and scanning them took a fifth of that time
 
 
 def pytest_collection_finish() -> None:
-    """Half a million objects of modules and tests are set aside: a server that ends looks for its own garbage alone."""
+    """Freeze half a million objects of modules and tests, so that a stopping server scans only its own garbage."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -70,16 +68,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_left_behind() -> Iterator[None]:
-    """What a module's tests have dropped ends with them: engines, and the processes that grammars have begun."""
+    """Collect a module's garbage at its end: engines, and the processes started by grammars."""
     yield
     gc.collect()
 
 
 @pytest.fixture(autouse=True)
 def _short_head_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands try a head on fewer tokens, unless in full or where the trial is what is tested.
+    """Let commands try a head on fewer tokens, unless in full or if the trial itself is tested.
 
-    Those of the tests are random, so that a trial of 64 tokens takes 64 rounds, and most of a command's time.
+    The tests' heads are random, so a trial of 64 tokens takes 64 rounds, and most of a command's time.
     """
     trial = sys.modules.get("eagle_mlx.head_check")
     if trial is not None and not FULL and request.path.name != "test_head_check.py":
@@ -88,21 +86,21 @@ def _short_head_checks(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 @pytest.fixture(autouse=True)
 def _repeatable_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests without a seed draw the same noise in every run, so that no test of a distribution fails by chance."""
+    """Give requests without a seed the same noise in every run, so that no test of a distribution fails by chance."""
     if not FULL:
         monkeypatch.setattr("secrets.randbits", Random(0).getrandbits)
 
 
 @pytest.fixture
 def as_on_a_gpu() -> Iterator[None]:
-    """The test takes the way that a GPU takes, whatever it runs on."""
+    """Run the test without the CPU's shortcuts, as on a GPU."""
     with without_shortcuts():
         yield
 
 
 @pytest.fixture
 def positions_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many positions, over all rows, each forward of a target has read."""
+    """Record how many positions, over all rows, each forward of a target reads."""
     from eagle_mlx.target import Forward, Target
 
     counts, forward = list[int](), Target.forward
@@ -117,14 +115,14 @@ def positions_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def with_shortcuts() -> None:
-    """The test is about what only a CPU does."""
+    """Skip the test unless the CPU's shortcuts are in use."""
     if not use_shortcuts():
         pytest.skip("on a GPU, or with EAGLE_MLX_CPU_SHORTCUTS=0")
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """MLX compiles what asks for it, here and in the processes that are started; in full it does so in every test."""
+    """Let MLX compile functions, here and in child processes; in full, it does so in every test."""
     import mlx.core as mx
 
     monkeypatch.delenv("MLX_DISABLE_COMPILE", raising=False)
@@ -136,9 +134,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=[False, True], ids=["linux", "darwin"])
 def acknowledge(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Send descriptors as `multiprocessing` does on this system: on Darwin the receiver confirms each with a byte.
+    """Send descriptors as `multiprocessing` does on this system: on Darwin, the receiver confirms each with a byte.
 
-    It holds here and in the processes that are started. What is tested must not depend on it.
+    This also applies to child processes. What is tested must not depend on it.
     """
     on = bool(request.param)
     setting = f"import multiprocessing.reduction\nmultiprocessing.reduction.ACKNOWLEDGE = {on}\n"
@@ -158,7 +156,7 @@ def hub_running() -> Iterator[Hub]:
 
 @pytest.fixture
 def online(hub_running: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """A stand-in of the hub, empty and well."""
+    """Provide an empty, working stand-in of the hub."""
     from tests import hub_server
 
     hub_server.use(monkeypatch, hub_running.base, tmp_path / "huggingface")

@@ -1,4 +1,4 @@
-"""Engines with the disk tier, for tests of what it promises."""
+"""Engines with the disk tier, for tests of its guarantees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
 MANY = 1 << 30
 TEXT = [(7 * i * i + 3 * i) % 90 + 1 for i in range(150)]
 SYSTEM = 100
-"""Tokens of TEXT that other prompts begin with."""
+"""Number of TEXT's tokens with which other prompts begin."""
 GREEDY = em.SamplingParams(max_tokens=8, ignore_eos=True)
 SEEDED = em.SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=7)
 KINDS = ["full", "quantised", "gemma3_text", "qwen3_next", "mamba2"]
@@ -37,7 +37,7 @@ def target(kind: str, seed: int = 0) -> em.Target:
 
 
 def engine(folder: Path | None, kind: str = "full", drafts: str = "none", seed: int = 0, **more: Any) -> em.Engine:
-    """With files in this folder, or none and cold. `more`: `limit`, `say`, `which` for another target."""
+    """Return an engine with files in this folder, or a cold one. `more`: `limit`, `say`, `which` for another target."""
     which, bits = more.get("which") or target(kind, seed), 8 if kind == "quantised" else None
     makers: dict[str, Callable[[], Any]] = {
         "none": lambda: None,
@@ -57,7 +57,7 @@ def engine(folder: Path | None, kind: str = "full", drafts: str = "none", seed: 
 
 
 def said_of(allowed: Sequence[str], heard: list[str] | None = None) -> Callable[[str], None]:
-    """What the tier has to say: anything but this fails the test."""
+    """Return a function for the tier's messages that fails the test if a message is not allowed."""
 
     def say(text: str) -> None:
         assert any(each in text for each in allowed), text
@@ -85,7 +85,7 @@ def answered(
 
 @cache
 def cold(prompt: tuple[int, ...], kind: str = "full", drafts: str = "none", seed: int = 0) -> list[int]:
-    """What an engine without files says."""
+    """Return what an engine without files generates."""
     return answered(engine(None, kind, drafts, seed), prompt).tokens
 
 
@@ -103,7 +103,7 @@ def _kept(kind: str, drafts: str) -> tuple[tempfile.TemporaryDirectory[str], lis
 
 
 def with_text(folder: Path, kind: str = "full", drafts: str = "none") -> list[int]:
-    """Have in a folder the files of TEXT, as an engine wrote them that has ended; what was said after it."""
+    """Copy the files of an engine that has generated from TEXT to a folder; return its tokens."""
     kept, said = _kept(kind, drafts)
     shutil.copytree(kept.name, folder, dirs_exist_ok=True)
     return said

@@ -58,7 +58,7 @@ def tiny_config(layers: int = 4, hidden: int = 32, vocab: int = 128) -> dict[str
 
 
 def randomize(module: nn.Module, seed: int, spread: float) -> None:
-    """Weights far enough from zero that outputs depend on every part of the input."""
+    """Draw weights far enough from zero that outputs depend on every part of the input."""
     rng = np.random.default_rng(seed)
 
     def draw(name: str, w: mx.array) -> mx.array:
@@ -75,7 +75,7 @@ def _embedded_tokenizer() -> TokenizerWrapper:
 
 
 def embedded_tokenizer() -> TokenizerWrapper:
-    """One of the test's own, which it may change: to copy it takes a fifth of the time that reading it takes."""
+    """Return a copy that the test may change. Copying takes a fifth of the time of reading."""
     return deepcopy(_embedded_tokenizer())
 
 
@@ -87,7 +87,7 @@ def tiny_target(
     tokenizer: bool = False,
     architecture: str = "qwen3",
 ) -> Target:
-    """A random model in memory; with the embedded tokenizer where asked for (then `vocab` is its 4,096)."""
+    """Return a random model in memory, with the embedded tokenizer if asked for (then `vocab` is its 4,096)."""
     vocab = 4096 if tokenizer else vocab
     file = importlib.import_module(f"mlx_lm.models.{architecture}")
     model = file.Model(file.ModelArgs.from_dict({**tiny_config(layers, hidden, vocab), "model_type": architecture}))
@@ -96,7 +96,7 @@ def tiny_target(
 
 
 def tiny_head(target: Target, seed: int = 0, draft_vocab: int | None = None) -> Eagle3Head:
-    """A random EAGLE-3 head that fits the target; `draft_vocab` entries spread over the vocabulary, or all."""
+    """Return a random EAGLE-3 head for the target, with `draft_vocab` ids spread over the vocabulary, or all."""
     size = draft_vocab or target.vocab_size
     config = Eagle3Config(
         hidden_size=target.hidden_size,
@@ -121,7 +121,7 @@ def tiny_head(target: Target, seed: int = 0, draft_vocab: int | None = None) -> 
 def tiny_target_folder(
     folder: Path, seed: int = 0, layers: int = 4, hidden: int = 32, architecture: str = "qwen3"
 ) -> Path:
-    """A random model with the embedded tokenizer, on disk as mlx-lm loads it."""
+    """Write a random model with the embedded tokenizer to disk, as mlx-lm loads it."""
     target = tiny_target(seed, layers, hidden, tokenizer=True, architecture=architecture)
     folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
@@ -134,7 +134,7 @@ def tiny_target_folder(
 
 
 def talking_target_folder(folder: Path, seed: int = 0, architecture: str = "qwen3") -> Path:
-    """`tiny_target_folder` that ends its turns: every seventh token does, so that a random model soon says one."""
+    """Do the same as `tiny_target_folder`, but every seventh token ends a turn, so that a random model soon stops."""
     tiny_target_folder(folder, seed, architecture=architecture)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, *range(5, 4096, 7)]}))
@@ -142,7 +142,7 @@ def talking_target_folder(folder: Path, seed: int = 0, architecture: str = "qwen
 
 
 def tiny_adapters(folder: Path, seed: int = 0, **settings: object) -> Path:
-    """Random LoRA weights for the tiny target, in the files that mlx_lm.lora writes."""
+    """Write random LoRA weights for the tiny target, in the files of mlx_lm.lora."""
     lora = {"fine_tune_type": "lora", "num_layers": 4, "lora_parameters": {"rank": 4, "scale": 20.0, "dropout": 0.0}}
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps({**lora, **settings}))
@@ -159,7 +159,7 @@ def tiny_adapters(folder: Path, seed: int = 0, **settings: object) -> Path:
 
 
 def length_of(plan: Plan, draft: Draft) -> int:
-    """Tokens that a chain of this plan must have by the confidences that its draft tells of."""
+    """Return the chain length that follows from this plan and the draft's confidences."""
     looks = [float(np.mean(row)) for row in draft.confidences]
     if plan.stop_below is None or all(look >= plan.stop_below for look in looks):
         assert len(looks) == (0 if plan.stop_below is None else max(0, plan.depth - CONFIDENCE_LAG - 1))
@@ -169,7 +169,7 @@ def length_of(plan: Plan, draft: Draft) -> int:
 
 
 class Oracle:
-    """A proposer that knows each prompt's continuation and is wrong at random: every accept and reject is met."""
+    """A proposer that knows each prompt's continuation and errs at random, so that all cases of acceptance occur."""
 
     name = "oracle"
     abilities = Abilities(trees=True)
@@ -193,7 +193,7 @@ class Oracle:
 
 
 def known_text(texts: Mapping[tuple[int, ...], Sequence[int]], opened: Sequence[int]) -> tuple[list[int], int]:
-    """Return the continuation of a prompt, and how much of it a row that is opened with this text has said already."""
+    """Return the continuation of a prompt, and how much of it this text already contains."""
     cut = next(n for n in range(len(opened), 0, -1) if tuple(opened[:n]) in texts)
     return list(texts[tuple(opened[:cut])]), len(opened) - cut
 
@@ -201,7 +201,7 @@ def known_text(texts: Mapping[tuple[int, ...], Sequence[int]], opened: Sequence[
 def generate(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], pauses: float, seed: int = 0
 ) -> list[Output]:
-    """Decode prompts while rows are paused at random: after each step, each with the chance `pauses`."""
+    """Decode prompts while rows are paused at random after each step, with probability `pauses`."""
     rng = np.random.default_rng(seed)
     requests = [engine.prepare(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     for request in requests:
@@ -238,7 +238,7 @@ class OracleState:
         return Draft(mx.array(tokens, mx.int32), mx.array(lengths, mx.int32))
 
     def _tree(self, depth: int, nodes: int) -> Draft:
-        """Random trees; some of them hold a part of the continuation, each branch in a place of its own."""
+        """Return random trees. Some contain a part of the continuation, each branch at its own place."""
         grown = [self._grown(text[at:], depth, nodes) for text, at in self.rows]
         lengths = [int(self.oracle.rng.integers(nodes + 1)) for _ in grown]
         tokens, parents = (mx.array([tree[part] for tree in grown], mx.int32) for part in (0, 1))
@@ -257,7 +257,7 @@ class OracleState:
             used = taken.setdefault(above, set())
             token = text[known] if follows else int(rng.choice([t for t in range(vocab) if t not in used]))
             if follows and token in used:
-                known = len(text)  # a random node has taken its place
+                known = len(text)  # a random node took its place
                 token = int(rng.choice([t for t in range(vocab) if t not in used]))
             elif follows:
                 known, tip = known + 1, node
@@ -282,7 +282,7 @@ class OracleState:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """mlx-lm's functions run operation by operation, in full too."""
+    """Run mlx-lm's functions operation by operation, even in full."""
     mx.disable_compile()
     try:
         yield
@@ -293,7 +293,7 @@ def uncompiled() -> Iterator[None]:
 
 @contextmanager
 def steps_of(count: int) -> Iterator[None]:
-    """Buffers grow by so few positions, so that short texts make them grow and shrink."""
+    """Let buffers grow by only this many positions, so that short texts make them grow and shrink."""
     before, full.STEP = full.STEP, count
     try:
         yield
@@ -302,7 +302,7 @@ def steps_of(count: int) -> Iterator[None]:
 
 
 def interrupt_after(rows: int, error: type[BaseException], patch: pytest.MonkeyPatch) -> None:
-    """Have an error raised behind so many rows of a file that is being made."""
+    """Raise an error after this many rows of a file."""
     add, count = PartialFile.add, 0
 
     def counted(self: PartialFile, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""What mlx-lm itself says of a text: whole forwards of a model that nothing of this library has touched."""
+"""mlx-lm's own verdict on a text, from whole forwards of an unmodified model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.architectures import tiny_model
 from tests.fakes import randomize
 
 TOLERANCE = 1e-3
-"""Logits this close, in standard deviations of a position's logits, may fall either way.
+"""Scores this close, in standard deviations of a position's logits, count as tied.
 
-Of mlx-lm's own models a forward of a whole text and forwards of its tokens differ by up to 2e-4 (gemma4).
+In mlx-lm's own models, a forward of a whole text and forwards of its tokens differ by up to 2e-4 (gemma4).
 """
 
 
@@ -35,7 +35,7 @@ class Fault:
     token: int
     wanted: int
     behind: float
-    """How far its score is behind the best, in standard deviations of the logits."""
+    """How far its score is below the best, in standard deviations of the logits."""
 
     def __str__(self) -> str:
         return f"token {self.place} is {self.token}, not {self.wanted} ({self.behind:.3g} behind)"
@@ -45,7 +45,7 @@ class Judge:
     """Judges texts by one forward over each, with mlx-lm's own model and caches."""
 
     def __init__(self, name: str, weights: int):
-        """One of `tests.architectures`, with weights of this seed."""
+        """Create one of `tests.architectures`, with weights of this seed."""
         self.model = tiny_model(name)
         randomize(self.model, weights, 0.2)
         self._layers: dict[int, mx.array] = {}
@@ -56,12 +56,12 @@ class Judge:
         return any(isinstance(part, RotatingKVCache) for each in caches for part in getattr(each, "caches", [each]))
 
     def logits(self, text: Sequence[int]) -> mx.array:
-        """[1, L, V], of what follows each token."""
+        """Return the logits [1, L, V] after each token."""
         logits: mx.array = self.model(mx.array([list(text)], mx.int32), cache=make_prompt_cache(self.model))
         return logits
 
     def texts(self, prompts: Sequence[Sequence[int]], sampling: SamplingBatch, count: int) -> list[list[int]]:
-        """Each prompt, of one length, and the next `count` tokens, decoded with mlx-lm's own cache."""
+        """Return the next `count` tokens of prompts of equal length, decoded with mlx-lm's own cache."""
         caches, texts = make_prompt_cache(self.model), mx.array([list(prompt) for prompt in prompts], mx.int32)
         new = texts
         for _ in range(count):
@@ -73,9 +73,9 @@ class Judge:
         return said
 
     def faults(self, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams) -> tuple[list[Fault], int]:
-        """The tokens that are not the target's, and how many others are only as good as its own.
+        """Return the tokens that are not the target's, and the number of tokens tied with its own.
 
-        Greedy and coupled tokens must be the ones that plain decoding draws, others ones that it could draw.
+        Greedy and coupled tokens must equal plain decoding's; other tokens must be possible.
         """
         logits = self._behind(prompt, tokens)
         for process in params.logits_processors:
@@ -108,17 +108,17 @@ class Judge:
         return faults, excused
 
     def _behind(self, prompt: Sequence[int], tokens: Sequence[int]) -> mx.array:
-        """The logits [1, L, V] float32 that each of the tokens is drawn by."""
+        """Return the scores [1, L, V] float32 from which each token is drawn."""
         return self.logits([*prompt, *tokens][:-1])[:, len(prompt) - 1 :].astype(mx.float32)
 
     def logprobs(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """What the target thinks of each token."""
+        """Return the target's log probability of each token."""
         logits = self._behind(prompt, tokens)
         chances = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return [float(chances[0, place, token].item()) for place, token in enumerate(tokens)]
 
     def hidden(self, text: Sequence[int], layers: Sequence[int]) -> np.ndarray[Any, Any]:
-        """The outputs of some layers side by side, [L, H * layers]."""
+        """Return the concatenated outputs of some layers, [L, H * layers]."""
         for layer in layers:
             self._watch(layer)
         mx.eval(self.logits(text))
@@ -139,7 +139,7 @@ class Judge:
 
 
 def _masks(grammar: Grammar, tokens: Sequence[int]) -> mx.array:
-    """[L, V] bool, what may stand in each token's place."""
+    """Return the tokens allowed at each position, [L, V] bool."""
     masks = []
     for token in tokens:
         masks.append(grammar.mask())
@@ -149,11 +149,11 @@ def _masks(grammar: Grammar, tokens: Sequence[int]) -> mx.array:
 
 @lru_cache(maxsize=1)
 def judge(name: str, weights: int) -> Judge:
-    """The same one as long as it is asked for again and again."""
+    """Return a judge, cached for repeated calls."""
     return Judge(name, weights)
 
 
 def untouched(model: nn.Module) -> bool:
-    """Whether all of a model is mlx-lm's or MLX's own."""
+    """Return whether all of a model's classes are mlx-lm's or MLX's own."""
     own = (type(part).__module__.startswith(("mlx.", "mlx_lm.")) for part in model.modules())
     return all(own) and not any(isinstance(part, Hook) for part in model.modules())

@@ -1,6 +1,6 @@
-"""What `make test` runs of what `make test-full` runs: fewer cases of the same properties.
+"""Reduce `make test-full` to `make test`: fewer cases of the same properties.
 
-Every value of every parameter has its turn in `make test`. There MLX compiles kernels only where a test asks for it
+`make test` still uses every value of every parameter. In it, MLX compiles kernels only if a test asks for it
 (`compiled`), since g++ takes a second for each, and commands try heads on 24 tokens (tests/conftest.py).
 
 `EAGLE_FULL=1 pytest tests/...` runs any test in full.
@@ -18,22 +18,22 @@ T = TypeVar("T")
 
 
 def in_full(full: T, otherwise: T) -> T:
-    """One value for `make test-full`, another for `make test`."""
+    """Return the first value in `make test-full`, the other in `make test`."""
     return full if FULL else otherwise
 
 
 def some(count: int) -> int:
-    """So many examples of hypothesis; unless in full, two in five of them."""
+    """Return the number of hypothesis examples: all in full, else two fifths."""
     return in_full(count, max(4, 2 * count // 5))
 
 
 def in_turn(values: Iterable[T], turn: int = 0, of: int = 2, full: bool = FULL) -> list[T]:
-    """All values; unless in full, every second of them, or every `of`-th, from number `turn` on."""
+    """Return all values in full, else every second or every `of`-th, from number `turn` on."""
     return list(values) if full else list(values)[turn::of]
 
 
 def mixed(*parameters: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
-    """All combinations of values; unless in full, few in which any two values of two parameters still meet."""
+    """Return all combinations of values in full, else a few that cover every pair of values of two parameters."""
     values = [list(each) for each in parameters]
     every = list(product(*(range(len(each)) for each in values)))
     if not full:
@@ -42,7 +42,7 @@ def mixed(*parameters: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]
 
 
 def diagonal(*parameters: Iterable[Any], full: bool = FULL) -> list[tuple[Any, ...]]:
-    """All combinations of values; unless in full, as few as there are values of one: each value is met once or more."""
+    """Return all combinations of values in full, else just enough to use each value once."""
     values = [list(each) for each in parameters]
     if full:
         return list(product(*values))
@@ -50,7 +50,7 @@ def diagonal(*parameters: Iterable[Any], full: bool = FULL) -> list[tuple[Any, .
 
 
 def _covering(every: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The greedy choice: always the combination that brings most pairs which have not met."""
+    """Choose combinations greedily by the number of new pairs."""
     met_by = {places: set(combinations(enumerate(places), 2)) for places in every}
     missing = set[Any]().union(*met_by.values())
     chosen = []

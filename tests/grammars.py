@@ -1,4 +1,4 @@
-"""Small grammars that a text follows, and the same with masks that come some steps later."""
+"""Small grammars for tests, and variants with late masks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ END = 5
 
 
 class Steps:
-    """Each token is 1 to 9 above the one before it, modulo the vocabulary.
+    """Each token is 1 to 9 above the previous one, modulo the vocabulary.
 
-    Other grammars of tests change `allowed`, or `mask` if it is faster at once.
+    Other test grammars override `allowed`, or `mask` for speed.
     """
 
     vocab = 96
     end: int | None = END
-    """A token that ends the text, and is never passed."""
+    """A token that ends the text, and is never added."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []
@@ -49,7 +49,7 @@ class Steps:
 
 
 class LateSteps(Steps):
-    """Its masks come when they are asked for the n-th time, n drawn anew for each draft."""
+    """Returns its masks at the n-th request, with a random n for each draft."""
 
     def __init__(self, seed: int | np.random.Generator = 0) -> None:
         super().__init__()
@@ -58,10 +58,10 @@ class LateSteps(Steps):
         self.waiting = False
         self.left = 0
         self.late = 0
-        """Answers that did not come when they were asked for."""
+        """Number of requests without an answer."""
 
     def delay(self, draft: Sequence[int]) -> int:
-        """Return how often the masks of a draft are asked for in vain."""
+        """Return how many requests for a draft's masks get no answer."""
         return int(self.rng.integers(0, 4))
 
     def ask(self, draft: Sequence[int]) -> None:
@@ -79,7 +79,7 @@ class LateSteps(Steps):
 
 
 class Never(LateSteps):
-    """Its first mask is known; no other comes until it is let go."""
+    """Knows its first mask; returns no other until it is released."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A third party's proposer and policy that use the protocols to the full, or break them, all of it by chance."""
+"""A third party's proposer and policy that use all of the protocols, or break them, at random."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from eagle_mlx.proposers.base import Observation, ProposerState, StatePiece
 from eagle_mlx.target import Target
 
 DEPTHS = (1, 2, 3, 5, 8, 20)
-"""The longest is wider than the slack of a sliding window's ring."""
+"""The largest depth exceeds the slack of a sliding window's ring."""
 
 
 class ProposerRaised(Exception):
-    """What a proposer raises that fails by chance."""
+    """Raised by a proposer at random."""
 
 
 @dataclass(frozen=True)
@@ -31,28 +31,28 @@ class Manners:
 
     aux_layers: tuple[int, ...] = ()
     lengths: bool = False
-    """Gives lengths beyond its draft and below 0, and drafts wider than was asked for."""
+    """Returns lengths beyond its draft and below 0, and drafts wider than asked for."""
     ids: bool = False
     """Drafts token ids outside the vocabulary."""
     trees: bool = False
-    """Gives parents that there are not or that stand in a circle, equal siblings, and levels that are not all."""
+    """Returns missing or circular parents, equal siblings, and too few levels."""
     raises: float = 0.0
-    """How often a call raises."""
+    """Probability that a call raises."""
 
 
 @dataclass
 class Sight:
-    """What a proposer has been shown of one row."""
+    """What a proposer has observed of one row."""
 
     text: list[int]
-    """All tokens that it knows; the last one is the row's newest."""
+    """All known tokens; the last one is the row's newest."""
     hidden: list[np.ndarray[Any, Any]] = field(default_factory=list)
-    """Of the aux layers, one after the other in the last dimension: [H * layers] for each position that was read."""
+    """Aux hidden states, concatenated: [H * layers] for each position read."""
 
 
 @dataclass
 class SightPiece:
-    """What was shown of some positions, whose tokens are given with the one behind them."""
+    """Observed positions, with their tokens and the one after them."""
 
     text: list[int]
     hidden: list[np.ndarray[Any, Any]]
@@ -66,7 +66,7 @@ class SightPiece:
 
 
 class HostileProposer:
-    """Drafts what a row will say as far as it is told in `known`, and is wrong at random, more or less by the round."""
+    """Drafts the continuations in `known`, with random errors whose rate varies by round."""
 
     name = "hostile"
     abilities = Abilities(trees=True, early_exit=True)
@@ -76,9 +76,9 @@ class HostileProposer:
         self.rng, self.known, self.manners = rng, known, manners
         self.aux_layers = manners.aux_layers
         self.sights: list[Sight] = []
-        """All that there were, for who wants to compare them."""
+        """All rows' observations, for comparison."""
         self.vocab = self.misplaced = 0
-        """Tokens, and rounds that did not begin where the text ends."""
+        """Vocabulary size, and number of rounds that did not begin at the end of the text."""
 
     def bind(self, target: Target) -> None:
         self.vocab = target.vocab_size
@@ -106,7 +106,7 @@ class HostileProposer:
             raise ProposerRaised("a third party's proposer raised")
 
     def continuation(self, text: Sequence[int], count: int) -> list[int]:
-        """The next tokens as far as they are known, then any."""
+        """Return the next tokens as far as known, then arbitrary ones."""
         end = len(text)
         found = next((known[end:] for known in self.known if len(known) > end and known[:end] == text), [])
         return [*found[:count], *self.tokens(count - len(found[:count]))]
@@ -116,19 +116,19 @@ class HostileProposer:
 
 
 class HostileState:
-    """Drafts for rows, and can be taken over from the prefix cache."""
+    """Drafts for rows; can be restored from the prefix cache."""
 
     def __init__(self, proposer: HostileProposer, rows: list[Sight]):
         self.proposer, self.rows = proposer, rows
 
     def prefill(self, seen: Observation) -> None:
         self.proposer.fail_by_chance()
-        if self.proposer.aux_layers:  # others were given all of the prompt when the state was opened
+        if self.proposer.aux_layers:  # the whole prompt was given when the state was opened
             self._take(seen)
 
     def observe(self, seen: Observation) -> None:
         self.proposer.fail_by_chance()
-        assert any(seen.tokens)  # none in a row whose masks are late
+        assert any(seen.tokens)  # rows with late masks have none
         self._take(seen)
 
     def _take(self, seen: Observation) -> None:
@@ -139,7 +139,7 @@ class HostileState:
             row.hidden.extend([] if aux is None else aux[index, : len(tokens)])
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        """What the plan asks for, or less."""
+        """Draft what the plan asks for, or less."""
         self._check(positions)
         if plan.is_tree:
             return self._branches(plan, sampling)
@@ -152,7 +152,7 @@ class HostileState:
         return self._chain(int(rng.integers(0, plan.depth + 4 if wide else plan.depth + 1)), sampling)
 
     def _until(self, stop_below: float, depth: int, sampling: SamplingBatch) -> Draft:
-        """A chain that exits early."""
+        """Draft a chain with early exit."""
         length = min(depth, CONFIDENCE_LAG + 1)
         confidences: list[list[float]] = []
         while length < depth:
@@ -163,7 +163,7 @@ class HostileState:
         return replace(self._chain(length, sampling), confidences=confidences)
 
     def _branches(self, plan: Plan, sampling: SamplingBatch) -> Draft:
-        """Trees of any shape, as many nodes in each row; some of them hold a part of the continuation."""
+        """Draft trees of any shape, with equal numbers of nodes; some contain a part of the continuation."""
         rng = self.proposer.rng
         count = int(rng.integers(0, plan.nodes + 1))
         if not count or rng.random() < 0.1:
@@ -191,10 +191,10 @@ class HostileState:
         return SightPiece(sight.text[start : end + 1], sight.hidden[start:end])
 
     def _check(self, positions: mx.array) -> None:
-        """A round begins where the text ends that the state was shown."""
+        """Check that a round begins at the end of the observed text."""
         self.proposer.fail_by_chance()
         if positions.tolist() != [len(row.text) for row in self.rows]:
-            self.proposer.misplaced += 1  # what `draft` raises, the engine catches
+            self.proposer.misplaced += 1  # the engine catches what `draft` raises
 
     def _chain(self, width: int, sampling: SamplingBatch) -> Draft:
         if not width:
@@ -205,20 +205,20 @@ class HostileState:
         )
 
     def _probs(self, width: int) -> mx.array | None:
-        """Distributions that the tokens might have been drawn from, or none."""
+        """Return distributions from which the tokens may have been drawn, or None."""
         if self.proposer.rng.random() < 0.5:
             return None
         shape = (len(self.rows), width)
         return mx.array(self.proposer.rng.dirichlet(np.ones(self.proposer.vocab), shape), mx.float32)
 
     def _lengths(self, width: int) -> mx.array:
-        """How many tokens count, row by row."""
+        """Return the number of valid tokens of each row."""
         rng = self.proposer.rng
         low, high = (-3, width + 5) if self.proposer.manners.lengths else (0, width + 1)
         return mx.array([width if rng.random() < 0.5 else int(rng.integers(low, high)) for _ in self.rows], mx.int32)
 
     def _spoiled(self, tokens: list[int]) -> list[int]:
-        """The tokens with as many of them wrong as this row has in this round."""
+        """Replace as many tokens by wrong ones as the row has errors in this round."""
         rng, vocab = self.proposer.rng, self.proposer.vocab
         wrong = rng.choice([0.0, 0.0, 0.05, 0.3, 1.0])
         tokens = [int(rng.integers(vocab)) if rng.random() < wrong else token for token in tokens]
@@ -228,7 +228,7 @@ class HostileState:
         return tokens
 
     def _grown(self, depth: int, count: int) -> list[int]:
-        """The parents of `count` nodes, any that are not too deep."""
+        """Return random parents of `count` nodes, within the depth limit."""
         parents: list[int] = []
         levels = [0]
         rng = self.proposer.rng
@@ -242,7 +242,7 @@ class HostileState:
         return parents
 
     def _drafted(self, row: Sight, *parents: int) -> tuple[list[int], list[int]]:
-        """Tokens for the nodes of a tree, with the continuation on the branch that goes down first."""
+        """Return tokens for a tree's nodes, with the continuation along the first branch."""
         rng, manners = self.proposer.rng, self.proposer.manners
         known = self._spoiled(self.proposer.continuation(row.text, len(parents)))
         tip, reached = 0, 0
@@ -273,7 +273,7 @@ class HostileState:
 
 
 class RandomPolicy:
-    """Plans something else every round: nothing, a chain, one that exits early or a tree; plain rounds come in runs."""
+    """Plans at random: nothing, a chain, early exit or a tree; plain rounds come in runs."""
 
     def __init__(self, rng: np.random.Generator, trees: bool):
         self.rng, self.wants_trees = rng, trees

@@ -1,4 +1,4 @@
-"""A stand-in of the hub: its routes for making, filling and reading repositories of models, in memory."""
+"""A stand-in of the hub in memory, with its routes for creating, filling and reading model repositories."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Repo:
     gated: bool = False
     files: dict[str, bytes] = field(default_factory=dict)
     commits: list[str] = field(default_factory=list)
-    """Their messages."""
+    """Commit messages."""
 
     @property
     def sha(self) -> str:
@@ -39,7 +39,7 @@ class Repo:
 
 
 class Hub:
-    """What the stand-in holds, and every request that it was sent."""
+    """The stand-in's contents, and every request that it received."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
@@ -48,11 +48,11 @@ class Hub:
         self.refuse_commits = False
         self.refuse_large = False
         self.keep_apart = True
-        """Whether large files are sent apart from the commit."""
+        """Whether large files are uploaded separately from the commit."""
         self.base = ""
 
     def clear(self) -> None:
-        """Forget all that was sent, and refuse nothing."""
+        """Delete all contents and requests, and refuse nothing."""
         for held in (self.repos, self.large, self.requests):
             held.clear()
         self.refuse_commits, self.refuse_large, self.keep_apart = False, False, True
@@ -70,7 +70,7 @@ def _refuse(status: int, message: str, code: str | None = None) -> JSONResponse:
 
 
 def _reader(request: Request, hub: Hub, name: str) -> Repo | JSONResponse:
-    """The repository, or why this request may not read it."""
+    """Return the repository, or an error if this request may not read it."""
     token = request.headers.get("authorization", "").removeprefix("Bearer ")
     if token and token not in (WRITE, READ):
         return _refuse(401, "Invalid credentials in Authorization header")
@@ -81,7 +81,7 @@ def _reader(request: Request, hub: Hub, name: str) -> Repo | JSONResponse:
 
 
 def _writer(request: Request, owner: str) -> JSONResponse | None:
-    """Why this request may not write, None where it may."""
+    """Return an error if this request may not write, else None."""
     token = request.headers.get("authorization", "").removeprefix("Bearer ")
     if token not in (WRITE, READ):
         return _refuse(401, "Invalid credentials in Authorization header")
@@ -217,7 +217,7 @@ def _add_reading(app: FastAPI, hub: Hub) -> None:
 
 @contextmanager
 def serving() -> Iterator[Hub]:
-    """The stand-in on a free port, in a thread."""
+    """Serve the stand-in on a free port in a thread."""
     hub = Hub()
     server = uvicorn.Server(uvicorn.Config(app_of(hub), host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -234,7 +234,7 @@ def serving() -> Iterator[Hub]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, base: str, folder: Path, token: str | None = WRITE) -> None:
-    """Let huggingface_hub ask `base`, with a cache and a login of its own in `folder`."""
+    """Point huggingface_hub to `base`, with its own cache and login in `folder`."""
     settings = {
         "ENDPOINT": base,
         "HUGGINGFACE_CO_URL_TEMPLATE": base + "/{repo_id}/resolve/{revision}/{filename}",

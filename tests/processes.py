@@ -1,4 +1,4 @@
-"""Processes on this machine that form a ring, as `mlx.launch` would start them."""
+"""Local processes that form a ring, as `mlx.launch` would start them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
 MPI = ctypes.util.find_library("mpi") if shutil.which("mpirun") else None
-"""The file of its library; None where MPI cannot be used."""
+"""Path of the MPI library; None if MPI is not available."""
 needs_mpi = pytest.mark.skipif(MPI is None, reason="this machine has no MPI")
 ROOT = Path(__file__).parents[1]
 
@@ -31,7 +31,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def on_core(rank: int) -> list[str]:
-    """What starts a rank on a core of its own: threads of MLX that wait do not rest, and would take it from others."""
+    """Return a command prefix that pins a rank to a core, since MLX's waiting threads spin."""
     taskset = shutil.which("taskset")
     return [taskset, "-c", str(rank % (os.cpu_count() or 1))] if taskset else []
 
@@ -39,9 +39,9 @@ def on_core(rank: int) -> list[str]:
 def start(
     count: int, folder: Path, module: str, *arguments: str, places: Sequence[Path] = ()
 ) -> list[subprocess.Popen[str]]:
-    """Processes of a module; `places` are the folders in which they run, as if on machines of their own.
+    """Start processes of a module. `places` are their working folders, as if on separate machines.
 
-    There the first process alone is given the arguments.
+    With `places`, only the first process gets the arguments.
     """
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
@@ -60,7 +60,7 @@ def start(
 
 
 def ended(processes: Sequence[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[str, str]]:
-    """What each has written, text and errors, once all have ended; none is left behind."""
+    """Return each process's output and errors, once all have ended; kill the rest."""
     try:
         return [process.communicate(timeout=seconds) for process in processes]
     finally:
@@ -71,7 +71,7 @@ def ended(processes: Sequence[subprocess.Popen[str]], seconds: float = 120) -> l
 def printed(
     count: int, folder: Path, module: str, *arguments: str, places: Sequence[Path] = (), seconds: float = 120
 ) -> list[str]:
-    """What each process prints; all of them must end well."""
+    """Return what each process printed; all must succeed."""
     processes = start(count, folder, module, *arguments, places=places)
     found = ended(processes, seconds)
     assert [process.returncode for process in processes] == [0] * count, [errors[-2000:] for _, errors in found]
@@ -79,9 +79,9 @@ def printed(
 
 
 def printed_over_mpi(count: int, module: str, *arguments: str, seconds: float = 120) -> str:
-    """What rank 0 prints where MPI carries the messages; the others print null.
+    """Return what rank 0 prints if MPI carries the messages; the others print null.
 
-    OpenMPI's processes give way while they wait. So there may be more of them than cores.
+    OpenMPI's processes yield while they wait, so there may be more of them than cores.
     """
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     crowded = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}

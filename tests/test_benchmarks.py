@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ run: on a small shape, or on a tiny model."""
+"""The scripts of benchmarks/ run on a small shape or a tiny model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts find their neighbors, as they do when they are run."""
+    """Let scripts import their neighbors, as when they are run."""
     monkeypatch.syspath_prepend(FOLDER)
 
 

@@ -47,7 +47,7 @@ def arguments(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def demo(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """The script in this process; it starts another one to train."""
+    """Run the script in this process; it starts another one to train."""
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
     return lambda: int(runpy.run_path(str(SCRIPT))["main"]())
 

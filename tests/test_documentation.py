@@ -1,4 +1,4 @@
-"""What the documentation shows works as it is written."""
+"""The examples in the documentation work as written."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_first_example_in_python_runs(name: str) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """What a forge makes of the headings of a page."""
+    """Return the anchors that a forge creates for a page's headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -79,7 +79,7 @@ def test_the_page_of_flags_is_what_help_says() -> None:
 
 
 def known_flags() -> dict[str, set[str]]:
-    """The flags of each command and subcommand, as docs/flags.md lists them."""
+    """Return the flags of each command and subcommand from docs/flags.md."""
     found: dict[str, set[str]] = {}
     for section in (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").split("\n## ")[1:]:
         command, _, body = section.partition("\n")

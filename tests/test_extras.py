@@ -1,4 +1,4 @@
-"""What an installation without extras can do, and what it says of the rest."""
+"""An installation without extras works, and names the extra that a command needs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def imported(paths: list[Path]) -> set[str]:
-    """The distributions, by name, that files import directly, whenever that happens."""
+    """Return the names of the distributions that files import directly."""
     found = set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -73,7 +73,7 @@ def imported(paths: list[Path]) -> set[str]:
                 found.add(node.module)
     roots = {name.split(".")[0] for name in found if not any(f"{name}.".startswith(f"{m}.") for m in OF_EXTRAS)}
     known = packages_distributions()
-    known["mlx"] = ["mlx"]  # a folder that several distributions share
+    known["mlx"] = ["mlx"]  # several distributions share this folder
     return {known[root][0].lower().replace("_", "-") for root in roots - sys.stdlib_module_names - {"eagle_mlx"}}
 
 

@@ -1,4 +1,4 @@
-"""What is left out unless the suite runs in full."""
+"""Reduced test cases: which ones run unless the suite runs in full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source; and that the reading would notice a breach."""
+"""Import rules between modules, checked in the source; and that the check finds violations."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import pytest
 ROOT = Path(__file__).parent.parent
 APPLICATIONS = ("data_pipelines", "serve", "train")
 ALLOWED_BETWEEN = {("train", "data_pipelines")}
-"""The one application that may import another, and then only what the other's `__init__` offers."""
+"""The only import between applications, and only of names in the other's `__init__`."""
 MODEL_MODULES = ("eagle_mlx.target", "eagle_mlx.cache", "eagle_mlx.heads")
-"""The only ones that touch mlx_lm.models."""
+"""The only modules that use mlx_lm.models."""
 COMMAND_LINES = ("eagle_mlx.serve.generate", "eagle_mlx.serve.heads")
-"""Those whose modules are not called `cli`."""
+"""Commands in modules not called `cli`."""
 HOOKS = "eagle_mlx.hooks"
-"""The only one that gives modules another class."""
+"""The only module that changes the class of modules."""
 
 
 def module_name(path: Path) -> str:
-    """The name under which a file of the tree is imported: train/x.py is eagle_mlx.train.x."""
+    """Return the name under which a file is imported: eagle_mlx.train.x for train/x.py."""
     parts = path.with_suffix("").parts
     parts = parts if parts[0] == "eagle_mlx" else ("eagle_mlx", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imported(path: Path, tree: ast.Module) -> Iterator[tuple[str, str, bool]]:
-    """Every import of a file: the module, the name taken from it ("" for the module itself), whether it is relative."""
+    """Return every import of a file: the module, the imported name ("" for the module), whether it is relative."""
     package = module_name(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
@@ -51,7 +51,7 @@ def under(module: str, *packages: str) -> bool:
 
 
 def breaches(path: Path, source: str) -> list[str]:
-    """What a file of the package imports against the rules; `path` is relative to the root."""
+    """Return the imports of a file that break the rules; `path` is relative to the root."""
     me = module_name(path)
     found = []
     for module, name, relative in imported(path, ast.parse(source)):
@@ -80,7 +80,7 @@ def breaches(path: Path, source: str) -> list[str]:
 
 
 def changed_classes(path: Path, source: str) -> list[str]:
-    """Where a file gives an object another class, which hooks alone may."""
+    """Return where a file changes an object's class, which only hooks may do."""
     if module_name(path) == HOOKS:
         return []
     attributes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
@@ -89,7 +89,7 @@ def changed_classes(path: Path, source: str) -> list[str]:
 
 
 def rooms(sources: Iterable[tuple[Path, str]]) -> dict[str, set[str]]:
-    """The library's folders and the files at its top, each with those that it imports."""
+    """Return the library's folders and top-level files, each with its imports."""
     found: dict[str, set[str]] = {}
     for path, source in sources:
         me = room(module_name(path))
@@ -101,13 +101,13 @@ def rooms(sources: Iterable[tuple[Path, str]]) -> dict[str, set[str]]:
 
 
 def room(module: str) -> str | None:
-    """`cache` for eagle_mlx.cache.full; None for the package itself, and for what is not of the library."""
+    """Return the part of the library, `cache` for eagle_mlx.cache.full; None for the package itself and others."""
     parts = module.split(".")
     return parts[1] if parts[0] == "eagle_mlx" and len(parts) > 1 and parts[1] not in APPLICATIONS else None
 
 
 def circle(arrows: dict[str, set[str]]) -> list[str]:
-    """Names that import one another in a circle; none where there is an order from the bottom to the top."""
+    """Return names that import one another in a cycle; empty if there is none."""
     left = {name: set(others) for name, others in arrows.items()}
     while True:
         bottom = {name for name in left if not left[name] & left.keys()}
@@ -117,13 +117,13 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
 
 
 def sources(*folders: str) -> list[tuple[Path, str]]:
-    """All files of folders, each with its path from the root and its text."""
+    """Return all files of folders, each with its path from the root and its text."""
     paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return [(path.relative_to(ROOT), path.read_text(encoding="utf-8")) for path in paths]
 
 
 def table(arrows: dict[str, set[str]]) -> str:
-    """The table of docs/structure.md: each room after those that it imports, without those that import nothing."""
+    """Return the table in docs/structure.md: each part after its imports, without parts that import nothing."""
     known = {name for others in arrows.values() for name in others} - arrows.keys()
     left = {name: others - known for name, others in arrows.items()}
     rows = [", ".join(f"`{name}`" for name in sorted(known)) + " import nothing of the library.", "", "| | imports |"]

@@ -1,4 +1,4 @@
-"""Every name of mlx-lm that the project uses, found by reading its code, exists in the mlx-lm that is installed."""
+"""Every name of mlx-lm that the project uses exists in the installed mlx-lm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def used_names() -> list[tuple[str, str]]:
-    """(module, name) of `from mlx_lm… import name` and of `mlx_lm.name`, each once."""
+    """Return (module, name) for each `from mlx_lm… import name` and `mlx_lm.name`, without repetition."""
     found = set()
     for source in ("eagle_mlx", "train", "serve", "data_pipelines"):
         for file in (ROOT / source).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""The package list, the version, the entry points, and what a wheel puts into site-packages."""
+"""The package list, the version, the entry points, and the contents of a wheel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 
 
 def packages_of_the_tree() -> dict[str, str]:
-    """Every folder with an `__init__.py`, by the name under which it is imported."""
+    """Return the import name of every folder with an `__init__.py`."""
     found = {}
     for source in SOURCES:
         for init in (ROOT / source).rglob("__init__.py"):

@@ -1,4 +1,4 @@
-"""Tests ask what the public may ask: no test uses a private member of the project."""
+"""No test uses a private member of the project."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCES = ("eagle_mlx", "train", "serve", "data_pipelines", "checkpoints", "benchmarks")
 OF_MLX_LM = {"_tokenizer"}
-"""What tests take from mlx-lm's tokenizers, which have no public name for it."""
+"""Private members of mlx-lm's tokenizers that have no public name."""
 
 
 def is_private(name: str) -> bool:
@@ -17,7 +17,7 @@ def is_private(name: str) -> bool:
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
-    """Private names that a file defines: functions, classes, constants, fields and attributes of `self`."""
+    """Return a file's private names: functions, classes, constants, fields and attributes of `self`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -28,7 +28,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 
 def used(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Names that a file takes from others, each with its line: imported, read, or replaced by monkeypatch."""
+    """Return the names that a file uses from others, with line numbers: imported, read, or replaced by monkeypatch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -40,7 +40,7 @@ def used(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def trespasses(source: str, private: set[str]) -> list[str]:
-    """Uses in a test of names that the project keeps private, but for those that the test defines itself."""
+    """Return a test's uses of the project's private names, except names that the test defines itself."""
     tree = ast.parse(source)
     own = set(defined(tree))
     return [f"line {line}: {name}" for line, name in used(tree) if name in private and name not in own]

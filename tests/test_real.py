@@ -1,4 +1,4 @@
-"""`make real` from end to end, with a tiny target in place of the real one and without a network."""
+"""`make real` from end to end, with a tiny target and without a network."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SPEC_BENCH = [
     "math_reasoning",
     "rag",
 ]
-"""Its categories, in its order."""
+"""Its categories, in order."""
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def real(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The command with a tiny target and head; flags that are given replace its own."""
+    """Run the command with a tiny target and head; given flags replace its own."""
     tiny_target_folder(tmp_path / "target")
     save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=256), tmp_path / "head", target_name="tiny")
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))

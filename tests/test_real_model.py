@@ -1,4 +1,4 @@
-"""The real model's conversion, on a tiny model in the same file format; and what is said where the file is another."""
+"""Conversion of the real model, on a tiny model in the same file format; and errors for other files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tiny_llama(traditional: bool) -> llama.Model:
 
 
 def permuted(weight: mx.array, heads: int) -> mx.array:
-    """A projection as llama.cpp stores it: the two halves of each head's rows are shuffled into each other."""
+    """Return a projection as llama.cpp stores it: the two halves of each head's rows are interleaved."""
     return weight.reshape(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -97,7 +97,7 @@ def write_gguf(script: ModuleType, model: nn.Module, path: Path, **changed: str)
 
 
 def test_the_converted_model_is_the_model(script: ModuleType, tmp_path: Path) -> None:
-    """llama.cpp's order of queries and keys, with rotary pairs of neighbours, is ours with pairs of halves."""
+    """llama.cpp's order of queries and keys, with rotary pairs of neighbors, equals ours with pairs of halves."""
     model = tiny_llama(traditional=False)
     write_gguf(script, model, tmp_path / "m.gguf")
     script.convert(tmp_path / "m.gguf", tmp_path / "m", quantized=False)
@@ -113,7 +113,7 @@ def test_the_converted_model_is_the_model(script: ModuleType, tmp_path: Path) ->
 
 
 def test_quantised_weights_are_taken_as_they_are(script: ModuleType) -> None:
-    """Of two widths: the usual one, and the embedding's own."""
+    """Two widths: the usual one, and the embedding's."""
     model = tiny_llama(traditional=True)
     nn.quantize(model.layers[0], 32, 4)
     model.model.embed_tokens = model.model.embed_tokens.to_quantized(32, 8)

@@ -1,4 +1,4 @@
-"""A test that waits for good is ended, and the others run."""
+"""A test that hangs is ended, and the others run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_it_runs():
 
 
 def test_a_test_that_waits_for_good_is_ended_and_named(tmp_path: Path) -> None:
-    """With the project's own settings; here what cleans up waits as well, as it does for a thread that never ends."""
+    """With the project's own settings. Here the cleanup hangs too, as it does for a thread that never ends."""
     waiting = tmp_path / "test_waiting.py"
     waiting.write_text(WAITING)
     plugins = ["-p", "xdist", "-p", "pytest_timeout"]

@@ -1,4 +1,4 @@
-"""A capture into shards that may be killed: `python capture_until_killed.py FOLDER SECONDS`."""
+"""A capture into shards that a test kills: `python capture_until_killed.py FOLDER SECONDS`."""
 
 from __future__ import annotations
 

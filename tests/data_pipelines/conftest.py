@@ -1,4 +1,4 @@
-"""Every test reads local files through a cache of its own."""
+"""Give every test its own cache for local files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def chats(tmp_path: Path) -> str:
-    """A file of six questions with their answers."""
+    """Write a file of six questions with their answers."""
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return str(path)

@@ -1,4 +1,4 @@
-"""What several tests of the data commands read."""
+"""Data for several tests of the data commands."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numpy as np
 ROWS = [{"prompt": f"say {n}", "completion": f"it is {n}"} for n in range(6)]
 
 AUX = (0, 1)
-"""Layers whose outputs are captured."""
+"""Layers to capture."""
 
 
 def conversations(count: int = 9) -> list[tuple[list[int], list[int]]]:
-    """Random tokens with every second one to learn."""
+    """Return random tokens with every second one to learn."""
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 128, n).tolist() for n in rng.integers(1, 40, count)]
     return [(row, [i % 2 for i in range(len(row))]) for row in rows]

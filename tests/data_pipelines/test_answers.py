@@ -1,4 +1,4 @@
-"""Regenerated files: interrupted anywhere, continued, the same to the byte."""
+"""Regenerated files have the same bytes after any interruption."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The file of a run that was not interrupted."""
+    """Return the file of an uninterrupted run."""
     path = tmp_path_factory.mktemp("whole") / "a.jsonl"
     regenerate_to_file(Engine(target, max_batch=3), asked(), CONFIG, path)
     return path.read_bytes()
@@ -68,11 +68,11 @@ def engines(target: Target) -> list[Engine]:
 
 
 class Stop(Exception):
-    """Not one that anybody handles."""
+    """An exception that nothing handles."""
 
 
 def stop_after(rows: int, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
-    """Do something when so many rows have been added since now."""
+    """Call a function when this many more rows have been added."""
     add, count = PartialFile.add, 0
 
     def counted(self: PartialFile, *args: Any) -> None:
@@ -107,7 +107,7 @@ def test_an_interrupted_file_is_gone_on_with(
     for number in range(in_full(6, 3)):
         path = tmp_path / f"{number}.jsonl"
         made = 0
-        while not path.exists():  # interrupted as often as it takes, each time with another engine
+        while not path.exists():  # interrupted repeatedly, each time with another engine
             engine = engines(target)[rng.randrange(3)]
             rows = rng.randint(1, ROWS)
             with monkeypatch.context() as patch:
@@ -135,13 +135,13 @@ def test_what_was_torn_or_damaged_is_made_again(
     made = part.read_bytes()
     lines = made.splitlines(keepends=True)
     damaged = [
-        made[:-7],  # torn within the last row
-        made + b"[12, 3",  # torn within the next one's head
-        made[: len(lines[0]) // 2],  # torn within the settings
+        made[:-7],  # truncated in the last row
+        made + b"[12, 3",  # truncated in the next row's head
+        made[: len(lines[0]) // 2],  # truncated in the settings
         b"",
         made + bytes(64),  # blocks that were never written
-        b"".join([lines[0], lines[1].replace(b"role", b"r0le", 1), *lines[2:]]),  # a byte that is another
-        b"".join([*lines[:2], lines[1], *lines[2:]]),  # a row that is there twice
+        b"".join([lines[0], lines[1].replace(b"role", b"r0le", 1), *lines[2:]]),  # one changed byte
+        b"".join([*lines[:2], lines[1], *lines[2:]]),  # a repeated row
     ]
     assert b"r0le" in damaged[-2]
     for content in damaged:

@@ -1,4 +1,4 @@
-"""Capture: the same hidden states as one conversation at a time, whatever the batches."""
+"""Batches do not change the captured hidden states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command eagle-data: what it makes, what it says, what it leaves after an error."""
+"""The command eagle-data: outputs, messages, and state after an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`eagle-data collect`: what it says and leaves when it is interrupted, repeated, or asked to repair."""
+"""`eagle-data collect` when it is interrupted, repeated, or asked to repair."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def command(target: str, tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def stop(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Interrupt every capture when its first shard is written; undone with `stop.undo()`."""
+    """Interrupt every capture when its first shard is written; undo with `stop.undo()`."""
     write = ShardWriter.write
 
     def once(self: ShardWriter, index: int, samples: Sequence[Example]) -> None:

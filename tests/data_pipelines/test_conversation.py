@@ -1,4 +1,4 @@
-"""The shapes of rows, and what is said of a row that has none of them."""
+"""The known shapes of rows, and errors for other rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixes, filters and duplicates: what is kept, in which shares, and what is said of the rest."""
+"""Mixes, filters and duplicates: which conversations are kept, in which shares, and reports on the rest."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_weights_that_cannot_be_are_refused(tmp_path: Path) -> None:
             DataConfig((f"{a}={weight}",))
     odd = write(tmp_path / "x=0.5", {"text": "a"})
     with pytest.raises(DataError, match="no source of conversations"):
-        parse(odd)  # a file of that name is a file
+        parse(odd)  # a file with that name is a file
 
 
 @pytest.mark.parametrize(

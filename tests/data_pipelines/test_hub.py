@@ -1,4 +1,4 @@
-"""What is asked of `datasets` for sets of the hub, and what comes of its answers."""
+"""Calls of `datasets` for data sets on the hub, and handling of their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = [{"question": f"{n}", "answer": f"it is {n}"} for n in range(12)]
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """The calls, answered with a data set in memory as the library would with one of the hub."""
+    """Record the calls, and return an in-memory data set."""
     calls: list[tuple[str, dict[str, Any]]] = []
 
     signature = inspect.signature(datasets.load_dataset)

@@ -1,4 +1,4 @@
-"""Files of conversations: whole or not at all."""
+"""Files of conversations appear complete or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows at once: doubled while that pays, and without an effect on what is made."""
+"""The batch doubles while throughput increases, and does not affect the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fakes import talking_target_folder
 
 
 def settle(doubling: Doubling, seconds: Callable[[int], float], prompts: int = 3) -> int:
-    """The rows at which it stays where a round of so many rows takes so long; each is filled by some slow rounds."""
+    """Return the final batch size if a round of n rows takes this long. Each size starts with some slow rounds."""
     for _ in range(100):
         for taken in range(prompts):
             doubling.add(doubling.rows - prompts + taken, 1, 1e6)
@@ -42,7 +42,7 @@ def test_rows_that_cost_as_much_as_they_make_are_given_back() -> None:
 
 @given(st.integers(0, 8), st.floats(0.1, 10))
 def test_it_stops_where_arithmetic_is_the_slower_part(log_rows: int, machine: float) -> None:
-    """Whatever the machine's speed: rounds take as long as reading, and from some rows on as long as arithmetic."""
+    """A round takes as long as reading or as arithmetic for its rows, whichever is longer."""
     enough = 1 << log_rows
     assert settle(Doubling(1), lambda rows: machine * max(1.0, rows / enough)) == enough
 

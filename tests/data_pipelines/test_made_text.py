@@ -1,4 +1,4 @@
-"""Texts that a target without a chat template makes up: a function of the seed, as conversations are."""
+"""Texts by a target without a chat template depend only on the seed, as conversations do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAYERS = (0, 2)
 
 
 def tokenizer(ends: Sequence[int] = (2,)) -> TokenizerWrapper:
-    """The embedded one without its template."""
+    """Return the embedded tokenizer without its template."""
     inner = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
     inner.chat_template = None
     return TokenizerWrapper(inner, eos_token_ids=list(ends))
@@ -48,7 +48,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The file of a run that was not interrupted."""
+    """Return the file of an uninterrupted run."""
     path = tmp_path_factory.mktemp("whole") / "a.jsonl"
     make_to_file(Engine(target, max_batch=4), CONFIG, Wanted(rows=ROWS), path)
     return path.read_bytes()
@@ -64,7 +64,7 @@ def engines(target: Target) -> list[Engine]:
 
 
 class Stop(Exception):
-    """Not one that anybody handles."""
+    """An exception that nothing handles."""
 
 
 def test_the_file_is_the_same_in_any_company_and_after_any_interruption(
@@ -121,7 +121,7 @@ def test_the_command_says_what_is_of_no_effect(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_where_a_text_begins() -> None:
-    """What the tokenizer puts before it, else its first token, else the one that stands between texts."""
+    """With the tokenizer's prefix, else its BOS token, else the token between texts."""
     plain = tokenizer()
     assert beginning(plain, "M") == [2]
     plain._tokenizer.bos_token = "<|endoftext|>"

@@ -1,4 +1,4 @@
-"""Conversations that a target makes up: a function of the seed, whatever the batch, the proposer or an interruption."""
+"""Made-up conversations depend only on the seed, not on batch, proposer or interruptions."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ from tests.fakes import interrupt_after, talking_target_folder, tiny_head, tiny_
 from tests.full import in_full
 
 ENDS = (2, *range(5, 4096, 7))
-"""Tokens that end a turn, the template's own among them: so many that a random model soon says one."""
+"""Tokens that end a turn, including the template's own: enough that a random model soon stops."""
 DRAWN = choose_domains(["any", "code", "mathematics", "writing", "knowledge", "everyday"])
-"""Named, so that a further domain draws no other conversations here."""
+"""Named explicitly, so that a new domain does not change the conversations here."""
 CONFIG = MakeConfig(
     seed=3, domains=DRAWN, turns=(0.2, 0.4, 0.4), user_tokens=30, max_tokens=12, temperatures=(0.0, 1.0)
 )
@@ -90,7 +90,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The file of a run that was not interrupted."""
+    """Return the file of an uninterrupted run."""
     path = tmp_path_factory.mktemp("whole") / "a.jsonl"
     make_to_file(Engine(target, max_batch=4), CONFIG, Wanted(rows=ROWS), path)
     return path.read_bytes()
@@ -117,7 +117,7 @@ def place_at(folder: Path, target: Target, bits: int = 16) -> ShardPlace:
 
 
 class Stop(Exception):
-    """Not one that anybody handles."""
+    """An exception that nothing handles."""
 
 
 def test_the_file_is_the_same_in_any_company(target: Target, whole: bytes, tmp_path: Path) -> None:
@@ -174,20 +174,20 @@ def test_tokens_end_it_at_the_row_that_reaches_them(target: Target, whole: bytes
 
 
 def test_more_is_made_until_there_are_as_many_on_the_held_out_side(target: Target, tmp_path: Path) -> None:
-    """Few conversations may all be on one side, and whoever learns from them needs some of the other."""
+    """A few conversations may all be on one side, but training needs some held-out ones."""
     least, wished = make_to_file(Engine(target), CONFIG, Wanted(rows=1), tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
     assert least.heldout == 0
     report = make_to_file(Engine(target), CONFIG, Wanted(rows=1, heldout=1), wished)
     assert report.heldout == 1
     rows = list(read_conversations(DataConfig((str(wished),), seed=None)))
-    assert [row.is_held_out for row in rows] == [*([False] * (len(rows) - 1)), True]  # it is the last that is needed
+    assert [row.is_held_out for row in rows] == [*([False] * (len(rows) - 1)), True]  # the last one was missing
     again = tmp_path / "c.jsonl"
     make_to_file(Engine(target, max_batch=5), CONFIG, Wanted(rows=1, heldout=1), again)
     assert again.read_bytes() == wished.read_bytes()
 
 
 def test_a_file_ends_where_there_is_enough(target: Target, whole: bytes, tmp_path: Path) -> None:
-    """With what was under way, so that nothing begun is wasted; a first batch is begun in any case."""
+    """Running tries are finished and kept; a first batch always starts."""
     asked: list[tuple[int, int]] = []
 
     def enough(made: int, coming: int) -> bool:
@@ -272,7 +272,7 @@ def samples_of(folder: Path) -> list[Example]:
 
 
 def test_damage_to_what_was_made_is_named_with_a_remedy_that_works(target: Target, tmp_path: Path) -> None:
-    """No `eagle-data collect` made these shards, so none can repair them."""
+    """`eagle-data collect` did not make these shards, so it cannot repair them."""
     folder = tmp_path / "shards"
     path = tmp_path / "a.jsonl"
     make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
@@ -283,7 +283,7 @@ def test_damage_to_what_was_made_is_named_with_a_remedy_that_works(target: Targe
 
 
 def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole: bytes, tmp_path: Path) -> None:
-    """Whatever drafted, and however: what the shards hold is what reading the conversations again gives."""
+    """With any proposer, shards equal those of reading the conversations again."""
     found: list[list[Example]] = []
     numbers = in_full((0, 1, 2), (0, 2))
     for number in numbers:
@@ -313,7 +313,7 @@ def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole
 
 
 def _learnt_texts(target: Target, sample: Example) -> list[str]:
-    """What the loss mask marks, part by part, without the tokens that end turns."""
+    """Return the parts with loss mask 1, without the tokens that end turns."""
     assert target.tokenizer is not None
     edges = np.flatnonzero(np.diff([0, *sample.loss_mask.tolist(), 0]))
     parts = [sample.tokens[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
@@ -633,7 +633,7 @@ def test_loops_special_tokens_and_refusals() -> None:
 
 
 def test_a_loop_is_found_while_it_is_written_and_stays_one() -> None:
-    """What is given up under way is what would be left out at the end, and the other way round."""
+    """A text is given up early if and only if it would be left out at the end."""
     good = list(range(LOOK))
     late = [*good, *([1, 2, 3] * LOOK)][: 3 * LOOK]
     assert [loops_so_far(late[:count]) for count in (LOOK, 2 * LOOK - 1, 2 * LOOK)] == [False, False, True]
@@ -645,7 +645,7 @@ def test_a_loop_is_found_while_it_is_written_and_stays_one() -> None:
 def test_loops_are_not_written_to_their_end(
     tmp_path: Path, positions_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same conversations come of it as of looks at the end alone, for fewer forwards."""
+    """The conversations are the same as with checks only at the end, with fewer forwards."""
     monkeypatch.setattr(report_module, "LOOK", 8)
     target = talker()
     assert target.tokenizer is not None

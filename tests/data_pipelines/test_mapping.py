@@ -1,4 +1,4 @@
-"""Rows with other names for their fields."""
+"""Rows with other field names."""
 
 from __future__ import annotations
 

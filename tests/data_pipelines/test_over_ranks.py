@@ -1,4 +1,4 @@
-"""Data that a target makes which two processes share are those that it makes in one."""
+"""Two processes share the same made-up data as one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as the field's usual sets have them, read through their presets."""
+"""Rows of well-known data sets, read through their presets."""
 
 from __future__ import annotations
 

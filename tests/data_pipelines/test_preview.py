@@ -1,4 +1,4 @@
-"""What `eagle-data inspect` shows: colours where they can be seen, marks elsewhere, lengths."""
+"""The output of `eagle-data inspect`: colors on a terminal, marks elsewhere, and lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of the target's own, turn by turn."""
+"""The target's own answers, turn by turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def ending(target: Target) -> int:
-    """A token that soon comes up in greedy answers: taken as a stop token, it ends them before they are cut."""
+    """Return a token that soon occurs in greedy answers; as a stop token, it ends them before they are cut."""
     return Engine(target).generate([[{"role": U, "content": "a"}]], SamplingParams(max_tokens=4))[0].tokens[3]
 
 
@@ -48,7 +48,7 @@ def answered(
     report: RegenerateReport | None = None,
     **config: Any,
 ) -> list[Conversation]:
-    """What is left of the conversations, in their order, and the counts of them all."""
+    """Return the remaining conversations in order, and the counts."""
     done = {}
     for task in regenerate(engine, conversations, RegenerateConfig(params or SamplingParams(), **config)):
         done[task.position] = task.result()
@@ -58,7 +58,7 @@ def answered(
 
 
 STOPS = tuple(range(3, 4096, 7))
-"""Stop tokens that come up within a few tokens, so that answers have several lengths and are not cut."""
+"""Stop tokens that soon occur, so that answers have several lengths and are not cut."""
 
 
 def test_each_answer_stands_on_the_new_ones_before_it_and_has_a_seed_of_its_own(target: Target) -> None:
@@ -109,7 +109,7 @@ def test_many_conversations_keep_their_order_and_do_not_touch_each_other(target:
 
 
 def questions(count: int) -> list[Conversation]:
-    """Conversations of one to three turns, all asked of the same kind."""
+    """Return similar conversations of one to three turns."""
     return [chat(*[(U, f"{n} and {turn}") for turn in range(1 + n % 3)]) for n in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""The loss mask, against hand-made cases: what stands between ⟦ and ⟧ is what is to be learnt."""
+"""The loss mask in handmade cases: the parts to learn are between ⟦ and ⟧."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TAGGED = (
     "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The end-of-turn token stands outside the tags, as in many published templates."""
+"""The end-of-turn token is outside the tags, as in many published templates."""
 
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -34,7 +34,7 @@ THINKING = (
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Earlier turns lose their thinking once a later turn follows."""
+"""Earlier turns lose their reasoning once a later turn follows."""
 
 FORCED_THINKING = THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 
@@ -44,7 +44,7 @@ QWEN3 = (
     "{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The last turn gets empty thoughts, which it loses once another follows."""
+"""The last turn gets empty reasoning, and loses it once another follows."""
 
 SYSTEM_LAST = (
     "{% set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}"
@@ -57,7 +57,7 @@ SYSTEM_LAST = (
 PLAIN = "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] | trim }}\n\n{% endfor %}" + (
     "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 )
-"""No special tokens at all."""
+"""No special tokens."""
 
 CLOSED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -68,7 +68,7 @@ CLOSED = (
 STRICT = "{% if messages[-1]['role'] != 'assistant' %}{{ raise_exception('no answer') }}{% endif %}" + (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 )
-"""Refuses a conversation that is cut off before an answer."""
+"""Refuses a conversation that does not end with an answer."""
 
 HIDING = "{% for m in messages %}<|im_start|>{{ m['content'] | length }}<|im_end|>{% endfor %}"
 
@@ -93,7 +93,7 @@ def conversation(*turns: tuple[str, str]) -> Conversation:
 
 
 def shown(template: str | None, *turns: tuple[str, str]) -> str:
-    """The rendered text with the learnt parts between brackets."""
+    """Return the rendered text with the learned parts in brackets."""
     t = tokenizer(template)
     tokens, mask = render(t, conversation(*turns))
     assert len(tokens) == len(mask)

@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts: they reach the template, and are learnt with the answer they belong to."""
+"""Tool calls and reasoning reach the template, and are learned with their answer."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ TOOLED = (
     "{% for k, v in c['function']['arguments'].items() %} {{ k }}={{ v }}{% endfor %}</call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""In the manner of published templates: arguments are objects, thoughts stand before the answer."""
+"""Like published templates: arguments are objects, and reasoning comes before the answer."""
 
 ALL = TOOLED.replace("KEEP", "true")
 LAST = TOOLED.replace("KEEP", "loop.last")
-"""Thoughts of earlier turns are left out."""
+"""The reasoning of earlier turns is dropped."""
 MOVED = ALL.replace("<|im_start|>{{ m['role'] }}\n", "<|im_start|>{{ m['role'] }} of {{ messages | length }}\n")
-"""A conversation that is cut off is no prefix of the whole, so answers are found by what stands around them."""
+"""A truncated conversation is not a prefix of the whole, so answers are found by the text around them."""
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris", "days": 2}'}}
@@ -146,7 +146,7 @@ IGNORING = (
     "{% for m in messages if m['role'] != 'tool' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Knows neither tools, calls, their results nor thoughts, as the templates of many small models."""
+"""Ignores tools, calls, tool results and reasoning, as many small models' templates do."""
 TAGGED = IGNORING.replace(
     "{{ m['content'] }}<|im_end|>", "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
 ).replace("m['role'] != 'tool'", "m['role'] == 'assistant'")

@@ -1,4 +1,4 @@
-"""Capture into shards: interrupted and continued, damaged and repaired, the same bytes in the end."""
+"""Captures into shards have the same bytes after interruption, continuation, damage and repair."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_order_is_that_of_capture(tmp_path: Path) -> None:
 
 
 class InMemory:
-    """Shards that are not written anywhere."""
+    """Collects shards in memory."""
 
     def __init__(self, files: dict[int, object]):
         self.files, self.written = files, dict[int, list[Example]]()
@@ -70,7 +70,7 @@ class InMemory:
 
 @cache
 def in_memory(batch_tokens: int) -> InMemory:
-    """All shards."""
+    """Return all shards."""
     every = InMemory({})
     plan(batch_tokens=batch_tokens).run(every)  # type: ignore[arg-type]
     return every
@@ -95,7 +95,7 @@ def test_any_shard_comes_out_the_same_by_itself(there: set[int], batch_tokens: i
 
 
 def whole_shards(folder: Path) -> int:
-    """How many an unfinished capture has told of."""
+    """Return the number of shards recorded by an unfinished capture."""
     path = unfinished_folder(folder) / UNFINISHED
     return len(Manifest.read(path).files) if path.exists() else 0
 
@@ -162,7 +162,7 @@ def interrupt(captured: ShardCapture, folder: Path, after: int = 2) -> None:
 
 
 class Stopping:
-    """Shards that take so many and are then interrupted."""
+    """Accepts a number of shards, then raises."""
 
     def __init__(self, shards: ShardWriter, after: int):
         self.shards, self.files, self.left = shards, shards.files, after

@@ -1,4 +1,4 @@
-"""Local files and the built-in source: what is read, in which order, on which side of the split."""
+"""Local files and the built-in source: contents, order and split."""
 
 from __future__ import annotations
 

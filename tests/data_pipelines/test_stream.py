@@ -1,4 +1,4 @@
-"""Streams: every row once, in an order that the seed alone decides."""
+"""Streams yield every row once, in an order that depends only on the seed."""
 
 from __future__ import annotations
 

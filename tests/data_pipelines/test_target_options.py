@@ -1,4 +1,4 @@
-"""eagle-data for a target that is loaded as in mlx-lm: with adapters, a template of its own, more ends of a text."""
+"""eagle-data with targets loaded as in mlx-lm: adapters, another template, more end tokens."""
 
 from __future__ import annotations
 
