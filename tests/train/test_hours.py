@@ -395,7 +395,7 @@ def test_where_no_more_comes_the_rest_of_the_time_is_for_learning(
 def test_from_the_command_line(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The time is up at once: what was begun is still ended, learned from and measured. Such a head gains nothing."""
     out = tmp_path / "out"
-    line = ["--target", target.name, "--output", str(out), "--hours", "0.0001", "--head", "eagle", "--length", "64"]
+    line = ["--target", target.name, "--output", str(out), "--hours", "0.00001", "--head", "eagle", "--length", "64"]
     assert main([*line, "--eval-prompts", "2", "--eval-tokens", "4", "--eval-depth", "2"]) == 0
     said = capsys.readouterr()
     assert f"the head is in {out}/best" in said.out

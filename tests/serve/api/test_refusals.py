@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -272,6 +273,8 @@ def test_a_body_that_lies_about_its_length_or_never_ends(guarded: Live) -> None:
         )
         raw.sendall(b"400\r\n" + b"x" * 0x400 + b"\r\n")
         for _ in range(40):
+            if select.select([raw], [], [], 0)[0]:  # the answer is there, and the connection may be closed
+                break
             raw.sendall(b"400\r\n" + b"x" * 0x400 + b"\r\n")
         assert raw.recv(4096).startswith(b"HTTP/1.1 413")
     still_serves(guarded)
