@@ -40,7 +40,7 @@ class Grammar(Protocol):
     """
 
     def mask(self) -> mx.array:
-        """Return the allowed tokens, [V] bool: end tokens are allowed if the text may end; nothing is if it must."""
+        """Return the tokens allowed next, [V] bool, with end tokens if the text may end; all false if it must end."""
         ...
 
     def advance(self, token: int) -> bool:

@@ -44,7 +44,7 @@ _STORAGES: dict[str, tuple[Any, mx.Dtype | None]] = {
 def read_torch(file: Path) -> dict[str, mx.array]:
     """Return the named tensors of a file from torch.save.
 
-    Raises CheckpointError if the file is damaged, older than torch 1.6, or if its pickle asks for anything except
+    Raises CheckpointError if the file is damaged or older than torch 1.6, or if its pickle asks for anything except
     dictionaries of tensors.
     """
     try:

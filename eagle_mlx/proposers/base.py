@@ -34,7 +34,7 @@ class Observation:
 
 class ProposerState(Protocol):
     def prefill(self, seen: Observation) -> None:
-        """Observe a chunk of the prompts. Not called without aux layers."""
+        """Observe a chunk of the prompts. Without aux layers, `seen.aux` is empty."""
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         """Draft what the plan asks for after each row, or the closest that this proposer can, with depth >= 1.
@@ -100,7 +100,7 @@ class Movable(Protocol):
     """The method of a state that moves rows between two batches. Without it, all rows stay in one batch."""
 
     def take(self, row: int) -> ProposerState:
-        """Remove a row, not the only one, and return a state with what was known of it."""
+        """Remove a row and return its state. At least one other row remains."""
         ...
 
 

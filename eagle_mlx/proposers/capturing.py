@@ -82,7 +82,7 @@ class CapturingProposer:
         self._wanted[tuple(prompt)] += 1
 
     def take(self, prompt: Sequence[int], tokens: Sequence[int]) -> HiddenStates | None:
-        """Return and forget the hidden states of a request that ended with these tokens; T includes its prompt.
+        """Return and forget the hidden states of a request that ended with `tokens`: T positions, prompt included.
 
         The last of `layers` is the last layer. The final token was not read, so its states are zero; no loss uses them
         (`train.step.inputs`). Returns None if any position is missing.

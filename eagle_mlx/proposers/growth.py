@@ -96,8 +96,8 @@ class ChainCandidates:
 def side_branch_tree(scores: mx.array, nodes: int, children: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
     """Return a tree of `nodes` tokens: the best of a greedy chain and its most likely side branches.
 
-    scores: as in `ChainCandidates.of`; children: candidates at each position, including the chain's; returns as
-    `grow_tree`.
+    scores: as in `ChainCandidates.of`; children: candidates at each position, including the chain's. The result is as
+    in `grow_tree`.
     """
     rows, levels, _ = scores.shape
     found = ChainCandidates.of(scores, children)

@@ -35,7 +35,7 @@ class HybridProposer:
     """Drafts with a model or with n-grams, as the plan says for each round.
 
     N-grams are available only if they match in at least half of the rows. The policy chooses by measured throughput
-    (`HybridPolicy`).
+    (`ThroughputPolicy`).
     """
 
     def __init__(self, model: HeadProposer | DraftModelProposer, ngrams: NgramProposer | None = None):

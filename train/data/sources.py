@@ -1,4 +1,4 @@
-"""Load training data and evaluation prompts; the only module that uses the data pipelines."""
+"""Load training data and evaluation prompts from the data pipelines."""
 
 from __future__ import annotations
 

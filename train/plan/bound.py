@@ -39,7 +39,7 @@ class Bound:
     config: TrainConfig
     """The resolved settings."""
     target: Target
-    """The target without weights; it cannot compute."""
+    """The target without weights; do not compute with it."""
     head: Head
     """The head without values, in its final shape."""
 
@@ -134,7 +134,7 @@ def bound_of(config: TrainConfig, target: Target | None = None) -> Bound:
 
 
 def described_target(name: str, model: Mapping[str, Any]) -> Target:
-    """Return a target without weights from the fields of its config.json. It cannot compute.
+    """Return a target without weights from the fields of its config.json. Do not compute with it.
 
     `quantization` applies to every matrix; `experts` in it overrides it for a mixture of experts. Raises TargetError if
     mlx-lm does not support the model.

@@ -54,9 +54,9 @@ class Probe:
 def probe(target: Target, config: TrainConfig, head: Head | None = None, free: int | None = None) -> Probe:
     """Measure a few steps with a temporary head.
 
-    A `head` to continue from gives the shape. Steps start with few rows, and the number grows until it reaches those
-    computed at once or a step takes a second; the memory for all rows is extrapolated. Raises ConfigError, with
-    settings that fit, if that exceeds `free` bytes, by default this machine's free memory.
+    A `head` to continue from gives the shape. The number of rows grows until it reaches those computed at once or a
+    step takes a second; the memory for more rows is extrapolated. Raises ConfigError, with settings that fit, if that
+    exceeds `free` bytes, by default this machine's free memory.
     """
     config = resolved(config, target)
     free = free_memory() if free is None else free
