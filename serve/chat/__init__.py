@@ -1,6 +1,6 @@
-"""Chat formats: prompts from messages, reasoning and tool calls parsed out of answers, schemas as grammars.
+"""Chat formats: render messages as prompts, parse reasoning and tool calls out of answers, compile schemas to grammars.
 
-`ChatFormat` knows a model's template and tags, `AnswerParser` splits its answers, `Grammars` compiles schemas.
+`ChatFormat` holds a model's template and tags, `AnswerParser` splits its answers, `Grammars` compiles schemas.
 """
 
 from .parser import AnswerParser, Delta, FirstCall

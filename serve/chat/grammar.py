@@ -1,6 +1,6 @@
-"""The grammar of an answer: its text in llguidance's dialect of Lark, and the matcher of a request that must follow it.
+"""The grammar of an answer, in llguidance's dialect of Lark, and the matcher that makes a request follow it.
 
-The matchers live in processes of their own (`process_work.py`), one for each grammar and one for each request.
+The matchers run in separate processes (`process_work.py`), one for each grammar and one for each request.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .tools import Tool, ToolCallTags
 
 Schema = Mapping[str, Any]
 TagWriter = Callable[[str], str]
-"""A tag -> what stands for it in a grammar: its special tokens, else its text."""
+"""Maps a tag to its form in a grammar: its special tokens if it has any, else its text."""
 
 _WHITE_SPACE = r"[ \n\r\t]{1,40}"
-"""Between the parts of JSON: as much as people indent, and no more, so that no model fills its answer with blanks."""
+"""White space between parts of JSON. It is limited, so that no model fills its answer with blanks."""
 
 
 def grammar_text(
@@ -57,10 +57,10 @@ def grammar_text(
 
 
 def free_text_grammar(tools: Sequence[Tool], calls: ToolCallTags, free_tokens: str, tag: TagWriter) -> str:
-    """The grammar of any text in which each call that begins is a call of one of the tools, by its schema.
+    """Return the grammar of free text in which every call is a call of one of the tools, by its schema.
 
-    The opening tag begins a call wherever it stands, in a thought too, because that is how answers are read. Text
-    cannot spell it otherwise. free_tokens: those that may come and that no text allows, as a token set of the grammar.
+    The opening tag begins a call anywhere, even in a thought, because answers are parsed like that. Text cannot spell
+    the tag otherwise. free_tokens: a token set of the grammar, for tokens that may occur but that no text allows.
     """
     start = tag(calls.start)
     spelled = json.dumps(calls.start, ensure_ascii=False)
@@ -82,7 +82,7 @@ def _json(schema: Schema) -> str:
 
 
 def _calls(tools: Sequence[Tool], tags: ToolCallTags, opening: str, tag: TagWriter) -> list[str]:
-    """The rules of a call: a JSON object with name and arguments, on a line between the opening and the end tag."""
+    """Return the rules of a call: a JSON object of name and arguments on a line, between opening and end tag."""
     bodies, rules = [], []
     for index, tool in enumerate(tools):
         name = json.dumps(f'{{"name": {json.dumps(tool["function"]["name"])}, "arguments": ')
@@ -96,13 +96,13 @@ def _calls(tools: Sequence[Tool], tags: ToolCallTags, opening: str, tag: TagWrit
 
 
 def parameters_of(tool: Tool) -> Schema:
-    """The schema of a tool's arguments, which are an object even where that is not said."""
+    """Return the schema of a tool's arguments. They are always an object, even if the schema does not say so."""
     parameters: Schema = tool["function"].get("parameters") or {}
     return parameters if "type" in parameters else {**parameters, "type": "object"}
 
 
 def _thought(tags: ReasoningTags, thinking: bool, tag: TagWriter) -> list[str]:
-    """The rule of what may come before an answer."""
+    """Return the rules of the reasoning that may precede an answer."""
     if not tags.think_start:
         return ['before: ""']
     end = tag(tags.think_end)
@@ -113,43 +113,43 @@ def _thought(tags: ReasoningTags, thinking: bool, tag: TagWriter) -> list[str]:
 
 
 MASK_SECONDS = 10.0
-"""Of the masks of one round; beyond them the request ends. Ordinary masks take under 10 ms."""
+"""The limit for the masks of one round. Beyond it, the request ends. Ordinary masks take less than 10 ms."""
 MOST_MEMORY = 256 << 20
-"""Bytes that compiling a grammar, or following it, may take: about twice what llguidance's own limits lead to."""
+"""Bytes for compiling or following a grammar: about twice as much as llguidance's own limits allow."""
 _LONGEST_REASON = 400
 
 
 @dataclass(frozen=True)
 class CompiledGrammar:
-    """A grammar in a process of its own, at the beginning of a text."""
+    """A compiled grammar at the beginning of a text, in its own process."""
 
     process: Process
     first: NDArray[np.bool_]
-    """[V], the first token's mask."""
+    """[V], the mask of the first token."""
     vocab_size: int
     ends: frozenset[int]
 
 
 class MatcherGrammar:
-    """A request's own matcher, as `eagle_mlx.sampling_params.AsyncGrammar` wants it.
+    """A request's own matcher. Implements `eagle_mlx.sampling_params.AsyncGrammar`.
 
-    Raises ConfigError where the grammar has become too complex to follow. Tokens that it has taken are sent with the
-    next question for masks; until then the known masks say which tokens are allowed.
+    Raises ConfigError if the grammar has become too complex to follow. Accepted tokens are sent with the next request
+    for masks; until then, the known masks say which tokens are allowed.
     """
 
     def __init__(self, compiled: CompiledGrammar):
         self.compiled = compiled
         self.process: Process | None = None
-        """Forked when it is needed: many requests wait in a queue."""
+        """Forked on first use, because many requests wait in a queue."""
         self._undo = 0
         self._taken: list[int] = []
-        """What the process does not know yet: tokens to undo, then those to take."""
+        """Changes not yet sent to the process: it must undo `_undo` tokens, then accept these."""
         self._masks = [compiled.first]
-        """Those that are known, the next token's first."""
+        """The known masks; the first is the next token's."""
         self._draft: list[int] = []
-        """The tokens that lie between the masks."""
+        """The draft tokens between the masks."""
         self._asked: float | None = None
-        """When the masks were asked for that have not come."""
+        """When the pending masks were requested."""
 
     def ask(self, draft: Sequence[int]) -> None:
         if self._masks and not draft:
@@ -188,7 +188,7 @@ class MatcherGrammar:
         return True
 
     def _known(self) -> NDArray[np.bool_]:
-        """The next token's mask."""
+        """Return the next token's mask."""
         if not self._masks:
             if self._asked is None:
                 self.ask([])
@@ -224,11 +224,11 @@ _TOO_MUCH = f"{_FAILED}: it takes more than {MOST_MEMORY >> 20} MB of memory"
 
 
 def unpacked(bits: bytes, count: int) -> NDArray[np.bool_]:
-    """Return a mask [count] of packed bits."""
+    """Unpack a bit mask to [count] bool."""
     packed = np.frombuffer(bits, np.uint8)
     return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
 
 
 def on_one_line(reason: str) -> str:
-    """Return llguidance's reason as errors say it."""
+    """Return llguidance's reason as one line for an error message."""
     return " ".join(reason.replace("<non-verbose/>", "").split())[:_LONGEST_REASON]

@@ -1,6 +1,6 @@
-"""An answer as it is written, taken apart: what is said, what is thought, and what is called.
+"""Split an answer into content, reasoning and tool calls while it is generated.
 
-Reasoning is told from content by the tags that a model's tokenizer knows.
+The tags that a model's tokenizer knows separate reasoning from content.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from eagle_mlx.text import IncrementalText, held_back
 from .tools import Tool, ToolCall, ToolCallParser, safe_length
 
 if TYPE_CHECKING:
-    from .template import ChatFormat  # which has this module's tags
+    from .template import ChatFormat  # it imports this module's tags
 
 Kind = Literal["content", "reasoning"]
 _OPENING = "opening"
-"""The state before the first word, where alone a thought may open: later, the tag is content."""
+"""The state before the first word. A thought can open only here; later, its tag is content."""
 
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """How a model tags its thoughts, as states and the tags that lead from one to another."""
+    """How a model tags its reasoning, as states and the tags that lead from one to another."""
 
     think_start: str = ""
     think_end: str = ""
     edges: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
-    """By state (`content`, `reasoning`, or one whose text is the template's own): tags, and where they lead."""
+    """For each state (`content`, `reasoning`, or a state of the template's own): tags, and the states they lead to."""
     initial: str = ""
-    """The state in which an answer begins, where it is neither of the two."""
+    """The state in which an answer begins, if it is not content or reasoning."""
 
 
 class ReasoningParser:
-    """Tells the thoughts from the rest in a text that keeps coming; what may become a tag waits.
+    """Separates reasoning from content in a stream of text. Text that may become a tag waits.
 
-    The tags themselves are dropped, with the line breaks around them.
+    The tags are dropped, and so are the line breaks around them.
     """
 
     def __init__(self, tags: ReasoningTags, starts_in_reasoning: bool = False):
         self._tags = tags
         self._state = "reasoning" if starts_in_reasoning else tags.initial or _OPENING
         self._fresh = starts_in_reasoning
-        """Whether nothing came since the last tag."""
+        """Whether no text has come since the last tag."""
         self._text = ""
 
     @property
@@ -53,7 +53,7 @@ class ReasoningParser:
         return self._state == "reasoning"
 
     def push(self, text: str, final: bool = False) -> list[tuple[Kind, str]]:
-        """What is certain after this text. final: no more text comes."""
+        """Return the parts that are certain after this text. final: no more text follows."""
         self._text += text
         parts: list[tuple[Kind, str]] = []
         if self._state == _OPENING and not self._open(final):
@@ -72,13 +72,13 @@ class ReasoningParser:
             self._go(tags[found[1]], found[0] + len(found[1]))
 
     def interrupt(self) -> list[tuple[Kind, str]]:
-        """A call came: it ends a thought. Returns what was waiting."""
+        """End a thought because a call came. Return the text that was waiting."""
         parts = self.push("", final=True)
         self._go("content", 0)
         return parts
 
     def _open(self, final: bool) -> bool:
-        """Leave the opening, where it can be told into which state."""
+        """Leave the opening state as soon as the next state is certain."""
         start, said = self._tags.think_start, self._text.lstrip()
         if start and said.startswith(start):
             self._go("reasoning", len(self._text) - len(said) + len(start))
@@ -97,7 +97,7 @@ class ReasoningParser:
 
 
 def next_tag(text: str, tags: Sequence[str], final: bool = False) -> tuple[int, str] | None:
-    """The place of the first tag, and which; None as long as there is none, or another may begin before it."""
+    """Return the position of the first tag, and the tag. None if there is none, or if another may begin before it."""
     found = min(((at, tag) for tag in tags if (at := text.find(tag)) >= 0), default=None)
     waiting = 0 if final else held_back(text, tags)
     return None if found is None or len(text) - waiting < found[0] else found
@@ -105,7 +105,7 @@ def next_tag(text: str, tags: Sequence[str], final: bool = False) -> tuple[int, 
 
 @dataclass(frozen=True)
 class Delta:
-    """Something that an answer continues with: one of the three."""
+    """The next part of an answer: one of the three."""
 
     content: str = ""
     reasoning: str = ""
@@ -113,10 +113,10 @@ class Delta:
 
 
 class AnswerParser:
-    """Text in, deltas out; together they are the same however the text is cut.
+    """Converts text to deltas. All deltas together do not depend on how the text is cut.
 
-    tools: those that the model was offered; without any, nothing is taken for a call. several: whether an answer may
-    hold several calls; if not, it ends with the first.
+    tools: the tools offered to the model; without any, nothing is parsed as a call. several: whether an answer may hold
+    several calls; if not, it ends after the first.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class AnswerParser:
         self._thoughts = ReasoningParser(format.thoughts, starts_in_reasoning)
         self._several = several
         self.has_ended = False
-        """Whether the only call that was allowed is complete. Text after it is dropped."""
+        """Whether the only allowed call is complete. Text after it is dropped."""
 
     def push(self, text: str) -> list[Delta]:
-        """What is certain after this text."""
+        """Return the deltas that are certain after this text."""
         return self._read(text, False, True)
 
     def finish(self, complete: bool = True) -> list[Delta]:
-        """The rest. complete: whether the model ended its answer itself; else a call that is still open is text."""
+        """Return the rest. complete: whether the model ended its answer itself; if not, an open call is text."""
         deltas = self._read("", True, complete)
         for kind, text in self._thoughts.push("", final=True):
             _add(deltas, kind, text)
@@ -170,10 +170,10 @@ class AnswerParser:
 
 
 class FirstCall:
-    """Tells when the tokens of an answer have completed its only call (`SamplingParams.stop_watcher`)."""
+    """Stops a request as soon as its answer holds one complete call (`SamplingParams.stop_watcher`)."""
 
     def __init__(self, tokenizer: TokenizerWrapper, parser: AnswerParser):
-        """parser: must not allow several calls."""
+        """parser: must have been made with `several` false."""
         self._text, self._parser = IncrementalText(tokenizer), parser
 
     def __call__(self, token: int) -> bool:
@@ -183,7 +183,7 @@ class FirstCall:
 
 
 def _add(deltas: list[Delta], kind: Kind, text: str) -> None:
-    """Add text, to the last delta where that is of the same kind."""
+    """Append text, to the last delta if that is of the same kind."""
     last = deltas[-1] if deltas else Delta()
     if kind == "content" and last.content:
         deltas[-1] = replace(last, content=last.content + text)

@@ -1,8 +1,8 @@
-"""What processes do that can be killed: encode long texts, and follow grammars with llguidance (`processes.py`).
+"""Work for processes that can be killed: encoding long texts, and following grammars (`processes.py`).
 
-For grammars, the first process holds the tokenizer. It is forked for each grammar, which is compiled in the fork, and
-that is forked for each request that follows the grammar. A fork shares the tokenizer's and the grammar's memory until
-it writes to it. So a request costs a few milliseconds and what it changes.
+The first process for grammars holds the tokenizer. It is forked for each grammar, and the fork compiles the grammar.
+That process is forked again for each request that follows the grammar. Forks share memory until they write to it, so a
+request costs a few milliseconds and only the memory that it changes.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from typing import Any
 import llguidance
 from tokenizers import Tokenizer
 
-# About 20 ms of work for one mask at most, and some 100 MB; what needs more ends its own request.
+# At most about 20 ms of work for one mask, and about 100 MB; a request that needs more ends.
 _LIMITS = llguidance.LLParserLimits(
     max_lexer_states=50_000, max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False
 )
 _DEEP_STACK = 64 << 20
-"""Bytes; a schema of 64 KiB that is nothing but references takes half."""
+"""Bytes; a schema of 64 KiB that consists of references alone takes half."""
 
 Places = tuple[tuple[str, str], ...]
-"""Schemas as JSON texts, each behind its place in the request."""
+"""Pairs of a schema's place in the request and its JSON text."""
 
 
 class Refused(ValueError):
-    """A grammar, or a token, that cannot be taken; the message is llguidance's reason."""
+    """Raised if a grammar or token is refused. The message is llguidance's reason."""
 
 
 class MatcherProcess:
-    """What one process holds, and the questions that it answers (`processes.py`)."""
+    """The state of one process, and the questions that it answers (`processes.py`)."""
 
     def __init__(self) -> None:
         self.tokenizer: llguidance.LLTokenizer | None = None
         self.matcher: llguidance.LLMatcher | None = None
         self._grammar = ""
         self._text: list[int] = []
-        """What the matcher has taken."""
+        """The tokens that the matcher has accepted."""
 
     def open(self, tokenizer: str, vocab: int, ends: list[int]) -> tuple[list[int], list[int]]:
-        """Read the tokenizer. Return its special tokens, and those that are parts of characters that are not ASCII."""
+        """Read the tokenizer. Return its special tokens, and its tokens that hold parts of non-ASCII characters."""
         known = self.tokenizer = llguidance.LLTokenizer(literal(tokenizer), n_vocab=vocab, eos_token=ends)
         special = [token for token in range(vocab) if known.is_special_token(token)]
         texts = {token: known.decode_bytes([token]) for token in set(range(vocab)).difference(special)}
         return special, [token for token, text in texts.items() if text and min(text) >= 0x80]
 
     def compile(self, grammar: str, schemas: Places) -> bytes:
-        """The mask of the first token."""
+        """Compile a grammar and return the first token's mask."""
         # llguidance follows a schema's references by recursion: a long chain would overflow an ordinary stack.
         threading.stack_size(_DEEP_STACK)
         with ThreadPoolExecutor(1) as pool:
@@ -62,23 +62,24 @@ class MatcherProcess:
                 raise Refused(f"{where}: {reason}")
         self._grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
         self.matcher = self._at([])
-        first = self.matcher.compute_bitmask()  # some schemas turn out to allow nothing, or too much, only here
+        first = self.matcher.compute_bitmask()  # some schemas fail only here, because they allow nothing or too much
         if self.matcher.is_error():
             where = ", ".join(where for where, _ in schemas)
             raise Refused(f"{where}: no text can follow this ({self.matcher.get_error()})")
         return first
 
     def _at(self, text: list[int]) -> llguidance.LLMatcher:
-        """A matcher behind a text."""
+        """Return a matcher that has accepted a text."""
         assert self.tokenizer is not None
         matcher = llguidance.LLMatcher(self.tokenizer, self._grammar, log_level=0, limits=_LIMITS)
         _take(matcher, text)
         return matcher
 
     def masks(self, undo: int, taken: list[int], draft: list[int]) -> list[bytes]:
-        """Go back, then on, and give the masks along a draft up to its first illegal token.
+        """Undo tokens, accept others, and return the masks along a draft up to its first illegal token.
 
-        Behind a draft token that cannot be followed nothing is allowed: that ends a text only if it takes the token.
+        After a draft token that cannot be followed, no token is allowed. A text ends there only if it takes the draft
+        token.
         """
         matcher = self.matcher
         assert matcher is not None
@@ -94,7 +95,7 @@ class MatcherProcess:
             if matcher.try_consume_tokens([token]) != 1 and not matcher.is_error():
                 break
             masks.append(matcher.compute_bitmask())
-            if matcher.is_error():  # from which a matcher does not come back
+            if matcher.is_error():  # a matcher cannot recover from an error
                 self.matcher = self._at(self._text)
                 return [*masks[:-1], bytes(len(masks[0]))]
         matcher.rollback(len(masks) - 1)
@@ -107,14 +108,14 @@ def _take(matcher: llguidance.LLMatcher, tokens: list[int]) -> None:
 
 
 def literal(tokenizer: str) -> str:
-    """A tokenizer.json that encodes every text as it is written: no special token is found in it, no letter changed.
+    """Return a tokenizer.json that encodes text literally: it finds no special tokens in it and changes no letters.
 
-    Where a grammar leaves no choice, llguidance encodes the text to come, and allows the token that this begins with.
-    A special token would be refused then, because it stands for no text, or would end the answer in its middle.
+    If a grammar leaves no choice, llguidance encodes the forced text and allows its first token. A special token would
+    then be refused, because it stands for no text, or it would end the answer too early.
     """
     content = json.loads(tokenizer)
     added, model = content["added_tokens"], content["model"]
-    # Those that llguidance takes for special; no JSON holds the character 0, so no grammar forces these names.
+    # The tokens that llguidance treats as special. JSON cannot hold the character 0, so no grammar forces these names.
     names = {
         token["content"]: f"<\0{token['id']}>"
         for token in added
@@ -135,31 +136,31 @@ def literal(tokenizer: str) -> str:
 
 
 def _spelling(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What of a normalizer is how the vocabulary spells a text, and not another text."""
+    """Return the parts of a normalizer that define how the vocabulary spells a text, and do not change the text."""
     if normalizer is None or normalizer["type"] in ("ByteLevel", "Prepend"):
         return normalizer
     if normalizer["type"] == "Sequence":
         parts = [part for part in map(_spelling, normalizer["normalizers"]) if part]
         return {"type": "Sequence", "normalizers": parts}
-    return normalizer if normalizer.get("pattern") == {"String": " "} else None  # a space as a letter of its own
+    return normalizer if normalizer.get("pattern") == {"String": " "} else None  # a space spelled as another character
 
 
 class EncoderProcess:
-    """The questions that such a process answers (`processes.py`)."""
+    """The questions that a process for encoding answers (`processes.py`)."""
 
     def __init__(self) -> None:
         self.tokenizer: Tokenizer | None = None
 
     def open(self, tokenizer: str, split_special_tokens: bool) -> None:
-        """Read the backend, which transformers tells before each text neither to pad nor to cut it."""
+        """Read the tokenizer's backend. Switch padding and truncation off, as transformers does before each text."""
         self.tokenizer = Tokenizer.from_str(tokenizer)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.tokenizer.encode_special_tokens = split_special_tokens
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text."""
+        """Return the token ids of a text."""
         assert self.tokenizer is not None
-        # The fast way leaves out where in the text each token stands, which nobody asks for: half the work.
+        # The fast method does not compute the tokens' offsets in the text, which nobody needs. This halves the work.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)

@@ -1,4 +1,4 @@
-"""Answers that must follow a JSON schema, or be calls of tools, as grammars of the requests that write them."""
+"""Compile JSON schemas and tool calls to grammars that the answers of requests must follow."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from .template import ChatFormat
 from .tools import ToolOffer, tool_names, without
 
 COMPILE_SECONDS = 5.0
-"""Ordinary schemas take under 0.1 s, those of 64 KiB up to 1 s, on a machine with nothing else to do."""
+"""The limit for compiling. Ordinary schemas take less than 0.1 s and those of 64 KiB up to 1 s, on an idle machine."""
 _TOKENIZER_SECONDS = 60.0
-"""It takes 1 s for 49,152 tokens."""
+"""The limit for reading the tokenizer. It takes 1 s for 49,152 tokens."""
 MOST_SCHEMA_BYTES = 64 * 1024
-"""The schemas of one request, as JSON text."""
+"""The limit for all schemas of one request, as JSON text."""
 _MOST_KEPT = 16
-"""Compiled grammars kept for requests that ask for the same."""
+"""Number of compiled grammars that are kept for later requests."""
 _DEEPEST_SCHEMA = 100
 _FORCED = ("json_tools",)
-"""mlx-lm's parsers of calls that are JSON between tags."""
+"""mlx-lm's parsers for calls that are JSON between tags."""
 
 
 class Grammars:
-    """Compiles what requests ask of their answers' form, for one target, in processes that are started once.
+    """Compiles grammars for one target in separate processes, which are started once.
 
-    May be used from any thread, while the target decodes in its own.
+    May be used from any thread while the target decodes in its own.
     """
 
     def __init__(self, format: ChatFormat, vocab_size: int, eos_token_ids: Iterable[int]):
@@ -56,9 +56,9 @@ class Grammars:
         self._tokenizer: Any = format.tokenizer
         self._starting = Lock()
         self._process: Process | None = None
-        """The first one, which holds the tokenizer; it is forked for each grammar."""
+        """The first process, which holds the tokenizer. It is forked for each grammar."""
         self._special: frozenset[int] = frozenset()
-        """Tokens that grammars name by their ids: no text allows them."""
+        """Special tokens. No text allows them; grammars name them by their ids."""
         self._partial: frozenset[int] = frozenset()
         """Tokens without an ASCII character. A grammar's text allows them only as parts of whole characters."""
         self._compiled = lru_cache(_MOST_KEPT)(self._compile)
@@ -73,16 +73,15 @@ class Grammars:
         offer: ToolOffer | None = None,
         starts_in_reasoning: bool = False,
     ) -> Callable[[], Grammar] | None:
-        """What makes the grammar of one request (`SamplingParams.grammar`); None where the answer is free.
+        """Return a factory for one request's grammar (`SamplingParams.grammar`), or None if the answer is free.
 
-        response_format: as in OpenAI's API, `text`, `json_object` or `json_schema`. offer: the tools of the request;
-        where the model must call one, the answer is nothing but calls, and where it may, with a response format, the
-        answer is either calls or that. The model may think before, and the grammar begins where the thought ends. If
-        the model is free and a tool is strict, the text is free too until a call begins.
+        response_format: as in OpenAI's API, `text`, `json_object` or `json_schema`. offer: the request's tools. If the
+        model must call one, the answer consists of calls only. If it may call one and there is a response format, the
+        answer is either calls or that format. If it may call one and a tool is strict, the text is free until a call
+        begins. The model may think first; the grammar begins after the thought.
 
-        It takes as long as the schema is complicated, up to `COMPILE_SECONDS`. Raises ConfigError, with the reason, for
-        a schema that is malformed, too large or too complex, or holds keywords that could not be kept, and for calls
-        that this model does not write as JSON.
+        Compiling takes up to `COMPILE_SECONDS`. Raises ConfigError, with the reason, if a schema is malformed, too
+        large, too complex, or has unsupported keywords, and if this model does not write calls as JSON.
         """
         schema, offer = read_response_format(response_format), offer or ToolOffer()
         tools = offer.forced or (offer.tools if schema is not None or offer.strict else ())
@@ -105,19 +104,19 @@ class Grammars:
         else:
             text = grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
         compiled = self._compiled(text, places)
-        if not compiled.process.alive:  # somebody has killed it
+        if not compiled.process.alive:  # it has been killed
             self._compiled.cache_clear()
             compiled = self._compiled(text, places)
         return lambda: MatcherGrammar(compiled)
 
     def start(self) -> Process:
-        """Return the first process, started if it does not run, which takes a second.
+        """Return the first process. Starting it takes a second.
 
         Raises ConfigError if there is no tokenizer of the `tokenizers` library, llguidance cannot read it, or no token
         ends a text.
         """
         with self._starting:
-            if self._process is None or not self._process.alive:  # or somebody has killed it
+            if self._process is None or not self._process.alive:  # or it has been killed
                 process = Process.start(MatcherProcess, MOST_MEMORY)
                 process.ask("open", *_told(self._tokenizer, self._vocab, self._ends))
                 answer = process.answer(_TOKENIZER_SECONDS)
@@ -136,7 +135,7 @@ class Grammars:
             self._compiled.cache_clear()
 
     def _compile(self, grammar: str, schemas: Places) -> CompiledGrammar:
-        """schemas: those in the grammar. Raises ConfigError with the place and the reason."""
+        """Compile a grammar. schemas: the grammar's schemas. Raises ConfigError with the place and the reason."""
         where = ", ".join(where for where, _ in schemas)
         try:
             process = self.start().fork()
@@ -155,7 +154,7 @@ class Grammars:
         return CompiledGrammar(process, unpacked(first, self._vocab), self._vocab, self._ends)
 
     def _tag(self, tag: str) -> str:
-        """Special tokens by their ids, other text as it is. Raises ConfigError for a tag of both kinds."""
+        """Return special tokens as ids, other text as it is. Raises ConfigError for a tag that mixes both."""
         self.start()
         tokens = self._tokenizer.encode(tag, add_special_tokens=False)
         special = [token in self._special for token in tokens]
@@ -166,9 +165,9 @@ class Grammars:
         return json.dumps(tag, ensure_ascii=False)
 
     def _free_tokens(self, start: str) -> str:
-        """Tokens that a grammar's text does not allow, though they neither end a text nor begin a call; a token set.
+        """Return a set of tokens that a grammar's text does not allow, and that neither end a text nor begin a call.
 
-        None of them holds a character of a tag, so they cannot help to spell one.
+        None of them holds a character of a tag, so they cannot spell one.
         """
         self.start()
         opening = self._tokenizer.encode(start, add_special_tokens=False)
@@ -176,7 +175,7 @@ class Grammars:
 
 
 def _told(tokenizer: Any, vocab_size: int, ends: Iterable[int]) -> tuple[str, int, list[int]]:
-    """What the first process is told of a tokenizer. Raises ConfigError if there is none that grammars can use."""
+    """Return the first process's arguments. Raises ConfigError if grammars cannot use the tokenizer."""
     if tokenizer is None:
         raise ConfigError("grammars need a tokenizer, and this model has none")
     backend = copy.copy(getattr(tokenizer, "backend_tokenizer", None))
@@ -191,7 +190,7 @@ def _told(tokenizer: Any, vocab_size: int, ends: Iterable[int]) -> tuple[str, in
 
 
 def _token_set(tokens: Iterable[int]) -> str:
-    """Tokens as llguidance writes a set of them, such as <[0-1,7]>; empty for none."""
+    """Return tokens as llguidance writes a set of them, such as <[0-1,7]>; empty if there are none."""
     ranges: list[list[int]] = []
     for token in sorted(tokens):
         if ranges and ranges[-1][1] == token - 1:
@@ -212,9 +211,9 @@ def _place_of_schema(response_format: Mapping[str, Any] | None) -> str:
 
 
 def read_response_format(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the schema that an answer must follow; None if any text will do. The fields are those of `schema.py`.
+    """Return the schema that an answer must follow, or None for any text. The fields are those of `schema.py`.
 
-    Raises ConfigError if a field does not go with the type.
+    Raises ConfigError if a field does not belong to the type.
     """
     if response_format is None:
         return None
@@ -224,7 +223,7 @@ def read_response_format(response_format: Mapping[str, Any] | None) -> dict[str,
         raise ConfigError(f"response_format: unknown key {unknown[0]!r} with type {kind}")
     if kind == "text":
         return None
-    if kind == "json_object":  # with a schema as llama.cpp takes it, and older versions of instructor send it
+    if kind == "json_object":  # llama.cpp and older versions of instructor use `schema`
         return {"type": "object", **response_format.get("schema", {})}
     if "json_schema" not in response_format:
         raise ConfigError("response_format.json_schema: must be an object with name and schema")
@@ -250,7 +249,7 @@ def _as_texts(schemas: Mapping[str, Schema]) -> Places:
 
 
 def _levels(schema: Schema) -> Iterator[list[Any]]:
-    """The objects and lists of a schema, level by level; found without recursion."""
+    """Yield the objects and lists of a schema, level by level, without recursion."""
     level: list[Any] = [schema]
     while level:
         yield level
@@ -259,7 +258,7 @@ def _levels(schema: Schema) -> Iterator[list[Any]]:
 
 
 def _why_not_calls(parser: str, offer: ToolOffer) -> str:
-    """Why calls cannot follow a grammar, with the field that asks for it and what to do."""
+    """Return why calls cannot follow a grammar, with the field that asks for it and a remedy."""
     if offer.forced:
         what, how = "tool_choice: tools cannot be forced", 'use tool_choice "auto"'
     elif offer.strict:
@@ -276,15 +275,15 @@ def _why_not_calls(parser: str, offer: ToolOffer) -> str:
 
 
 MOST_MULTIPLE = 10_000
-"""llguidance's automaton has a state for each remainder: 10,007 takes 25 ms, 100,003 meets its limits, 10^6 hangs."""
+"""llguidance's automaton has a state per remainder: 10,007 takes 25 ms, 100,003 meets its limits, 10^6 hangs."""
 MOST_REPEATS = 100_000
-"""A pattern's repeats within repeats, multiplied: (a{1000}){100} takes 1 s and (a{1000}){1000} does not end."""
+"""The limit for nested repeats, multiplied: (a{1000}){100} takes 1 s, and (a{1000}){1000} does not end."""
 _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\(|\)|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
-"""A class needs no end. Otherwise a pattern of nothing but `[` would be scanned to its end for each of them."""
+"""A class may lack its end. Otherwise a pattern of nothing but `[` would be scanned to its end for each of them."""
 
 
 def why_too_complex(schema: Any) -> str | None:
-    """Why a schema cannot be compiled in a moment, with the key that is to blame; None where nothing is known."""
+    """Return why a schema would take too long to compile, with the key at fault, or None if no reason is known."""
     for node in (node for level in _levels(schema) for node in level if isinstance(node, Mapping)):
         multiple, pattern = node.get("multipleOf"), node.get("pattern")
         if isinstance(multiple, int | float) and _digits(multiple) > MOST_MULTIPLE:
@@ -295,9 +294,9 @@ def why_too_complex(schema: Any) -> str | None:
 
 
 def repeats(pattern: str) -> int:
-    """Return how often the most repeated part of a regular expression is written out, by counts such as {3} and {2,5}.
+    """Return how often a regular expression's most repeated part is written out, by counts such as {3} and {2,5}.
 
-    Counts stop at one more than `MOST_REPEATS`.
+    Counts stop at `MOST_REPEATS` + 1.
     """
     open_groups, most_in_group, before = [], 1, 1
     most = 1

@@ -1,4 +1,4 @@
-"""A model's chat format: its template, tools and reasoning tags, the prompts that it makes, and where prompts part."""
+"""A model's chat format: its template, tools and reasoning tags, the prompts that it makes, and their boundaries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         where = f"messages[{index}]"
         one = _message(message, where)
         made |= {call.get("id") for call in one.get("tool_calls", ())}
-        if one["role"] == "tool" and made.isdisjoint({one["tool_call_id"], None}):  # a call without an id fits any
+        if one["role"] == "tool" and made.isdisjoint({one["tool_call_id"], None}):  # a call without an id fits all
             raise PromptError(
                 f"{where}.tool_call_id: no earlier message of the assistant has a call with the id "
                 f"{one['tool_call_id'][:100]!r}; send the message with that call before its result"
@@ -67,7 +67,7 @@ def _message(message: Message, where: str) -> dict[str, Any]:
 
 
 def _call(call: Message, where: str) -> dict[str, Any]:
-    """Templates write arguments in their own way, so they get the object and not its JSON text."""
+    """Return a call with its arguments as an object, because templates write them in their own ways."""
     function, where = call["function"], f"{where}.function.arguments"
     try:
         arguments = json.loads(function["arguments"] or "{}")
@@ -79,7 +79,7 @@ def _call(call: Message, where: str) -> dict[str, Any]:
 
 
 def with_late_instructions_said(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages with instructions after the first turn said by the user, if a template takes no others."""
+    """Return messages with late instructions as user messages, for templates that allow none after the first turn."""
     first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
     late = ({**message, "role": "user"} if message["role"] == "system" else message for message in messages[first:])
     return [dict(message) for message in (*messages[:first], *late)]
@@ -94,48 +94,48 @@ def with_argument_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 Encode = Callable[[str, bool], list[int]]
-"""A text, and whether to add the special tokens that begin or end one -> its token ids."""
+"""Maps a text, and whether to add special tokens that begin or end it, to token ids."""
 _FROM_REQUESTS = {"add_generation_prompt"}
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - _FROM_REQUESTS
-"""Arguments of the rendering itself: a request has its own fields for some, and no business with the others."""
+"""Arguments of the rendering itself. Requests cannot set them, or have their own fields for them."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation that a model's template has written."""
+    """A conversation, rendered by a model's template."""
 
     tokenizer: TokenizerWrapper
     messages: list[dict[str, Any]]
     """In the form that the template takes."""
     arguments: Mapping[str, Any]
-    """What else the template takes."""
+    """The template's other arguments."""
     text: str
 
     @classmethod
     def render(cls, tokenizer: TokenizerWrapper, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> Chat:
-        """Raise what the template raises.
+        """Render messages. Raises any exception of the template.
 
-        Some templates join the arguments of calls to text, and some refuse instructions after the first turn.
+        Some templates cannot take the arguments of calls as objects, and some refuse instructions after the first turn.
         """
         try:
             return cls(tokenizer, messages, arguments, _render(tokenizer, messages, arguments))
         except TypeError:
             messages = with_argument_texts(messages)
             return cls(tokenizer, messages, arguments, _render(tokenizer, messages, arguments))
-        except Exception:  # a template is a program of its own, and raises what it wants
+        except Exception:  # a template is a program and raises anything
             said = with_late_instructions_said(messages)
             if said == messages:
                 raise
             return cls.render(tokenizer, said, arguments)
 
     def tokens(self, encode: Encode | None = None) -> list[int]:
-        """Return the chat's token ids. encode: in place of the tokenizer, unless that has its own way with chats."""
+        """Return the chat's token ids. encode: replaces the tokenizer, unless that tokenizes chats in its own way."""
         if encode is not None and _encodes_the_text(self.tokenizer):
             return encode(self.text, False)
         return list(self.tokenizer.apply_chat_template(self.messages, tokenize=True, **self.arguments))
 
     def check_nothing_left_out(self) -> None:
-        """Raise PromptError if the template ignores tools or calls: if it writes the same text without them."""
+        """Raise PromptError if the template ignores tools or calls, that is, writes the same text without them."""
         if self.arguments["tools"] and self._is_same(self.messages, {**self.arguments, "tools": None}):
             raise PromptError("tools: this model's chat template ignores tools, so the model would not know of them")
         calling = next((index for index, message in enumerate(self.messages) if "tool_calls" in message), None)
@@ -146,15 +146,15 @@ class Chat:
     def _is_same(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> bool:
         try:
             return _render(self.tokenizer, messages, arguments) == self.text
-        except Exception:  # without what is left out there is no such prompt
+        except Exception:  # the template cannot render the chat without them
             return False
 
     def boundaries(self, prompt: Sequence[int], encode: Encode | None = None) -> tuple[int, ...]:
-        """Return how many of the chat's tokens, `prompt`, later prompts may begin with, in order.
+        """Return the lengths of the prefixes of `prompt`, the chat's tokens, that later prompts may share, in order.
 
-        These are the ends of the system prompt and of the last message. A template may write a message otherwise once
-        another follows, and leave reasoning out. So the chat is also rendered with another question and with one more
-        turn; what stays the same is what they share. Empty if the tokens of a chat are not those of its text.
+        These are the ends of the system prompt and of the last message. A template may write a message differently once
+        another follows, and leave out reasoning. So the chat is also rendered with another question and with one more
+        turn; the common prefixes are stable. Empty if the chat's tokens are not those of its text.
         """
         if not _encodes_the_text(self.tokenizer):
             return ()
@@ -163,7 +163,7 @@ class Chat:
         return tuple(sorted({self._count(at, prompt, encode) for at in places if 0 < at < len(self.text)}))
 
     def _others(self) -> list[str]:
-        """Texts of chats that may come: another question, the next turn, and this one before anybody answers."""
+        """Return texts of possible later chats: another question, the next turn, and this one before an answer."""
         chat = [dict(message) for message in self.messages]
         system = next((at for at, message in enumerate(chat) if message["role"] != "system"), len(chat))
         first = str(chat[system]["content"]).lstrip() if system < len(chat) else ""
@@ -181,7 +181,7 @@ class Chat:
         return texts
 
     def _count(self, place: int, prompt: Sequence[int], encode: Encode) -> int:
-        """Tokens of the prompt that lie before a place in its text; the shorter side is encoded."""
+        """Return how many tokens of the prompt end before a position in its text. Encodes the shorter side."""
         if len(self.text) - place < place:
             tail = encode(self.text[place:], False)
             if tail and list(prompt[-len(tail) :]) == tail:
@@ -194,7 +194,7 @@ def _render(tokenizer: TokenizerWrapper, messages: list[dict[str, Any]], argumen
 
 
 def _common(a: Any, b: Any) -> int:
-    """The length of the common beginning of two texts or lists, by halves: item by item takes longer than encoding."""
+    """Return the length of two texts' or lists' common prefix. Bisects, because comparing items is slow."""
     same, most = 0, min(len(a), len(b))
     while same < most:
         middle = (same + most + 1) // 2
@@ -204,20 +204,20 @@ def _common(a: Any, b: Any) -> int:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a model wants its chats written, and how it tags its reasoning and its calls."""
+    """How a model's chats are written, and how it tags reasoning and calls."""
 
     tokenizer: TokenizerWrapper | None
     thoughts: ReasoningTags
     calls: ToolCallTags | None
     """None if mlx-lm has no parser for the model's calls."""
     volatile: Volatile = field(default_factory=Volatile)
-    """What is left out of system prompts."""
+    """What is removed from system prompts."""
     changes: Changes = field(default_factory=Changes, compare=False, repr=False)
     """Notes which parts of chats change."""
 
     @classmethod
     def of(cls, target: Target, volatile: Volatile | None = None) -> ChatFormat:
-        """Read a target's tokenizer; without one there is no chat format either, as `has_chat_template` says."""
+        """Read a target's tokenizer. Without one, `has_chat_template` is false."""
         volatile = volatile or Volatile()
         tokenizer = target.tokenizer
         if tokenizer is None:
@@ -243,12 +243,12 @@ class ChatFormat:
         template_kwargs: Mapping[str, Any] | None = None,
         check_text: Callable[[str], None] = lambda _: None,
     ) -> Chat:
-        """Render a conversation that the model is to answer.
+        """Render a conversation for the model to answer.
 
-        messages, tools: as in OpenAI's API. template_kwargs: what else the template takes, such as `enable_thinking`;
-        names that it does not know have no effect. check_text: called with the chat's text before anything encodes it,
-        to raise if it is too long. Raises PromptError, with the place, for what cannot be used, and if the template
-        would leave tools or calls out.
+        messages, tools: as in OpenAI's API. template_kwargs: other arguments of the template, such as
+        `enable_thinking`; unknown names have no effect. check_text: called with the chat's text before it is encoded,
+        to raise if it is too long. Raises PromptError, with the place, if a part is invalid or the template would leave
+        tools or calls out.
         """
         said = read_messages(messages)
         arguments = {"add_generation_prompt": True, **_check_kwargs(template_kwargs or {})}
@@ -260,17 +260,17 @@ class ChatFormat:
                 "tools: mlx-lm has no parser for this model's tool calls; where one fits, name it as tool_parser_type "
                 "in the model's tokenizer_config.json"
             )
-        check_text(certain_text(said))  # before anything searches the text, or renders it
+        check_text(certain_text(said))  # before the text is searched or rendered
         try:
             chat = Chat.render(self.tokenizer, self.volatile.left_out(said), arguments)
-        except Exception as e:  # a template is a program of its own, and raises what it wants
+        except Exception as e:  # a template is a program and raises anything
             raise PromptError(f"messages: the model's chat template refuses them: {e}") from e
         check_text(chat.text)
         chat.check_nothing_left_out()
         return chat
 
     def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends in an open thought, so that the answer continues with it."""
+        """Return whether a prompt ends in an open thought, which the answer continues."""
         start = self.thoughts.think_start
         if self.tokenizer is None or not start:
             return False
@@ -279,7 +279,7 @@ class ChatFormat:
 
 
 def _encodes_the_text(tokenizer: TokenizerWrapper) -> bool:
-    """Whether a chat's tokens are those of its text; some tokenizers, as Mistral's own, find them in another way."""
+    """Return whether a chat's tokens are those of its text. Some tokenizers, such as Mistral's, differ."""
     kind = type(tokenizer._tokenizer)
     ways = ("__call__", "encode", "apply_chat_template")
     return all(getattr(kind, name) is getattr(PreTrainedTokenizerBase, name) for name in ways)
@@ -302,7 +302,7 @@ def _tool_call_tags(tokenizer: TokenizerWrapper) -> ToolCallTags | None:
 
 
 def _reasoning_tags(tokenizer: TokenizerWrapper) -> ReasoningTags:
-    """The think tags, the tags that only give an answer its shape, and a template's own states."""
+    """Return the think tags, the tags that only structure an answer, and the template's own states."""
     names = {"normal": "content"}
     edges: dict[str, list[tuple[str, str]]] = {}
     if tokenizer.has_thinking:

@@ -1,4 +1,4 @@
-"""Tools: what a request offers a model to call, and the calls in the text that it writes, by mlx-lm's parsers."""
+"""Tools: what a request offers a model to call, and the calls that mlx-lm's parsers find in its text."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from eagle_mlx.errors import PromptError
 from eagle_mlx.text import held_back
 
 Tool = Mapping[str, Any]
-"""{"type": "function", "function": {"name", "description", "parameters"}}, as `serve/api/schema.py` checks it."""
+"""{"type": "function", "function": {"name", "description", "parameters"}}, checked by `serve/api/schema.py`."""
 
 
 @dataclass(frozen=True)
 class ToolOffer:
-    """The tools that a model is told of, and whether it must call one."""
+    """The tools offered to a model, and whether it must call one."""
 
     tools: tuple[Tool, ...] = ()
     forced: tuple[Tool, ...] = ()
-    """Those of which one must be called; none where the model is free."""
+    """If not empty, the model must call one of these."""
     several: bool = True
     """Whether one answer may hold several calls."""
 
     @property
     def strict(self) -> tuple[Tool, ...]:
-        """Those whose calls must fit their schema though the model is free to call none."""
+        """The tools whose calls must fit their schema, though the model need not call one."""
         return () if self.forced else tuple(tool for tool in self.tools if tool["function"].get("strict") is True)
 
     @property
     def for_template(self) -> list[Tool]:
-        """The tools without `strict`, which is for the server."""
+        """The tools without `strict`, which only the server uses."""
         return [without(tool, "strict") for tool in self.tools]
 
     @classmethod
@@ -43,7 +43,7 @@ class ToolOffer:
     ) -> ToolOffer:
         """Read `tools`, `tool_choice` and `parallel_tool_calls` of a request. Raises PromptError that names the field.
 
-        With `none` no tool is offered, so that the model does not know of any.
+        With `none` no tool is offered, so the model does not know of any.
         """
         names = tool_names(tools)
         if len(set(names)) < len(names):
@@ -64,7 +64,7 @@ class ToolOffer:
 
 
 def without(tool: Tool, field: str) -> Tool:
-    """Return a tool whose function lacks a field."""
+    """Return a tool without one field of its function."""
     return {**tool, "function": {key: value for key, value in tool["function"].items() if key != field}}
 
 
@@ -73,16 +73,16 @@ def tool_names(tools: Sequence[Tool]) -> list[str]:
 
 
 ToolParser = Callable[[str, Any], Any]
-"""The text between a call's tags and the tools -> {"name", "arguments"}, or several; raises where it is no call."""
+"""Maps the text between a call's tags, and the tools, to {"name", "arguments"} or a list. Raises if it is no call."""
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _MOST_MALFORMED = 64
-"""Failed calls after which an answer is plain text: each costs another look at what follows."""
+"""After so many failed calls, an answer is plain text. Each failure costs another search of the rest."""
 
 _MOST_FUNCTION_GEMMA = 1 << 15
-"""Characters of a call: its parser copies what is left for each argument. Its model's context has 32,768 tokens."""
+"""Characters of a call. The parser copies the rest for each argument. The model's context has 32,768 tokens."""
 _MOST_UNCLOSED = 16
-"""Tags between two ends, of which a call has one; a text that is an argument may hold some more."""
+"""Opening tags between two end tags. A call has one; an argument's text may hold some more."""
 _GLM = (("<arg_key>", "</arg_value>"),)
 _TAGS: dict[str, Sequence[tuple[str, str]]] = {
     "glm47": _GLM,
@@ -94,9 +94,9 @@ _TAGS: dict[str, Sequence[tuple[str, str]]] = {
     "muse_spark": (("<atem:invoke", "</atem:invoke>"), ("<atem:parameter", "</atem:parameter>")),
     "qwen3_coder": (("<function=", "</function>"), ("<parameter=", "</parameter>")),
 }
-"""By mlx-lm's parser: tags that begin a part of a call, and the text that ends it."""
+"""For each of mlx-lm's parsers: tags that begin a part of a call, and the text that ends it."""
 _LONG_SPACE = re.compile(r"\s{1024}")
-"""Kimi K2's parser tries each way to divide white space in front of a name."""
+"""Kimi K2's parser tries every way to split white space before a name."""
 _GEMMA4_QUOTE = '<|"|>'
 _GEMMA4_PART = re.compile(r'<\|"\|>|[{}]|call:[\w-]+\{')
 
@@ -106,7 +106,7 @@ class ToolCall:
     """One complete call in an answer."""
 
     index: int
-    """Its place among the calls of the answer."""
+    """Its position among the answer's calls."""
     id: str
     name: str
     arguments: str
@@ -119,18 +119,17 @@ class ToolCallTags:
 
     start: str
     end: str
-    """Empty where a call lasts until the answer ends."""
+    """Empty if a call lasts until the answer ends."""
     parse: ToolParser
     parser: str
-    """The parser's name in mlx-lm."""
+    """The name of mlx-lm's parser."""
 
 
 class ToolCallParser:
-    """Finds the calls in a text that keeps coming; all that is no call comes out as text, with nothing lost.
+    """Finds the calls in a stream of text. Everything else is returned as text; nothing is lost.
 
-    Text before a call passes at once; what may become a call's tag waits, and so does a call until it is complete. A
-    call that cannot be parsed, or is of a function that was not offered, is text. Line breaks before a tag belong
-    to it.
+    Text before a call is returned at once. Text that may become a tag waits, and a call waits until it is complete. A
+    call that cannot be parsed, or calls an unknown function, is text. Line breaks before a tag belong to the tag.
     """
 
     def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = ""):
@@ -139,7 +138,7 @@ class ToolCallParser:
         self._names = frozenset(tool_names(tools))
         self._text = ""
         self._head = 0
-        """Where the body of the open call begins in the text; 0 outside of calls."""
+        """The start of the open call's body in the text; 0 outside of calls."""
         self._searched = 0
         self._malformed = 0
         self._count = 0
@@ -148,10 +147,10 @@ class ToolCallParser:
         self._text += text
 
     def next(self, thinking: bool, final: bool = False, complete: bool = True) -> str | list[ToolCall] | None:
-        """The next piece of text, or the next calls; None where all that is left must wait.
+        """Return the next piece of text or the next calls, or None if the rest must wait.
 
-        thinking: whether the text before is a thought; the end of the thought then ends what looked like a call.
-        final: no more text comes. complete: then, whether the model ended its answer itself.
+        thinking: whether the text before is a thought; the thought's end then also ends an unfinished call. final: no
+        more text follows. complete: if final, whether the model ended its answer itself.
         """
         if self._head:
             return self._inside(thinking, final, complete)
@@ -183,13 +182,13 @@ class ToolCallParser:
             self._take(at + len(self._tags.end) if closed else len(self._text))
             return calls
         if not self._tags.end and closed and self._malformed < _MOST_MALFORMED:
-            self._malformed += 1  # the tag may stand in an argument
+            self._malformed += 1  # the tag may be part of an argument
             self._searched = at + len(end)
             return self._inside(thinking, final, complete)
         return self._give_up()
 
     def _give_up(self) -> str | None:
-        """What looked like a call was none: its tag is text, and what follows is looked at anew."""
+        """Treat the tag of a failed call as text, and search again after it."""
         self._malformed += 1
         return self._take(self._head)
 
@@ -204,17 +203,17 @@ class ToolCallParser:
             found = {"name": body.strip()} if self._is_bare(body) else self._tags.parse(body, self._tools)
             each = found if isinstance(found, list) else [found]
             calls = [self._call(call, self._count + index) for index, call in enumerate(each)]
-        except Exception:  # mlx-lm's parsers raise whatever the text makes them raise
+        except Exception:  # mlx-lm's parsers raise any exception
             return []
         self._count += len(calls)
         return calls
 
     def _is_bare(self, body: str) -> bool:
-        """Whether a call is a name and no more, which mlx-lm's parser of this format does not read."""
+        """Return whether a call is only a name. mlx-lm's parser of this format cannot read that."""
         return self._tags.parser == "longcat" and body.strip() in self._names
 
     def _call(self, call: Any, index: int) -> ToolCall:
-        """One of the parser's calls. Raises where it is not one of a function that was offered."""
+        """Convert one of the parser's calls. Raises if the function was not offered."""
         name, arguments = call["name"], call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
@@ -224,16 +223,16 @@ class ToolCallParser:
         return ToolCall(index, own if isinstance(own, str) and own else self._new_id(), name, _json(arguments or {}))
 
     def _new_id(self) -> str:
-        if self._tags.parser == "mistral":  # its templates take ids of nine letters and digits, and no others
+        if self._tags.parser == "mistral":  # its templates only accept ids of nine letters and digits
             return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
 
 def _is_cheap(parser: str, body: str) -> bool:
-    """Whether mlx-lm's parser reads the body of a call in about linear time, as far as is known.
+    """Return whether mlx-lm's parser reads a call's body in roughly linear time.
 
-    Most parsers search to the end for each tag that lacks its own end: 32 KB of `call:f{` took 19 s. A client can make
-    the model write that. What is refused here is no call that they could read.
+    Most parsers search to the end for each tag without an end tag: 32 KB of `call:f{` took 19 s, and a client can make
+    the model write that. Bodies that are refused here are not valid calls.
     """
     if parser == "function_gemma":
         unclosed = body.count("call:", body.rfind("}") + 1)
@@ -246,7 +245,7 @@ def _is_cheap(parser: str, body: str) -> bool:
 
 
 def _gemma4_closes(body: str) -> bool:
-    """Whether each call of a body has its end: braces are balanced, and those in `<|"|>` strings do not count."""
+    """Return whether every call of a body ends. Braces must balance; those in `<|"|>` strings do not count."""
     depth, quoted = 0, False
     for found in _GEMMA4_PART.finditer(body):
         part = found[0]
@@ -260,7 +259,7 @@ def _gemma4_closes(body: str) -> bool:
 
 
 def _for_parsers(tool: Tool) -> dict[str, Any]:
-    """A tool with all the keys that mlx-lm's parsers look for."""
+    """Return a tool with all keys that mlx-lm's parsers need."""
     function = tool["function"]
     parameters = dict(function.get("parameters") or {})
     return {"type": "function", "function": {**function, "parameters": {"properties": {}, **parameters}}}
@@ -270,15 +269,15 @@ def _json(arguments: dict[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which UTF-8 cannot hold
+    except UnicodeEncodeError:  # half a surrogate pair has no UTF-8
         return json.dumps(arguments, allow_nan=False)
     return text
 
 
 def safe_length(text: str, tags: Sequence[str]) -> int:
-    """How many characters come before all that may become a tag, and before the line breaks that would belong to it.
+    """Return how many characters precede anything that may become a tag, and the line breaks that belong to it.
 
-    Models write tags on lines of their own; those line breaks are no content.
+    Models write tags on lines of their own; those line breaks are not content.
     """
     if not tags:
         return len(text)

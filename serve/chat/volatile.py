@@ -1,6 +1,6 @@
-"""What changes from request to request, so that the prefix cache can reuse nothing that follows it.
+"""Remove text that changes with every request: the prefix cache can reuse nothing after it.
 
-An agent's header in front of its system prompt made a server read 50 s where 3.65 s were enough (vllm-mlx#277).
+An agent's header before its system prompt made a server prefill for 50 s in place of 3.65 s (vllm-mlx#277).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ KNOWN = {
     "billing header": r"\Ax-anthropic-billing-header:"
     r"(?:[ \t]{0,4}(?:cc_version|cc_entrypoint|cc_workload|cch)=[^;\n]{0,128};){1,8}\s{0,8}",
 }
-"""Regular expressions of what is removed from system prompts, by name: text that no model is meant to read.
+"""Regular expressions, by name, of text in system prompts that no model is meant to read.
 
 Claude Code writes the header as the first block of its system prompt, with these fields. `cch` is a checksum of the
-request. No separator may follow the header. All repeats are bounded, so that a match takes constant time.
+request. No separator may follow the header. All repeats are bounded, so a match takes constant time.
 """
 SEARCHED = 1 << 16
-"""Characters of system prompts that are searched in one request. Claude Code's system prompt has about 60,000.
+"""Characters of system prompts that are searched per request. Claude Code's system prompt has about 60,000.
 
-An operator's own pattern may take quadratic time. Over this length, that is a second instead of hours.
+An operator's own pattern may take quadratic time: a second for this length, hours for much longer texts.
 """
 
 
@@ -68,10 +68,10 @@ class Volatile:
 
 
 def certain_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return text of a chat that its prompt contains at least: what users say, and instructions that are not searched.
+    """Return text that a chat's prompt contains in any case: user messages, and instructions past `SEARCHED`.
 
-    Its length can be checked before any text is searched or rendered. Templates may trim a message, so that white space
-    around it does not count.
+    Its length can be checked before any text is searched or rendered. White space around messages is left out, because
+    templates may trim it.
     """
     left, texts = SEARCHED, []
     for message in messages:
@@ -84,16 +84,16 @@ def certain_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 _CHATS = 32
-"""Chats that a new one is compared with, the latest: more than the clients of one machine have under way."""
+"""How many recent chats a new one is compared with: more than one machine's clients have at a time."""
 _LEAST = 2
-"""Messages behind a change that two chats must have in common to be one chat: one alone may be alike by chance."""
+"""Two chats must share this many messages after a change to count as one chat; a single one may match by chance."""
 
 Part = tuple[str, int]
-"""The name of a part, and a hash of what it says."""
+"""A part's name, and a hash of its content."""
 
 
 class Changes:
-    """Compares each chat with earlier ones, and says of each part once that it has changed. For any thread."""
+    """Compares each chat with earlier ones and reports once per part that it has changed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -101,7 +101,7 @@ class Changes:
         self._said: set[str] = set()
 
     def note(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
-        """Return what to say of a chat, as templates take it: its only part that an earlier chat had differently."""
+        """Return a message about a chat if exactly one part differs from an earlier chat, else None."""
         named = {"tools": tools} | {f"messages[{at}] ({one['role']})": one for at, one in enumerate(messages)}
         parts = [(name, hash(json.dumps(part))) for name, part in named.items()]
         with self._lock:
@@ -120,7 +120,7 @@ class Changes:
 
 
 def _changed(before: Sequence[Part], now: Sequence[Part]) -> tuple[str, int] | None:
-    """The only part in which a chat differs from one that it continues, and how many messages are behind it."""
+    """Return the only part in which a chat differs from one that it continues, and how many messages follow it."""
     if len(before) > len(now):
         return None
     differ = [at for at, (old, new) in enumerate(zip(before, now, strict=False)) if old != new]
