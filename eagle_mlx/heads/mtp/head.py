@@ -28,7 +28,7 @@ class _Kind:
     layer: str
     args: str = "ModelArgs"
     index: Callable[[Any], int] | None = None
-    """Returns the model's layer that the head's resembles, if mlx-lm needs it; None if all layers are alike."""
+    """Returns the index of the model layer like the head's, if mlx-lm needs it; None if all layers are alike."""
     mask_arrays: bool = False
     """Whether its attention takes masks only as arrays."""
 
@@ -53,7 +53,7 @@ class MTPConfig:
     layer: Mapping[str, Any]
     """The architecture's config: the fields of config.json."""
     hidden_first: bool = False
-    """`eh_proj` reads the hidden state before the embedding."""
+    """In the input of `eh_proj`, the hidden state comes first, then the embedding."""
     target_norm: bool = True
     """Read the target's hidden state after its final norm instead of before it."""
     norm_output: bool = False

@@ -267,7 +267,7 @@ def with_ones(inner: dict[str, mx.array]) -> dict[str, mx.array]:
 def _plain_norms(file: str, inner: dict[str, mx.array]) -> tuple[dict[str, mx.array], list[str]]:
     """Convert zero-centered norms to plain ones; return notes on each group of norms.
 
-    Published Qwen norms are zero-centered, but in some copies one was already added to some. The mean of each group
+    Published Qwen norms are zero-centered, but some copies have one added to some of them. The mean of each group
     decides: the layer's norms, and those around it.
     """
     notes: list[str] = []
