@@ -1,6 +1,6 @@
-"""eagle-bench: tokens per second, acceptance and identity of ways to decode the same prompts, in one process.
+"""eagle-bench: compare speed, acceptance and texts of several ways to decode the same prompts, in one process.
 
-`build_modes` makes the ways, `measure` times them in turns, `compare` tells whether two gave the same tokens.
+`build_modes` makes the modes, `measure` times them in turns, `compare` checks that two gave the same tokens.
 """
 
 from .decoding import compare, tolerance_for

@@ -1,4 +1,4 @@
-"""eagle-bench: how much sooner the same text comes."""
+"""eagle-bench: measure how much faster the same text is generated."""
 
 from __future__ import annotations
 
@@ -135,13 +135,13 @@ class BenchOptions(Group):
     loading: TargetOptions = field(default_factory=TargetOptions)
 
     def configs(self) -> list[BenchConfig]:
-        """How to measure, at each temperature."""
+        """Return a configuration for each temperature."""
         same = {each.name: getattr(self, each.name) for each in fields(BenchConfig) if each.name != "temperature"}
         return [BenchConfig(temperature=temperature, **same) for temperature in self.temperature]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run eagle-bench; returns the exit status: 0, 1 where a text differs, 2 for an error, 130 when interrupted."""
+    """Run eagle-bench. Return the exit status: 0, 1 if a text differs, 2 for an error, 130 if interrupted."""
     given = arguments(argv)
     about = "Measure tokens/s, acceptance and identity of speculative decoding against plain decoding."
     command = shlex.join(["eagle-bench", *given])
@@ -202,7 +202,7 @@ def _bench(options: BenchOptions, command: str) -> int:
 
 
 def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHead | None:
-    """The head as it drafts, in the target's type, None without a name."""
+    """Load the head in the target's type, or return None without a name."""
     if name is None:
         if bits is not None:
             raise ConfigError("--head-bits needs a --head, and mode eagle")
@@ -217,12 +217,12 @@ def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHea
 
 
 def _digest(name: str | Path | None) -> str | None:
-    """Of the head's weights, so that figures can be told to be those of a head."""
+    """Return a hash of the head's weights, which identifies the head in reports."""
     return None if name is None or name == "random" else hub.weights_digest(hub.resolve(name))
 
 
 def _modes(options: BenchOptions) -> tuple[list[ModeName], str | Path | None]:
-    """The modes to run and the head that they need, None where they need none."""
+    """Return the modes to run, and the head that they need or None."""
     head = _head_name(options)
     given = {"--head": head is not None, "--draft-model": options.draft_model is not None}
     given["--head or --draft-model"] = any(given.values())
@@ -242,7 +242,7 @@ def _modes(options: BenchOptions) -> tuple[list[ModeName], str | Path | None]:
 
 
 def _head_name(options: BenchOptions) -> str | Path | None:
-    """The head that is named, the embedded one, or the first that is found; None where no mode needs one."""
+    """Return the named head, the embedded one, or the first one found; None if no mode needs one."""
     if options.head not in (None, AUTO) or set(options.modes or get_args(ModeName)).isdisjoint(USE_HEAD):
         return None if options.head in (AUTO, NO_HEAD) else options.head
     if options.target is None:

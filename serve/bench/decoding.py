@@ -1,4 +1,4 @@
-"""A way of decoding, what it gives for a prompt, and whether two ways gave the same tokens."""
+"""A mode of decoding, its result for a prompt, and the comparison of two modes' tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ModeName = Literal[
 
 @dataclass(frozen=True)
 class Continuation:
-    """What one prompt got, with the end-of-turn token where one was emitted."""
+    """The continuation of one prompt, with its end-of-turn token if it has one."""
 
     tokens: tuple[int, ...]
     text: str
@@ -37,16 +37,16 @@ class Continuation:
 
 
 Decoding = Generator[int, None, list[Continuation]]
-"""Yields after every step how many tokens it gave; returns the continuation of each prompt."""
+"""Yields the number of new tokens after every step; returns the continuation of each prompt."""
 
 
 def acceptance_length(continuations: Sequence[Continuation]) -> float:
-    """Return τ over all of them: tokens emitted per target forward, bonus tokens included."""
+    """Return τ over all continuations: tokens emitted per target forward, bonus tokens included."""
     return sum(len(one.tokens) for one in continuations) / max(1, sum(one.rounds for one in continuations))
 
 
 def acceptance_by_position(continuations: Sequence[Continuation]) -> list[float]:
-    """Return the share of rounds in which a draft position was accepted, of those that drafted it, by position."""
+    """For each draft position, return the share of rounds that accepted it among those that drafted it."""
     drafted = map(sum, zip_longest(*(one.drafted_by_position for one in continuations), fillvalue=0))
     accepted = map(sum, zip_longest(*(one.accepted_by_position for one in continuations), fillvalue=0))
     return [hits / count for hits, count in zip_longest(accepted, drafted, fillvalue=0) if count]
@@ -57,9 +57,9 @@ class Mode(ABC):
 
     name: ModeName
     model: str
-    """The model that decodes, and by what it was loaded if that is not EAGLE-MLX."""
+    """The model that decodes, and the library that loaded it if that is not EAGLE-MLX."""
     dtype: mx.Dtype
-    """The type in which that model computes."""
+    """The type in which the model computes."""
     batch = 1
     depth = 0
     nodes = 0
@@ -68,19 +68,19 @@ class Mode(ABC):
 
     @abstractmethod
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
-        """Decode token-id prompts to their ends; the continuations come in their order."""
+        """Decode token-id prompts to their ends. Continuations are in the order of the prompts."""
 
     def sync(self) -> None:
-        """Wait for work that was dispatched and is not wanted, so that it does not slow what is timed next."""
+        """Wait for dispatched work that is not wanted, so that it does not slow what is timed next."""
         mx.synchronize()
 
 
 Timed = tuple[float, list[Continuation]]
-"""The seconds that a mode took, and its outputs."""
+"""The seconds that a mode took, and its continuations."""
 
 
 class _Runner:
-    """One mode on its way through the prompts."""
+    """One mode's progress through the prompts."""
 
     def __init__(self, mode: Mode, decoding: Decoding):
         self.mode, self.decoding = mode, decoding
@@ -88,10 +88,10 @@ class _Runner:
         self.outputs: list[Continuation] | None = None
 
     def run(self, goal: float) -> None:
-        """Continue until there are so many tokens, or the end."""
+        """Continue until `goal` tokens are generated, or to the end."""
         if self.outputs is not None:
             return
-        mx.clear_cache()  # every turn begins with no buffers of another mode's
+        mx.clear_cache()  # no turn begins with another mode's buffers
         start = perf_counter()
         try:
             while self.tokens < goal:
@@ -107,9 +107,9 @@ class _Runner:
 def take_turns(
     jobs: Sequence[tuple[Mode, Sequence[list[int]]]], params: Sequence[SamplingParams], tokens: int = 0
 ) -> list[Timed]:
-    """Decode every mode's prompts; the modes change over whenever one has given `tokens` more a row, or at the end (0).
+    """Decode every mode's prompts in turns. A turn ends after `tokens` new tokens per row, or at the end if that is 0.
 
-    A mode that gives all its tokens at once has one long turn.
+    A mode that returns all its tokens at once has one long turn.
     """
     runners = [_Runner(mode, mode.decode(prompts, params)) for mode, prompts in jobs]
     step = tokens * min(len(params), max(mode.batch for mode, _ in jobs)) or inf
@@ -122,18 +122,18 @@ def take_turns(
     return [(runner.seconds, runner.outputs or []) for runner in runners]
 
 
-# Above the rounding of a forward, far below what separates tokens. In float32 with OpenBLAS the logits of one token
-# and of eight differ by up to 3e-5; the 16-bit types are given two steps of logits between 8 and 16.
+# Larger than a forward's rounding errors, and much smaller than real differences. In float32 with OpenBLAS, logits of
+# one token and of eight differ by up to 3e-5; the 16-bit types get two steps between logits of 8 and 16.
 TOLERANCES = {mx.float32: 1e-3, mx.float16: 0.016, mx.bfloat16: 0.125}
 
 
 @dataclass(frozen=True)
 class Identity:
-    """How the continuations of one mode compare with the reference's, prompt by prompt."""
+    """How one mode's continuations compare with the reference's, counted by prompt."""
 
     identical: int = 0
     excused: int = 0
-    """Different. At the first difference, both tokens are within the tolerance of the target's best."""
+    """Continuations that differ, but first at tokens that are both within the tolerance of the target's best."""
     different: int = 0
 
     @property
@@ -147,7 +147,7 @@ def tolerance_for(model: Target | Mode) -> float:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first index at which two continuations differ, the end of one included; None where they are equal."""
+    """Return the first index at which two continuations differ, or at which one ends; None if they are equal."""
     for index, (left, right) in enumerate(zip(a, b, strict=False)):
         if left != right:
             return index
@@ -162,7 +162,7 @@ def compare(
     params: Sequence[SamplingParams],
     tolerance: float,
 ) -> Identity:
-    """Count the continuations that equal the reference's, that differ by rounding, and that differ."""
+    """Count the continuations that are equal to the reference's, differ by rounding, or differ otherwise."""
     identical = excused = 0
     for prompt, expected, actual, each in zip(prompts, reference, tokens, params, strict=True):
         at = first_difference(expected, actual)
@@ -177,9 +177,9 @@ def compare(
 def _is_near_tie(
     target: Target, tokens: list[int], candidates: set[int], params: SamplingParams, tolerance: float
 ) -> bool:
-    """Whether both candidates' scores are within the tolerance of the target's best next token.
+    """Return whether both candidates' scores are within the tolerance of the target's best next token.
 
-    Sampled tokens are the argmax of logits + temperature x noise, so those are the scores that must be close.
+    A sampled token is the argmax of logits + temperature x noise, so the scores include the noise.
     """
     scores = target.forward(mx.array([tokens], mx.int32)).logits[:, -1:].astype(mx.float32)
     if params.rule != "greedy":

@@ -1,4 +1,4 @@
-"""Timing: every mode over the same prompts, in turns, and what comes of it."""
+"""Time every mode on the same prompts, in turns, and compute the figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .modes import BASELINES, EngineMode, MlxLmMode, Models
 from .report import Category, Run
 
 GROUP_PER_ROW = 4
-"""Prompts per row of the batch between two turns, so that rows that end early are filled again."""
+"""Prompts per row of the batch in one turn. Rows that end early are filled with further prompts."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class BenchConfig:
     temperature: float = 0.0
     repeats: int = 3
     seed: int = 0
-    """Prompt i is sampled with seed + i where the temperature is above 0."""
+    """Prompt i is sampled with seed + i if the temperature is above 0."""
     least_distinct: float = LEAST_DISTINCT
-    """Prompts whose reference continuation has a smaller share of distinct 4-grams are left out of the figures."""
+    """Prompts are left out of the figures if their reference continuation has a smaller share of distinct 4-grams."""
     acceptance: Acceptance = "coupled"
-    """The rule by which sampled drafts are accepted. Only coupled texts can be compared with plain ones."""
+    """The acceptance rule for sampled drafts. Only coupled texts can be compared with plain ones."""
     ignore_eos: bool = False
     """Let every continuation be `max_tokens` long."""
     turn: int = 0
-    """Tokens a row after which the modes change over; 0: when all has been said to a group of prompts."""
+    """Tokens per row after which modes change over; 0: after a group of prompts is finished."""
     tolerance: float | None = None
-    """How close the two best logits must be for a difference to be excused; None goes by the target's type."""
+    """How close the two best logits must be to excuse a difference. None: depends on the target's type."""
 
     def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
         seeds = [self.seed + index if self.temperature else None for index in range(count)]
@@ -64,34 +64,34 @@ class BenchConfig:
 
 @dataclass
 class _Results:
-    """What one mode was asked, what it decoded, and how long it took."""
+    """One mode's prompts, continuations and times."""
 
     mode: Mode
     prompts: dict[int, list[int]] = field(default_factory=dict)
     continuations: dict[int, Continuation] = field(default_factory=dict)
     times: list[dict[int, tuple[float, float]]] = field(default_factory=list)
-    """Repeat by repeat, seconds of each group and to its first token, by the group's first prompt."""
+    """For each repeat: (seconds, seconds to the first token) of each group, by the group's first prompt."""
 
     def outputs(self, indices: Iterable[int]) -> list[Continuation]:
         return [self.continuations[index] for index in indices]
 
     def seconds(self, kept: Sequence[int]) -> list[float]:
-        """Of each repeat, over the groups that are kept."""
+        """Return the seconds of each repeat, over the groups that are kept."""
         return [sum(whole for index, (whole, _) in repeat.items() if index in kept) for repeat in self.times]
 
     def rates(self, kept: Sequence[int]) -> list[float]:
-        """Tokens per second of each repeat."""
+        """Return the tokens per second of each repeat."""
         tokens = sum(len(one.tokens) for one in self.outputs(kept))
         return [tokens / seconds for seconds in self.seconds(kept)]
 
     def decode_rates(self, kept: Sequence[int]) -> list[float]:
-        """Tokens per second after the first token of each prompt."""
+        """Return the tokens per second of each repeat, without each prompt's first token and the time to it."""
         tokens = sum(len(one.tokens) - 1 for one in self.outputs(kept))
         spent = (sum(a - b for index, (a, b) in repeat.items() if index in kept) for repeat in self.times)
         return [tokens / max(seconds, 1e-9) for seconds in spent]
 
     def ratio_to(self, baseline: _Results | None, kept: Sequence[int]) -> float | None:
-        """How much faster this is: repeat by repeat, then the median."""
+        """Return the speedup over a baseline: the median of the repeats' ratios."""
         if baseline is None:
             return None
         return median(mine / its for mine, its in zip(self.rates(kept), baseline.rates(kept), strict=True))
@@ -106,10 +106,10 @@ def measure(
 ) -> list[Run]:
     """Time every mode on every prompt, `config.repeats` times, and compare their texts.
 
-    The turns of a question are asked one after the other, each mode's own answers in between. The reference is mlx-lm's
-    greedy text; when sampling or ignoring ends, the plain engine's with the same seeds. Prompts on which it loops are
-    decoded once, for the comparison alone, and their later turns are not asked. Raises ConfigError if it loops on all
-    of them, and PromptError if the last turn of one may not fit the context.
+    The turns of a question are asked in order; each mode sees its own earlier answers. The reference is mlx-lm's greedy
+    text, or plain decoding with the same seeds when sampling or ignoring ends. If the reference loops on a prompt, the
+    prompt is decoded once, for the comparison only, and its later turns are skipped. Raises ConfigError if it loops on
+    all of them, and PromptError if a question's last turn may not fit the context.
     """
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
@@ -130,10 +130,10 @@ class _Measurement:
         self.target, self.questions, self.config, self.progress = target, questions, config, progress
         turns = range(1 + max(len(question.later) for question in questions))
         self.places = [(at, turn) for turn in turns for at, one in enumerate(questions) if turn <= len(one.later)]
-        """The question of each turn, and which of its turns it is."""
+        """For each number: the question, and which of its turns."""
         self.params = config.params(len(self.places), config.max_tokens)
         self.first = config.params(len(self.places), 1)
-        """The same, for one token only."""
+        """The same as `params`, for one token only."""
         self.results = [_Results(mode) for mode in modes]
         self.reference = self._reference()
 
@@ -152,10 +152,10 @@ class _Measurement:
         return [self._figures(result, kept) for result in self.results]
 
     def _reference(self) -> _Results:
-        """The result that the others are compared with: one of them, or one of its own.
+        """Return the result to compare with: one of the measured modes, or an extra one.
 
-        With one prompt at a time the first repeat can decode them all and the loops be set aside after it; in a batch
-        the prompts that loop must be known before, so that they do not share rounds with the others.
+        With one prompt at a time, the first repeat decodes all prompts, and looping ones are dropped after it. In a
+        batch, looping prompts must be known before, because they would share rounds with the others.
         """
         config, target = self.config, self.target
         name = "plain" if config.temperature or config.ignore_eos or target.is_sharded else "mlx-lm"
@@ -168,7 +168,7 @@ class _Measurement:
         return self.questions[self.places[index][0]].category
 
     def _ask(self, result: _Results, indices: Sequence[int]) -> None:
-        """Set a mode's prompts of these turns, with its own answers to those before them."""
+        """Set a mode's prompts for these turns, which include its own earlier answers."""
         numbers = {place: number for number, place in enumerate(self.places)}
         for index in indices:
             at, turn = self.places[index]
@@ -176,13 +176,13 @@ class _Measurement:
             result.prompts[index] = self.questions[at].encode(self.target, before)
 
     def _decode(self, results: Sequence[_Results], group: Sequence[int], first: bool = False) -> list[Timed]:
-        """Decode some prompts by several modes, whole or to the first token."""
+        """Decode some prompts by several modes, to the end or to the first token."""
         params = self.first if first else self.params
         jobs = [(result.mode, [result.prompts[index] for index in group]) for result in results]
         return take_turns(jobs, [params[index] for index in group], 0 if first else self.config.turn)
 
     def _time(self, indices: Sequence[int]) -> list[int]:
-        """Time every mode on some turns; return those on which the reference does not loop."""
+        """Time every mode on some turns. Return those on which the reference does not loop."""
         if self.reference in self.results:
             self._repeat(0, self._groups(indices))
             kept = self._kept(indices)
@@ -196,7 +196,7 @@ class _Measurement:
         return kept
 
     def _kept(self, indices: Sequence[int]) -> list[int]:
-        """The prompts on which the reference does not loop."""
+        """Return the prompts on which the reference does not loop."""
         said, least = self.reference.continuations, self.config.least_distinct
         kept = [index for index in indices if not is_loop(said[index].tokens, least)]
         if not kept and min(indices, default=1) == 0:
@@ -207,7 +207,7 @@ class _Measurement:
         return kept
 
     def _groups(self, indices: Sequence[int]) -> list[Sequence[int]]:
-        """The prompts between two turns: one, or enough of a category to keep the widest batch filled."""
+        """Return groups of prompts, one per turn: a single prompt, or enough of one category for the widest batch."""
         widest = max(result.mode.batch for result in self.results)
         size = 1 if widest == 1 else GROUP_PER_ROW * widest
         alike: dict[str | None, list[int]] = {}
@@ -216,7 +216,7 @@ class _Measurement:
         return [some[start : start + size] for some in alike.values() for start in range(0, len(some), size)]
 
     def _repeat(self, repeat: int, groups: Sequence[Sequence[int]]) -> None:
-        """One pass over the groups; within a group the modes take turns, so that all meet the same moments."""
+        """Time one pass over the groups. Modes take turns in each group, because the machine's speed varies."""
         for result in self.results:
             if len(result.times) == repeat:
                 result.times.append({})
@@ -264,7 +264,7 @@ class _Measurement:
         )
 
     def _by_category(self, result: _Results, mlx_lm: _Results | None, kept: Sequence[int]) -> tuple[Category, ...]:
-        """The figures of each category, if the prompts have categories."""
+        """Return the figures of each category, if the prompts have categories."""
         found = []
         for name, count in Counter(map(self._category, sorted(result.continuations))).items():
             if name is None:
@@ -278,10 +278,10 @@ class _Measurement:
         return tuple(found)
 
     def _identity(self, result: _Results) -> Identity | None:
-        """Over all prompts, those left out included; None for mlx-lm's sampling and batches, and for other rules.
+        """Compare all texts, left-out prompts included. None for mlx-lm's sampling and batches, and for other rules.
 
-        After a first difference a mode's own answer is another, and so is its next prompt: that turn counts as excused,
-        since the difference before it was judged.
+        After a difference, a mode's next prompt differs too. That turn is excused, because the difference before it
+        counts.
         """
         name, config = result.mode.name, self.config
         sampled = config.temperature > 0

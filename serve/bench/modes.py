@@ -1,4 +1,4 @@
-"""The ways of decoding that are compared, each behind the same call."""
+"""The modes that are compared, with one interface."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from ..speculation import PolicyName, Speculation
 from .decoding import Continuation, Decoding, Mode, ModeName
 
 MLX_LM = "mlx-lm"
-"""What the names of these modes begin with."""
+"""Prefix of these modes' names."""
 STOCK: Final = "mlx-lm-stock"
 
 
 @dataclass(frozen=True)
 class StockModel:
-    """A second copy of the target, as `mlx_lm.load` loads its folder: in the folder's own type, and not hooked."""
+    """A second copy of the target as `mlx_lm.load` loads it: in its folder's own type and without hooks."""
 
     model: nn.Module
     tokenizer: TokenizerWrapper
@@ -47,7 +47,7 @@ class StockModel:
 
     @classmethod
     def load(cls, name: str | Path, adapter_path: str | None = None, trust_remote_code: bool = False) -> StockModel:
-        """Load a folder or hub id that has been loaded as a target before."""
+        """Load a folder or hub id that was loaded as a target before."""
         folder = hub.resolve(name, code=trust_remote_code)
         settings = {"trust_remote_code": trust_remote_code}
         loaded = mlx_lm.load(str(folder), settings, adapter_path=adapter_path, trust_remote_code=trust_remote_code)
@@ -62,7 +62,7 @@ class StockModel:
 
 
 class _MlxLm(Mode):
-    """What mlx-lm's ways of decoding have in common. Raises ConfigError for a model without a tokenizer."""
+    """Base of mlx-lm's modes. Raises ConfigError for a model without a tokenizer."""
 
     def __init__(self, name: ModeName, target: Target | StockModel):
         if target.tokenizer is None:
@@ -72,9 +72,9 @@ class _MlxLm(Mode):
 
 
 class MlxLmMode(_MlxLm):
-    """`mlx_lm.stream_generate`, one prompt after the other, over the target's own model object or a stock one.
+    """`mlx_lm.stream_generate` for one prompt after another, with the target's own model object or a stock one.
 
-    With a draft model, mlx-lm lets it draft `depth` tokens a round.
+    With a draft model, mlx-lm drafts `depth` tokens per round.
     """
 
     def __init__(self, target: Target | StockModel, draft: Target | None = None, depth: int = 0):
@@ -112,9 +112,9 @@ class MlxLmMode(_MlxLm):
 
 
 class MlxLmBatchMode(_MlxLm):
-    """`mlx_lm.batch_generate`, which decodes `batch` rows side by side.
+    """`mlx_lm.batch_generate`, which decodes `batch` rows at a time.
 
-    It does not say with which token a row ended, so the texts are not compared; an end counts as one token.
+    It does not return a row's last token at an end, so texts are not compared; an end counts as one token.
     """
 
     def __init__(self, target: Target, batch: int):
@@ -156,7 +156,7 @@ def _seed(params: SamplingParams) -> None:
 MODE_NAMES: tuple[ModeName, ...] = get_args(ModeName)
 BASELINES: tuple[ModeName, ...] = ("mlx-lm", "mlx-lm-batch", "mlx-lm-draft", STOCK)
 DEFAULT_MODES: tuple[ModeName, ...] = tuple(name for name in MODE_NAMES if name != STOCK)
-"""Those that need no second copy of the target in memory."""
+"""Modes that need no second copy of the target in memory."""
 DRAFTING: tuple[ModeName, ...] = ("ngram", "draft", "eagle", "hybrid")
 NEEDS: dict[ModeName, str] = {
     "eagle": "--head",
@@ -166,7 +166,7 @@ NEEDS: dict[ModeName, str] = {
 }
 """Modes that need a second model, and the flag that names it."""
 USE_HEAD: tuple[ModeName, ...] = ("eagle", "hybrid")
-"""Modes in which a head drafts, where there is one."""
+"""Modes in which a head drafts, if there is one."""
 
 
 def missing(name: ModeName) -> ConfigError:
@@ -175,22 +175,22 @@ def missing(name: ModeName) -> ConfigError:
 
 @dataclass(frozen=True)
 class Models:
-    """What is measured: a target, and the heads and models that draft for it."""
+    """The models to measure: a target, and the heads and models that draft for it."""
 
     target: Target
     head: DraftHead | None = None
     draft: Target | None = None
     kv_bytes: int | None = None
-    """What keys and values of an engine may take."""
+    """The engine's limit for keys and values."""
     prefill_chunk: int = PREFILL_CHUNK
-    """Tokens of prompts that one forward of an engine reads."""
+    """Prompt tokens per forward of an engine."""
     prior: bool = False
     """Whether policies begin with the target's cost curve."""
     stock: StockModel | None = None
-    """The target as mlx-lm itself loads it."""
+    """The target as mlx-lm loads it."""
 
     def proposer(self, name: ModeName) -> Proposer | None:
-        """Return a new proposer for a mode, None for plain. Raises ConfigError if its model is missing."""
+        """Return a new proposer for a mode, or None for plain. Raises ConfigError if its model is missing."""
         if name == "plain":
             return None
         if name == "ngram":
@@ -204,7 +204,7 @@ class Models:
 
 
 class EngineMode(Mode):
-    """The engine, plain or with a proposer that drafts `depth` tokens a round, or fewer by a policy that adapts."""
+    """The engine, plain or with a proposer. It drafts `depth` tokens per round, or fewer if the policy adapts."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class EngineMode(Mode):
         )
         speculation.learn_costs(self.engine)
         self._excluded = 0.0
-        """Seconds of other modes' turns, which its clock leaves out."""
+        """Seconds of other modes' turns, which the clock leaves out."""
         self.engine.schedule.clock = lambda: perf_counter() - self._excluded
         if self.engine.chains_only is not None:
             raise ConfigError(
@@ -263,7 +263,7 @@ class EngineMode(Mode):
     def sync(self) -> None:
         start = perf_counter()
         mx.synchronize()
-        self._excluded -= perf_counter() - start  # what is waited for are rounds of its own
+        self._excluded -= perf_counter() - start  # time spent waiting here is for its own rounds
 
 
 def build_modes(
@@ -274,11 +274,10 @@ def build_modes(
     policies: Sequence[PolicyName] = ("fixed",),
     nodes: Sequence[int] = (0,),
 ) -> list[Mode]:
-    """Every mode asked for, at every batch size and, where the engine drafts, at every depth and by every policy, with
-    chains (0 nodes) and with trees of so many nodes.
+    """Return a mode for each combination of name, batch size, depth, policy and tree size (0 nodes: a chain).
 
-    mlx-lm and mlx-lm-draft decode one prompt at a time whatever the batch. Raises ConfigError for a mode whose model is
-    missing, HeadError or TargetError where it does not fit the target.
+    mlx-lm and mlx-lm-draft decode one prompt at a time whatever the batch. Raises ConfigError if a mode's model is
+    missing, HeadError or TargetError if it does not fit the target.
     """
     target, modes = models.target, list[Mode]()
     if "mlx-lm" in names:

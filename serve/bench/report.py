@@ -1,4 +1,4 @@
-"""The figures of a bench, and what it writes of them: tables, JSON, a picture."""
+"""The figures of a benchmark, and their output: tables, JSON, a picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagle_mlx.machine import Machine
 
 @dataclass(frozen=True)
 class Category:
-    """The figures of one mode over the prompts of one category; None where all of them loop."""
+    """The figures of one mode over the prompts of one category; None if all of them loop."""
 
     name: str
     prompts: int
@@ -39,34 +39,34 @@ class Run:
     """How many of `depth` tokens are drafted: `fixed` for all."""
     temperature: float
     tokens_per_second: float
-    """Generated tokens over wall time, reading the prompts included; median over the repeats."""
+    """Generated tokens over wall time, prefill included; median of the repeats."""
     decode_tokens_per_second: float
-    """The same without the time to the first token and without that token."""
+    """The same without the first token and the time to it."""
     ratio_to_mlx_lm: float | None
-    """Of tokens_per_second, repeat by repeat, then the median; None where mlx-lm was not measured."""
+    """The ratio of tokens_per_second, as the median of the repeats' ratios. None if mlx-lm was not measured."""
     ratio_to_mlx_lm_batch: float | None
-    """The same against mlx-lm's batches of this size."""
+    """The ratio to mlx-lm's batches of this size."""
     ratio_to_plain: float | None
-    """The same against the engine's own plain decoding at this batch size."""
+    """The ratio to the engine's own plain decoding at this batch size."""
     acceptance_length: float
     acceptance_by_position: list[float]
     identical: bool | None
-    """No difference from the reference that rounding does not excuse; None for mlx-lm's own sampling and batches."""
+    """Whether rounding excuses all differences from the reference. None for mlx-lm's own sampling and batches."""
     identical_count: int | None
     excused: int | None
     prompts: int
-    """Prompts that the figures are taken over; identity is judged on those left out, too."""
+    """The number of prompts in the figures. Identity covers left-out prompts as well."""
     left_out_looping: int
     tokens: int
-    """Generated in one repeat."""
+    """Tokens generated in one repeat."""
     seconds: float
-    """Of one repeat; median."""
+    """Seconds of one repeat; median."""
     by_category: tuple[Category, ...] = ()
-    """The same figures category by category, where the prompts have categories."""
+    """The figures by category, if the prompts have categories."""
     model: str = ""
-    """The model that decoded, and by what it was loaded if that is not EAGLE-MLX."""
+    """The model that decoded, and the library that loaded it if that is not EAGLE-MLX."""
     dtype: str = ""
-    """The type in which that model computes."""
+    """The type in which the model computes."""
     reference: str = ""
     """What the texts were compared with: mode, model and type."""
 
@@ -77,12 +77,12 @@ _BY_CATEGORY = ("turns", "looping", "tokens/s", "x mlx-lm", "tau")
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The runs as aligned text, one line each."""
+    """Return the runs as aligned text, one line each."""
     return _aligned([(*_RUN, *_FIGURES), *map(_cells, runs)], first=1)
 
 
 def by_category(runs: Sequence[Run]) -> str:
-    """The runs category by category as aligned text with an empty line behind; nothing where there are none."""
+    """Return the runs by category as aligned text and an empty line; empty if there are no categories."""
     if not any(run.by_category for run in runs):
         return ""
     rows: list[tuple[str, ...]] = [("category", *_RUN, *_BY_CATEGORY)]
@@ -103,7 +103,7 @@ def _which(run: Run) -> tuple[str, ...]:
 
 
 def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
-    """What the table is taken over, in words."""
+    """Describe what the table covers."""
     taken = {run.temperature: run for run in runs}
     excused = sum(run.excused or 0 for run in runs)
     lines = [
@@ -128,7 +128,7 @@ def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
 
 
 def _models(runs: Sequence[Run]) -> list[str]:
-    """Which model each mode decoded, in which type, and with what its texts were compared."""
+    """Return lines on each mode's model, its type, and the reference of its texts."""
     by_model: dict[str, dict[str, None]] = {}
     for run in runs:
         if run.model:
@@ -146,7 +146,7 @@ def _models(runs: Sequence[Run]) -> list[str]:
 def document(
     target: str, head: str | None, machine: Machine, runs: Sequence[Run], **extra: object
 ) -> dict[str, object]:
-    """The figures as `--json` writes them."""
+    """Return the figures for `--json`."""
     return {
         "target": target,
         "head": head,
@@ -157,12 +157,12 @@ def document(
 
 
 def write_json(content: object, path: Path) -> None:
-    """Write a JSON file whole or not at all. Raises OutputError."""
+    """Write a JSON file atomically. Raises OutputError."""
     write_output(path, json.dumps(content, indent=2) + "\n")
 
 
 def check_writable(path: Path) -> None:
-    """Raise OutputError now, rather than after the measurement, where a file could not be written."""
+    """Raise OutputError if a file cannot be written, before the measurement starts."""
     if path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise OutputError(f"{path} cannot be written: its folder must exist and be writable")
 
@@ -181,7 +181,7 @@ def _cells(run: Run) -> tuple[str, ...]:
 
 
 def size(run: Run) -> str:
-    """The depth of a chain, depth/tokens of a tree."""
+    """Return the depth of a chain, or depth/tokens of a tree."""
     return f"{run.depth}/{run.nodes}" if run.nodes else str(run.depth) if run.depth else "-"
 
 
@@ -198,7 +198,7 @@ def _identity(run: Run) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], first: int) -> str:
-    """Return lines of cells, a rule under the headings; figures, in columns `first` to 11, are flush right."""
+    """Return aligned lines of cells, with a rule under the headings. Columns `first` to 11 are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
@@ -210,7 +210,7 @@ def _aligned(rows: Sequence[Sequence[str]], first: int) -> str:
     return "\n".join([line(rows[0]), rule, *map(line, rows[1:])])
 
 
-# Colours that stay apart for colour-blind readers.
+# Colors that color-blind readers can tell apart.
 _COLOURS = {
     "mlx-lm": "#999999",
     "mlx-lm-batch": "#bbbbbb",
@@ -223,14 +223,13 @@ _COLOURS = {
     "hybrid": "#0072b2",
 }
 _CURVES = 3
-"""Sizes of trees from which on they are drawn as curves."""
+"""Curves are drawn if trees of at least this number of sizes were measured."""
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Bars of tokens per second, with the ratio to mlx-lm and τ written on them. Where fixed trees of several sizes
-    were measured, curves instead: τ and speed over the draft tokens of a round, and acceptance by depth.
+    """Draw bars of tokens per second, with the ratio to mlx-lm and τ. Raises OutputError.
 
-    Raises OutputError.
+    If fixed trees of several sizes were measured, draw curves: τ and speed by draft tokens, and acceptance by depth.
     """
     import matplotlib
 
@@ -281,7 +280,7 @@ def _caption(run: Run) -> str:
 
 
 def _curves(pyplot: Any, runs: Sequence[Run]) -> Any:
-    """A row for each way to draft, batch and temperature."""
+    """Draw a row for each combination of mode, batch and temperature."""
     settings = sorted({(run.mode, run.batch, run.temperature) for run in runs})
     figure, grid = pyplot.subplots(
         len(settings), 3, figsize=(13.0, 3.6 * len(settings)), layout="constrained", squeeze=False
@@ -299,7 +298,7 @@ def _curves(pyplot: Any, runs: Sequence[Run]) -> Any:
 
 
 def _over_sizes(axes: Any, runs: Sequence[Run], what: str, values: Sequence[float]) -> None:
-    """Chains as one curve, trees as one for each depth."""
+    """Draw chains as one curve, and trees as one curve per depth."""
     points: dict[int, list[tuple[int, float]]] = {}
     for run, value in zip(runs, values, strict=True):
         points.setdefault(run.depth if run.nodes else 0, []).append((run.nodes or run.depth, value))
@@ -316,7 +315,7 @@ def _over_sizes(axes: Any, runs: Sequence[Run], what: str, values: Sequence[floa
 
 
 def _by_depth(axes: Any, runs: Sequence[Run]) -> None:
-    """The share of rounds that get so far, of the deepest drafts."""
+    """For the deepest drafts, draw the share of rounds that accept each depth."""
     deepest = max(run.depth for run in runs)
     for run in sorted((run for run in runs if run.depth == deepest), key=lambda run: run.nodes):
         shares = run.acceptance_by_position

@@ -317,11 +317,11 @@ def repeats(pattern: str) -> int:
 
 
 def _count(digits: str) -> int:
-    """Return a number of repeats, or one that is too many; Python refuses to read numbers of over 4,300 digits."""
+    """Return a number of repeats, limited because Python refuses to read numbers of over 4,300 digits."""
     digits = digits.lstrip("0")
     return int(digits or 0) if len(digits) < 10 else MOST_REPEATS + 1
 
 
 def _digits(number: float) -> int:
-    """A number's digits without its point and the zeros at its ends: 0.25 -> 25."""
+    """Return a number's digits without its point and outer zeros: 0.25 -> 25."""
     return int("".join(map(str, Decimal(str(number)).normalize().as_tuple().digits)))
