@@ -1,4 +1,4 @@
-"""EAGLE-MLX: draft heads for language models on Apple's MLX, trained and used losslessly.
+"""EAGLE-MLX: lossless speculative decoding with draft heads on Apple's MLX, and training of such heads.
 
 import eagle_mlx as em
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 try:
-    import eagle_mlx.cpu  # noqa: F401  (first: it brings the fast BLAS before MLX)
+    import eagle_mlx.cpu  # noqa: F401  (first: it loads the fast BLAS before MLX)
 except KeyboardInterrupt:
     if not Path(sys.argv[0]).name.startswith("eagle-"):  # not one of our commands
         raise
@@ -75,7 +75,7 @@ _HOMES = {
     "load_head": "head_check",
     "load_target": "target",
 }
-"""Where each name is, imported when it is first asked for: mlx-lm takes over a second, and not everybody needs it."""
+"""The module of each public name. It is imported on first use, because importing mlx-lm takes over a second."""
 
 
 def __getattr__(name: str) -> object:

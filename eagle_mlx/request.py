@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it gives back: a request, its output, the pieces of a stream."""
+"""Requests to the engine, their outputs, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Request:
-    """A request as it was given; its progress is in a `RequestState`."""
+    """A request as submitted. `RequestState` tracks its progress."""
 
     prompt: list[int]
     params: SamplingParams
     seed: int
     limit: int
-    """Tokens that it may emit."""
+    """Maximum number of tokens to generate."""
     stop_ids: frozenset[int]
     boundaries: tuple[int, ...] = ()
-    """Lengths of beginnings of the prompt that later prompts may share, apart from the whole prompt."""
+    """Lengths of prompt prefixes that later prompts may share, in addition to the whole prompt."""
     client: str = ""
-    """Waiting clients take turns. All requests with the empty name belong to one client."""
+    """Clients take turns. All requests with an empty name belong to one client."""
     namespace: str = ""
-    """It reuses, and leaves, texts in the prefix cache of this namespace alone."""
+    """The request shares prefix cache entries only within this namespace."""
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """What the target itself thought of an emitted token."""
+    """The target's log probability of an emitted token."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens at that position and their log probabilities, the likeliest first."""
+    """The most likely tokens at that position with their log probabilities, most likely first."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """What became of one request."""
+    """The result of one request."""
 
     text: str
     tokens: list[int]
-    """With the stop token, or the one that completed a stop string, where one was emitted."""
+    """Includes the stop token, or the token that completed a stop string, if there is one."""
     finish_reason: str
     """`stop`, `length`, `cancelled` or `error`."""
     prompt_tokens: int
@@ -59,39 +59,39 @@ class Output:
     accepted: int
     """Draft tokens that were accepted and emitted."""
     drafted_by_position: list[int]
-    """Rounds in which a draft token stood at each position."""
+    """Rounds that had a draft token at each position."""
     accepted_by_position: list[int]
     """Rounds in which the draft token at each position was accepted."""
     logprobs: list[TokenLogprob] | None = None
-    """One for each of the tokens, where the request asked."""
+    """One per token, if requested."""
     lossless: bool = True
-    """False where the request chose `threshold` acceptance, by which drafts change the text."""
+    """False if the request chose `threshold` acceptance, which lets drafts change the text."""
     cached_tokens: int = 0
-    """Prompt tokens that were not read again, because an earlier request began with them."""
+    """Prompt tokens taken from the prefix cache."""
     error: str | None = None
-    """What went wrong with this request alone, where the finish reason is `error`."""
+    """The error message, if the finish reason is `error`."""
     refused: bool = False
-    """Whether that is about what the request asked for, such as a grammar too complex to follow."""
+    """Whether the request itself caused the error, such as a grammar that is too complex."""
     cut_off: str | None = None
-    """What ended it though there was more to say, such as `time`."""
+    """What cut the text off early, such as `time`."""
     stop: str | None = None
-    """The stop string that ended the text, which does not hold it."""
+    """The stop string that ended the text. The text does not include it."""
 
     @property
     def acceptance_length(self) -> float:
-        """τ: tokens emitted per target forward, bonus tokens included; 0 where nothing was decoded."""
+        """τ: tokens emitted per target forward, including bonus tokens; 0 if nothing was decoded."""
         return len(self.tokens) / self.rounds if self.rounds else 0.0
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round added to a streamed text."""
+    """The part of a streamed text that one round added."""
 
     text: str
-    """Text that is certain: half a character waits for the rest, and so does what may become a stop string."""
+    """Final text. Incomplete characters and possible beginnings of stop strings are held back."""
     tokens: list[int]
     output: Output | None
-    """The whole, with the last chunk."""
+    """The complete output; only in the last chunk."""
 
 
 def make_request(
@@ -102,10 +102,10 @@ def make_request(
     client: str = "",
     namespace: str = "",
 ) -> Request:
-    """Encode and check a request; the other arguments are as in `Request`.
+    """Encode and check a request. For the other arguments, see `Request`.
 
-    Raises PromptError for a prompt that is empty or longer than the target's context, boundaries outside of it, or
-    params that the target cannot serve.
+    Raises PromptError if the prompt is empty or does not fit the target's context, if a boundary is outside the prompt,
+    or if the target does not support the params.
     """
     tokens = encode(target, prompt)
     context = target.context_length
@@ -137,7 +137,7 @@ def make_request(
 
 
 def encode(target: Target, prompt: Prompt) -> list[int]:
-    """The prompt's token ids. Raises PromptError for text where there is no tokenizer."""
+    """Return the prompt's token ids. Raises PromptError for text if the target has no tokenizer."""
     if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
         return list(cast(Sequence[int], prompt))
     tokenizer = target.tokenizer

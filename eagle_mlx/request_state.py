@@ -1,4 +1,4 @@
-"""The progress of a request: its tokens, where they end, and what is counted of them."""
+"""The progress of a request: its tokens, its finish reason, and its counters."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from eagle_mlx.text import StopStrings
 
 @dataclass(frozen=True)
 class Pending:
-    """The draft tokens of one row that rejection has yet to judge, because the logits at their places were NaN.
+    """Draft tokens of a row that rejection sampling could not judge because their logits were NaN.
 
-    To drop them for what they say would bias the text.
+    Dropping them because of their values would bias the text.
     """
 
     tokens: Sequence[int]
     probs: mx.array | None
-    """[k, V] float32, the distributions that the tokens were drawn from; None if they were chosen without chance."""
+    """[k, V] float32: the distributions that the tokens were drawn from; None if they were not sampled."""
 
     def after(self, token: int) -> Pending | None:
-        """Return what is still to be judged after the row has emitted `token`: nothing, if it is another one."""
+        """Return the tokens left to judge after the row emitted `token`; None if `token` differs from the draft."""
         if token != self.tokens[0] or len(self.tokens) == 1:
             return None
         return Pending(self.tokens[1:], None if self.probs is None else self.probs[1:])
 
 
 class RequestState:
-    """A request on its way through the engine. Anybody may read it; only its own methods change it."""
+    """The state of a request in the engine. Only its own methods change it."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class RequestState:
         watcher: StopWatcher | None = None,
         tokens: Sequence[int] = (),
     ):
-        """`stops`, `grammar` and `watcher` follow the tokens, and belong to this request alone."""
+        """`stops`, `grammar` and `watcher` are stateful and must not be shared with other requests."""
         self.request = request
         self.stops, self.grammar, self.watcher = stops, grammar, watcher
         self.tokens = list(tokens)
@@ -52,43 +52,43 @@ class RequestState:
         self.drafted_by_position: list[int] = []
         self.accepted_by_position: list[int] = []
         self.finish_reason: str | None = None
-        """`stop`, `length`, `cancelled` or `error`; None while it decodes."""
+        """`stop`, `length`, `cancelled` or `error`; None until the request ends."""
         self.error: str | None = None
         self.refused = False
-        """Whether the error is about what the request asked for, and not about the engine."""
+        """Whether the request itself, not the engine, caused the error."""
         self.cut_off: str | None = None
-        """What ended it though there was more to say, such as `time`."""
+        """What cut the text off early, such as `time`."""
         self.cached_tokens = 0
-        """Prompt tokens that an earlier request has left in the prefix cache."""
+        """Prompt tokens taken from the prefix cache."""
         self.read_tokens = 0
-        """Prompt tokens in the caches, the cached ones included; updated after each chunk. Any thread may ask."""
+        """Prompt tokens in the KV caches, including cached ones. Updated after each chunk. Thread-safe."""
         self.asked: list[int] | None = None
-        """The draft that an AsyncGrammar has been asked about and has not answered."""
+        """The draft that an AsyncGrammar is computing masks for."""
         self.slow = False
-        """Whether its grammar's last answer was late."""
+        """Whether the grammar's last masks were late."""
         self.rereads = False
-        """Whether a draft read as NaN. Its next round drafts nothing, and tells whether the text itself does."""
+        """Whether a draft led to NaN. The next round drafts nothing, to see if the text itself causes NaN."""
         self.pending: Pending | None = None
-        """Draft tokens that could not be judged because of NaN: plain rounds judge them, one each."""
+        """Draft tokens that could not be judged because of NaN. Plain rounds judge one token each."""
         self.overran = False
-        """Whether the caches hold more of the last round than was taken of it."""
+        """Whether the caches hold tokens of the last round that the request did not take."""
         self.paused = False
-        """Whether it waits to be resumed: its row was given to another request, or memory was short."""
+        """Whether it is paused, because another request got its row or memory ran short."""
         self.pauses = self.rounds_before = self.tokens_before = 0
-        """How often it was paused; the rounds and tokens that it had when it was last admitted."""
+        """The number of pauses, and the rounds and tokens at the time of the last admission."""
         self._history = [*request.prompt, *tokens] if request.params.logits_processors else []
 
     @classmethod
     def open(cls, request: Request, tokenizer: TokenizerWrapper | None) -> RequestState:
-        """Return the state of a new request, with a grammar and a stop watcher of its own if its params ask for them.
+        """Return the state of a new request, with its own grammar and stop watcher if its params ask for them.
 
-        Whatever these raise when they are made is raised.
+        Raises whatever their constructors raise.
         """
         params = request.params
         grammar = params.grammar() if params.grammar else None
         if isinstance(grammar, AsyncGrammar) and params.rule == "rejection":
-            # A draft whose masks are late is dropped, and what it said decides what of the next one is judged.
-            # Rejection sampling would then be biased. A coupled row draws by (seed, position) alone.
+            # A draft is dropped if its masks are late, and its tokens decide how much of the next draft is judged.
+            # That would bias rejection sampling. Coupled sampling depends only on (seed, position).
             request = replace(request, params=replace(params, acceptance="coupled", seed=request.seed))
         stops = StopStrings(params.stop, tokenizer) if params.stop and tokenizer is not None else None
         return cls(request, stops, grammar, params.stop_watcher() if params.stop_watcher else None)
@@ -111,17 +111,17 @@ class RequestState:
 
     @property
     def length(self) -> int:
-        """Tokens in the caches: all but the newest."""
+        """Tokens in the KV caches: all but the newest."""
         return len(self.request.prompt) + len(self.tokens) - 1
 
     @property
     def text(self) -> list[int]:
-        """Prompt and tokens: all that is read when a paused request is resumed."""
+        """Prompt and generated tokens. A resumed request reads all of it."""
         return [*self.request.prompt, *self.tokens]
 
     @property
     def leaves(self) -> bool:
-        """Whether its row leaves the batch, because it has ended or is paused."""
+        """Whether its row leaves the batch, because it ended or is paused."""
         return self.finish_reason is not None or self.paused
 
     @property
@@ -131,13 +131,13 @@ class RequestState:
 
     @property
     def room(self) -> int:
-        """Draft tokens that the next round has a use for."""
+        """The maximum number of useful draft tokens in the next round."""
         room = 0 if self.rereads or self.pending else self.request.limit - len(self.tokens) - 1
         most = self.request.params.num_speculative_tokens
         return room if most is None else min(room, most)
 
     def texts(self, draft: Sequence[int]) -> Iterator[list[int]]:
-        """For logits processors: yield prompt and tokens, then the same list with one draft token more each time."""
+        """Yield prompt and tokens, then the same list extended by one draft token each time (for logits processors)."""
         text, length = self._history, len(self._history)
         try:
             yield text
@@ -148,26 +148,26 @@ class RequestState:
             del text[length:]
 
     def admit(self) -> None:
-        """Stop waiting: its text is read next."""
+        """Note that the request leaves the queue and its text is read next."""
         self.paused, self.rounds_before, self.tokens_before = False, self.rounds, len(self.tokens)
 
     def read(self, positions: int) -> None:
-        """Note that so many positions of its text are in the caches."""
+        """Note that the caches hold this many positions of its text."""
         self.read_tokens = min(positions, len(self.request.prompt))
 
     def begin_with(self, cached: int) -> None:
-        """Note that so many tokens of the prompt came from the prefix cache."""
+        """Note the number of prompt tokens from the prefix cache."""
         self.cached_tokens = cached
 
     def pause(self) -> None:
-        """Wait to be resumed with the tokens that it has. Grammar, stop strings, seed and counts stay as they are."""
+        """Pause the request. It keeps its tokens, grammar, stop strings, seed and counters."""
         self.paused = True
         self.pauses += 1
 
     def take(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = ()) -> int:
-        """Take a round's tokens in order, up to the first that ends the row, and return how many; only they count.
+        """Append a round's tokens up to the first that ends the request. Return the number of tokens taken.
 
-        A row that sat the round out takes none.
+        `tokens` is empty if the row skipped the round. Only tokens that are taken are counted.
         """
         if self.finish_reason or not tokens:
             self.overran = bool(tokens)
@@ -186,52 +186,52 @@ class RequestState:
         return taken
 
     def fail(self, reason: str, refused: bool = False) -> None:
-        """End with an error, which is this row's alone. refused: whether what the request asked for cannot be had."""
+        """End with an error. refused: whether the request itself caused it."""
         if self.finish_reason is None:
             self.finish_reason, self.error, self.refused = "error", reason, refused
 
     def cut(self, by: str, reason: str | None = None) -> None:
-        """End with what it has, or with an error where there is a reason for one. by: as `cut_off`."""
+        """End with the tokens so far, or with an error if there is a reason for one. by: see `cut_off`."""
         if self.finish_reason is None:
             self.cut_off = by
             self.finish_reason, self.error = ("length", None) if reason is None else ("error", reason)
 
     def fail_by_grammar(self, error: Exception) -> None:
-        """End because the grammar raised; a ConfigError says that it has become too complex to follow."""
+        """End because the grammar raised an error. A ConfigError means that it became too complex."""
         self.fail(f"the grammar failed: {error}", refused=isinstance(error, ConfigError))
 
     def ask_grammar(self, draft: list[int]) -> None:
-        """Have an AsyncGrammar begin to find the masks along a draft."""
+        """Start an AsyncGrammar's computation of the masks along a draft."""
         assert isinstance(self.grammar, AsyncGrammar)
         self.asked = draft
         try:
             self.grammar.ask(draft)
-        except Exception as e:  # a grammar may raise anything, and no other row is concerned
+        except Exception as e:  # a grammar may raise anything, and other rows must go on
             self.fail_by_grammar(e)
 
     def masks_are_late(self) -> None:
         self.slow = True
 
     def masks_came(self, draft: list[int]) -> list[int]:
-        """Return the draft that they were asked for; they are late if it is another one than this."""
+        """Return the draft that the masks were requested for. They were late if it is not this draft."""
         asked, self.asked = self.asked or [], None
         self.slow = self.slow and asked != draft
         return asked
 
     def reread(self, without_draft: bool, pending: Pending | None) -> None:
-        """A draft read as NaN. `without_draft`: the next round drafts nothing. `pending`: what was not judged of it."""
+        """Note that a draft led to NaN. `without_draft`: draft nothing next round. `pending`: its unjudged tokens."""
         self.rereads, self.pending = without_draft, self.pending or pending
 
     def finish(self, reason: str) -> None:
-        """End with what it has, unless it has ended."""
+        """End with the tokens so far, unless it already ended."""
         self.finish_reason = self.finish_reason or reason
 
     def close(self) -> None:
-        """Let its grammar go, which may hold a process."""
+        """Release the grammar, which may own a process."""
         self.grammar = None
 
     def output(self, tokenizer: TokenizerWrapper | None) -> Output:
-        """What it has come to so far; without a tokenizer the text is empty."""
+        """Return the output so far. Without a tokenizer the text is empty."""
         tokens = self.tokens
         shown = tokens[:-1] if tokens and tokens[-1] in self.request.stop_ids else tokens
         text = tokenizer.decode(shown) if tokenizer is not None else ""
@@ -268,7 +268,7 @@ class RequestState:
             self.finish_reason = "length"
 
     def _is_last(self, token: int) -> bool:
-        """Whether the watcher ends the text with this token. Fails this request alone if the watcher raises."""
+        """Return whether the watcher ends the text here. If the watcher raises, only this request fails."""
         try:
             return self.watcher is not None and self.watcher(token)
         except Exception as e:  # a watcher is the caller's code and may raise anything
@@ -276,7 +276,7 @@ class RequestState:
             return True
 
     def _allowed(self, grammar: Grammar, token: int, ends: bool) -> bool:
-        """Move the grammar on; where nothing is allowed any more, the text ends before the token."""
+        """Advance the grammar and return whether the token is allowed. If no token is, the text ends before it."""
         try:
             if not ends and grammar.advance(token):
                 return True
@@ -287,7 +287,7 @@ class RequestState:
                 self.fail(f"the grammar does not take token {token}, though the text may not end there")
             else:
                 self.finish_reason = "stop"
-        except Exception as e:  # whatever a grammar raises is no other row's trouble
+        except Exception as e:  # a grammar may raise anything, and other rows must go on
             self.fail_by_grammar(e)
         return False
 

@@ -1,4 +1,4 @@
-"""Requests in, rounds of speculative decoding, text out: the engine and what only it uses."""
+"""The engine: schedules requests, runs rounds of speculative decoding, and returns text."""
 
 from eagle_mlx.engine.engine import Engine
 

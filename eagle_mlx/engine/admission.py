@@ -1,4 +1,4 @@
-"""Which requests come to decode, and when: whose turn it is, whose prompt is being read, who can join."""
+"""Admission of requests: which one is next, whose prompt is being read, and which ones must be paused."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target
 
 _SLICE = 64
-"""Rounds after which a client's only row is paused for a client that holds none: one to a few seconds of decoding."""
+"""Rounds after which a client's only row may be paused for a client without rows: a few seconds of decoding."""
 _READS_PER_ROUND = 8
-"""Positions of its text for which such a row stays a round longer. To read 8 positions takes less than a round, so
-that more time is spent on decoding than on reading texts again.
+"""Such a row stays one more round per 8 positions of its text. Reading 8 positions takes less than a round, so
+decoding takes more time than reading texts again.
 """
 
 
 class Admission:
-    """Reads the prompts of those whose turn it is, a chunk at a time, so that nobody waits long for a long prompt.
+    """Admits requests in turn and reads their prompts in chunks, so that long prompts do not hold up the others.
 
-    Prompts that fit into one chunk together are read side by side, which bounds what a forward takes of memory. A
-    longer one, or one whose beginning is in the prefix cache, is read alone.
+    Prompts that fit into one chunk together are read in one batch. This bounds the memory of a forward. A longer
+    prompt, or one that starts with a cached prefix, is read alone.
 
-    Between two chunks of a long prompt goes one of a prompt that has fewer left, be it one that waits. So a prompt that
-    is shorter is never held up by two chunks of it in a row, and it takes at most twice as many steps.
+    Chunks of a long prompt alternate with chunks of shorter prompts, including those that still wait. So a shorter
+    prompt never waits for two chunks of a long one in a row, and the long prompt takes at most twice as many steps.
 
-    Whose keys and values would not fit beside those of the rows that decode waits for memory. Others that fit may pass,
-    at most `MOST_SKIPS` of them; then nobody joins before it. Prefixes that are kept give way to rows.
+    A request waits if its KV cache does not fit. Up to `MOST_SKIPS` other requests that fit may pass it; after that,
+    none may. The prefix cache gives up memory for rows.
 
-    If a request cannot join, a row of a client that holds at least two rows more than its own is paused for it, the
-    newest first. A client's only row is paused for a client that holds none after `_SLICE` rounds. Rows that have grown
-    beyond the memory are paused too, so that one is left at least.
+    If a request cannot join, it may replace a row of a client that has at least two more rows than its own client; the
+    newest row is paused first. After `_SLICE` rounds, a client's only row may be paused for a client without rows. If
+    rows outgrow the memory, all but one may be paused.
     """
 
     def __init__(
@@ -55,38 +55,38 @@ class Admission:
         self.kv_bits, self.budget = kv_bits, budget
         self.waiting = RequestQueue(chunk, self._held)
         self.to_pause: list[RequestState] = []
-        """Requests that somebody wants to be paused, whether or not others wait."""
+        """Requests to pause even if no others wait."""
         self._size = ChunkSize(chunk, prefill_ms / 1000)
         self._now, self._just_read = chunk, 0
-        """Positions that the latest chunk was allowed, and those that it read."""
+        """The size limit of the latest chunk, and the positions it read."""
         self.freed = FreedBuffers()
         if prefixes is not None:
             prefixes.spare = lambda: budget.nbytes - budget.set_aside(self.admitted)
         self._may_pad = may_pad(target.model)
         self.prefills: list[Prefill] = []
-        """Those under way, the one that was begun first in front."""
+        """Prefills in progress, oldest first."""
         self._others_are_due = False
-        """Whether the chunk read last was of the prompts that were begun first."""
+        """Whether the last chunk belonged to the oldest prefill."""
         self._entering: list[RequestState] = []
-        """Those that have stopped waiting and are not among the prefills, or not any more."""
+        """Requests that left the queue but are not yet, or no longer, in a prefill."""
         self._admitted: list[RequestState] = []
         self._passed: RequestState | None = None
-        """Whose turn it was when others went before it."""
+        """The request that was next when others passed it."""
         self._passes = 0
 
     @property
     def admitted(self) -> list[RequestState]:
-        """Those that decode, or whose prompts are being read. Any thread may ask."""
+        """The requests that decode or have their prompts read. Thread-safe."""
         return [request for request in self._admitted if request.finish_reason is None]
 
     @property
     def side_by_side(self) -> list[list[RequestState]]:
-        """Those whose prompts are being read, as they share caches, from when they stop waiting until `joined`."""
+        """The requests from leaving the queue until `joined`, grouped by the caches that they share."""
         return [*(prefill.batch.requests for prefill in self.prefills), *([self._entering] if self._entering else [])]
 
     @property
     def prefilling(self) -> list[RequestState]:
-        """All of them."""
+        """All requests in `side_by_side`."""
         return [request for requests in self.side_by_side for request in requests]
 
     @property
@@ -94,21 +94,21 @@ class Admission:
         return not self.waiting.clients and not self.prefilling
 
     def wants_in(self, room: int, groups: Sequence[Sequence[RequestState]]) -> bool:
-        """Return whether a request will join, or could, with room for so many more, or should be paused."""
+        """Return whether a request could join or should be paused. room: free rows."""
         joins = bool(self.prefills) or (room > 0 and self.following() is not None)
         return joins or bool(self.yielding(room, groups))
 
     def yielding(self, room: int, groups: Sequence[Sequence[RequestState]]) -> list[RequestState]:
-        """Return the requests that are to be paused, so that memory suffices and whose turn it is can join.
+        """Return the requests to pause so that memory suffices and the next request can join.
 
-        groups: the requests that decode. No round of theirs may be under way when they are paused.
+        groups: the requests that decode. None of their rounds may be in progress when they are paused.
         """
         self.to_pause = [row for row in self.to_pause if row.finish_reason is None]
         wanted = [row for row in self._pausable() if row in self.to_pause] if self.to_pause else []
         return wanted or self._outgrown(groups) or self._in_the_way(room)
 
     def pause(self, requests: Sequence[RequestState]) -> None:
-        """Have requests wait again, before others of their clients. Rows that decode are still to leave their batch."""
+        """Put requests back in the queue, ahead of their clients' others. The caller removes rows from batches."""
         self.to_pause = [request for request in self.to_pause if request not in requests]
         self._admitted = [request for request in self.admitted if request not in requests]
         self.prefills = [each for each in self.prefills if set(requests).isdisjoint(each.batch.requests)]
@@ -117,7 +117,7 @@ class Admission:
             self.waiting.append(request)
 
     def _outgrown(self, groups: Sequence[Sequence[RequestState]]) -> list[RequestState]:
-        """Return the rows without which the others fit into the memory as they are now."""
+        """Return the rows to pause so that the others fit into memory at their current lengths."""
         together, gone = [*groups, *self.side_by_side], list[RequestState]()
         while self.budget.used(together) > self.budget.nbytes and len(self.admitted) > len(gone) + 1:
             victim = _newest(self._pausable(gone), self._held(gone))
@@ -128,12 +128,12 @@ class Admission:
         return gone
 
     def _in_the_way(self, room: int) -> list[RequestState]:
-        """Return the rows whose pausing lets the request join whose turn it is; none if it need not, or would not."""
+        """Return the rows to pause so that the next request can join; none if not needed or not sufficient."""
         if not self.waiting.clients:
             return []
         turn, gone = self.turn(), list[RequestState]()
         if self.prefills and self._steps(turn.length) >= self._steps(min(each.left for each in self.prefills)):
-            return []  # it would not be begun now
+            return []  # its prefill would not start now
         room -= len(self.prefilling)
         while room + len(gone) < 1 or not self._fits(turn, gone):
             victim = self._victim(turn.client, gone)
@@ -143,7 +143,7 @@ class Admission:
         return gone
 
     def _victim(self, client: str, gone: Sequence[RequestState]) -> RequestState | None:
-        """Return the next row to be paused for a client, beside those that are `gone`; None if each has its share."""
+        """Return the next row, not in `gone`, to pause for a client; None if the shares are fair."""
         held, able = self._held(gone), self._pausable(gone)
         if max(held.values(), default=0) >= held[client] + 2:
             return _newest([row for row in able if held[row.client] >= held[client] + 2], held)
@@ -153,10 +153,10 @@ class Admission:
         return max(served, key=lambda row: row.rounds_since, default=None)
 
     def _pausable(self, gone: Sequence[RequestState] = ()) -> list[RequestState]:
-        """Return the requests that may be paused, in the order in which more is lost by it.
+        """Return the requests that may be paused, cheapest first.
 
-        A row that decodes must have had a round since it was admitted, which has checked its keys and values. A row
-        whose masks are late is verified first. Prompts that are read side by side will have been read in a step or two.
+        A decoding row must have had a round since its admission, because that round checks its keys and values. A row
+        that waits for masks must be verified first. Prompts read in one batch finish within a step or two.
         """
         alone = [each.batch.requests[0] for each in self.prefills if len(each.batch.requests) == 1]
         prefilling = set(self.prefilling)
@@ -168,13 +168,13 @@ class Admission:
         return [*(row for row in alone if row not in gone and row.finish_reason is None), *rows]
 
     def _held(self, gone: Sequence[RequestState] = ()) -> Counter[str]:
-        """Return how many rows each client holds without those that are `gone`. Any thread may ask."""
+        """Return the number of rows per client, except those in `gone`. Thread-safe."""
         return Counter(row.client for row in self.admitted if row not in gone)
 
     def due(self, room: int, decoding: bool = False) -> Prefill | None:
-        """Return the prompts of which a chunk is to be read next, with room for so many more requests.
+        """Return the prefill that reads the next chunk, or None.
 
-        decoding: whether others decode, and so wait for it.
+        room: free rows, including those of prefills. decoding: whether other requests decode, and so wait for it.
         """
         if not self.prefills and not self.waiting.clients:
             return None
@@ -185,31 +185,30 @@ class Admission:
         return prefill
 
     def read(self, prefill: Prefill) -> None:
-        """Read the chunk of the prompts that are due."""
+        """Read one chunk of the prefill that is due."""
         before = prefill.left
         prefill.step(self._now)
         self._just_read = before - prefill.left
         self.freed.after_chunk()
 
     def has_read(self, prefill: Prefill, seconds: float) -> Batch | None:
-        """Learn the time of the chunk, for the size of the next one; return the batch if that was the last chunk.
+        """Use the chunk's time to size the next one. Return the batch if this was its last chunk.
 
-        The requests of the batch are among `prefilling` until `joined` is called: they end with an error if anything
-        fails in between.
+        Its requests stay in `prefilling` until `joined` is called, and end with an error if anything fails before that.
         """
         self._size.took(self._just_read, seconds)
-        if prefill.left or prefill not in self.prefills:  # all of it may have been withdrawn meanwhile
+        if prefill.left or prefill not in self.prefills:  # all its requests may have been withdrawn
             return None
         self.prefills.remove(prefill)
         self._entering = list(prefill.batch.requests)
         return prefill.batch
 
     def joined(self) -> None:
-        """Note that the requests that `has_read` gave decode now."""
+        """Note that the requests returned by `has_read` now decode."""
         self._entering = []
 
     def withdraw(self, request: RequestState) -> None:
-        """A request that has ended while it waited, or while its prompt was read."""
+        """Remove a request that ended while it waited or while its prompt was read."""
         if request in self.waiting:
             self.waiting.remove(request)
         self.prefills = [each for each in self.prefills if not all(row.finish_reason for row in each.batch.requests)]
@@ -217,13 +216,13 @@ class Admission:
             self.prefixes.stop_fetching()
 
     def stop_prefill(self) -> None:
-        """Forget those whose prompts are being read, and what has been read of them."""
+        """Drop all prefills, with everything they have read."""
         self.prefills, self._entering = [], []
         if self.prefixes is not None:
             self.prefixes.stop_fetching()
 
     def _due(self, room: int) -> Prefill | None:
-        """Whose chunk is to be read: in turn the prompts that were begun first, and those that have least left."""
+        """Return the prefill to read next. The oldest one and the one with the least left alternate."""
         room -= len(self.prefilling)
         if not self.prefills:
             return self._begin(room)
@@ -234,7 +233,7 @@ class Admission:
         return (self._begin(room, chunks) if chunks > 1 else None) or shortest
 
     def _begin(self, room: int, chunks: int | None = None) -> Prefill | None:
-        """Begin with those who are to join next, of prompts of fewer chunks than this where others are being read."""
+        """Start a prefill for the next requests. chunks: if others are being read, prompts must need fewer chunks."""
         requests, known = self._entering, None
         while known is None and len(requests) < room:
             following = self.following(chunks)
@@ -243,7 +242,7 @@ class Admission:
             if self.prefixes is not None:
                 text, namespace = following.text, following.request.namespace
                 if not self.prefixes.fetch(text, namespace):
-                    break  # the rest comes from the disk in the next steps
+                    break  # the rest is read from disk in the next steps
                 known = self.prefixes.find(text, namespace)
             if requests and known is not None:
                 known = None
@@ -261,9 +260,9 @@ class Admission:
         return begun
 
     def following(self, chunks: int | None = None) -> RequestState | None:
-        """Return who is to join next; None if nobody waits, or if whoever may join does not fit.
+        """Return the next request to join, or None if none waits or fits.
 
-        chunks: more than a prompt may take, because others are being read that have so many left.
+        chunks: only consider prompts that need fewer chunks than this.
         """
         if not self.waiting.clients:
             return None
@@ -278,7 +277,7 @@ class Admission:
         return self.waiting.first(self._fits) if self._passes < MOST_SKIPS else None
 
     def turn(self) -> RequestState:
-        """Return whose turn it is, or was when others went before it, unless its client holds more rows by now."""
+        """Return the next request: the one that others passed, unless its client now has more rows than the next."""
         if self._passed is not None and self._passed.finish_reason is None:
             held, following = self._held(), self.waiting.peek()
             return following if held[following.client] < held[self._passed.client] else self._passed
@@ -289,11 +288,11 @@ class Admission:
         return self.budget.fits([*(row for row in self.admitted if row not in gone), request])
 
     def _steps(self, positions: int) -> int:
-        """Return the chunks of the present size that so many positions take."""
+        """Return the number of chunks of the current size for this many positions."""
         return max(1, -(-positions // self._now))
 
     def take(self, request: RequestState, passes: bool = True) -> None:
-        """passes: whether whoever goes before the one whose turn it is keeps that one from joining."""
+        """Admit a request. passes: whether this counts as passing the request whose turn it is."""
         turn = self.turn()
         if request is turn or request is self._passed:
             self._passed, self._passes = None, 0
@@ -306,7 +305,7 @@ class Admission:
             self.prefixes.trim()
 
     def _side_by_side(self, requests: Sequence[RequestState]) -> bool:
-        """Whether one forward may read these prompts, each padded to the longest, but for their last tokens."""
+        """Return whether one forward may read these prompts, padded to the longest, without their last tokens."""
         width = max(request.length for request in requests)
         if not self._may_pad or len(requests) * width > self._now:
             return False
@@ -315,6 +314,6 @@ class Admission:
 
 
 def _newest(rows: Sequence[RequestState], held: Mapping[str, int]) -> RequestState | None:
-    """Return the last of the rows whose client holds most of all rows; None if there are none."""
+    """Return the last row of a client with the most rows; None if there are no rows."""
     most = max((held[row.client] for row in rows), default=0)
     return next((row for row in reversed(rows) if held[row.client] == most), None)

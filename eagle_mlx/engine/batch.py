@@ -1,4 +1,4 @@
-"""The requests that decode together: their caches, and what a round does with them: draft, verify, commit."""
+"""A batch of requests that decode together, and the steps of a round: draft, verify, commit."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ log = logging.getLogger("eagle_mlx.engine")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a round changes on the device, as it was before."""
+    """The device state before a round, for everything that a round changes."""
 
     cache: Saved
     newest: mx.array
     counts: mx.array | None
-    """Of the processors."""
+    """The processors' counts."""
 
 
 class Batch:
-    """Requests with their caches and their proposer's state. Row i of every array belongs to `requests[i]`."""
+    """Requests with their KV caches and proposer state. Row i of every array belongs to `requests[i]`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Batch:
         past: Prefix | None = None,
         kv_bits: int | None = None,
     ):
-        """`past`: what is known already of the beginning of the prompt of a single request; the batch takes it over."""
+        """`past`: the cached prefix of a single request's prompt. The batch takes ownership of it."""
         self.target, self.proposer = target, proposer
         self.requests = list(requests)
         self.cache = past.cache if past else RaggedCache.of(target.model, len(self.requests), kv_bits)
@@ -65,10 +65,10 @@ class Batch:
             self.state = proposer.open(texts)
         self._gather()
         self.newest = mx.array([text[-1:] for text in texts], mx.int32).reshape(-1, 1)
-        """[B, 1] int32, the newest token of each row, which the caches do not hold yet."""
+        """[B, 1] int32: the newest token of each row, not yet in the caches."""
 
     def _gather(self) -> None:
-        """Gather what the requests ask for; they have joined or left, and no round is under way."""
+        """Collect the requests' sampling settings after some joined or left. No round may be in progress."""
         self.sampling = SamplingBatch.of(
             [request.params for request in self.requests], [request.request.seed for request in self.requests]
         )
@@ -77,12 +77,12 @@ class Batch:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The target's layers that the proposer reads."""
+        """The target layers whose hidden states the proposer reads."""
         return self.proposer.aux_layers if self.proposer is not None and self.state is not None else ()
 
     @property
     def abilities(self) -> Abilities:
-        """What the proposer can draft, and the requests can be verified by: a tree by the target's own draws alone."""
+        """The kinds of drafts that the proposer can make and the requests allow. Trees need the target's own draws."""
         if self.proposer is None:
             return Abilities()
         drawn = self.processors is None and not (self.sampling.any_rejection or self.sampling.any_threshold)
@@ -91,23 +91,23 @@ class Batch:
 
     @property
     def most_drafts(self) -> int:
-        """Draft tokens that the request with the most use for them could take."""
+        """The maximum number of useful draft tokens over all requests."""
         return max(0, max(request.room for request in self.requests)) if self.state is not None else 0
 
     def rooms(self, plan: Plan) -> list[int]:
-        """Return how many draft tokens each request has a use for: none of a model's if it wants n-grams alone."""
+        """Return the useful draft tokens per request; 0 if it only wants n-grams but a model drafts."""
         by_model = isinstance(self.state, HybridState) and not plan.lookup
         return [0 if by_model and request.params.ngrams_only else request.room for request in self.requests]
 
     def fitted(self, plan: Plan) -> Plan:
-        """Return the plan cut to what the requests have a use for: n-grams or nothing if no request wants the model."""
+        """Return the plan cut to what the requests can use: n-grams or nothing if no request wants the model."""
         if isinstance(self.state, HybridState) and all(request.params.ngrams_only for request in self.requests):
             plan = PLAIN if plan.lookup is None else replace(plan, lookup=True, stop_below=None)
         return plan.cut(self.most_drafts)
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether a plain round can be dispatched before the one in front of it is read, and all have a use for it."""
+        """Whether all requests could use a plain round that is dispatched before the previous one is collected."""
         if self.processors is not None and self.processors.on_host:
             return False
         return all(
@@ -116,21 +116,21 @@ class Batch:
         )
 
     def may_decode(self, patience: float) -> bool:
-        """Whether a round gives anything, now or after so many seconds: not every request's masks are late."""
+        """Return whether at least one request's masks will be ready within `patience` seconds."""
         return self.processors is None or self.processors.may_decode(patience)
 
     def checkpoint(self) -> Checkpoint:
-        """What a round will change, to be put back by `restore`."""
+        """Return the state that a round will change, for `restore`."""
         return Checkpoint(self.cache.save(), self.newest, self.processors.save() if self.processors else None)
 
     def no_draft(self) -> Draft:
         return Draft(mx.zeros((len(self.requests), 0), mx.int32), mx.zeros((len(self.requests),), mx.int32))
 
     def draft(self, plan: Plan) -> Draft:
-        """What the proposer drafts by a plan, cut where a request has no use for so much, or where it is none.
+        """Return the proposer's draft for a plan, checked and cut to what each request can use.
 
-        If the proposer raises, its state is dropped, and the batch goes on plainly: the target has read nothing yet.
-        Raises ProposerError where the draft cannot be read at all.
+        If the proposer raises, its state is dropped, and the batch continues without drafts: the target has read
+        nothing yet. Raises ProposerError if the draft is malformed.
         """
         if self.state is None or not plan.depth:
             return self.no_draft()
@@ -147,7 +147,7 @@ class Batch:
         return check_draft(draft, asked, self.newest, self.sampling.rejects if self.sampling.any_rejection else None)
 
     def forward(self, draft: Draft) -> Forward:
-        """The target's forward over each row's newest token and its draft."""
+        """Run the target over each row's newest token and its draft."""
         tokens = mx.concatenate([self.newest, draft.tokens], axis=1)
         if draft.tree is not None:
             self.cache.branch(draft.tree.branches())
@@ -156,10 +156,10 @@ class Batch:
     def verify(
         self, logits: mx.array, draft: Draft, positions: mx.array | None = None, patience: float = PATIENCE
     ) -> Verdict:
-        """What stands of a draft by the target's logits [B, n+1, V], as the requests want them.
+        """Verify a draft with the target's logits [B, n+1, V] and the requests' sampling settings.
 
-        positions: [B, n+1] int32, where they are not those behind the caches' entries. patience: seconds that late
-        masks of grammars are waited for.
+        positions: [B, n+1] int32; by default those after the caches' entries. patience: seconds to wait for late
+        grammar masks.
         """
         if self.processors:
             logits = self.processors.apply(logits, draft, patience)
@@ -181,17 +181,17 @@ class Batch:
         count = draft.tokens.shape[1]
         room = mx.array([[request.room] for request in self.requests], mx.int32)
         depths = branches.depths[:, 1:]
-        # A tree deeper than it says has nodes that do not see all that is above them.
+        # If a tree is deeper than its `levels`, some nodes do not attend to all their ancestors.
         whole = (depths == 1 + mx.take_along_axis(branches.depths, tree.parents, axis=1)) & (depths <= tree.levels)
         valid = (mx.arange(count) < draft.lengths[:, None]) & (depths <= room) & whole
         positions = self.cache.lengths.places(count + 1) + 1
         return verify_tree(logits, draft.tokens, valid, tree, branches, self.sampling, positions)
 
     def commit(self, verdict: Verdict, before: Checkpoint | None = None) -> None:
-        """Move each row on by what it keeps; the rest is rolled back by being behind its length.
+        """Advance each row past its accepted tokens. Entries after its new length count as rolled back.
 
-        What is kept of a tree lies between what is not, until the host knows which it is. Rows that sit the round out,
-        whose accepted count is -1, stay as they were `before`.
+        Accepted entries of a tree stay in place until the host knows which they are. Rows that skip the round, with an
+        accepted count of -1, keep their state from `before`.
         """
         width = verdict.tokens.shape[1]
         self.newest = mx.take_along_axis(verdict.tokens, mx.maximum(verdict.accepted, 0)[:, None], axis=1)
@@ -208,19 +208,18 @@ class Batch:
             self.processors.commit(verdict)
 
     def _positions(self, count: int) -> mx.array:
-        """[B, count] int32: the places in each row's sequence of the next `count` tokens, which key the noise."""
+        """Return [B, count] int32: the positions of each row's next `count` tokens, which key the sampling noise."""
         return self.cache.lengths.positions(count) + 1
 
     def restore(self, before: Checkpoint) -> None:
-        """Undo what was done since a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.cache.restore(before.cache)
         self.newest = before.newest
         if self.processors:
             self.processors.restore(before.counts)
 
     def past(self, index: int, length: int | None = None) -> Past | None:
-        """What a row's caches hold, or so many positions of it, for prompts that begin like it; None where it cannot
-        be had."""
+        """Return a row's cached state, or its first `length` positions, for the prefix cache; None if unavailable."""
         request = self.requests[index]
         if request.error or (request.overran and self.cache.recurrent):
             return None
@@ -237,7 +236,7 @@ class Batch:
         return self.state is None or isinstance(self.state, Movable)
 
     def take(self, rows: Sequence[int]) -> Batch:
-        """Some rows leave, though not all of them, and are a batch of their own. No round is under way."""
+        """Split off some rows, but not all, as a new batch. No round may be in progress."""
         taken: Batch | None = None
         for row in sorted(rows, reverse=True):
             alone = self._alone(row)
@@ -250,12 +249,12 @@ class Batch:
         return taken
 
     def _alone(self, row: int) -> Batch:
-        """A row that leaves, with copies of what is kept of it."""
+        """Remove one row and return it as a batch with copied state."""
         other = copy(self)
         other.requests = [self.requests[row]]
         other.cache = self.cache.fork(row, self.requests[row].length)
         other.newest = self.newest[row : row + 1]
-        mx.eval(other.newest, other.cache.state)  # as long as they are to be computed they hold the buffers
+        mx.eval(other.newest, other.cache.state)  # lazy arrays would keep the old buffers alive
         if isinstance(self.state, Movable):
             other.state = self.state.take(row)
         other._gather()
@@ -263,16 +262,16 @@ class Batch:
         return other
 
     def ended_pasts(self) -> Iterator[tuple[list[int], Past]]:
-        """Yield the texts of requests that are about to leave, and what the caches hold of them, if it can be kept."""
+        """Yield the text and cached state of each request that is about to leave, if it can be kept."""
         for index, request in enumerate(self.requests):
             past = self.past(index) if request.leaves else None
             if past is not None:
                 yield request.text, past
 
     def append(self, other: Batch) -> None:
-        """Another batch's rows join behind this one's."""
+        """Append another batch's rows."""
         if self.state is None or other.state is None:
-            self.state = None  # of rows whose proposer has raised nothing is known
+            self.state = None  # rows of a proposer that raised have no state
         else:
             self.state.append(other.state)
         self.cache.append(other.cache)
@@ -281,7 +280,7 @@ class Batch:
         self._gather()
 
     def release(self) -> list[RequestState]:
-        """Let the rows leave that have ended or are paused; the last row moves into each gap."""
+        """Remove and return the requests that ended or are paused. The last row fills each gap."""
         ended = [index for index, request in enumerate(self.requests) if request.leaves]
         released = [self.requests[index] for index in ended]
         for request in released:
@@ -299,12 +298,12 @@ class Batch:
         return released
 
     def _remove(self, row: int) -> None:
-        """A row leaves, whose state has left; the last one takes its place."""
+        """Remove a row, except from the proposer's state. The last row takes its place."""
         self.cache.remove(row)
         self.newest = without_row(self.newest, row)
         self.requests[row] = self.requests[-1]
         self.requests.pop()
 
     def _after_leaving(self) -> None:
-        self.cache.sync([request.length for request in self.requests])  # the longest may have left, and rounds only add
+        self.cache.sync([request.length for request in self.requests])  # the longest row may have left
         self._gather()

@@ -1,4 +1,4 @@
-"""What a forward of the target costs by its number of tokens: measured once on a machine, and kept."""
+"""Time of a target forward by number of tokens, measured once per machine and saved."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.target import Target, fingerprint
 
 SIZES = (1, 4, 8, 2, 16, 3, 6, 32, 5, 7, 9)
-"""Tokens of the forwards that are measured, in this order: a slow target has the coarse curve in time."""
+"""Token counts to measure, in this order, so that a slow target gets a coarse curve in time."""
 SECONDS = 1.0
-"""What measuring may take, the compilation of kernels included, about."""
+"""Approximate time limit for measuring, including compilation of kernels."""
 _VERSION = 2
-"""Of what the files hold. One of another version is measured again."""
+"""Version of the file format. Files of other versions are ignored."""
 
 Curve = list[tuple[int, float]]
-"""Tokens and seconds."""
+"""Pairs of tokens and seconds."""
 
 
 def learn_costs(engine: Engine, folder: Path | None = None) -> bool:
-    """Give an engine's policy the cost curve of its target; return whether it has one now.
+    """Give the engine's policy its target's cost curve. Return whether it has one now.
 
     The curve is read from a file for this machine and target, or measured and saved. The file may be deleted at any
-    time; nothing fails if it cannot be read or written. Only `ThroughputPolicy` has a use for it. Call it before the
-    first request, without other work for the machine. `folder`: by default `costs` in the cache folder.
+    time, and read and write errors are ignored. Only `ThroughputPolicy` uses the curve. Call this before the first
+    request, while the machine is idle. `folder`: by default `costs` in the cache folder.
     """
     policy = engine.policy
     if engine.proposer is None or not isinstance(policy, ThroughputPolicy):
@@ -62,9 +62,9 @@ def learn_costs(engine: Engine, folder: Path | None = None) -> bool:
 
 
 def measured_curve(target: Target, kv_bits: int | None = None, seconds: float = SECONDS) -> Curve:
-    """Time forwards of one row; return those sizes for which there was time, each with the shortest of its times.
+    """Time forwards of one row. Return the sizes measured in time, each with its shortest time.
 
-    More tokens never count as less: what else the machine did may have made a forward longer, never shorter.
+    The curve never decreases with size: other load can make a forward slower, but never faster.
     """
     cache = RaggedCache.of(target.model, 1, kv_bits)
     compiled, shortest = set[int](), dict[int, float]()
@@ -86,7 +86,7 @@ def _is_curve(curve: Curve) -> bool:
 
 
 def _about(engine: Engine) -> dict[str, object]:
-    """What has to be the same for forwards to cost the same."""
+    """Return everything that a forward's cost depends on."""
     return {
         "version": _VERSION,
         "machine": {name: str(value) for name, value in asdict(describe()).items()},

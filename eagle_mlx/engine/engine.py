@@ -1,4 +1,4 @@
-"""The engine: requests in, rounds of speculative decoding, the target's own text out."""
+"""The engine, which decodes requests in rounds of speculative decoding."""
 
 from __future__ import annotations
 
@@ -32,43 +32,41 @@ from eagle_mlx.text import TextStream
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What an engine is busy with between two steps, and the bytes that it takes."""
+    """An engine's requests and memory use between two steps."""
 
     groups: tuple[tuple[RequestState, ...], ...]
     """The requests that decode, by group."""
     prefilling: tuple[RequestState, ...]
-    """Those whose prompts are being read."""
+    """The requests in prefill."""
     waiting: tuple[RequestState, ...]
     kv_used: int
-    """Bytes of keys and values of those that decode or are being read, at most."""
+    """Upper bound of the KV bytes of decoding and prefilling requests."""
     kv_reserved: int
-    """Bytes that these may come to take."""
+    """KV bytes reserved for these requests as they grow."""
     kv_bytes: int
-    """Bytes that they and the prefix cache may take together."""
+    """Limit of bytes for these requests and the prefix cache together."""
     prefix_bytes: int
-    """Bytes of the prefix cache."""
+    """Bytes used by the prefix cache."""
 
     @property
     def requests(self) -> list[RequestState]:
-        """All that have not left yet, in the order of the fields."""
+        """All requests, in the order of the fields."""
         return [*(request for group in self.groups for request in group), *self.prefilling, *self.waiting]
 
 
 class Engine:
-    """Decodes batches of requests with a target and, where one is given, a proposer.
+    """Decodes batches of requests with a target and an optional proposer.
 
-    Without a proposer it decodes plainly. Whatever the proposer, policy and batch, greedy text and seeded text are
-    the target's own, and sampled text follows the target's distribution, unless a request chose otherwise
-    (`Output.lossless`).
+    Without a proposer there are no drafts. With any proposer, policy and batch, greedy and seeded text is the target's
+    own, and sampled text follows the target's distribution, unless a request chose otherwise (`Output.lossless`).
 
-    Rows of very different lengths decode in two groups that take turns, if that reads less (`grouping.py`).
+    Rows of very different lengths decode in two groups that take turns, if that reads fewer bytes (`groups.py`).
 
-    Every request waits, or decodes in a group, or has its prompt read. If a step raises, what it worked on may be half
-    done. So all rows of its group, of those that it was changing, and whose prompts were being read end with an error
-    in their `Output`; requests of the other group, and those that wait, continue. The engine remains usable, and the
-    caller of `step`, `generate` or `stream` gets the exception.
+    Every request is waiting, in prefill, or decoding in a group. If a step raises, its work may be incomplete. The
+    requests of the groups it changed and all requests in prefill then end with an error in their `Output`; all others
+    continue. The engine remains usable, and the caller of `step`, `generate` or `stream` gets the exception.
 
-    Raises TargetError or HeadError, when it is built, where the parts do not fit together.
+    The constructor raises TargetError or HeadError if the parts do not fit together.
     """
 
     def __init__(
@@ -85,31 +83,31 @@ class Engine:
         groups: int = GROUPS,
         prefill_ms: float = PREFILL_MS,
     ):
-        """`prefill_chunk`: positions of prompts that one forward reads, over all requests; those that decode wait.
-        `prefill_ms`: milliseconds that they wait at most, if 128 positions take no longer.
-        `prefix_cache_bytes`: what is kept of texts that were read, for prompts that begin like them.
-        `kv_bytes`: what keys and values may take, that included; by default a share of the memory that is free.
-        A request waits if its KV cache does not fit; `prepare` refuses one that never would.
-        `groups`: 1 keeps all rows in one batch, for comparison; so does a proposer whose states are not `Movable`.
-        `kv_bits`: 4 or 8 to quantize keys and values; the text is then what this engine says without a proposer.
+        """`prefill_chunk`: maximum prompt positions per forward, over all requests.
+        `prefill_ms`: maximum milliseconds that a chunk delays decoding requests, unless 128 positions take longer.
+        `prefix_cache_bytes`: size of the prefix cache.
+        `kv_bytes`: limit for KV caches and prefix cache together; by default a share of the free memory.
+        A request waits if its KV cache does not fit now; `prepare` refuses it if it can never fit.
+        `groups`: 1 keeps all rows in one batch, for comparison. A proposer with states that are not `Movable` does too.
+        `kv_bits`: 4 or 8 to quantize the KV cache. The text then equals this engine's text without a proposer.
         """
         check_sizes(max_batch, prefill_chunk, prefix_cache_bytes, prefill_ms)
         check_memory(kv_bits, kv_bytes, groups)
         check_cacheable(target.model, max_batch, kv_bits)
         if proposer is not None:
             proposer.bind(target)
-            # Nothing of this is computed: hidden states that are not to be had are refused before the first prompt.
+            # This raises early if hidden states are unavailable. Nothing is evaluated.
             target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
         self.target, self.proposer = target, proposer
         self.policy: Policy = policy or ThroughputPolicy()
         self.max_batch, self.prefill_chunk, self.kv_bits = max_batch, prefill_chunk, kv_bits
         self.observer: Callable[[RoundResult], None] | None = None
-        """Told of every round after it."""
+        """Called with the result of every round."""
         self.prefixes = PrefixCache(prefix_cache_bytes, proposer) if prefix_cache_bytes else None
         self.wants_boundaries = self.prefixes is not None and not RaggedCache.of(target.model, 1).is_positional
-        """Whether the boundaries of prompts serve for anything."""
+        """Whether `prepare` has a use for boundaries."""
         self.chains_only = why_no_trees(target, kv_bits) if self.policy.wants_trees else None
-        """Why no trees are drafted though the policy asks for them; None where they are, or nobody asks."""
+        """Why trees are not drafted although the policy wants them; None if they are, or if it does not."""
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self.kv_budget = KVBudget(share, size, target.context_length, groups)
@@ -119,21 +117,21 @@ class Engine:
 
     @property
     def pauses(self) -> int:
-        """How often requests were paused so far."""
+        """The number of pauses so far."""
         return self.schedule.pauses
 
     @property
     def active(self) -> int:
-        """Requests that decode."""
+        """The number of requests that decode."""
         return sum(request.finish_reason is None for request in self.groups.requests)
 
     @property
     def waiting(self) -> int:
-        """Requests that do not decode yet."""
+        """The number of requests that do not decode yet."""
         return len(self.admission.waiting) + len(self.admission.prefilling)
 
     def snapshot(self) -> Snapshot:
-        """Return what the engine is busy with. Any thread may ask; the engine may be a step farther by then."""
+        """Return the current requests and memory use. Thread-safe, but may lag a step behind."""
         return Snapshot(
             groups=tuple(map(tuple, self.groups.decoding)),
             prefilling=tuple(self.admission.prefilling),
@@ -154,11 +152,11 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[Output]:
-        """Decode all prompts to their ends; the outputs come in the order of the prompts.
+        """Decode all prompts and return their outputs in the same order.
 
-        Raises PromptError for a prompt that is empty or too long, or params that the target cannot serve, before
-        anything is decoded. If a step raises, these prompts are withdrawn. A prompt that ended in a step that somebody
-        else called, and that raised, has an output with an `error`.
+        Raises PromptError before decoding anything if a prompt is empty or too long, or if the target does not support
+        the params. If a step raises, these prompts are withdrawn. If a step of another caller raised, the outputs of
+        prompts that it ended have an `error`.
         """
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
@@ -177,9 +175,9 @@ class Engine:
         return [self.output(request) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Decode one prompt alongside others and yield what each round adds. Raises what `generate` does.
+        """Decode one prompt alongside others and yield what each round adds. Raises the same errors as `generate`.
 
-        It needs a tokenizer. A caller that stops listening frees the request.
+        The target needs a tokenizer. Closing the iterator cancels the request.
         """
         tokenizer = self.target.tokenizer
         if tokenizer is None:
@@ -190,7 +188,7 @@ class Engine:
         try:
             output, seen = None, 0
             while output is None:
-                if len(request.tokens) == seen and not request.finish_reason:  # others may have stepped meanwhile
+                if len(request.tokens) == seen and not request.finish_reason:  # another caller may have stepped
                     self.step()
                 new, seen = request.tokens[seen:], len(request.tokens)
                 output = self.output(request) if request.finish_reason else None
@@ -207,11 +205,12 @@ class Engine:
         namespace: str = "",
         limit: int | None = None,
     ) -> RequestState:
-        """Return a request to be submitted. Any thread may call it. `client` and `namespace`: as in `Request`.
+        """Return a request for `submit`. Thread-safe. `client` and `namespace`: see `Request`.
 
-        `boundaries`: tokens of the prompt that later prompts may begin with, where the prefix cache keeps windows and
-        states, which cannot be cut. `limit`: tokens of the answer, of which context and memory may leave fewer; params
-        then name no number. Raises PromptError, also if its keys and values would never fit into `kv_bytes`.
+        `boundaries`: lengths of prompt prefixes that later prompts may share. Only models with sliding windows or
+        recurrent states need them, because these cannot be cut. `limit`: maximum tokens to generate, if params do not
+        say; context and memory may allow fewer. Raises PromptError as `generate` does, and if the request can never
+        fit into `kv_bytes`.
         """
         request = make_request(self.target, prompt, params, boundaries, client, namespace)
         request = self.kv_budget.limited(request)
@@ -220,45 +219,45 @@ class Engine:
         return RequestState.open(request, self.target.tokenizer)
 
     def submit(self, request: RequestState) -> None:
-        """The row waits for its turn; its tokens grow with every step, until it has a finish reason."""
+        """Queue a request. Steps then extend its tokens until it has a finish reason."""
         self.admission.waiting.append(request)
 
     def output(self, request: RequestState) -> Output:
-        """What has become of a request."""
+        """Return a request's output so far."""
         return request.output(self.target.tokenizer)
 
     def cancel(self, request: RequestState) -> None:
-        """Let a row go that nobody waits for, unless it has finished.
+        """Cancel a request unless it has finished.
 
-        An observer or a logits processor may call it too: the row gets no more tokens, and leaves after the step.
+        An observer or logits processor may also call this: the request gets no more tokens and leaves after the step.
         """
         if request.finish_reason is None:
             request.finish("cancelled")
             self.schedule.withdraw(request)
 
     def pause(self, request: RequestState) -> None:
-        """Have a request that decodes wait once more, from the next step on; its text is the same when it resumes."""
+        """Pause a decoding request at the next step. Its text does not change by that."""
         if self.groups.holding(request) is not None:
             self.admission.to_pause.append(request)
 
     def cut_off(self, request: RequestState, by: str, reason: str | None = None) -> None:
-        """The same, but the row ends with what it has, or with an error where there is a `reason` (`Request.cut`)."""
+        """End a request with the tokens so far, or with an error if there is a `reason` (`RequestState.cut`)."""
         if request.finish_reason is None:
             request.cut(by, reason)
             self.schedule.withdraw(request)
 
     def before(self, request: RequestState) -> int | None:
-        """How many waiting requests go before one, about; None where it does not wait. Any thread may ask."""
+        """Return about how many waiting requests are ahead of this one; None if it does not wait. Thread-safe."""
         return self.admission.waiting.before(request)
 
     def abandon(self, reason: str) -> None:
-        """Fail every row there is, those that wait included, and begin anew."""
+        """Fail all requests, including waiting ones. The engine can then be used again."""
         self.schedule.abandon(reason)
 
     def step(self) -> list[RequestState]:
-        """Read a chunk of prompts, if any wait, and decode a round of a group; return the requests that have finished.
+        """Read a chunk of prompts, if any wait, and decode a round of a group. Return the requests that finished.
 
-        Errors: see `Engine`.
+        For errors, see `Engine`.
         """
         schedule = self.schedule
         with schedule.whole(*self.groups.in_turn()[:1]):
@@ -267,7 +266,7 @@ class Engine:
                 was_idle = not self.groups.batches
                 ended = self._read(work)
                 begun = was_idle and any(request.tokens for request in self.groups.requests)
-                work = None if begun else schedule.next_round()  # first tokens are given out before a round
+                work = None if begun else schedule.next_round()  # return first tokens before the next round
             if work is not None:
                 ended += self._decode(work)
         self.admission.freed.after_step(is_last=self.idle)
@@ -296,14 +295,14 @@ class Engine:
         return [request for request in decoding if request.finish_reason]
 
     def _report_first_tokens(self, requests: Sequence[RequestState], seconds: float) -> None:
-        """Show the observer the tokens that requests got with their prompts; it is no round for the policy."""
+        """Report tokens that came with the prefill to the observer. For the policy this is not a round."""
         taken = [len(request.tokens) - request.tokens_before for request in requests]
         if self.observer is not None and any(taken):
             nothing = [0] * len(requests)
             self.observer(RoundResult(PLAIN, nothing, nothing, taken, seconds))
 
     def _plan(self, batch: Batch, group: int) -> Plan:
-        """Return what the next round of a group is to draft."""
+        """Return the plan for a group's next round."""
         if self.proposer is None:
             return PLAIN
         can = batch.abilities

@@ -1,7 +1,7 @@
-"""Groups of rows: all rows decode together, or the long ones in a batch of their own that takes turns with the others.
+"""Groups of rows: either one batch, or two batches, of long and of short rows, that take turns.
 
-The rows of a batch take, and a round of theirs reads, as much room as the longest. Two groups of like length read less
-of keys and values, and the weights twice. Bytes decide, which follow from shapes and lengths alone, never from time.
+All rows of a batch are padded to the longest. Two groups of similar lengths read fewer keys and values, but read the
+weights twice. The decision depends on bytes, computed from shapes and lengths, and never on time.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target
 
 _LOOK = 16
-"""Rounds between two looks at whether rows have outgrown their group: 0.4 ms for 64 rows, on a CPU."""
+"""Rounds between two checks whether rows have outgrown their group. A check takes 0.4 ms for 64 rows on a CPU."""
 _ROUND = 32 << 20
-"""Bytes in whose time a round begins and ends, whatever it reads: twice what was measured on a CPU (docs/decisions.md).
+"""Fixed cost of a round, in bytes read in the same time: twice what was measured on a CPU (docs/decisions.md).
 
-It keeps small models from a second round that costs more than it saves; of a model of a gigabyte it is 3 %.
+For small models, this prevents a second round that costs more than it saves. It is 3 % of a 1 GB model.
 """
 _PAID_BACK = 64
-"""Rounds within which what is copied must be saved: most answers have more."""
+"""Rounds within which a copy must pay for itself. Most answers have more."""
 
 
 @dataclass(frozen=True)
 class RoundReads:
-    """Bytes that a round reads: so many whatever its rows, and so many for each of its rows and longest positions."""
+    """Bytes that a round reads: a fixed part, and a part per position of the padded rows."""
 
     fixed: int
     position: int
-    """Of full attention, and of the proposer; what sees a window, or keeps a state, does not grow."""
+    """For full attention, and for the proposer. Sliding windows and recurrent states do not grow."""
 
     @classmethod
     def of(cls, target: Target, proposer: Proposer | None, size: CacheSize) -> RoundReads:
-        """`size`: of the caches of both."""
+        """`size`: the size of the caches of target and proposer."""
         drafts = proposer.weight_bytes if isinstance(proposer, HasModel) else 0
         return cls(target.weight_bytes + drafts + _ROUND, size.position)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a row has come to, and where it is."""
+    """The length and group of a row."""
 
     length: int
-    """Positions in the caches; 0 while its prompt is being read, for rounds read nothing of it."""
+    """Positions in the caches; 0 during prefill, because rounds do not read them."""
     reach: int
-    """Positions that are set aside for it."""
+    """Positions reserved for it."""
     group: int | None = None
-    """None where it is in none yet."""
+    """None if it is not in a group yet."""
 
 
 def arrange(rows: Sequence[Row], reads: RoundReads, size: CacheSize, allowed: int) -> Places:
-    """The groups in which a round of all rows reads least, what must be copied to get there included.
+    """Return the groups that minimize the bytes read per round, including the copies to form them.
 
-    Memory comes first: where one group may come to take more bytes than are `allowed`, rows are together as
-    `by_reach` has them, or in groups that take no more.
+    Memory comes first: if one group could exceed `allowed` bytes, the groups take no more bytes than those of
+    `by_reach`.
     """
     lengths, wanted = [row.length for row in rows], by_reach([row.reach for row in rows], size, allowed)
     stay = {row.group for row in rows if row.group is not None}
@@ -71,17 +71,17 @@ def arrange(rows: Sequence[Row], reads: RoundReads, size: CacheSize, allowed: in
     for places in ((0,) * len(rows), split(lengths), wanted):
         found += [places, tuple(1 - group for group in places)]
     possible = [places for places in found if _taken(places, rows, size) <= most]
-    return min(possible, key=lambda places: _price(places, rows, reads))  # of equals the first, which moves nobody
+    return min(possible, key=lambda places: _price(places, rows, reads))  # ties: the first, which moves no row
 
 
 def _taken(places: Places, rows: Sequence[Row], size: CacheSize) -> int:
-    """Bytes that the rows may come to take in these groups."""
+    """Return the bytes reserved for the rows in these groups."""
     reaches = [[row.reach for row, group in zip(rows, places, strict=True) if group == at] for at in range(GROUPS)]
     return sum(size.nbytes(len(group), max(group, default=0)) for group in reaches)
 
 
 def _price(places: Places, rows: Sequence[Row], reads: RoundReads) -> float:
-    """Bytes that a round of each group reads, and what it takes of the copies that it is to pay for."""
+    """Return the bytes that a round of each group reads, plus its share of the cost of copies."""
     both = list(zip(rows, places, strict=True))
     lengths = [[row.length for row, group in both if group == at and row.length] for at in range(GROUPS)]
     read = sum(reads.fixed + len(group) * max(group) * reads.position for group in lengths if group)
@@ -90,22 +90,22 @@ def _price(places: Places, rows: Sequence[Row], reads: RoundReads) -> float:
 
 
 class Groups:
-    """Who is in which group, whose turn it is, and the moves between them.
+    """The groups, their turns, and the moves of rows between them.
 
-    A group keeps its number, 0 or 1, as long as it has rows. Which rows are in one is a matter of what a round reads
-    and of what memory allows (`arrange`).
+    A group keeps its number, 0 or 1, while it has rows. `arrange` assigns rows by the bytes that rounds read and by
+    memory.
     """
 
     def __init__(self, reads: RoundReads, budget: KVBudget):
         self.reads, self.budget = reads, budget
         self._served = self._rounds = 0
-        """The number of the group that had the last round, and how many there were."""
+        """The number of the group that had the last round, and the number of rounds."""
         self._settled: list[tuple[RequestState, int]] | None = None
-        """Who was where when all were found to be where they belong."""
+        """The assignment at the last check that moved no row."""
         self._slots: list[Batch | None] = [None] * GROUPS
 
     def weigh(self, reads: RoundReads) -> None:
-        """Have rows part or join by other costs from now on."""
+        """Use other costs from now on."""
         self.reads, self._settled = reads, None
 
     @property
@@ -125,31 +125,31 @@ class Groups:
         return self._slots.index(batch)
 
     def holding(self, request: RequestState) -> Batch | None:
-        """The group that a request is in."""
+        """Return the group of a request, or None."""
         return next((batch for batch in self.batches if request in batch.requests), None)
 
     def following(self, batch: Batch) -> Batch:
-        """Whose turn it is behind a round of this group: the other's, where there is one."""
+        """Return the group whose turn comes after this one: the other group, if there is one."""
         return next((other for other in self.batches if other is not batch), batch)
 
     def in_turn(self) -> list[Batch]:
-        """The groups, the one that had the last round behind the other."""
+        """Return the groups in turn; the one that had the last round comes last."""
         return [batch for _, batch in sorted(self._numbered(), key=lambda slot: slot[0] == self._served)]
 
     def ready(self) -> Batch | None:
-        """The first in turn of which a round gives anything. Late masks are waited for where no group is without."""
+        """Return the first group in turn that can decode. Wait for late masks only if they delay every group."""
         turn = self.in_turn()
         seconds = [PATIENCE] if len(turn) == 1 else [0.0, PATIENCE]
         return next((batch for patience in seconds for batch in turn if batch.may_decode(patience)), None)
 
     def serve(self, batch: Batch) -> None:
-        """A group has had a round."""
+        """Note that a group had a round."""
         self._served, self._rounds = self.number(batch), self._rounds + 1
 
     def moves(self, prefilling: Sequence[RequestState], joining: Batch | None = None) -> dict[RequestState, int] | None:
-        """The group that each request is to be in, if some are not there yet; those being read have places too.
+        """Return the group for each request, including those in prefill, or None if no row has to move.
 
-        Looked for where somebody has come or gone, and every so many rounds, for rows grow slowly.
+        This is computed only if requests came or left, and every `_LOOK` rounds, because rows grow slowly.
         """
         groups = {request: number for number, batch in self._numbered() for request in batch.requests}
         present = [*groups.items(), *((request, -1) for request in prefilling)]
@@ -173,7 +173,7 @@ class Groups:
         return dict(zip(asked, arrange(rows, self.reads, self.budget.size, self.budget.nbytes), strict=True))
 
     def touched(self, places: Mapping[RequestState, int], joining: Batch | None = None) -> list[Batch]:
-        """The groups that somebody is to leave or to enter."""
+        """Return the groups that rows will leave or enter."""
         numbers = {places[request] for request in joining.requests} if joining is not None else set()
         for number, batch in self._numbered():
             for request in batch.requests:
@@ -182,7 +182,7 @@ class Groups:
         return [batch for number, batch in self._numbered() if number in numbers]
 
     def arrange(self, places: Mapping[RequestState, int], joining: Batch | None = None) -> None:
-        """Move rows to their groups, and have those of another batch join. No round of theirs may be under way."""
+        """Move rows to their groups and add those of a joining batch. No round of theirs may be in progress."""
         parts: list[list[Batch]] = [[] for _ in self._slots]
         for number, batch in enumerate((*self._slots, joining)):
             if batch is not None:
@@ -195,7 +195,7 @@ class Groups:
         self._slots = [entering[0] if entering else None for entering in parts]
 
     def drop(self, batch: Batch) -> None:
-        """Forget a group, which has no rows left or has failed."""
+        """Drop a group that has no rows left or has failed."""
         self._slots = [None if other is batch else other for other in self._slots]
 
     def _numbered(self) -> list[tuple[int, Batch]]:
@@ -203,7 +203,7 @@ class Groups:
 
 
 def _parted(batch: Batch, places: Mapping[RequestState, int], number: int) -> list[tuple[int, Batch]]:
-    """A batch by the groups that its rows go to. What stays in the group of this number is not copied."""
+    """Split a batch by its rows' new groups. Rows that stay in group `number` are not copied."""
     wanted = [places[request] for request in batch.requests]
     stays = number if number in wanted else wanted[0]
     moving = [row for row, group in enumerate(wanted) if group != stays]

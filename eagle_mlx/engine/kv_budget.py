@@ -1,4 +1,4 @@
-"""What keys and values may take of memory: who fits beside whom, and who never fits."""
+"""Memory budget of the KV caches: which requests fit together, and which can never fit."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target
 
 GROUPS = 2
-"""Groups that there are at most: a third would read the weights a third time, for less padding than the second saves.
-"""
+"""Maximum number of groups. A third would read the weights once more, but save less padding than the second."""
 _OPEN_END = 2048
-"""Most answers are shorter. To set aside all that the context leaves would let few such requests decode together."""
+"""Most answers are shorter. Reserving the whole context would let few such requests decode together."""
 
 Places = tuple[int, ...]
 """The group of each row, 0 or 1."""
 
 
 def by_reach(reaches: Sequence[int], size: CacheSize, allowed: int) -> Places:
-    """One group where it fits, whatever the rows come to; else the two that take least."""
+    """Return one group if it fits when all rows reach their full lengths, else the two with the least padding."""
     together = size.nbytes(len(reaches), max(reaches, default=0))
     return (0,) * len(reaches) if together <= allowed else split(reaches)
 
 
 def split(lengths: Sequence[int]) -> Places:
-    """The two groups in which the rows have the least padding: the longest are in group 1.
+    """Return the two groups with the least padding, with the longest rows in group 1.
 
-    One group where another would save nothing.
+    Return one group if a second would save nothing.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     longest = max(lengths, default=0)
@@ -50,7 +49,7 @@ def split(lengths: Sequence[int]) -> Places:
 
 
 def size_of(target: Target, proposer: Proposer | None, kv_bits: int | None) -> CacheSize:
-    """What the caches of a target and its proposer take. Nothing is computed: shapes are known before."""
+    """Return the cache size of a target and its proposer. Nothing is evaluated: only shapes matter."""
     cache = RaggedCache.of(target.model, 1, kv_bits)
     target.forward(mx.zeros((1, 1), mx.int32), cache)
     own = CacheSize.of(cache)
@@ -58,18 +57,18 @@ def size_of(target: Target, proposer: Proposer | None, kv_bits: int | None) -> C
 
 
 class KVBudget:
-    """Bytes for keys and values, of rows and of prefixes that are kept.
+    """Limit of bytes for the KV caches of rows and of the prefix cache.
 
-    All rows of a group take as much room as the longest. So what counts is what the groups would take with a newcomer:
-    all in one where that fits, else the long ones apart from the short ones.
+    All rows of a group take as much memory as the longest. So a new request fits if the groups with it fit: one group
+    if possible, else the long rows separate from the short ones.
     """
 
     def __init__(self, nbytes: int, size: CacheSize, context: int, groups: int = 1):
         self.nbytes, self.size, self.groups = nbytes, size, groups
         self.open_end = _OPEN_END
-        """Tokens that are set aside for a request that names no limit, beyond those that it has."""
+        """Tokens reserved beyond the current length of a request without a limit of its own."""
         self.longest = self._longest(context)
-        """Positions that a row by itself may have."""
+        """Maximum positions of a row that is alone."""
 
     def _longest(self, context: int) -> int:
         low, high = 0, context
@@ -79,9 +78,9 @@ class KVBudget:
         return low
 
     def limited(self, request: Request) -> Request:
-        """Return a request with a limit that fits. Raise PromptError if it would not fit even alone.
+        """Return the request with a limit that fits. Raises PromptError if it does not fit even alone.
 
-        One that does not say how many tokens it wants gets as many as fit, and then ends with `length`.
+        A request without a limit of its own gets as many tokens as fit, and then ends with `length`.
         """
         prompt = len(request.prompt)
         if prompt + (1 if _is_open(request) else request.limit) > self.longest:
@@ -95,30 +94,30 @@ class KVBudget:
         return replace(request, limit=min(request.limit, self.longest - prompt))
 
     def reach(self, request: RequestState) -> int:
-        """Positions that are set aside for a request."""
+        """Return the positions reserved for a request."""
         most = len(request.prompt) + request.limit
         return min(most, request.length + self.open_end) if _is_open(request) else most
 
     def set_aside(self, requests: Sequence[RequestState]) -> int:
-        """Bytes that these may come to take together."""
+        """Return the bytes reserved for these requests together."""
         grouped = self._grouped(requests)
         return sum(self.size.nbytes(len(group), max(map(self.reach, group))) for group in grouped)
 
     def fits(self, requests: Sequence[RequestState]) -> bool:
-        """Whether these may decode together. One alone always may."""
+        """Return whether these may decode together. A single request always may."""
         return len(requests) <= 1 or self.set_aside(requests) <= self.nbytes
 
     def are_together(self, some: Sequence[RequestState], others: Sequence[RequestState]) -> bool:
-        """Whether some of these requests share a group where memory decides."""
+        """Return whether the requests in `some` share a group if memory decides."""
         return any(set(some) <= set(group) for group in self._grouped([*some, *others]))
 
     def used(self, groups: Sequence[Sequence[RequestState]]) -> int:
-        """Bytes that these take now, at most, in batches of their own."""
+        """Return an upper bound of the bytes that these groups take now."""
         lengths = [[request.length for request in group] for group in groups]
         return sum(self.size.nbytes(len(group), max(group, default=0)) for group in lengths)
 
     def _grouped(self, requests: Sequence[RequestState]) -> list[list[RequestState]]:
-        """As memory wants them, none of them empty."""
+        """Return the groups that memory requires, without empty ones."""
         if self.groups == 1:
             return [list(requests)] if requests else []
         places = by_reach([self.reach(request) for request in requests], self.size, self.nbytes)
@@ -127,7 +126,7 @@ class KVBudget:
 
 
 def check_sizes(max_batch: int, prefill_chunk: int, prefix_cache_bytes: int, prefill_ms: float) -> None:
-    """Raise ConfigError for sizes that leave no room for anything."""
+    """Raise ConfigError if a size is too small."""
     if not prefill_ms > 0:
         raise ConfigError(f"prefill_ms must be above 0; got {prefill_ms}")
     if max_batch < 1 or prefill_chunk < 1 or prefix_cache_bytes < 0:
@@ -138,7 +137,7 @@ def check_sizes(max_batch: int, prefill_chunk: int, prefix_cache_bytes: int, pre
 
 
 def check_memory(kv_bits: int | None, kv_bytes: int | None, groups: int) -> None:
-    """Raise ConfigError for what an engine cannot be told of its memory."""
+    """Raise ConfigError if a memory setting is invalid."""
     if not 1 <= groups <= GROUPS:
         raise ConfigError(f"groups must be 1 or {GROUPS}; got {groups!r}")
     if kv_bits not in (None, 4, 8):
@@ -148,5 +147,5 @@ def check_memory(kv_bits: int | None, kv_bytes: int | None, groups: int) -> None
 
 
 def _is_open(request: Request | RequestState) -> bool:
-    """Whether a request ends where the context does, and not at a number of tokens that it has named."""
+    """Return whether context or memory limits the request, not its own `max_tokens`."""
     return request.limit < request.params.max_tokens

@@ -1,4 +1,4 @@
-"""The prompts of new requests, read by the target a chunk at a time."""
+"""Prefill: the target reads the prompts of new requests in chunks."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from eagle_mlx.proposers.base import Observation
 from eagle_mlx.target import Forward
 
 PREFILL_CHUNK = 2048
-"""Positions of prompts, over all rows, that one forward reads: mlx-lm's `prefill_step_size` (0.32, `generate_step`)."""
+"""Prompt positions per forward, over all rows: mlx-lm's `prefill_step_size` (0.32, `generate_step`)."""
 PREFILL_MS = 400
-"""Milliseconds that a chunk may take while others decode. A chunk and a round then stay below the second after which a
-reader's flow of thought is interrupted (Nielsen 1993, Usability Engineering, chapter 5).
+"""Milliseconds that a chunk may take while others decode. A chunk and a round together then take less than the one
+second that interrupts a reader's flow of thought (Nielsen 1993, Usability Engineering, chapter 5).
 """
 LEAST_CHUNK = 128
-"""Positions that a chunk has in any case: fewer would read the weights too often for what they read."""
+"""Minimum positions of a chunk. With fewer, reading the weights would cost too much per position."""
 _FIRST_TOKENS = 128
-"""Positions, over all rows, that a forward may read of prompts to give their first tokens too: what the last layer
-costs is then less than a forward of its own for the last token.
+"""Maximum positions, over all rows, of a forward that also draws the first tokens. Up to this size, its extra cost in
+the last layer is less than that of another forward for the last token.
 """
 
 
 class ChunkSize:
-    """Positions that the next chunk may read: as many as fit the time if others decode, else as many as memory allows.
+    """Size of the next chunk: as many positions as fit the time if others decode, else the maximum.
 
-    The speed is that of the latest chunk of at least `LEAST_CHUNK` positions.
+    The speed is measured on the latest chunk of at least `LEAST_CHUNK` positions.
     """
 
     def __init__(self, most: int, seconds: float):
         self.most, self.seconds = most, seconds
         self._speed = 0.0
-        """Positions a second; 0 until a chunk has been timed."""
+        """Positions per second; 0 until a chunk has been timed."""
 
     def now(self, decoding: bool) -> int:
-        """Positions over all rows."""
+        """Return the size of the next chunk, in positions over all rows."""
         return min(self.most, max(LEAST_CHUNK, int(self._speed * self.seconds))) if decoding else self.most
 
     def took(self, positions: int, seconds: float) -> None:
-        """Learn from a chunk. A short one says little: most of its time is that of reading the weights."""
+        """Update the speed from a chunk. Short chunks are ignored: most of their time goes to reading the weights."""
         if positions >= min(LEAST_CHUNK, self.most) and seconds > 0:
             self._speed = positions / seconds
 
 
 class Prefill:
-    """Reads the prompts of a batch side by side, until its requests can decode."""
+    """Reads the prompts of a batch together until its requests can decode."""
 
     def __init__(self, batch: Batch, known: int = 0, prefixes: PrefixCache | None = None):
-        """`known`: positions of a single prompt that the batch's cache holds already.
+        """`known`: positions of a single prompt that are already in the batch's cache.
 
-        `prefixes`: what takes snapshots at the boundaries of prompts, where keys and values alone are not all.
+        `prefixes`: takes snapshots at the boundaries of prompts, if the cache holds more than keys and values.
         """
         self.batch = batch
         self._texts = [request.text for request in batch.requests]
-        """Of a request that was paused, what it has said too."""
+        """Prompts, and the generated tokens of resumed requests."""
         self._read = known
         self._prefixes = None if batch.cache.is_positional else prefixes
         self._stops = [
@@ -70,23 +70,23 @@ class Prefill:
 
     @property
     def left(self) -> int:
-        """Positions that are to be read, over all rows."""
+        """Positions left to read, over all rows."""
         longest = max(map(len, self._texts)) - 1
         return len(self.batch.requests) * max(0, longest - self._read)
 
     def step(self, chunk: int) -> None:
-        """Read the next positions of each prompt; the requests can decode when nothing is `left`.
+        """Read the next positions of each prompt. The requests can decode when nothing is `left`.
 
-        At most `chunk` positions are read, the rows' padding included, but at least one of each prompt. What is short
-        is read to its last token, and gives the requests their first tokens. Of the rest the last token is left to the
-        first round. A recurrent state has its snapshots taken between two forwards, any other behind one.
+        Reads at most `chunk` positions, including padding, but at least one of each prompt. If few positions are left,
+        they are read to the last token, and the requests get their first tokens. Otherwise the first round reads the
+        last token. Forwards end at the snapshots of recurrent states; other snapshots are taken after a forward.
         """
         prompts = self._texts
         longest, room = max(map(len, prompts)) - 1, chunk
         while self._read < longest and (room == chunk or room >= len(prompts)):
             left, width = longest - self._read, max(1, room // len(prompts))
             stop = self._next_stop()
-            ended = self._read >= min(map(len, prompts))  # a row's last token is behind what has been read
+            ended = self._read >= min(map(len, prompts))  # one row has only its last token left
             if stop is None and not ended and len(prompts) * (left + 1) <= min(room, _FIRST_TOKENS):
                 self._read_to_end(prompts)
             else:
@@ -104,13 +104,13 @@ class Prefill:
             request.read(self._read)
 
     def _next_stop(self) -> int | None:
-        """Where the next forward must end, because a state cannot be cut."""
+        """Return where the next forward must end, because recurrent states cannot be cut; None if anywhere."""
         if self._prefixes is None or not self.batch.cache.recurrent:
             return None
         return min((stop for row in self._stops for stop in row if stop > self._read), default=None)
 
     def _keep(self, before: int, after: int) -> None:
-        """Keep snapshots at what has been passed; rings have not been cut to their windows yet."""
+        """Keep snapshots at the boundaries just passed, before ring buffers are cut to their windows."""
         if self._prefixes is None:
             return
         for row, (text, found) in enumerate(zip(self._texts, self._stops, strict=True)):
@@ -130,7 +130,7 @@ class Prefill:
         mx.eval(batch.cache.state)
 
     def _read_to_end(self, prompts: list[list[int]]) -> None:
-        """Read the rest of each prompt and draw the token behind it: a forward less until the first token."""
+        """Read the rest of each prompt and draw the next token, which saves one forward before the first token."""
         batch, draft, first = self.batch, self.batch.no_draft(), Round(self.batch, PLAIN)
         pieces = [prompt[self._read :] for prompt in prompts]
         counts = [len(piece) for piece in pieces]
@@ -149,17 +149,17 @@ class Prefill:
         batch.cache.sync([request.length for request in batch.requests])
 
     def _forward(self, pieces: list[list[int]], ends: list[int] | None = None) -> Forward:
-        """The target's forward over a piece of each prompt; with `ends`, the logits of these positions alone."""
+        """Run the target over a piece of each prompt. With `ends`, compute logits at these positions only."""
         batch, counts = self.batch, [len(piece) for piece in pieces]
         width = max(counts)
-        # The padding is a token that is read anyway: one that reads as no number would spoil what is behind it.
+        # Pad with a token of the text: another token might give NaN, which would spread to later positions.
         last = [text[-1:] for text in self._texts]
         padded = [piece + end * (width - len(piece)) for piece, end in zip(pieces, last, strict=True)]
         batch.cache.expect(counts)
         return batch.target.forward(mx.array(padded, mx.int32), batch.cache, batch.aux_layers, ends)
 
     def _show(self, counts: list[int], aux: tuple[mx.array, ...]) -> None:
-        """Let the proposer see the next positions of the prompts, counts[i] of them in row i."""
+        """Pass the next positions of the prompts to the proposer, counts[i] of them in row i."""
         batch, start = self.batch, self._read + 1
         if batch.state is not None:
             following = [text[start : start + count] for text, count in zip(self._texts, counts, strict=True)]
@@ -167,12 +167,12 @@ class Prefill:
 
 
 def stops(boundaries: Sequence[int], prompt: int, known: int = 0) -> list[int]:
-    """Positions after which snapshots are to be taken, in order.
+    """Return the positions after which to take snapshots, in order.
 
-    boundaries: tokens that other prompts are expected to have in common with this one; all `prompt` tokens of it are
-    always one. known: positions that need not be read. The last token of each is left out, as are a prompt's last two:
-    what is kept of a position depends on the token after it (`PrefixCache.find`). Of two that are closer than `LEAST`
-    the first is taken, which serves more prompts.
+    boundaries: lengths of prefixes that other prompts may share; the whole prompt of `prompt` tokens is always one.
+    known: positions that need not be read. A snapshot leaves out a boundary's last token, and a prompt's last two,
+    because a cached position depends on the token after it (`PrefixCache.find`). Of two positions closer than `LEAST`,
+    the first is used because it serves more prompts.
     """
     found = list[int]()
     for boundary in sorted({*boundaries, prompt}):

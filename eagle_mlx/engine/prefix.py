@@ -1,4 +1,4 @@
-"""What is kept of texts that were read, for prompts that begin as they did: a conversation's next turn above all."""
+"""The prefix cache, which lets prompts reuse the KV state of earlier texts, such as previous turns."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from eagle_mlx.proposers.base import CanJoin, Proposer, ProposerState
 
 log = logging.getLogger("eagle_mlx.prefixes")
 LEAST = 16
-"""Tokens below which a common beginning is not worth reading a prompt apart from others, or keeping a snapshot."""
+"""Minimum length of a useful prefix. Shorter ones do not justify a separate prefill or a snapshot."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The beginning of a prompt, for the row that is to take it over: nobody else uses these caches."""
+    """A cached prefix of a prompt. The row that gets it owns these caches."""
 
     length: int
     cache: RaggedCache
-    """Of one row, with so many positions."""
+    """One row with `length` positions."""
     state: ProposerState | None = None
-    """The proposer's, where it reads the target's hidden states."""
+    """The proposer's state, if it reads the target's hidden states."""
 
 
 class _NotNumbersError(Exception):
-    """Raised for a past that holds NaN."""
+    """Raised if cached state contains NaN."""
 
 
 class PrefixCache:
-    """Keys and values of texts, each once, and the windows and states of some places in them.
+    """Caches keys and values of texts without duplicates, with snapshots of windows and states at some positions.
 
-    Keys and values can be cut anywhere. Windows and states cannot, so they are kept for the ends of texts and for the
-    boundaries that requests name. The least recently used go first where all hold more than `capacity` bytes.
+    Keys and values can be cut anywhere. Sliding windows and recurrent states cannot, so they are kept for the ends of
+    texts and for boundaries that requests name. Above `capacity` bytes, the least recently used entries are evicted.
 
-    A prompt goes on only from texts of its own namespace (`Request.namespace`).
+    A prompt only reuses texts of its own namespace (`Request.namespace`).
 
-    The proposer's past is kept with the target's: a head that had not read the prompt would draft worse.
+    The proposer's state is cached with the target's: a head that has not read the prompt drafts worse.
     """
 
     def __init__(self, capacity: int, proposer: Proposer | None = None):
         self.capacity, self.proposer = capacity, proposer
         self.spare: Callable[[], int] | None = None
-        """Bytes that rows which decode leave to it, where somebody counts."""
+        """Returns the bytes that rows leave to the cache, if that limits it."""
         self.disk: DiskTier | None = None
-        """Where it is kept beyond the process, and looked for what is not in memory."""
+        """Saves texts across restarts, and is searched for texts that are not in memory."""
         self._tree = PrefixTree()
 
     def __len__(self) -> int:
-        """Places that a prompt can go on from: where all keys and values are kept, each text counts once."""
+        """Return the number of snapshots. If the cache holds only keys and values, each text counts once."""
         return len(self._tree)
 
     @property
@@ -62,10 +62,10 @@ class PrefixCache:
         return self._tree.nbytes
 
     def find(self, prompt: Sequence[int], namespace: str = "") -> Prefix | None:
-        """The longest beginning of a prompt that is kept; at least its last two tokens are left to be read.
+        """Return the longest cached prefix of a prompt, without the prompt's last two tokens, or None.
 
-        One is left because a row's newest token is never in its caches, the other because a head needs the target's
-        hidden state at the position before it.
+        The last token is left out because a row's newest token is never in its caches; the one before it because a head
+        needs the target's hidden state there.
         """
         found = self._tree.find(_findable(prompt), LEAST, namespace)
         if found is None:
@@ -78,9 +78,9 @@ class PrefixCache:
         return Prefix(found.length, cache, self.proposer.join(states, found.length, prompt))
 
     def fetch(self, prompt: Sequence[int], namespace: str = "") -> bool:
-        """Have in memory what the disk has of a prompt, where that is more than what is here, and fits.
+        """Load a prompt's prefix from disk if it fits and is longer than the one in memory. Return whether it is done.
 
-        It reads a bounded amount, for others decode meanwhile; whether there is no more to come.
+        Each call reads a bounded amount, because other requests decode in the meantime.
         """
         if self.disk is None:
             return True
@@ -99,9 +99,9 @@ class PrefixCache:
                 kept = self._tree.insert(keys[: now.length], snapshot, piece, self._limit, namespace)
             except PassedOverError:
                 self.disk.stop()
-                continue  # with what other files have
+                continue  # try other files
             except BaseException as e:
-                self._tree = PrefixTree()  # it may be half changed
+                self._tree = PrefixTree()  # it may be inconsistent
                 if not isinstance(e, Exception):
                     raise
                 log.exception("what files hold of a prompt could not be taken over; it is read anew")
@@ -113,14 +113,14 @@ class PrefixCache:
         return True
 
     def stop_fetching(self) -> None:
-        """Forget what has been read of prompts that nobody may wait for any longer, and is not here yet."""
+        """Drop partially loaded prefixes from disk."""
         if self.disk is not None:
             self.disk.stop()
 
     def keep(self, tokens: Sequence[int], past: Past) -> None:
-        """Remember the past of a text, of which one token more is given; what is copied is computed where it fits.
+        """Cache the state of a text, of which `tokens` has at least one more. Copies are evaluated only if they fit.
 
-        A past that holds NaN is not kept: every prompt that goes on from it would fail.
+        State with NaN is not cached, because every prompt that reuses it would fail.
         """
         if past.length < LEAST or past.length < past.cache.shortest(past.row):
             return
@@ -132,7 +132,7 @@ class PrefixCache:
             return copies[-1]
 
         def check() -> None:
-            # While they wait to be computed they hold on to the batch's own buffers.
+            # Unevaluated copies would keep the batch's buffers alive.
             _check_numbers([*snapshot.outline.state, *(x for copy in copies for x in copy.arrays)])
 
         try:
@@ -141,18 +141,18 @@ class PrefixCache:
             log.warning("a text is not kept for later prompts: its keys and values are not numbers (NaN)")
             return
         except BaseException:
-            self._tree = PrefixTree()  # it may be half changed
+            self._tree = PrefixTree()  # it may be inconsistent
             raise
         if self.disk is not None and (kept or self._holds(keys, past.namespace)):
             self.disk.offer(keys, past, snapshot.outline)
 
     def _holds(self, keys: Keys, namespace: str) -> bool:
-        """Whether all of a text is here."""
+        """Return whether all of a text is in memory."""
         found = self._tree.find(keys, 1, namespace)
         return found is not None and found.length == len(keys)
 
     def trim(self) -> None:
-        """Let the least recently used go until all is within the limit."""
+        """Evict the least recently used entries until the limit holds."""
         self._tree.trim(self._limit)
 
     @property
@@ -161,7 +161,7 @@ class PrefixCache:
 
 
 def _check_numbers(arrays: Sequence[mx.array]) -> None:
-    """Compute some arrays. Raise _NotNumbersError if one holds NaN; a round may not have checked them yet."""
+    """Evaluate arrays. Raises _NotNumbersError if one contains NaN, since a round may not have checked them yet."""
     found = [mx.any(mx.isnan(x)) for x in arrays if mx.issubdtype(x.dtype, mx.floating)]
     mx.eval(*arrays, *found)
     if any(each.item() for each in found):
@@ -169,5 +169,5 @@ def _check_numbers(arrays: Sequence[mx.array]) -> None:
 
 
 def _findable(prompt: Sequence[int]) -> Keys:
-    """The keys of a prompt but for what must be read in any case."""
+    """Return the keys of a prompt without the positions that must always be read."""
     return keys_of(prompt)[: max(0, len(prompt) - 2)]

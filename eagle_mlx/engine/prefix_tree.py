@@ -1,4 +1,4 @@
-"""A radix tree of texts: what they have in common is kept once, and found without looking at each of them."""
+"""A radix tree of texts, which stores shared prefixes once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from eagle_mlx.cache.ragged import KVPiece
 from eagle_mlx.proposers.base import Separable, StatePiece
 
 Keys = NDArray[np.int64]
-"""[N], one for each position of a text."""
+"""[N]: one key per position of a text."""
 
 
 @dataclass(frozen=True)
 class PrefixPiece:
-    """Of some positions, what target and proposer have."""
+    """The target's and the proposer's state for a range of positions."""
 
     target: KVPiece
     state: StatePiece | None
@@ -36,7 +36,7 @@ class PrefixPiece:
         return sum(x.nbytes for x in self.arrays)
 
     def split(self, at: int) -> tuple[PrefixPiece, PrefixPiece]:
-        """The first `at` positions and the others; this one is given away."""
+        """Return the first `at` positions and the rest. This piece must not be used afterwards."""
         first, second = self.target.split(at)
         if self.state is None:
             return PrefixPiece(first, None), PrefixPiece(second, None)
@@ -46,7 +46,7 @@ class PrefixPiece:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is kept of one place in a text: windows and states, which cannot be put together from pieces."""
+    """Windows and states at one position of a text, which cannot be assembled from pieces."""
 
     outline: RaggedCache
 
@@ -56,27 +56,27 @@ class Snapshot:
 
     @cached_property
     def shortest(self) -> int:
-        """From how many positions on it serves; its own place is the most."""
+        """The minimum prefix length that it serves; the maximum is its own position."""
         return self.outline.shortest(0)
 
 
 @dataclass(eq=False)
 class _Node:
-    """Positions `start` to `end` of all texts that pass here."""
+    """Positions `start` to `end`, shared by all texts below."""
 
     keys: Keys
     start: int
     piece: PrefixPiece | None
-    """None at the root alone."""
+    """None only at the root."""
     parent: _Node | None
     children: dict[int, _Node] = field(default_factory=dict)
-    """By the first of their keys."""
+    """By first key."""
     snapshot: Snapshot | None = None
-    """At `end`."""
+    """At position `end`."""
     least: float = math.inf
-    """The least `shortest` of all snapshots here and below."""
+    """The minimum `shortest` of all snapshots here and below."""
     namespace: str = ""
-    """Of a root: whose texts are below."""
+    """The namespace of the texts below; only at a root."""
 
     @property
     def end(self) -> int:
@@ -84,7 +84,7 @@ class _Node:
 
     @property
     def path(self) -> list[_Node]:
-        """From below the root to here."""
+        """The nodes from below the root to this one."""
         nodes: list[_Node] = []
         node: _Node = self
         while node.parent is not None:
@@ -95,41 +95,41 @@ class _Node:
 
 @dataclass(frozen=True)
 class Found:
-    """The beginning of a text."""
+    """A cached prefix of a text."""
 
     length: int
-    """Positions that can be taken over."""
+    """Positions that can be reused."""
     pieces: list[PrefixPiece]
-    """They hold these positions, and maybe some behind them."""
+    """Pieces with these positions, and possibly later ones."""
     snapshot: Snapshot
 
 
 class PrefixTree:
-    """Pieces of texts, and snapshots at the ends of pieces. The least recently used snapshot goes first.
+    """Pieces of texts, and snapshots at the ends of pieces. The least recently used snapshot is evicted first.
 
-    A snapshot serves any text that begins as its own does, from `shortest` positions on. Pieces stay as long as a
-    snapshot behind them does. Costs do not depend on how many texts there are.
+    A snapshot serves any text that shares at least its first `shortest` positions. A piece stays while a snapshot at
+    its end or below it does. Costs do not depend on the number of texts.
 
-    Texts of different namespaces have nothing in common. They share the limit of bytes.
+    Namespaces share nothing except the limit of bytes.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._roots: dict[str, _Node] = {}
-        """By namespace, those that have texts."""
+        """Roots with texts, by namespace."""
         self._used: OrderedDict[_Node, None] = OrderedDict()
-        """Those with a snapshot, the least recently used first."""
+        """Nodes with a snapshot, least recently used first."""
 
     def __len__(self) -> int:
         return len(self._used)
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """All that are kept, the least recently used first."""
+        """All snapshots, least recently used first."""
         return [node.snapshot for node in self._used if node.snapshot is not None]
 
     def find(self, keys: Keys, least: int = 1, namespace: str = "") -> Found | None:
-        """The longest beginning that can be taken over; None where that is less than `least` positions."""
+        """Return the longest prefix that can be reused, or None if it has fewer than `least` positions."""
         node, matched = self._match(keys, namespace)
         while node.parent is not None:
             length = min(matched, node.end)
@@ -152,12 +152,12 @@ class PrefixTree:
         namespace: str = "",
         check: Callable[[], None] | None = None,
     ) -> bool:
-        """Keep a snapshot at the end of a text; whether it is kept, because nothing here serves as well.
+        """Insert a snapshot at the end of a text, unless another serves as well. Return whether it was inserted.
 
-        `piece`: gives what is to be kept of positions from one to another; it is asked for what is not here. Others go
-        until all that is kept is within the limit. A text that has more bytes by itself is not kept.
+        `piece`: returns the state for a range of positions; called for the missing ones. Other entries are evicted
+        until `limit` bytes hold. A text that exceeds the limit alone is not inserted.
 
-        `check`: called before anything is changed, if the text is to be kept. Nothing is changed if it raises.
+        `check`: called before the tree is changed, if the text will be inserted. It may raise to prevent that.
         """
         node, matched = self._match(keys, namespace)
         if matched == len(keys) and node.least <= snapshot.shortest:
@@ -177,7 +177,7 @@ class PrefixTree:
                 self._roots[namespace] = node
             self.nbytes += new.nbytes
             node = child
-        for each in node.path:  # whatever these serve for, the new one does
+        for each in node.path:  # the new one serves everything that these do
             if each.snapshot is not None and each.snapshot.shortest >= snapshot.shortest:
                 self._forget(each)
         node.snapshot = snapshot
@@ -188,7 +188,7 @@ class PrefixTree:
         return node in self._used
 
     def trim(self, limit: float) -> None:
-        """Let snapshots go, and the pieces that none needs, until all that is kept is within the limit."""
+        """Evict snapshots, and pieces that no other snapshot needs, until the limit holds."""
         while self._used and self.nbytes > limit:
             node = next(iter(self._used))
             self._forget(node)
@@ -202,14 +202,14 @@ class PrefixTree:
             _refresh(node)
 
     def _forget(self, node: _Node) -> None:
-        """Its snapshot alone."""
+        """Remove only the node's snapshot."""
         assert node.snapshot is not None
         self.nbytes -= node.snapshot.nbytes
         node.snapshot = None
         del self._used[node]
 
     def _match(self, keys: Keys, namespace: str) -> tuple[_Node, int]:
-        """The last node that a text passes, if only in part, and how many positions it has in common with that."""
+        """Return the last node that matches a text, at least in part, and the number of matched positions."""
         root: _Node = _Node(np.empty(0, np.int64), 0, None, None, namespace=namespace)
         node, at = self._roots.get(namespace, root), 0
         while at == node.end and at < len(keys) and (child := node.children.get(int(keys[at]))) is not None:
@@ -218,19 +218,19 @@ class PrefixTree:
 
     @staticmethod
     def _holder(node: _Node, length: int) -> _Node:
-        """A node here or below whose snapshot serves for so many positions."""
+        """Return a node, here or below, with a snapshot that serves `length` positions."""
         while node.snapshot is None or node.snapshot.shortest > length:
             node = next(child for child in node.children.values() if child.least <= length)
         return node
 
     @staticmethod
     def _path_bytes(node: _Node, matched: int) -> float:
-        """Of the pieces of a text that is `matched` positions long, and ends in this node."""
+        """Return the bytes of the first `matched` positions of a text that ends in this node."""
         shares = [(min(matched, each.end) - each.start) / len(each.keys) for each in node.path]
         return sum(x * each.piece.nbytes for x, each in zip(shares, node.path, strict=True) if each.piece is not None)
 
     def _split(self, node: _Node, end: int) -> _Node:
-        """Cut a node in two; the upper one, which ends there."""
+        """Split a node at position `end`. Return the upper node."""
         assert node.parent is not None
         assert node.piece is not None
         self.nbytes -= node.piece.nbytes
@@ -245,14 +245,14 @@ class PrefixTree:
 
 
 def common(a: Keys, b: Keys) -> int:
-    """Positions that two texts begin with in common."""
+    """Return the length of the common prefix of two texts."""
     both = min(len(a), len(b))
     same = a[:both] == b[:both]
     return both if same.all() else int(np.argmin(same))
 
 
 def _refresh(node: _Node | None) -> None:
-    """Find `least` anew, from here upwards."""
+    """Recompute `least` from this node up to the root."""
     while node is not None:
         own = math.inf if node.snapshot is None else node.snapshot.shortest
         node.least = min([own, *(child.least for child in node.children.values())])
@@ -261,14 +261,14 @@ def _refresh(node: _Node | None) -> None:
 
 @dataclass(frozen=True)
 class Past:
-    """The first positions of a row of a batch, of which copies may be kept."""
+    """The first positions of a batch's row, for copies into the prefix cache."""
 
     length: int
     cache: RaggedCache
     row: int = 0
     state: Separable | None = None
     namespace: str = ""
-    """The request's; only prompts of the same one may begin with it."""
+    """The request's namespace. Only prompts of the same namespace may reuse this."""
 
     def piece(self, start: int, end: int) -> PrefixPiece:
         state = self.state.piece(self.row, start, end) if self.state is not None else None
@@ -276,6 +276,6 @@ class Past:
 
 
 def keys_of(tokens: Sequence[int]) -> Keys:
-    """[T - 1], for each position its token and the next one: a head's entry at a position is made with both."""
+    """Return [T - 1] keys. Each combines a token and the next, because a head's entry depends on both."""
     text = np.asarray(tokens, np.int64)
     return (text[:-1] << 32) | text[1:]

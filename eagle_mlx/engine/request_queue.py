@@ -1,4 +1,4 @@
-"""The requests that wait, and whose turn is next."""
+"""The queue of waiting requests, in which clients take turns."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from itertools import count
 from eagle_mlx.request_state import RequestState
 
 MOST_SKIPS = 8
-"""Shorter prompts that may pass a client's oldest request: as many as the default batch has requests."""
+"""Maximum shorter prompts that may pass a client's oldest request: the default batch size."""
 _REMEMBERED = 1024
-"""Clients whose last turns are remembered: as many as may be connected to a server (`Limits.connections`)."""
+"""Maximum number of remembered clients: as many as a server's connections (`Limits.connections`)."""
 
 
 @dataclass
 class _Client:
-    """The requests of one client, by the chunks that their prompts take, each list in the order in which they came."""
+    """The waiting requests of one client, by number of prefill chunks, each list in order of arrival."""
 
     lines: dict[int, deque[tuple[int, RequestState]]] = field(default_factory=dict)
-    """With the number of each request, which counts up. No list is empty."""
+    """Requests with ascending numbers. No list is empty."""
     skips: int = 0
-    """How often the oldest has been passed."""
+    """How often other requests passed the oldest one."""
     passed: int = 0
-    """Clients that came later and went before it, since its last turn."""
+    """Clients that arrived later and passed this one since its last turn."""
 
     @property
     def oldest(self) -> int:
@@ -48,7 +48,7 @@ class _Client:
             del self.lines[chunks]
 
     def before(self, request: RequestState) -> int | None:
-        """How many of the same client go before one; None where it does not wait. Any thread may ask."""
+        """Return how many requests of this client are ahead of one; None if it does not wait. Thread-safe."""
         copy = _Client({chunks: deque(line) for chunks, line in list(self.lines.items()) if line}, self.skips)
         for place in range(len(copy)):
             chunks = copy.following
@@ -59,25 +59,23 @@ class _Client:
 
 
 class RequestQueue:
-    """Lets clients take turns, so that one with many requests does not keep the others waiting.
+    """Lets clients take turns, so that a client with many requests does not block others.
 
-    Of one client, prompts that are read in fewer chunks go first, and those of as many in the order in which they came.
-    Its oldest request is passed at most `MOST_SKIPS` times, so that long prompts have their turn too.
+    Within a client, prompts with fewer chunks go first, then older ones. At most `MOST_SKIPS` requests pass the oldest,
+    so that long prompts get their turn. Paused requests go before all others.
 
-    Who comes goes before clients that have had a turn since its own last one: at most `MOST_SKIPS` do so before each.
-
-    Clients that hold fewer rows go first. Of one client, its paused requests go before all others.
+    A new client goes ahead of clients that were served more recently, but at most `MOST_SKIPS` pass the same client.
+    Clients with fewer rows go first.
     """
 
     def __init__(self, chunk: int, held: Callable[[], Mapping[str, int]] = dict):
-        """`chunk`: positions of a prompt that are read in one step. `held`: returns the rows that each client holds;
-        any thread may call it."""
+        """`chunk`: prompt positions per step. `held`: returns the number of rows per client; must be thread-safe."""
         self._chunk, self._held = chunk, held
         self.clients: dict[str, _Client] = {}
-        """Those of which requests wait, by name. The one whose turn it is comes first."""
+        """Clients with waiting requests, by name, in turn."""
         self._numbers = count()
         self._last_turns: dict[str, int] = {}
-        """The numbers of the last turns of clients, the longest ago first."""
+        """The number of each client's last turn, oldest first."""
 
     def __len__(self) -> int:
         return sum(map(len, self.clients.values()))
@@ -97,14 +95,14 @@ class RequestQueue:
             line.append((number, request))
 
     def peek(self) -> RequestState:
-        """The next one. The queue must not be empty."""
+        """Return the next request. The queue must not be empty."""
         client = self._in_turn()[0][1]
         return client.lines[client.following][0][1]
 
     def first(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
-        """The next one for which this is true: clients in turn, of each the one that is next, then short before long.
+        """Return the first request that fits: clients in turn, for each its next request, then short before long.
 
-        Of a client's prompts that are read in as many chunks only the one that came first is asked about.
+        Of a client's prompts with the same number of chunks, only the oldest is checked.
         """
         for _, client in self._in_turn():
             for chunks in (client.following, *sorted(client.lines)):
@@ -113,13 +111,13 @@ class RequestQueue:
         return None
 
     def pop(self) -> RequestState:
-        """Take the next one; its client's next turn comes behind everybody else's."""
+        """Remove and return the next request. Its client goes to the end of the line."""
         request = self.peek()
         self.take(request)
         return request
 
     def take(self, request: RequestState) -> None:
-        """The same with one that `peek` or `first` gave."""
+        """Remove a request returned by `peek` or `first`. Its client goes to the end of the line."""
         client = self.clients.pop(request.client)
         client.take(self.chunks(request), request)
         if client.lines:
@@ -130,7 +128,7 @@ class RequestQueue:
             del self._last_turns[next(iter(self._last_turns))]
 
     def remove(self, request: RequestState) -> None:
-        """Let a request go that waits. Raises KeyError or StopIteration where it does not."""
+        """Remove a waiting request. Raises KeyError or StopIteration if it does not wait."""
         client = self.clients[request.client]
         if client.lines[client.oldest][0][1] is request:
             client.skips = 0
@@ -139,11 +137,11 @@ class RequestQueue:
             del self.clients[request.client]
 
     def before(self, request: RequestState) -> int | None:
-        """How many go before a request if nobody comes and all fit; None where it does not wait.
+        """Return how many requests are ahead of one if no others come and all fit; None if it does not wait.
 
-        Any thread may ask: what it is told then is about right.
+        Any thread may call this; the result is then approximate.
         """
-        clients = self._in_turn()  # copied in one piece, as is all that is looked at here
+        clients = self._in_turn()  # an atomic copy, as are the other reads here
         at = next((at for at, (name, _) in enumerate(clients) if name == request.client), None)
         own = clients[at][1].before(request) if at is not None else None
         if at is None or own is None:
@@ -152,7 +150,7 @@ class RequestQueue:
         return own + sum(min(length, own + (other < at)) for other, length in enumerate(lengths) if other != at)
 
     def _in_turn(self) -> list[tuple[str, _Client]]:
-        """The clients, the one whose turn it is first."""
+        """Return the clients in turn."""
         held = self._held()
         return sorted(self.clients.items(), key=lambda named: held.get(named[0], 0))
 
@@ -160,7 +158,7 @@ class RequestQueue:
         self.clients.clear()
 
     def _enter(self, name: str) -> None:
-        """Give a client its place, of which nobody waits."""
+        """Add a client that has no waiting requests yet."""
         clients = list(self.clients.items())
         last = self._last_turns.get(name, -1)
         at = len(clients)
@@ -170,8 +168,8 @@ class RequestQueue:
         self.clients = dict([*clients[:at], (name, _Client()), *clients[at:]])
 
     def chunks(self, request: RequestState) -> int:
-        """Return the steps that its prompt is read in, without the last token, which the first round reads.
+        """Return the number of steps to read its prompt without the last token, which the first round reads.
 
-        0 for a paused request: most of its text is in the prefix cache, and it has waited before.
+        Return 0 for a paused request: most of its text is in the prefix cache, and it has already waited.
         """
         return 0 if request.paused else max(1, -(-(len(request.prompt) - 1) // self._chunk))

@@ -1,4 +1,4 @@
-"""A round: drafted, verified and committed on the device, then collected by the host or cancelled."""
+"""A round: draft, verify and commit on the device, then collect on the host or cancel."""
 
 from __future__ import annotations
 
@@ -20,55 +20,55 @@ from eagle_mlx.target import Forward
 
 
 class NaN(IntEnum):
-    """Where a row's logits of a round are no numbers."""
+    """The positions at which a row's logits of a round are NaN."""
 
     NOWHERE = 0
     REJECTED = 1
-    """Only where a draft was rejected, or there was none."""
+    """Only at positions of rejected drafts or without drafts."""
     KEPT = 2
-    """Where a token was drawn that the row is to emit."""
+    """At the position of a token that would be emitted."""
     PROCESSED = 3
-    """The same, and the model's own logits there are numbers: a logits processor gave NaN."""
+    """The same, but the model's own logits are fine: a logits processor returned NaN."""
 
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """What a round came to in one row."""
+    """The result of a round for one row."""
 
     nan: NaN
     drafted: int
     accepted: int
     tokens: list[int]
-    """The accepted draft tokens and the bonus token; none where the row sat the round out."""
+    """The accepted draft tokens and the bonus token; empty if the row skipped the round."""
     path: list[int]
-    """Of a tree: the numbers of the accepted draft tokens, from 0 on."""
+    """For a tree: the indices of the accepted draft tokens, from 0."""
 
 
 class Round:
-    """One round of a batch by a plan. It is dispatched, and then either collected or cancelled."""
+    """One round of a batch with a plan. It is dispatched, and then either collected or cancelled."""
 
     def __init__(self, batch: Batch, plan: Plan, group: int = 0):
-        """`group`: the number of the batch among the groups, which a policy is told."""
+        """`group`: the batch's group number, for the policy."""
         self.batch, self.plan, self.group = batch, plan, group
         self.before = batch.checkpoint()
-        """The batch as it was."""
+        """The batch's state before the round."""
         self.ahead = 0.0
-        """Seconds of its dispatch while another round was under way: they count for this round, not for that one."""
+        """Seconds of its dispatch during another round. They count for this round, not for the other one."""
         self.draft_seconds: float | None = None
-        """Seconds of drafting, if they were measured."""
+        """Seconds of drafting, if measured."""
         self._answer: list[mx.array]
-        """On the device, all int32: [B] a `NaN`, [B] accepted drafts or -1 in a row that sat the round out, [B] draft
-        tokens of a chain or levels of a tree, [B, n+1] tokens; of trees also [B, n+1] nodes, 0 being the last token.
+        """On the device, all int32: [B] a `NaN`; [B] accepted drafts, -1 if the row skips the round; [B] draft tokens
+        of a chain or levels of a tree; [B, n+1] tokens; for trees also [B, n+1] nodes, where 0 is the last token.
         """
         self._logprobs: Logprobs | None
         self._aux: tuple[mx.array, ...]
-        """The proposer's aux layers at the positions of the answer's tokens, each [B, n+1, H]."""
+        """Hidden states of the proposer's aux layers at the answer's tokens, each [B, n+1, H]."""
         self._draft: Draft
 
     def dispatch(self, measured: bool = False) -> None:
         """Start the round on the device.
 
-        The host waits for nothing but the confidences of an early exit, and for a draft whose time is `measured`.
+        The host only waits for the confidences of an early exit, or for the draft if it is `measured`.
         """
         batch, started = self.batch, perf_counter()
         draft = batch.draft(self.plan)
@@ -85,7 +85,7 @@ class Round:
         self.send(draft, verdict, out)
 
     def send(self, draft: Draft, verdict: Verdict, out: Forward) -> None:
-        """Have the device work on the answer, which the host can then read. `out`: at all positions of the verify."""
+        """Start computing the answer on the device. `out`: the outputs at all verified positions."""
         batch, spoiled = self.batch, self.batch.processors.spoiled if self.batch.processors else None
         drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
         path = [] if verdict.path is None else [verdict.path]
@@ -99,9 +99,9 @@ class Round:
         mx.async_eval(batch.cache.recurrent_state)  # after the answer, which does not wait for it
 
     def collect(self) -> RoundResult:
-        """Wait for the round and give every request its tokens: the one place where the host reads the device.
+        """Wait for the round and give every request its tokens. Only here does the host read from the device.
 
-        The result has no seconds yet.
+        The result's seconds are not set yet.
         """
         mx.eval(self._answer)
         batch, columns = self.batch, [cast(list[Any], x.tolist()) for x in self._answer]
@@ -119,10 +119,10 @@ class Round:
             if answer.nan == NaN.REJECTED:
                 judges = request.params.rule == "rejection" and not request.pending
                 pending = self._draft.unjudged(index, answer.tokens) if judges else None
-                request.reread(without_draft=not answer.tokens, pending=pending)  # the draft may be the reason
+                request.reread(without_draft=not answer.tokens, pending=pending)  # the draft may be the cause
                 batch.cache.zero(index, request.length)
         reread = [answer.nan == NaN.REJECTED and not answer.tokens for answer in answers]
-        if any(reread):  # rare, so that no round has to choose between two states of every row on the device
+        if any(reread):  # rare; done here so that no round must select states on the device
             batch.cache.put_back(mx.array(reread), self.before.cache)
         if self._draft.tokens.shape[1] or not all(emitted):
             batch.cache.sync([request.length for request in batch.requests])
@@ -143,7 +143,7 @@ class Round:
         )
 
     def cancel(self) -> None:
-        """Undo the round, which must be the newest of its batch."""
+        """Undo the round. It must be the newest of its batch."""
         self.batch.restore(self.before)
 
 
@@ -154,7 +154,7 @@ def _row_answer(nan: int, accepted: int, drafted: int, tokens: list[int], path: 
 
 
 def _nan_in(logits: mx.array, verdict: Verdict, spoiled: mx.array | None) -> mx.array:
-    """[B] int32, a `NaN` for each row. logits: [B, n+1, V]; spoiled: [B, n+1] bool, never of a tree."""
+    """Return [B] int32, a `NaN` per row. logits: [B, n+1, V]; spoiled: [B, n+1] bool, never for a tree."""
     nan = mx.any(mx.isnan(logits), axis=-1) if verdict.nan is None else verdict.nan
     said = nan if verdict.path is None else mx.take_along_axis(nan, verdict.path, axis=1)
     emitted = mx.arange(said.shape[1]) <= verdict.accepted[:, None]

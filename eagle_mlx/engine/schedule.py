@@ -1,4 +1,4 @@
-"""What the engine does next, and the rounds that are under way: dispatched, at most one ahead, cancelled, timed."""
+"""The schedule: decides what the engine does next, and dispatches, collects, cancels and times rounds."""
 
 from __future__ import annotations
 
@@ -17,36 +17,34 @@ from eagle_mlx.plan import PLAIN, Plan, RoundResult
 from eagle_mlx.request_state import RequestState
 
 _MEASURED = 32
-"""Of so many drafting rounds one waits for its draft, so that it is known what drafting takes."""
+"""One of this many drafting rounds waits for its draft, to measure the time of drafting."""
 
 
 class Schedule:
-    """Decides between a chunk of prompts and a round of a group, and keeps the device at work.
+    """Chooses between a chunk of prompts and a round of a group, and keeps the device busy.
 
-    A plain round may be dispatched before the
-    one in front of it is collected. Rounds are collected in the order in which they were dispatched.
+    A plain round may be dispatched before the previous round is collected. Rounds are collected in order of dispatch.
 
-    A round's seconds run from the end of what came before it: what the host does between rounds is part of them.
+    A round's seconds start at the end of the previous work, so they include the host's work between rounds.
     """
 
     def __init__(self, admission: Admission, groups: Groups, plan: Callable[[Batch, int], Plan], drafts: bool):
-        """`plan`: asked what a batch drafts next, by the number of its group. `drafts`: whether that is ever more than
-        nothing."""
+        """`plan`: returns a batch's next plan, given its group number. `drafts`: whether there is a proposer."""
         self.admission, self.groups, self.plan, self.drafts = admission, groups, plan, drafts
         self.clock: Callable[[], float] = perf_counter
-        """Seconds by which rounds are timed."""
+        """The clock that times rounds, in seconds."""
         self.pauses = 0
-        """How often requests were paused so far."""
+        """The number of pauses so far."""
         self.working_on: list[Batch] | None = None
-        """The batches that may be half changed if what is under way fails now; None between steps."""
+        """The batches that would be inconsistent if the current work failed; None between steps."""
         self._rounds: deque[Round] = deque()
-        """Those that were dispatched and are not collected, the oldest first."""
+        """Dispatched rounds that are not collected yet, oldest first."""
         self._last_plain = False
-        """Whether the round that was collected last was plain."""
+        """Whether the last collected round was plain."""
         self._drafting = 0
-        """Drafting rounds so far."""
+        """The number of drafting rounds so far."""
         self._draft_share = 0.0
-        """What drafting takes of a round, as last measured."""
+        """The share of a round's time spent on drafting, as last measured."""
         self._lap_began = 0.0
 
     @property
@@ -55,11 +53,11 @@ class Schedule:
 
     @contextmanager
     def whole(self, *batches: Batch) -> Iterator[None]:
-        """Do work that begins with these batches. If it raises, the requests end of those that it was working on."""
+        """Context for work that starts with these batches. If it raises, their requests end with an error."""
         self.working_on = list(batches)
         try:
             yield
-        except BaseException as e:  # an interrupt from the keyboard leaves as much behind as an error does
+        except BaseException as e:  # a KeyboardInterrupt leaves work incomplete too
             self.fail(f"the engine failed: {type(e).__name__}: {e}")
             raise
         finally:
@@ -78,7 +76,7 @@ class Schedule:
         return self._planned(batch) if batch is not None else None
 
     def _next_prefill(self, max_batch: int) -> Prefill | None:
-        """A round that is under way is for the requests that it was dispatched with: nobody joins before its end."""
+        """Return the prefill to read next. None while a round is in progress, because its batch must not change."""
         if self._rounds:
             return None
         if yielding := self.admission.yielding(self._places(max_batch), self.groups.decoding):
@@ -89,7 +87,7 @@ class Schedule:
         return self.admission.due(self._places(max_batch), decoding=bool(self.groups.batches))
 
     def _places(self, max_batch: int) -> int:
-        """Requests that could join."""
+        """Return the number of free rows."""
         return max_batch - len(self.groups.requests)
 
     def _planned(self, batch: Batch) -> Round:
@@ -97,13 +95,13 @@ class Schedule:
         return Round(batch, self.plan(batch, group), group)
 
     def read(self, prefill: Prefill) -> float:
-        """Read a chunk of prompts; return the seconds that it took."""
+        """Read a chunk of prompts. Return its seconds."""
         self.lap()
         self.admission.read(prefill)
         return self.lap()
 
     def join(self, batch: Batch) -> None:
-        """Have the rows of a batch, whose prompts have been read, decode in the groups where they belong."""
+        """Move the rows of a prefilled batch into their groups."""
         self._remember(batch)
         batch.release()
         if batch.requests:
@@ -115,7 +113,7 @@ class Schedule:
         self.admission.joined()
 
     def arrange(self, joining: Batch | None = None) -> None:
-        """Have every row in the group where it belongs; while a round is under way all stay where they are."""
+        """Move rows to the groups where they belong, unless a round is in progress."""
         moves = None if self._rounds else self.groups.moves(self.admission.prefilling, joining)
         if moves is not None:
             before = self.working_on or []
@@ -124,9 +122,9 @@ class Schedule:
             self.working_on = before
 
     def dispatch(self, planned: Round, max_batch: int, measured: bool = False) -> None:
-        """Have a round under way, and another after it if that is sure to be plain and wanted.
+        """Dispatch a round, and a second one if it will certainly be plain and useful.
 
-        `measured`: whether somebody asks now and then what drafting takes.
+        `measured`: whether to time the draft of some rounds.
         """
         if planned not in self._rounds:
             self._dispatch(planned, measured)
@@ -134,7 +132,7 @@ class Schedule:
             self._dispatch(ahead)
 
     def _dispatch(self, planned: Round, measured: bool = False) -> None:
-        self.working_on = [planned.batch]  # a round in front of it can be collected whatever happens
+        self.working_on = [planned.batch]  # an earlier round can still be collected if this fails
         self._drafting += planned.plan.depth > 0
         began = self.clock()
         planned.dispatch(measured and planned.plan.depth > 0 and self._drafting % _MEASURED == 1)
@@ -142,9 +140,9 @@ class Schedule:
         self._rounds.append(planned)
 
     def _next_ahead(self, planned: Round, max_batch: int) -> Round | None:
-        """Return the plain round that can be dispatched while a plain one is under way.
+        """Return the plain round that can be dispatched during a plain one, or None.
 
-        A single plain round between drafts is there to be timed, so nothing is dispatched ahead of its end.
+        A single plain round between drafts measures time, so nothing is dispatched during it.
         """
         batch = self.groups.following(planned.batch)
         steady = [each.plan for each in self._rounds] == [PLAIN] and (self._last_plain or not self.drafts)
@@ -158,12 +156,12 @@ class Schedule:
         return ahead if ahead.plan == PLAIN else None
 
     def collect(self) -> RoundResult:
-        """Wait for the oldest round under way and give its requests their tokens."""
+        """Wait for the oldest dispatched round and give its requests their tokens."""
         done = self._rounds.popleft()
         self.working_on = [done.batch]
         result = done.collect()
         self._last_plain = done.plan == PLAIN
-        # A dispatch that waits for the device, as on a CPU, takes the time of the round that is dispatched.
+        # On a CPU, dispatch blocks, so its time belongs to the dispatched round.
         seconds = self.lap() + done.ahead - sum(each.ahead for each in self._rounds)
         if done.draft_seconds is not None:
             self._draft_share = done.draft_seconds / seconds
@@ -171,12 +169,12 @@ class Schedule:
         return replace(result, seconds=seconds, draft_seconds=self._draft_share * seconds if result.plan.depth else 0.0)
 
     def lap(self) -> float:
-        """Return the seconds since this was last asked."""
+        """Return the seconds since the last call."""
         before, self._lap_began = self._lap_began, self.clock()
         return self._lap_began - before
 
     def release(self, batch: Batch) -> None:
-        """Let the requests leave that have ended or are paused; they stay for a round ahead that others wait for."""
+        """Remove requests that ended or are paused, unless others need a round that is already dispatched."""
         ended = [request.leaves for request in batch.requests]
         if not any(ended):
             return
@@ -184,27 +182,27 @@ class Schedule:
         if any(each.batch is batch for each in self._rounds):
             if not all(ended) and not (self.admission.prefixes is not None and batch.cache.recurrent):
                 return
-            self._cancel(batch)  # nobody waits for it, or a state would go past the text to be kept
+            self._cancel(batch)  # no request needs it, or it would advance a state past the text to cache
         self._remember(batch)
         batch.release()
         if not batch.requests:
             self.groups.drop(batch)
 
     def _cancel(self, batch: Batch) -> None:
-        """Undo what was dispatched for other requests than there are now, the newest first."""
+        """Undo a batch's dispatched rounds, newest first."""
         for each in reversed(self._rounds):
             if each.batch is batch:
                 each.cancel()
         self._rounds = deque(each for each in self._rounds if each.batch is not batch)
 
     def _remember(self, batch: Batch) -> None:
-        """Keep the pasts of requests that are about to leave."""
+        """Put the state of requests that are about to leave into the prefix cache."""
         if self.admission.prefixes is not None:
             for tokens, past in batch.ended_pasts():
                 self.admission.prefixes.keep(tokens, past)
 
     def withdraw(self, request: RequestState) -> None:
-        """Let a row go that has ended. During a step it stays until the step's end."""
+        """Remove a request that has ended; during a step, only at its end."""
         self.admission.withdraw(request)
         batch = self.groups.holding(request)
         if self.working_on is None and batch is not None:
@@ -213,7 +211,7 @@ class Schedule:
                 self.release(batch)
 
     def abandon(self, reason: str) -> None:
-        """Fail every request, those that wait included."""
+        """Fail all requests, including waiting ones."""
         for request in self.admission.waiting:
             request.fail(reason)
         self.admission.waiting.clear()
@@ -222,7 +220,7 @@ class Schedule:
         self.working_on = None
 
     def fail(self, reason: str) -> None:
-        """Fail the requests of the batches that are worked on, and those whose prompts are being read."""
+        """Fail the requests in prefill and those of the batches in `working_on`."""
         gone, prefilling = self.working_on or [], set(self.admission.prefilling)
         sound = [each for each in self.groups.batches if each not in gone and prefilling.isdisjoint(each.requests)]
         kept = {request for batch in sound for request in batch.requests}
