@@ -1,4 +1,4 @@
-"""eagle-train, eagle-convert and eagle-publish: heads trained, written in other layouts, and put on the hub.
+"""The commands eagle-train, eagle-convert and eagle-publish.
 
-`cli` trains; what each folder offers the others is in its `__init__`. docs/structure.md has them in order.
+`cli` is eagle-train. Each subpackage lists its public names in `__init__`. docs/structure.md describes them in order.
 """

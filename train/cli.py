@@ -1,4 +1,4 @@
-"""The command `eagle-train`: a target and conversations in, a trained head out."""
+"""The command `eagle-train`, which trains a head for a target on conversations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .report import command as report_command
 from .run import BEST, check_incomplete, check_wandb, claim, existing_head, resumed_config, run_worker, train
 
 OWN_RECIPE = ""
-"""What a bare `--recipe` says: the one for the target."""
+"""The value of `--recipe` without a name: use the target's recipe."""
 _HELP = """\
 Train a head for a target, from nothing or from a head that exists.
 
@@ -68,7 +68,7 @@ the last state that was saved. A second Ctrl-C stops at once.
 
 @dataclass(frozen=True)
 class Start(Group):
-    """What a run begins with, besides its settings."""
+    """Options of a start, apart from the run's settings."""
 
     resume: Path | None = setting(
         None, "continue the run in this folder, with the settings it began with", metavar="DIR"
@@ -84,7 +84,7 @@ class Start(Group):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train and return the exit code: 0, 2 after an error that the user can fix, 130 or 143 when interrupted."""
+    """Train and return the exit code: 0, 2 for an error that the user can fix, 130 or 143 if interrupted."""
     given = arguments(argv)
     if given[:1] == ["report"]:
         return report_command.main(given[1:])
@@ -116,12 +116,12 @@ def _main(start: Start, flags: Mapping[str, Any]) -> None:
             world.broadcast(config.flat())
         if config.loading.shard != "none":
             config.loading.follow(config.head.target)
-            world = SINGLE_PROCESS  # the others read with the target; the head is learnt here
+            world = SINGLE_PROCESS  # the other ranks only run the target; this process trains the head
         run(config, stop, resume, world)
 
 
 def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tuple[TrainConfig, Recipe | None]:
-    """The settings of a run that begins, and its recipe; where no data are named the target makes them up.
+    """Return the settings of a new run and its recipe. Without data settings, the target makes up the data.
 
     Raises ConfigError.
     """
@@ -131,7 +131,7 @@ def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tu
         raise ConfigError("--recipe without a name takes the one for the target: name that with --target")
     recipe = None if name is None else load_recipe(name or target)
     known = dict(recipe.settings) if recipe else {}
-    if named.get("hours"):  # the target makes the data, whatever a recipe says of others
+    if named.get("hours"):  # the target makes the data, so ignore a recipe's
         known = {setting: value for setting, value in known.items() if setting not in ("map", *NOT_BESIDE_HOURS)}
         known["data"] = [SELF]
     named = named_settings(file, flags, known)
@@ -147,10 +147,7 @@ def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tu
 
 
 def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: World = SINGLE_PROCESS) -> None:
-    """One run, from the target's name to the line that says where the head is.
-
-    Of the processes of a `world` rank 0 alone writes files and reports progress.
-    """
+    """Run the training and print where the head is. Only rank 0 of a `world` writes files and reports progress."""
     if not config.head.target:
         raise ConfigError("no target: name the model that the head is for with --target")
     config = resolved(config)
@@ -169,13 +166,13 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
 
 
 _Done = tuple[TrainConfig, Mapping[str, Any], Path | None, Target]
-"""What `_say` tells of a run."""
+"""The arguments of `_say`."""
 
 
 def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, folder: Path | None) -> _Done | None:
-    """Load, read and train in a folder that is made and locked; None in processes that write nothing."""
+    """Load the target, get the data and train in a claimed folder. Return None on ranks other than 0."""
     if not config.data.shards:
-        data_config(config)  # settings that cannot be meant are refused before anything is loaded
+        data_config(config)  # raise for invalid settings before loading anything
     bound_of(config).check()
     target = config.loading.load(config.head.target)
     config.loading.wire_active()
@@ -195,13 +192,13 @@ def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, fol
     if not world.is_rank_zero:
         run_worker(target, data, config, head, world, stop)
         return None
-    config = config if config.data.shards else config.changed(states=data.place)  # a resumed run's as well
+    config = config if config.data.shards else config.changed(states=data.place)  # for resumed runs too
     print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
     return config, train(target, data, prompts, config, head, resume, stop, world, folder), resume, target
 
 
 def _say(config: TrainConfig, report: Mapping[str, Any], resume: Path | None, target: Target) -> None:
-    """Where the head of a run is and what it is worth, for people and for whoever serves the target."""
+    """Print where a run's head is and how good it is, and register it for the commands that serve the target."""
     folder = resume if resume and resume.exists() else config.run.output
     before = f"{config.head.init_from} before it" if config.head.init_from else "untrained"
     print(
@@ -220,9 +217,9 @@ def _say(config: TrainConfig, report: Mapping[str, Any], resume: Path | None, ta
 
 
 def _prompts(target: Target, config: TrainConfig, world: World, head: Head | None, reserve: int) -> list[list[int]]:
-    """What acceptance is measured on, in rank 0; before that the target makes up what it learns from, where it is to.
+    """Return the prompts for acceptance measurements (rank 0 only), after the target made up its data if needed.
 
-    Prompts of another source are read first: what is wrong with that shows before hours have passed.
+    Prompts from another source are read first, so that errors show before making data takes hours.
     """
     named = [] if config.prompts_are_heldout or not world.is_rank_zero else heldout_prompts(target, config)
     if config.data.is_self:
@@ -231,7 +228,7 @@ def _prompts(target: Target, config: TrainConfig, world: World, head: Head | Non
 
 
 def flags_parser() -> argparse.ArgumentParser:
-    """Every setting as a flag, group by group; only flags that are given are passed on."""
+    """Return a parser with a flag per setting. Flags that are not given are absent from its result."""
     parser = new_parser(
         "eagle-train",
         _HELP,
@@ -243,7 +240,7 @@ def flags_parser() -> argparse.ArgumentParser:
 
 
 def _default(known: Setting) -> str:
-    """What a flag's help says of its default; kind by kind where it depends on that."""
+    """Return the default for a flag's help, for each kind of head if they differ."""
     by_kind = {kind.name: kind.defaults[known.name] for kind in KINDS.values() if known.name in kind.defaults}
     if not by_kind:
         return default_text(known)

@@ -1,4 +1,4 @@
-"""Several processes that train one head together, each on its part of every batch."""
+"""Data-parallel training: each process works on its part of every batch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from eagle_mlx import ranks
 T = TypeVar("T")
 
 _BUCKET = 1 << 23
-"""Numbers that are summed in one message, up to a parameter more: 32 MB of float32."""
+"""Numbers per all-reduce, plus at most one parameter: 32 MB of float32."""
 
 
 class World(ranks.World):
-    """The processes of a run, and what they share of a step."""
+    """The processes of a run, and the operations that they share in a step."""
 
     def part(self, count: int) -> slice:
-        """Which of `count` rows are this process's: as many as the others have, or one more for the first ones."""
+        """Return this process's share of `count` rows. The first ranks get one more if it does not divide evenly."""
         each, more = divmod(count, self.size)
         begin = self.rank * each + min(self.rank, more)
         return slice(begin, begin + each + (self.rank < more))
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        """Do something of which the processes on one machine would get in one another's way; returns its result."""
+        """Run `work` on one process per machine at a time, and return its result."""
         host = zlib.crc32(socket.gethostname().encode()) >> 1
         hosts = np.zeros(self.size, np.int64)
         hosts[self.rank] = host
@@ -41,7 +41,7 @@ class World(ranks.World):
         return done
 
     def all_sum_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """float32 arrays of the same names and shapes, added over all processes."""
+        """Return the sums over all processes of float32 arrays with the same names and shapes."""
         if self.group is None:
             return dict(arrays)
         summed: dict[str, mx.array] = {}
@@ -56,14 +56,14 @@ class World(ranks.World):
         return summed
 
     def all_sum_tree(self, tree: Any) -> Any:
-        """The same for a tree of arrays."""
+        """Return a tree of arrays summed as in `all_sum_arrays`."""
         if self.group is None:
             return tree
         flat = dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
         return tree_unflatten(list(self.all_sum_arrays(flat).items()))
 
     def broadcast_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Rank 0's arrays, bit by bit; those given elsewhere say their names, shapes and types."""
+        """Return rank 0's arrays, bit for bit. Other ranks pass arrays of the same names, shapes and dtypes."""
         if self.group is None:
             return dict(arrays)
         found = {}

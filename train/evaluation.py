@@ -1,4 +1,4 @@
-"""What a head is worth: acceptance by real decoding of held-out prompts, and a few of their texts for people."""
+"""Evaluation of heads: acceptance when decoding held-out prompts, and a few sample texts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .report import Row
 
 FILE = "generations.md"
 COUNT = 3
-"""Texts that are kept of an evaluation."""
+"""Sample texts per evaluation."""
 _PROMPT_CHARACTERS = 600
 
 
 class Generation(TypedDict):
-    """A prompt's end, and the text that was decoded after it."""
+    """The end of a prompt, and its decoded text."""
 
     prompt: str
     text: str
@@ -39,26 +39,26 @@ class Generation(TypedDict):
 @dataclass(frozen=True)
 class Acceptance:
     acceptance_length: float
-    """τ: tokens emitted per target forward, bonus tokens included."""
+    """τ: tokens emitted per target forward, including bonus tokens."""
     acceptance_by_position: list[float]
-    """Share of rounds in which the draft token at each position was accepted."""
+    """Share of draft tokens accepted at each position."""
     depth: int
     prompts: int
-    """Prompts that were measured."""
+    """Measured prompts."""
     left_out: int
-    """Prompts left out, since the target's own continuation loops."""
+    """Prompts left out because the target's text loops."""
     emitted: int
-    """Tokens decoded for them."""
+    """Tokens decoded for the measured prompts."""
     rounds: int
     seconds: float
     interval: float = 0.0
-    """Half the width of the 95 % interval of τ over prompts; 0 for fewer than two."""
+    """Half-width of the 95 % confidence interval of τ over prompts; 0 for fewer than two."""
 
 
 class Evaluator:
-    """Measures heads on the same prompts: greedy, chains of `depth` draft tokens.
+    """Measures heads on the same prompts with greedy decoding and chains of `depth` draft tokens.
 
-    Greedy text is the target's own whatever the head, so which prompts end in loops is found once.
+    Greedy text does not depend on the head, so prompts that end in loops are found once.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Evaluator:
         self._all = len(self._prompts)
         self._params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         self.generations: list[Generation] = []
-        """Some texts of the last measurement, where the target has a tokenizer."""
+        """Some texts of the last measurement, if the target has a tokenizer."""
 
     def measure(self, head: DraftHead) -> Acceptance:
-        """Decode every prompt with the head."""
+        """Decode every prompt with the head and return its acceptance."""
         begin = time.monotonic()
         engine = Engine(
             self._target, proposer=HeadProposer(head), policy=FixedPolicy(self._depth), max_batch=self._max_batch
@@ -87,7 +87,7 @@ class Evaluator:
 
 
 def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds: float = 0.0) -> Acceptance:
-    """Acceptance over outputs taken together; a τ of 0 where there are none."""
+    """Return the acceptance over all outputs, with τ 0 if there are none."""
     rounds, tokens = sum(output.rounds for output in outputs), sum(len(output.tokens) for output in outputs)
     drafted, accepted = [0] * depth, [0] * depth
     for output in outputs:
@@ -101,9 +101,10 @@ def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds:
 
 
 def _interval(counts: Sequence[tuple[int, int]]) -> float:
-    """Half the width of the 95 % interval of a ratio of sums, from the tokens and rounds of each prompt.
+    """Return the half-width of the 95 % confidence interval of τ, from the tokens and rounds of each prompt.
 
-    The prompts are independent, and the tokens of one are not (Cochran 1977, Sampling Techniques, section 6.3).
+    τ is a ratio of sums: prompts are independent, but the tokens of one are not (Cochran 1977, Sampling Techniques,
+    section 6.3).
     """
     count, rounds = len(counts), sum(each for _, each in counts)
     if count < 2 or not rounds:
@@ -114,7 +115,7 @@ def _interval(counts: Sequence[tuple[int, int]]) -> float:
 
 
 def generations_of(target: Target, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> list[Generation]:
-    """The first few prompts with their texts; none for a target without a tokenizer."""
+    """Return the first few prompts with their texts; none if the target has no tokenizer."""
     if target.tokenizer is None:
         return []
     found: list[Generation] = []
@@ -126,9 +127,9 @@ def generations_of(target: Target, prompts: Sequence[Prompt], outputs: Sequence[
 
 
 def write_generations(rows: Sequence[Row], folder: Path) -> Path | None:
-    """Write the texts of the newest evaluation, each with the tokens per round of all that decoded it, as Markdown.
+    """Write the latest evaluation's texts as Markdown, with tokens per round in each evaluation that decoded them.
 
-    Greedy text is the target's own whatever the head, so what training changes is in how many rounds it comes.
+    Greedy text does not depend on the head, so training only changes the number of rounds.
     """
     evals = [row for row in rows if row["kind"] == "eval" and row.get("generations")]
     if not evals:
@@ -147,12 +148,12 @@ def write_generations(rows: Sequence[Row], folder: Path) -> Path | None:
 
 
 def per_round(generation: Generation) -> float:
-    """Tokens per target forward, the bonus token included."""
+    """Return the tokens per target forward, including bonus tokens."""
     return generation["tokens"] / max(generation["rounds"], 1)
 
 
 def _fenced(text: str) -> list[str]:
-    """The text as a block that nothing in it ends."""
+    """Return the text as a Markdown code block with a fence that does not occur in it."""
     fence = "```"
     while fence in text:
         fence += "`"

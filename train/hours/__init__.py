@@ -1,4 +1,4 @@
-"""A run of so many hours: portions of data, each drafted by the head as it is, and learning in between."""
+"""Runs with a time limit (`--hours`), which alternate between making data with the current head and learning."""
 
 from .phases import train_for_hours
 

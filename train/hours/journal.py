@@ -1,4 +1,4 @@
-"""What a run of so many hours has done, on the disk, so that it continues behind any end at the phase it was in."""
+"""The journal of a run with a time limit, saved to disk so that the run can resume in its current phase."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ FILE = "hours.json"
 
 @dataclass(frozen=True)
 class Portion:
-    """A portion of data, and the learning behind it."""
+    """A portion of data, and the learning phase after it."""
 
     begun: float
-    """Second of the run."""
+    """Second of the run at which it began."""
     wanted: int = 0
-    """Tokens; 0 for as many as the time allows."""
+    """Tokens to make; 0 for as many as the time allows."""
     makes: bool = True
-    """Whether there is anything to be made. The last phase may learn alone."""
+    """Whether data is made. The last phase may only learn."""
     last: bool = False
     tokens: int | None = None
-    """That came of it, to learn from; None until it is whole."""
+    """Tokens that were made; None until the portion is complete."""
     made_seconds: float = 0.0
     rows: int = 0
-    """Conversations that were made at once; 0 where this is not known."""
+    """Conversations made at the same time; 0 if unknown."""
     schedule: WarmupStableDecay | None = None
-    """Of the learning after it; None before that begins."""
+    """Schedule of the learning phase; None before it begins."""
     epoch: int = 0
-    """The first one of that."""
+    """First epoch of the learning phase."""
     fresh: int = 0
-    """The first portion whose data come first in that phase; the others have been learned before."""
+    """The first portion with data that this phase learns first; earlier portions were learned before."""
     learned: int = 0
-    """Tokens learned in that phase, each as often as it was."""
+    """Tokens learned in that phase, including repetitions."""
     learned_seconds: float = 0.0
-    """Seconds that the phase took, its measurement left out."""
+    """Seconds of the phase without its measurement."""
     until: tuple[int, int] = (0, 0)
     """Epoch and batch at which learning stopped."""
     acceptance_length: float | None = None
-    """τ behind it; None until it was measured."""
+    """τ after the phase; None until it is measured."""
 
     @property
     def done(self) -> bool:
@@ -54,25 +54,25 @@ class Portion:
 @dataclass(frozen=True)
 class Journal:
     elapsed: float = 0.0
-    """Seconds of the run when it was written."""
+    """Seconds of the run when this was written."""
     prompts: int = 0
-    """On which heads are judged; 0 before that is known."""
+    """Number of held-out prompts; 0 until it is known."""
     portions: tuple[Portion, ...] = ()
 
     @property
     def made(self) -> int:
-        """Tokens of all portions that are whole."""
+        """Tokens of all complete portions."""
         return sum(portion.tokens or 0 for portion in self.portions)
 
     def changed(self, number: int, **values: Any) -> Self:
-        """With other values in a portion."""
+        """Return a copy with other values in one portion."""
         portions = list(self.portions)
         portions[number] = replace(portions[number], **values)
         return replace(self, portions=tuple(portions))
 
 
 def write(folder: Path, journal: Journal) -> None:
-    """Put it into the folder of a run. Raises OutputError."""
+    """Write the journal into a run's folder. Raises OutputError."""
     try:
         write_whole(folder / FILE, (json.dumps(asdict(journal), indent=1) + "\n").encode())
     except OSError as e:
@@ -80,7 +80,7 @@ def write(folder: Path, journal: Journal) -> None:
 
 
 def read(folder: Path) -> Journal:
-    """That of a run in a folder; an empty one where none was written yet. Raises CheckpointError for a damaged one."""
+    """Return the journal in a run's folder, or an empty one. Raises CheckpointError if it is damaged."""
     file = folder / FILE
     if not file.exists():
         return Journal()

@@ -1,4 +1,4 @@
-"""The phases of a run of so many hours: a portion of data is made, then all that is there is learned from."""
+"""The phases of a run with a time limit: each makes a portion of data, then learns from all data so far."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .journal import Journal, Portion
 from .portions import Portions
 
 _BEAT = 30.0
-"""Seconds of making after which the time that has passed is written down."""
+"""Seconds between writes of the elapsed time while data is made."""
 
 
 def train_for_hours(
@@ -55,25 +55,25 @@ def train_for_hours(
     claimed: Path | None = None,
     rate: float = 0.0,
 ) -> dict[str, Any]:
-    """Make data, train a head and have it draft the next data, for `config.optimization.hours`; returns the report.
+    """Make data, train a head, and let it draft the next data, for `config.optimization.hours`. Return the report.
 
-    The folder `config.run.output` gets what `train` puts there, and the conversations in `made`. After each portion of
-    data acceptance is measured, the best head is kept and registered for the target. With `resume`, the folder of a run
-    that was cut short, that run continues at the phase it was in, with the time that it had left. `rate`: tokens a
-    second that a step was measured to learn from, for a run that has no time for a step.
+    The folder `config.run.output` gets the files of `train`, and the conversations in `made`. After each portion,
+    acceptance is measured, and the best head is saved and registered for the target. `resume`: folder of an interrupted
+    run, which continues in its current phase with its remaining time. `rate`: measured training speed in tokens per
+    second, used until the run has timed a step.
 
-    Other arguments and errors as in `train_phases`; also raises DataError if the target writes nothing usable.
+    For other arguments and errors, see `train_phases`. Also raises DataError if the target writes nothing usable.
     """
     return train_phases(target, HoursPhases(rate), config, head, resume, stop, watch=watch, claimed=claimed)
 
 
 class HoursPhases(Phases):
-    """Portions of data that the head drafts, and learning after each of them, in the time that is given."""
+    """Alternates between portions of data, drafted by the head, and learning, within a time limit."""
 
     fingerprint = "made in the run"
 
     def __init__(self, rate: float = 0.0):
-        """`rate` as in `train_for_hours`."""
+        """`rate`: see `train_for_hours`."""
         self._rate = rate
 
     def of(self, run: Run) -> Generator[Phase, None, None]:
@@ -83,7 +83,7 @@ class HoursPhases(Phases):
         self._journal = journals.read(run.folder)
         self._portions = Portions(run.target, run.config, run.folder, run.existing)
         self._evaluation = EVALUATION * self._total
-        """Seconds that measuring acceptance took the last time; before the first, what it may take."""
+        """Seconds of the last measurement of acceptance; before the first, its limit."""
         self._watch.restart(self._journal.elapsed)
         self._write()
         begun = self._watch.elapsed
@@ -126,11 +126,11 @@ class HoursPhases(Phases):
 
     @property
     def _left(self) -> float:
-        """Seconds until then."""
+        """Seconds until `_end`."""
         return self._end - self._watch.elapsed
 
     def _begin(self) -> None:
-        """Begin or restore the run's steps, once there is a portion."""
+        """Start or restore training, once there is a portion."""
         first, saved = self._journal.portions[0], self._run.saved
         if not self._journal.prompts:
             evaluation = self._config.evaluation
@@ -147,7 +147,7 @@ class HoursPhases(Phases):
             self._watch.restart(max(begin, saved.state.elapsed))
 
     def _next(self) -> int | None:
-        """The number of the portion to continue with; None after the last phase, in which the rate falls."""
+        """Return the number of the portion to continue with, or None after the last phase."""
         portions, now = self._journal.portions, self._watch.elapsed
         if portions and not portions[-1].done:
             return len(portions) - 1
@@ -161,7 +161,7 @@ class HoursPhases(Phases):
         return len(portions)
 
     def _following(self, left: float, learning: float = 0.0) -> Next:
-        """The portion that comes next if so many seconds are left, after so many more seconds of learning."""
+        """Return the next portion if `left` seconds remain after `learning` more seconds of learning."""
         rates, progress = self._rates(), self._run.progress
         return next_portion(
             left,
@@ -179,14 +179,14 @@ class HoursPhases(Phases):
 
     @property
     def _learnt_rate(self) -> float:
-        """Tokens a second in the latest phase that had time for a step; before it, as a probe measured them."""
+        """Tokens per second in the latest phase that had time for a step; before that, as measured by a probe."""
         for portion in reversed(self._journal.portions):
             if portion.learned:
                 return portion.learned / max(portion.learned_seconds, 1e-9)
         return self._rate or max(self._run.progress.tokens_per_second, 1e-3)
 
     def _fewest(self) -> int:
-        """Tokens of one batch of conversations, as long as those of the latest portion."""
+        """Return the tokens of one batch of conversations with the average length of the latest portion."""
         portions = self._journal.portions
         number = max(number for number, portion in enumerate(portions) if portion.tokens)
         count = self._portions.conversations(number + 1) - self._portions.conversations(number)
@@ -214,7 +214,7 @@ class HoursPhases(Phases):
         self._write(self._journal.changed(number, tokens=tokens, made_seconds=seconds, rows=rows))
 
     def _limits(self, number: int, portion: Portion) -> Limits:
-        """When a portion's making ends: the time that is left then is needed to learn from its tokens."""
+        """Return the limits for making a portion, so that enough time remains to learn its tokens."""
         if not number:
             return self._first_limits(portion)
         rates, begun = self._rates(), self._watch.elapsed
@@ -223,7 +223,7 @@ class HoursPhases(Phases):
         fresh = sum(one.tokens or 0 for one in self._journal.portions[self._fresh(number) : number])
         deadline = Deadline(self._end, self._journal.made, learnt, passes, rates.learnt, cooldown, fresh)
         first: int | None = None
-        """Tokens that were made before an interruption."""
+        """Tokens made before an interruption."""
 
         def enough(tokens: int, coming: int) -> bool:
             nonlocal first
@@ -236,7 +236,7 @@ class HoursPhases(Phases):
         return Limits(enough=enough, over=lambda tokens: deadline.left(self._beat(), tokens) <= 0)
 
     def _first_limits(self, portion: Portion) -> Limits:
-        """Those of the first portion. How fast the head learns is not known yet, but something must be made."""
+        """Return the limits for the first portion, which must not be empty. The learning speed is not known yet."""
         latest = self._watch.elapsed + LONGEST * self._left
 
         def enough(tokens: int, coming: int) -> bool:
@@ -247,7 +247,7 @@ class HoursPhases(Phases):
         return Limits(enough=enough, over=lambda tokens: tokens > 0 and self._beat() >= latest)
 
     def _phase(self, number: int) -> Phase:
-        """Return the learning after a portion, from all that is made; it is written down before it begins."""
+        """Return the learning phase after a portion, over all data so far. The journal records it before it begins."""
         run = self._run
         run.learn_from(self._portions.data(number + bool(self._journal.portions[number].makes)))
         if self._journal.portions[number].schedule is None:
@@ -261,7 +261,7 @@ class HoursPhases(Phases):
         return Phase(portion.schedule, self._bar.learning(number), portion.epoch, fresh)
 
     def _end_phase(self, number: int) -> None:
-        """Keep the state after a phase that was measured, and let others find the best head, whatever follows."""
+        """Save the state after a measured phase, and register the best head so far."""
         run, schedule = self._run, self._journal.portions[number].schedule
         assert schedule is not None
         assert run.best is not None
@@ -280,7 +280,7 @@ class HoursPhases(Phases):
             register(self._folder / BEST, name, "trained", mark, best.acceptance_length, best.prompts)
 
     def _fresh(self, number: int) -> int:
-        """The first portion of which something may not have been learned before the learning after a portion."""
+        """Return the first portion that may not be completely learned before the phase of portion `number`."""
         if not number:
             return 0
         before = self._journal.portions[number - 1]
@@ -288,11 +288,11 @@ class HoursPhases(Phases):
         return number if before.learned >= fresh else before.fresh
 
     def _schedule(self, number: int) -> WarmupStableDecay:
-        """The learning after a portion, as long as its share of the passes takes."""
+        """Return the schedule of the phase after a portion, long enough for its share of the passes."""
         run, passes, now = self._run, self._config.optimization.epochs, self._watch.elapsed
         made, learnt, left = self._journal.made, self._run.progress.tokens, max(0.0, self._left)
         last = self._journal.portions[number].last or self._is_last(number, left)
-        # The rate falls in any case, if need be in as much more time as one measurement may take.
+        # The learning rate always falls at the end, if necessary in the extra time of one measurement.
         longest = max(left, EVALUATION * self._total) if last else LONGEST * left
         count = max(1, round(max(0, passes * made - learnt) / made * run.batches.steps_per_epoch()))
         return WarmupStableDecay(
@@ -305,7 +305,7 @@ class HoursPhases(Phases):
         )
 
     def _is_last(self, number: int, left: float) -> bool:
-        """Whether nothing can be made and learned after the learning of a portion, which has so many seconds left."""
+        """Return whether this is the last phase: with `left` seconds, no other portion could be made and learned."""
         if not number:
             return left * (1 - LONGEST) <= 2 * self._evaluation
         made, learnt, passes = self._journal.made, self._run.progress.tokens, self._config.optimization.epochs
@@ -314,7 +314,7 @@ class HoursPhases(Phases):
         return is_last(left, needed) or not self._following(left - seconds - self._evaluation, seconds).tokens
 
     def _learned(self) -> set[Piece]:
-        """What the phases learned from, each from the data that there were by then."""
+        """Return the pieces that the phases learned, each from the data available at the time."""
         found: set[Piece] = set()
         for number, portion in enumerate(self._journal.portions):
             count = self._portions.conversations(number + bool(portion.makes))
@@ -323,7 +323,7 @@ class HoursPhases(Phases):
         return found
 
     def _beat(self) -> float:
-        """The seconds that have passed, which are written down now and then, for who goes on."""
+        """Return the elapsed seconds, and write them to the journal every `_BEAT` seconds."""
         elapsed = self._watch.elapsed
         if elapsed >= self._journal.elapsed + _BEAT:
             self._write()

@@ -1,4 +1,4 @@
-"""The data of a run of so many hours, portion by portion: conversations in a file, their hidden states in shards."""
+"""Data of a run with a time limit. Each portion has a file of conversations and shards of their hidden states."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from ..run import MADE
 
 _HELD_OUT = "held-out.jsonl"
 _ANSWER = 16
-"""Tokens of the answers to held-out prompts: the prompts alone are used, an answer that loops or refuses shows soon."""
+"""Maximum tokens of answers to held-out prompts. Only the prompts are used; the answers reveal loops and refusals."""
 _SEEDS = 1 << 16
-"""Seeds that a run's own stands for: one for each portion, the last for the held-out prompts."""
+"""Seeds derived from the run's seed: one per portion, and the last for the held-out prompts."""
 _DISK_SHARE = 0.9
-"""What of the free disk states may take: what runs until the morning is not to fill it."""
+"""Maximum share of the free disk for hidden states, so that a long run does not fill the disk."""
 _ALL = 1 << 40
 """More tokens than any time allows."""
 
 
 class Portions:
-    """Makes them in a run's folder, where an interrupted one is continued, and reads them."""
+    """Makes and reads the portions in a run's folder, and continues interrupted ones."""
 
     def __init__(self, target: Target, config: TrainConfig, run: Path, head: Head | None = None):
-        """`head`: one to continue from, which decides what is captured and what is drafted."""
+        """`head`: the head to continue from, which determines captured layers and draft vocabulary."""
         self._target, self._config, self._head = target, config, head
         self._aux_layers = aux_layers_of(target, config, head)
         self._folder = run / MADE
@@ -58,7 +58,7 @@ class Portions:
         self._first: TrainData | None = None
 
     def make_prompts(self, enough: Enough) -> None:
-        """The held-out prompts, unless they are there or others were named."""
+        """Make the held-out prompts, unless they exist or the config names others."""
         file = self._folder / _HELD_OUT
         if file.exists() or not self._config.prompts_are_heldout:
             return
@@ -67,18 +67,17 @@ class Portions:
         make_to_file(making_engine(self._target), making, wanted, file, limits=Limits(enough=enough))
 
     def prompts(self) -> list[list[int]]:
-        """The tokens of the prompts that heads are judged on; none of them begins what is learnt from."""
+        """Return the tokens of the held-out prompts. No training conversation begins with one of them."""
         named = not self._config.prompts_are_heldout
         config = self._config if named else self._config.changed(eval_data=str(self._folder / _HELD_OUT))
         return heldout_prompts(self._target, config)
 
     def make(self, number: int, wanted: int, expected: int, limits: Limits, head: Path | str | None) -> tuple[int, int]:
-        """Have a portion made, or what is left of it.
+        """Make a portion, or the rest of it. Return its tokens and the number of conversations made at the same time.
 
-        `wanted`: tokens; 0 for as many as the `limits` allow, of which so many are `expected`. Their states are kept if
-        there is room for them. A `head` drafts them, and the text is the same. Returns the tokens to learn from, and
-        how many conversations were made at once. Raises DataError if nothing usable comes, OutputError if the disk
-        refuses.
+        `wanted`: tokens; 0 for as many as the `limits` allow. `expected`: tokens for which hidden states must fit to be
+        saved. `head`: drafts the text, without changing it. Raises DataError if there is nothing usable, OutputError if
+        it cannot be written.
         """
         rows = FIRST_ROWS
         if not (self._has_states(number) or self._file(number).exists()):
@@ -91,15 +90,15 @@ class Portions:
             engine = making_engine(self._target, place, drafts)
             make_to_file(engine, self._making(number), tokens, self._file(number), place=place, limits=limits)
             rows = engine.max_batch
-            mx.clear_cache()  # keys and values, for which training has no use
+            mx.clear_cache()  # free the KV caches before training
         return sum(self._samples(number).lengths), rows
 
     def conversations(self, count: int) -> int:
-        """How many samples the first `count` portions have."""
+        """Return the number of samples in the first `count` portions."""
         return sum(len(self._samples(number).lengths) for number in range(count))
 
     def data(self, count: int) -> TrainData:
-        """What is learnt from when so many portions are made. The draft vocabulary is that of the first."""
+        """Return the training data of the first `count` portions. The first portion sets the draft vocabulary."""
         found = self._first = self._first or self._of_first()
         parts = [self._samples(number) for number in range(count)]
         kept = all(part.has_states for part in parts)
@@ -115,7 +114,7 @@ class Portions:
         return replace(found, samples=samples, report=report)
 
     def remove_states(self, count: int) -> None:
-        """The hidden states go, the conversations stay."""
+        """Delete the hidden states of the first `count` portions, but not the conversations."""
         for number in range(count):
             shutil.rmtree(self._shards(number), ignore_errors=True)
 
@@ -125,7 +124,7 @@ class Portions:
         return data_on_disk(self._target, self._config, [part], self._aux_layers, self._head)
 
     def _samples(self, number: int) -> OnDisk | InMemory:
-        """A portion that is whole: with its states, or as tokens where these were not kept."""
+        """Return a complete portion, with hidden states if they were saved."""
         if number not in self._read:
             most = min(self._config.data.max_length, self._target.context_length)
             if self._has_states(number):
@@ -142,7 +141,7 @@ class Portions:
         return InMemory([Example.of(*one) for one in rendered])
 
     def _without_states(self, number: int) -> InMemory:
-        """A portion as its tokens."""
+        """Return a portion without hidden states."""
         part = self._samples(number)
         if isinstance(part, OnDisk):
             samples = [part[index] for index in range(len(part.lengths))]
@@ -153,7 +152,7 @@ class Portions:
         return (self._shards(number) / MANIFEST).exists()
 
     def _fits(self, tokens: int) -> bool:
-        """Whether the states of so many tokens more fit --cache-gb and the disk, where all others are kept."""
+        """Return whether states of this many more tokens fit --cache-gb and the disk, and all others are saved."""
         whole = sorted(int(file.stem) for file in self._folder.glob("[0-9]*.jsonl"))
         if not all(map(self._has_states, whole)):
             return False
@@ -170,7 +169,7 @@ class Portions:
         return MakeConfig(seed=self._config.run.seed * _SEEDS + number)
 
     def _known(self, number: int) -> set[int]:
-        """What the held-out prompts and earlier portions begin with."""
+        """Return the keys of the held-out prompts and of earlier portions' prompts."""
         files = [self._folder / _HELD_OUT, *map(self._file, range(number))]
         return set().union(*(prompt_keys(file) for file in files if file.exists()))
 
