@@ -1,10 +1,10 @@
-"""eagle-train against the trainer of the `speculators` package: the same captured tokens, the same size of head.
+"""Compare eagle-train with the trainer of the `speculators` package: same captured tokens, same size of head.
 
     python benchmarks/compare_speculators.py --shards out/shards --python /path/to/venv/bin/python --output out/compare
 
-The trainers take turns of some steps, so that what else a machine does falls on all of them alike. Then each head
-decodes the same held-out prompts with our engine. README.md beside this file says what is equal, what is not, and what
-speculators needs to run on a CPU. Writes comparison.json, comparison.md and the heads.
+The trainers take turns of some steps, so other load on the machine affects both alike. Then each head decodes the same
+held-out prompts with our engine. README.md in this folder says what is equal, what is not, and what speculators needs
+on a CPU. Writes comparison.json, comparison.md and the heads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from eagle_mlx.train.evaluation import Acceptance, Evaluator
 from eagle_mlx.train.kinds import resolved
 
 # isort: split
-# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 from contestants import Contestant, Ours, Speculators, Turn, common_flags, convert, our_settings, write_vocabulary
 from pieces import Pieces, timed
 
@@ -48,15 +48,15 @@ OPTIMIZER = "clipping, optimizer and bookkeeping"
 DATA = "waiting for data"
 REST = "projections, MLP, norms and all else"
 PROFILED = 4
-"""Steps of the round under torch's profiler, and of the one before it."""
+"""Steps in the round under torch's profiler, and in the round before it."""
 PIECES = 8
-"""Batches on which our pieces are measured."""
+"""Number of batches for measuring our pieces."""
 BATCH = 8
-"""Prompts decoded side by side, on which acceptance does not depend."""
+"""Prompts decoded at a time. Acceptance does not depend on it."""
 
 
 def take_turns(contestants: list[Contestant], steps: int) -> dict[str, list[Turn]]:
-    """Turn by turn until all have learnt from all; a round of warming up and one that is profiled come before."""
+    """Run turns until all trainers have used all data. A warm-up round and a profiled round come first."""
     turns: dict[str, list[Turn]] = {one.name: [] for one in contestants}
     number, going = 0, list(contestants)
     while going:
@@ -77,7 +77,7 @@ def take_turns(contestants: list[Contestant], steps: int) -> dict[str, list[Turn
 
 
 def profile_ours(ours: Ours, target: Target, data: TrainData, config: TrainConfig, waits: float) -> dict[str, float]:
-    """Shares of a step, from its pieces measured alone on some batches; `waits` is the share of waiting for data."""
+    """Return shares of a step, from pieces timed alone on some batches. `waits` is the share of waiting for data."""
     pieces = Pieces(ours.head, target, config)
     rounds: list[dict[str, float]] = []
     with contextlib.closing(
@@ -102,7 +102,7 @@ def profile_ours(ours: Ours, target: Target, data: TrainData, config: TrainConfi
 
 
 def profile_theirs(one: Speculators, vocabulary: int, length: int, turns: list[Turn]) -> dict[str, float]:
-    """Shares of a step by torch's profiler, told apart by the shapes of operations; data and optimizer are timed."""
+    """Return shares of a step by torch's profiler. Shapes identify operations; data and optimizer are timed."""
     operations = json.loads(one.operations.read_text(encoding="utf-8"))
     seconds = dict.fromkeys((VOCABULARY, ATTENTION, REST), 0.0)
     for operation in operations:
@@ -114,7 +114,7 @@ def profile_theirs(one: Speculators, vocabulary: int, length: int, turns: list[T
 
 
 def kind_of_operation(operation: dict[str, Any], vocabulary: int, length: int) -> str:
-    """Where an operation of torch's profiler belongs; masks are [.., length, a multiple of it]."""
+    """Return which part an operation of torch's profiler belongs to. Masks are [.., length, a multiple of length]."""
     shapes = [shape for shape in operation["shapes"] if all(isinstance(size, int) for size in shape)]
     masks = [shape for shape in shapes if len(shape) in (2, 4) and shape[-2] == length and shape[-1] % length == 0]
     heads = [shape for shape in shapes if len(shape) == 4]
@@ -124,7 +124,7 @@ def kind_of_operation(operation: dict[str, Any], vocabulary: int, length: int) -
 
 
 def speed(turns: list[Turn], against: list[Turn]) -> dict[str, float]:
-    """Medians over the turns, without warming up and profiling, and over those that both took the ratio to another."""
+    """Return medians over the turns without warm-up and profiling, and the median ratio to another trainer's turns."""
     counted, others = turns[2:] or turns, against[2:] or against
     ratios = [
         (one.tokens / one.seconds) / (other.tokens / other.seconds) for one, other in zip(counted, others, strict=False)
@@ -137,13 +137,13 @@ def speed(turns: list[Turn], against: list[Turn]) -> dict[str, float]:
 
 
 def share(turns: list[Turn], phase: str) -> float:
-    """The share of the time that a trainer says it spent on one thing."""
+    """Return the share of the time that a trainer reports for a phase."""
     counted = turns[2:] or turns
     return sum(turn.phases.get(phase, 0.0) for turn in counted) / sum(sum(turn.phases.values()) for turn in counted)
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train, decode, profile; the figures."""
+    """Train, decode and profile. Return the figures."""
     target = load_target(args.target)
     limits = {"minutes": 0.0, "epochs": 1, "max_steps": args.max_steps, "seed": args.seed}
     settings = {"target": str(args.target), "shards": str(args.shards), **limits}
@@ -187,14 +187,14 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def row(name: str, turns: dict[str, list[Turn]], first: str) -> dict[str, Any]:
-    """What a trainer did, and how fast beside the first."""
+    """Return a trainer's figures, and its speed relative to the first."""
     done = turns[name]
     tokens, steps = sum(turn.tokens for turn in done), sum(turn.steps for turn in done)
     return {"name": name, "tokens": tokens, "steps": steps, **speed(done, turns[first])}
 
 
 def measure(target: Target, folder: Path, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
-    """Acceptance by decoding with our engine, and the size of the head without a copy of the target's embedding."""
+    """Return acceptance with our engine, and the head's size without a copy of the target's embedding."""
     head: Any = load_head(folder, target)
     found: Acceptance = Evaluator(target, prompts, args.depth, args.max_tokens, BATCH).measure(head)
     print(f"{folder}: τ {found.acceptance_length:.3f}", flush=True)
@@ -203,7 +203,7 @@ def measure(target: Target, folder: Path, prompts: list[list[int]], args: argpar
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown: the trainers, and where their time goes."""
+    """Return Markdown tables of the trainers, and of where their time goes."""
     rows = found["rows"]
     titles = ("trainer", "tokens", "steps", "tokens/s", "of eagle-train", "tokens per CPU second", "parameters", "τ")
     lines = ["| " + " | ".join([*titles, "accepted by position"]) + " |", "|---" * 9 + "|"]

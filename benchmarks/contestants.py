@@ -1,4 +1,4 @@
-"""Two trainers that take turns on the same captured tokens: eagle-train's code, speculators' in its own process."""
+"""Two trainers that take turns on the same captured tokens: eagle-train's code, and speculators in its own process."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from eagle_mlx.train.step import Stepper, learning_rate_factor, span_of
 
 WORKER = Path(__file__).resolve().parent / "speculators_worker.py"
 GLIBC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_ARENA_MAX": "1"}
-"""What `tune_process` asks of glibc for MLX: keep freed memory. It saves torch page faults as well."""
+"""`tune_process` asks glibc for this: keep freed memory. It saves torch page faults as well."""
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Torch's threads sleep where they wait for one another. Spinning, the default, costs several times the CPU where other
-processes run as well, and sleeping costs nothing: a step then takes as much CPU time on one thread as on two."""
+"""Torch's threads sleep while they wait for each other.
+
+Spinning, the default, costs several times the CPU time if other processes run. Sleeping costs nothing: a step then
+takes as much CPU time on one thread as on two.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,27 +37,27 @@ class Turn:
 
     steps: int
     tokens: int
-    """Of the conversations learnt from."""
+    """Tokens of the conversations trained on."""
     seconds: float
     cpu_seconds: float
-    """Of all threads."""
+    """CPU seconds of all threads."""
     loss: float
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of the turn's steps, all or all but the first, by what the trainer itself times."""
+    """Seconds per phase, timed by the trainer itself over all of the turn's steps, or all but the first."""
 
 
 class Contestant(Protocol):
     name: str
 
     def turn(self, steps: int, profile: bool = False) -> Turn | None:
-        """Take so many steps, fewer at the end; None where all are taken."""
+        """Run up to this many steps. Return None if no steps are left."""
 
     def finish(self) -> Path:
-        """The folder with the trained head."""
+        """Return the folder with the trained head."""
 
 
 class Ours:
-    """What `eagle-train` does between its evaluations, one pass over the shards."""
+    """What `eagle-train` does between evaluations, for one pass over the shards."""
 
     def __init__(self, target: Target, data: TrainData, config: TrainConfig, folder: Path):
         self.name, self._folder, self._config = "eagle-train", folder / "eagle-train", config
@@ -98,7 +101,7 @@ class Ours:
 
 
 class Speculators:
-    """`speculators train` in its own environment, held between turns."""
+    """`speculators train` in its own environment, paused between turns."""
 
     def __init__(self, name: str, python: Path, threads: int, folder: Path, flags: list[str]):
         self.name, self._folder = name, folder / name
@@ -133,7 +136,7 @@ class Speculators:
         return Turn(**found) if found["steps"] else None
 
     def finish(self) -> Path:
-        """Close the training, which validates and saves."""
+        """Finish the training, with validation and saving."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         if self._process.wait():
@@ -141,7 +144,7 @@ class Speculators:
         return self._folder / "0"
 
     def stop(self) -> None:
-        """End the process whatever it does."""
+        """End the process in any case."""
         self._process.kill()
         self._process.wait()
 
@@ -157,7 +160,7 @@ class Speculators:
 
 
 def convert(python: Path, shards: Path, work: Path) -> float:
-    """Write the shards as speculators' offline data into `work`/data, once; returns its `--train-data-ratio`."""
+    """Write the shards as speculators' offline data into `work`/data, once. Return its `--train-data-ratio`."""
     note = work / "data.json"
     if not note.exists():
         run = subprocess.run([python, WORKER, "convert", shards, work / "data"], stdout=subprocess.PIPE, check=False)
@@ -169,7 +172,7 @@ def convert(python: Path, shards: Path, work: Path) -> float:
 
 
 def write_vocabulary(data: TrainData, vocab_size: int, work: Path) -> list[str]:
-    """Our draft vocabulary as speculators' two maps; returns the flags that name them."""
+    """Write our draft vocabulary as speculators' two maps. Return the flags that name them."""
     kept = np.arange(vocab_size) if data.kept is None else data.kept
     known = np.zeros(vocab_size, bool)
     known[kept] = True
@@ -180,9 +183,9 @@ def write_vocabulary(data: TrainData, vocab_size: int, work: Path) -> list[str]:
 
 
 def common_flags(config: TrainConfig, data: TrainData, work: Path, ratio: float) -> list[str]:
-    """Flags of every variant: the data, the head's size, the unrolled steps, and their choices for lack of a GPU.
+    """Return all variants' flags: data, the head's size, unrolled steps, and the settings without a GPU.
 
-    A layer's output is counted from 1 there, the embedding being 0.
+    speculators counts layer outputs from 1; 0 is the embedding.
     """
     values = {
         "verifier-name-or-path": config.head.target,
@@ -204,7 +207,7 @@ def common_flags(config: TrainConfig, data: TrainData, work: Path, ratio: float)
 
 
 def our_settings(config: TrainConfig) -> list[str]:
-    """Our precision, and the recipe's optimizer, rates, schedule and weights of the draft steps."""
+    """Return flags for our precision, and for our recipe's optimizer, rates, schedule and weights of draft steps."""
     values = {
         "hidden-states-dtype": "float32",
         "optimizer": config.optimization.optimizer,

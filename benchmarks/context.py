@@ -1,12 +1,12 @@
-"""τ by length of context: the same questions behind more and more text.
+"""Measure τ by context length: the same questions after more and more text.
 
     python benchmarks/context.py --target out/real/smollm2-135m-instruct \
       --head checkpoints/smollm2-135m-instruct --prompts question.jsonl --filler 0 512 2000 6000
 
-Each prompt is read once, and decoded once with chains of a fixed depth. That the text is the target's own is for
-`eagle-bench --filler` to show, which compares speeds too, and reads each prompt several times for it. Only the first
-turn of a question is asked. Continuations that loop are left out and counted. The last lines compare the questions that
-loop at no length.
+Each prompt is read once, and decoded once with chains of a fixed depth. This does not check that the text is the
+target's own. `eagle-bench --filler` does; it also compares speeds, and reads each prompt several times for that. Only a
+question's first turn is asked. Continuations that loop are left out and counted. The last lines compare the questions
+that loop at no length.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def decode(target: Target, head: Any, questions: Sequence[Question], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What came of each question: tokens of the prompt, tokens written, rounds, and whether they loop."""
+    """Return for each question: prompt tokens, generated tokens, rounds, and whether the continuation loops."""
     engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(args.depth), max_batch=args.batch)
     prompts = [question.encode(target, max_tokens=args.max_tokens) for question in questions]
     outputs = engine.generate(prompts, em.SamplingParams(max_tokens=args.max_tokens), progress=True)

@@ -1,11 +1,12 @@
-"""What a verify, a draft step, a tree and sampling cost on a GPU, with random weights in a shape that people run.
+"""Measure what a verify, a draft step, a tree and sampling cost on a GPU, with random weights in a common shape.
 
     pip install -e '.[cuda]'                         on Linux with an NVIDIA GPU; nothing on a Mac
     python benchmarks/gpu.py --json gpu.json         Qwen3-8B in 4 bits, some minutes, 12 GB of memory
     python benchmarks/gpu.py --shape tiny            a try in seconds, also on a CPU
 
-Random weights cost what trained ones do, and nearly no draft is accepted: a round's seconds do not depend on that.
-Figures are medians; the parts of a round take turns. What a round takes of a plain one is the tokens that it must give.
+Random weights cost as much as trained ones. Almost no draft is accepted, but that does not change a round's time.
+Figures are medians; the parts of a round take turns. A round's cost relative to a plain one is the number of tokens
+that it must give to pay.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import eagle_mlx as em
 
 # isort: split
-# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
 from random_model import QWEN3_06B, QWEN3_8B, TINY, Shape, in_four_bits, random_model
 from step_costs import StepCosts, measure_costs
@@ -32,15 +33,15 @@ from eagle_mlx.plan import RoundResult
 
 SHAPES = {"qwen3-8b": QWEN3_8B, "qwen3-0.6b": QWEN3_06B, "tiny": TINY}
 _DRAFTED = 32_000
-"""Tokens that the head can draft, as in the EAGLE-3 heads that are published for Qwen3; half of a small vocabulary."""
+"""Draft vocabulary size, as in the published EAGLE-3 heads for Qwen3; half of a small vocabulary."""
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature 1": {"temperature": 1.0, "seed": 1},
     "top-k 20, top-p 0.95": {"temperature": 1.0, "seed": 1, "top_k": 20, "top_p": 0.95},
 }
-"""What requests ask for."""
+"""Sampling parameters of requests."""
 _WARM_UP = 4
-"""Rounds that are not timed: kernels are compiled in them."""
+"""Rounds that are not timed, because they compile kernels."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,11 @@ class Round:
     nodes: int
     ms: float
     of_plain: float
-    """The same in plain rounds of these rows: so many tokens a round must give for drafting to pay."""
+    """The ratio to plain rounds with these rows: drafting pays if a round gives more tokens than this."""
 
 
 def random_head(shape: Shape, dtype: mx.Dtype) -> Eagle3Head:
-    """An EAGLE-3 head of the usual shape for it: the target's attention, and a draft vocabulary."""
+    """Return an EAGLE-3 head of the usual shape: the target's attention, and a draft vocabulary."""
     drafted = min(_DRAFTED, shape.vocab // 2)
     config = Eagle3Config(
         hidden_size=shape.hidden,
@@ -76,12 +77,12 @@ def random_head(shape: Shape, dtype: mx.Dtype) -> Eagle3Head:
 
 
 def round_ms(target: em.Target, head: Eagle3Head, way: str, rows: int, depth: int, nodes: int, repeats: int) -> float:
-    """The median of whole rounds, those of the host included."""
+    """Return the median milliseconds of whole rounds, host time included."""
     engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(depth, nodes), max_batch=rows)
     seconds: list[float] = []
 
     def note(result: RoundResult) -> None:
-        if result.plan.depth == depth:  # prompts are no rounds, and the last ones are cut
+        if result.plan.depth == depth:  # skip prefills, and the last rounds, which are cut
             seconds.append(result.seconds)
 
     engine.observer = note
@@ -104,7 +105,7 @@ def rounds(
     nodes: Sequence[int],
     repeats: int,
 ) -> list[Round]:
-    """Whole rounds in every way: plain, chains of each depth, and trees of each size that are six deep at most."""
+    """Measure whole rounds: plain, with chains of each depth, and with trees of each size, at most six deep."""
     plans = [(0, 0), *((depth, 0) for depth in depths), *((min(6, size - 1), size) for size in nodes)]
     found = []
     for way in WAYS:

@@ -1,10 +1,10 @@
-"""A long row beside short ones: a round of all together, against one of each of two groups.
+"""Compare rounds of a long row together with short ones, and in two groups.
 
     python benchmarks/length_groups.py
     python benchmarks/length_groups.py --model qwen3-0.6b --layers 7 --long 1024 2048
 
-What the rows have read is zeros, which cost what other keys and values do. The two ways take turns; in each turn every
-row gets as many tokens. The ratio of bytes is what `engine/groups.py` goes by: it parts the rows below 1.
+The rows' caches hold zeros, which cost as much as other keys and values. The two ways take turns; in each turn every
+row gets as many tokens. The decision in `engine/groups.py` uses the ratio of bytes: it separates the rows below 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import eagle_mlx as em
 
 # isort: split
-# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
 from random_model import MIDDLING, QWEN3_06B, random_model
 
@@ -35,7 +35,7 @@ from eagle_mlx.request_state import RequestState
 SHAPES = {"middling": MIDDLING, "qwen3-0.6b": QWEN3_06B}
 PARAMS = em.SamplingParams(max_tokens=1000, ignore_eos=True)
 WARM_UP = 2
-"""Rounds that are not counted: the first ones make the buffers longer."""
+"""Rounds that are not counted: the first ones grow the buffers."""
 
 
 def make_target(name: str, layers: int | None) -> em.Target:
@@ -48,7 +48,7 @@ def make_target(name: str, layers: int | None) -> em.Target:
 
 
 def make_batch(target: em.Target, lengths: list[int]) -> Batch:
-    """Rows that have read so many zeros."""
+    """Return a batch of rows whose caches hold this many zeros."""
     rows = [
         Batch(target, None, [RequestState(make_request(target, [5] * n, PARAMS))], past(target, n - 1)) for n in lengths
     ]
@@ -60,7 +60,7 @@ def make_batch(target: em.Target, lengths: list[int]) -> Batch:
 
 def past(target: em.Target, length: int) -> Prefix:
     cache = RaggedCache.of(target.model, 1)
-    target.forward(mx.zeros((1, 1), mx.int32), cache)  # for the shapes: nothing is computed
+    target.forward(mx.zeros((1, 1), mx.int32), cache)  # only for the shapes; nothing is computed
     for layer in cache.layers:
         _, heads, _, width = layer.keys.shape
         layer.keys, layer.values = (mx.zeros((1, heads, length, width), layer.keys.dtype) for _ in range(2))
@@ -70,7 +70,7 @@ def past(target: em.Target, length: int) -> Prefix:
 
 @dataclass
 class Way:
-    """The rows in one group or in two, and what each turn took."""
+    """The rows in one group or in two, and the times of the turns."""
 
     batches: list[Batch]
 
@@ -79,7 +79,7 @@ class Way:
         self.cpu: list[float] = []
 
     def turn(self, rounds: int) -> None:
-        """So many tokens for every row."""
+        """Decode this many tokens of every row."""
         clock, cpu = time.perf_counter(), time.process_time()
         for _ in range(rounds):
             for batch in self.batches:

@@ -15,10 +15,10 @@ _PACKAGE = "eagle_mlx"
 
 
 class Older:
-    """The package of a checkout, under names of its own: what it imports of the package is its own too."""
+    """A checkout's package under names of its own. Its imports of the package find its own modules too."""
 
     def __init__(self, checkout: Path):
-        """Raises SystemExit where the folder is no checkout."""
+        """Raises SystemExit if the folder is not a checkout."""
         if not (checkout / _PACKAGE / "__init__.py").exists():
             raise SystemExit(f"error: {checkout} has no {_PACKAGE}; make it with: git worktree add {checkout} COMMIT")
         self._checkout = str(checkout.resolve())
@@ -28,14 +28,14 @@ class Older:
         return self._found([_PACKAGE])
 
     def module(self, *names: str) -> ModuleType:
-        """The first of these modules that it has: files have been renamed."""
+        """Return the first of these modules that exists, because files have been renamed."""
         return self._found([f"{_PACKAGE}.{name}" for name in names])
 
     def _found(self, names: Sequence[str]) -> ModuleType:
         mine, finders = _taken_out(), list(sys.meta_path)
         sys.modules.update(self._modules)
         sys.path.insert(0, self._checkout)
-        # Those of editable installations would find what only this version has.
+        # Leave out finders of editable installations, which would find modules that only this version has.
         sys.meta_path[:] = [finder for finder in finders if getattr(finder, "__module__", "").startswith("_frozen")]
         try:
             return _first(names)
@@ -47,7 +47,7 @@ class Older:
 
 
 def _taken_out() -> dict[str, ModuleType]:
-    """The package's modules, which nobody finds from now on."""
+    """Remove the package's modules from `sys.modules` and return them."""
     names = [name for name in sys.modules if name == _PACKAGE or name.startswith(f"{_PACKAGE}.")]
     return {name: sys.modules.pop(name) for name in names}
 

@@ -1,4 +1,4 @@
-"""A training step taken to pieces, each of which can be run and timed by itself, on the same streams as the step."""
+"""Split a training step into pieces that can be run and timed separately, on the same streams as the step."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from eagle_mlx.train.step.step import objective_of, part_arrays, part_loss, weig
 class Time:
     seconds: float
     cpu_seconds: float
-    """Of all threads of the process: what a busy machine changes least."""
+    """CPU seconds of all threads, which other load changes least."""
 
 
 def timed(run: Callable[[], Any]) -> Time:
-    """How long a call takes."""
+    """Time a call."""
     cpu, begin = os.times(), time.perf_counter()
     run()
     seconds, after = time.perf_counter() - begin, os.times()
@@ -39,7 +39,7 @@ def timed(run: Callable[[], Any]) -> Time:
 
 
 class Pieces:
-    """The pieces of the steps of an EAGLE-3 head. Methods make a call that computes one piece of a batch's step."""
+    """The pieces of an EAGLE-3 head's step. Methods return a call that computes one piece for a batch."""
 
     def __init__(self, head: Any, target: Target, config: TrainConfig):
         head.attach(target)
@@ -48,7 +48,7 @@ class Pieces:
         self._streams = make_streams(config.run.streams or min(default_streams(), config.optimization.rows))
 
     def captured(self, rows: Rows) -> Rows:
-        """The batch with its hidden states, as they come from shards."""
+        """Return the batch with hidden states, as shards provide them."""
         states = capture_rows(self._target, self._head.config.aux_layers, dataclasses.replace(rows, states=None))
         return dataclasses.replace(rows, states=np.array(states.astype(mx.float16)))
 
@@ -59,7 +59,7 @@ class Pieces:
         return self._on_streams(parts, lambda part: capture_rows(self._target, layers, part))
 
     def head_both_ways(self, rows: Rows) -> Callable[[], None]:
-        """The head's forward, its loss and the gradient, of a batch with hidden states."""
+        """The head's forward, loss and gradient for a batch with hidden states."""
 
         def loss(arrays: dict[str, mx.array]) -> tuple[mx.array, ...]:
             return part_loss(self._head, self._target, arrays, self._objective)
@@ -67,7 +67,7 @@ class Pieces:
         return self._on_streams(self._arrays(rows), lambda arrays: nn.value_and_grad(self._head, loss)(arrays))
 
     def vocabulary(self, rows: Rows) -> Callable[[], None]:
-        """Of that, what is done over the vocabulary: the target's distribution, logits and loss, and their gradient."""
+        """The part of that over the vocabulary: the target's distribution, logits, loss, and their gradient."""
         width, head = self._target.hidden_size, self._head
         weights = head.trainable_parameters()
 
@@ -87,7 +87,7 @@ class Pieces:
         return self._on_streams(given, piece)
 
     def attention(self, rows: Rows) -> Callable[[], None]:
-        """Of that, the attention of all draft steps and its gradient, without the projections around it."""
+        """The part of that for attention of all draft steps and its gradient, without the projections."""
         config = self._head.config
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         given = []

@@ -1,9 +1,9 @@
-"""What prompts cost in chunks of several sizes, with a model of a middling size and random weights.
+"""Measure prefill in chunks of several sizes, with a medium-sized model with random weights.
 
     python benchmarks/prefill_chunks.py
     python benchmarks/prefill_chunks.py --chunks 512 1024 2048 4096
 
-The sizes take turns. Figures are medians: seconds by the clock, of the CPU, and what memory MLX held at most.
+The sizes take turns. Figures are medians: wall seconds, CPU seconds, and MLX's peak memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 import eagle_mlx as em
 
 # isort: split
-# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
 from random_model import MIDDLING, random_model
 
 SETS = {"1 of 3,072": (1, 3072), "8 of 500": (8, 500), "8 of 200": (8, 200)}
-"""How many prompts, of how many tokens: one in several chunks, and some that are read side by side."""
+"""Numbers and lengths of prompts: one in several chunks, and some that are read together."""
 
 
 def make_target() -> em.Target:
@@ -32,7 +32,7 @@ def make_target() -> em.Target:
 
 
 def measure(target: em.Target, prompts: list[list[int]], chunk: int) -> tuple[float, float, float]:
-    """Seconds by the clock and of the CPU until all prompts have a first token, and the peak in MB."""
+    """Return wall and CPU seconds until all prompts have a first token, and the peak memory in MB."""
     engine = em.Engine(target, max_batch=len(prompts), prefill_chunk=chunk)
     mx.synchronize()
     mx.reset_peak_memory()

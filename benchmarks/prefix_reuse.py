@@ -1,13 +1,13 @@
-"""How much of a prompt is read again, and how long its first token takes, where an earlier one began as it does.
+"""Measure how much of a prompt is read again, and its first token's time, if an earlier prompt shares a prefix.
 
     python benchmarks/prefix_reuse.py
     python benchmarks/prefix_reuse.py --tokens 1000 --repeats 1
     python benchmarks/prefix_reuse.py --restart
 
-Tiny random models of four kinds. Each case has a prompt that is read cold, then another engine that has answered an
-earlier prompt reads it. The earlier request names its boundaries as the server does: behind the system prompt, and
-behind the last message. With `--restart` the other engine has answered nothing, and has the files of one that has. The
-exit status says whether both bars are met.
+The models are tiny and random, of four kinds. In each case, one engine reads a prompt cold, and then another that has
+answered an earlier prompt reads it. The earlier request names its boundaries as the server does: after the system
+prompt and after the last message. With `--restart`, the second engine has answered nothing, but has the files of one
+that did. The exit status says whether both bars are met.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 import eagle_mlx as em
 
 # isort: split
-# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -33,7 +33,7 @@ from mlx_lm.models import gemma3_text, qwen3, qwen3_next
 from eagle_mlx.engine.disk import DiskTier
 
 READ_AGAIN, FIRST_TOKEN = 0.10, 0.15
-"""The bars: shares of what a cold engine reads, and of its time to the first token."""
+"""The bars: shares of a cold engine's tokens read, and of its time to the first token."""
 VOCAB = 512
 SHARED = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6,
@@ -45,13 +45,13 @@ def full() -> nn.Module:
 
 
 def window() -> nn.Module:
-    """Every fourth layer sees all, the others 512 positions, as Gemma 3's."""
+    """Return a model in which every fourth layer has full attention and the others a window of 512, like Gemma 3."""
     args = {**SHARED, "model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 4}
     return gemma3_text.Model(gemma3_text.ModelArgs.from_dict(args))
 
 
 def hybrid() -> nn.Module:
-    """Every fourth layer attends, the others are gated delta nets, as Qwen3-Next's."""
+    """Return a model in which every fourth layer has attention and the others are gated delta nets, like Qwen3-Next."""
     args = {**SHARED, "model_type": "qwen3_next", "linear_num_value_heads": 4, "linear_num_key_heads": 2,
             "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "num_experts": 0,
             "num_experts_per_tok": 1, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 64,
@@ -77,7 +77,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, and the one that was answered before it with the boundaries that it named."""
+    """A prompt, and the earlier prompt with the boundaries that it named."""
 
     name: str
     earlier: list[int]
@@ -86,7 +86,7 @@ class Case:
 
 
 def cases(tokens: int, rng: np.random.Generator) -> list[Case]:
-    """Prompts of so many tokens. Of a turn, 40 are the question; 5 in front of an answer are the template's."""
+    """Return prompts of this many tokens. A turn's question has 40, and the template adds 5 before an answer."""
 
     def some(count: int) -> list[int]:
         return [int(token) for token in rng.integers(1, VOCAB, count)]
@@ -95,7 +95,7 @@ def cases(tokens: int, rng: np.random.Generator) -> list[Case]:
     system = some(tokens - question - len(opening))
     first = [*system, *some(question), *opening]
     ends = (len(system), len(system) + question)
-    turn = 2 * question + len(opening)  # an answer without its thought, and the next question
+    turn = 2 * question + len(opening)  # an answer without its reasoning, and the next question
     chat = first[: -turn - 2 * len(opening)]
     asked = [*chat, *opening]
     return [
@@ -107,11 +107,11 @@ def cases(tokens: int, rng: np.random.Generator) -> list[Case]:
 @dataclass(frozen=True)
 class Figures:
     read: int
-    """Tokens of the prompt."""
+    """Tokens of the prompt that were read."""
     seconds: float
-    """Until its first token."""
+    """Seconds to the first token."""
     cpu: float
-    """Of the process meanwhile: where others use the machine too, this says more."""
+    """CPU seconds of the process until then, which other load affects less."""
     tokens: list[int]
 
 
@@ -128,7 +128,7 @@ def first_token(engine: em.Engine, prompt: list[int]) -> Figures:
 
 
 def measure(kind: Kind, target: em.Target, case: Case, folder: Path | None) -> tuple[Figures, Figures]:
-    """Cold and with the earlier prompt, in this order; from files where a folder is given."""
+    """Return the figures cold and then with the earlier prompt, from files if a folder is given."""
 
     def engine(prefixes: int) -> em.Engine:
         made = em.Engine(target, max_batch=1, prefix_cache_bytes=prefixes, kv_bits=kind.kv_bits)

@@ -1,12 +1,12 @@
-"""What decoding loses while the disk tier writes: tokens per second with the writer busy, of those without it.
+"""Measure what decoding loses while the disk tier writes: tokens per second with a busy writer relative to an idle one.
 
     python benchmarks/prefix_writer.py
     python benchmarks/prefix_writer.py --target out/real/smollm2-135m-instruct --pairs 10
 
-One row decodes plainly. Turns of some tokens with a writer that has always something to write, and turns in which it
-has nothing, follow one another in one run, and the order changes from pair to pair. What is written are the target's
-own keys and values, in the tier's own files: blocks, checksums, and the removal of the oldest. A writer that is always
-busy is the worst case. The last line says how long a text keeps it so.
+One row decodes plainly. Turns with a writer that always has work alternate with turns in which it has none, and each
+pair changes the order. The writer writes the target's own keys and values to the tier's own files: blocks, checksums,
+and removal of the oldest. A writer that is always busy is the worst case. The last line says how long one text keeps it
+busy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import eagle_mlx as em
 
 # isort: split
-# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
 import numpy as np
 
@@ -34,7 +34,7 @@ from eagle_mlx.engine.prefix_tree import Past, keys_of
 from eagle_mlx.request_state import RequestState
 
 ROOM_TEXTS = 8
-"""Texts that the files may hold: then each one that is written drives out the oldest."""
+"""Texts that fit in the files. After that, each new text removes the oldest."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Turn:
 
 
 class Decoding:
-    """One row that goes on for ever: where the context is full it begins anew."""
+    """One row that decodes endlessly. It starts again when the context is full."""
 
     def __init__(self, target: em.Target):
         self.engine = em.Engine(target, max_batch=1)
@@ -60,7 +60,7 @@ class Decoding:
         return row
 
     def tokens(self, count: int) -> float:
-        """Decode so many; the seconds that took."""
+        """Decode this many tokens. Return the seconds."""
         if self.row.params.max_tokens - len(self.row.tokens) < 2 * count:
             self.engine.cancel(self.row)
             self.row = self._begin()
@@ -71,7 +71,7 @@ class Decoding:
 
 
 class Writing:
-    """A disk tier in a folder, and a text of so many blocks, which is offered under ever new names."""
+    """A disk tier in a folder, and a text of some blocks that is offered under new names."""
 
     def __init__(self, folder: Path, target: em.Target, blocks: int):
         cache = RaggedCache.of(target.model, 1)
@@ -89,7 +89,7 @@ class Writing:
         self.rng, self.vocab = np.random.default_rng(0), target.vocab_size
 
     def offer(self) -> None:
-        """One more text."""
+        """Offer the text once more."""
         tokens = [int(token) for token in self.rng.integers(0, self.vocab, self.tokens + 1)]
         self.tier.offer(keys_of(tokens), self.past, self.outline)
 
@@ -103,7 +103,7 @@ class Writing:
 
 
 def turn(decoding: Decoding, writing: Writing, tokens: int, busy: bool) -> Turn:
-    """So many tokens, of which the writer is given texts as long as it has fewer than two."""
+    """Decode this many tokens. If `busy`, the writer always has at least two texts."""
     writing.wait()
     before, seconds = writing.tier.bytes_written, 0.0
     for _ in range(tokens):

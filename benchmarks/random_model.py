@@ -1,4 +1,4 @@
-"""Targets with random weights in the shapes of models that people run: what they cost is what trained ones do."""
+"""Targets with random weights in the shapes of real models. They cost as much as trained ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Shape:
     """Whether the output projection is the embedding."""
 
 
-# Those of models are as in their config.json on the hub.
+# Sizes from the config.json of models on the hub.
 QWEN3_8B = Shape(4096, 36, 12288, 32, 8, 128, 151_936, tied=False)
 QWEN3_06B = Shape(1024, 28, 3072, 16, 8, 128, 151_936, tied=True)
 MIDDLING = Shape(512, 8, 1536, 8, 4, 64, 8192, tied=True)
@@ -35,7 +35,7 @@ TINY = Shape(128, 4, 256, 4, 2, 32, 1024, tied=True)
 
 
 def random_model(shape: Shape) -> nn.Module:
-    """A model in float32; nothing of it is computed yet."""
+    """Return a model in float32. Nothing is computed yet."""
     return qwen3.Model(
         qwen3.ModelArgs(
             model_type="qwen3",
@@ -55,7 +55,7 @@ def random_model(shape: Shape) -> nn.Module:
 
 
 def in_four_bits(model: nn.Module, dtype: mx.Dtype = mx.float32) -> nn.Module:
-    """The matrices in 4 bits, in groups of 64 as mlx-lm converts models; the rest in a type."""
+    """Quantize the matrices to 4 bits in groups of 64, as mlx-lm does; cast the rest to a type."""
     model.set_dtype(dtype)
     nn.quantize(model, group_size=64, bits=4)
     mx.eval(model.parameters())

@@ -1,15 +1,15 @@
-"""What it costs that one rank decides for all: rounds of a shared target with and without messages.
+"""Measure the cost of one rank deciding for all: rounds of a sharded target with and without messages.
 
     mlx.launch -n 2 --backend ring -- python benchmarks/ranks.py
     mlx.launch -n 3 --backend ring -- python benchmarks/ranks.py --target out/real/smollm2-135m-instruct --rows 1
 
-Without messages every rank runs an engine of its own over its part. Their sums are the same, bit by bit, so that with a
-fixed depth they decide the same and stay in step. That is the least that sharing a target can cost. With messages
-rank 0 alone decides and drafts, and the others follow it as in `eagle-serve`. The two take turns in one run, and the
-order changes from pair to pair. A head of random weights drafts four tokens a round.
+Without messages, every rank runs its own engine over its part. Their sums are the same bit by bit, so with a fixed
+depth they decide the same and stay in step. This is the least that sharding a target can cost. With messages, only rank
+0 decides and drafts, and the others follow as in `eagle-serve`. The two take turns, and each pair changes the order. A
+head with random weights drafts four tokens a round.
 
-Of random weights it also checks what docs/several-machines.md reckons: the round of one process, its layers divided by
-the ranks, and a sum twice in each layer. What the layers take is the difference to a model of one layer.
+With random weights, it also checks the estimate in docs/several-machines.md: the round of one process with its layers
+divided by the ranks, plus two sums per layer. The layers' cost is the difference to a model of one layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import eagle_mlx as em
 
 # isort: split
-# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
 import mlx.nn as nn
 from random_model import MIDDLING, QWEN3_06B, TINY, Shape, random_model
@@ -50,7 +50,7 @@ class CountingChannel(Channel):
 
 
 def decode(target: em.Target, head: Any, rows: int, tokens: int) -> tuple[float, int]:
-    """Seconds and rounds in which so many tokens of each row are decoded, behind the prompts."""
+    """Return seconds and rounds for decoding this many tokens per row after the prompts."""
     engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(DEPTH), max_batch=rows, kv_bytes=1 << 28)
     params = em.SamplingParams(max_tokens=tokens, ignore_eos=True)
     requests = [engine.prepare([1 + row] * PROMPT, params) for row in range(rows)]
@@ -66,14 +66,14 @@ def decode(target: em.Target, head: Any, rows: int, tokens: int) -> tuple[float,
 
 
 def measured(world: World, target: em.Target, rows: int, tokens: int, pairs: int) -> float:
-    """Turns of both ways; rank 0 prints what they took. Milliseconds of a round without messages."""
+    """Run turns of both ways. Rank 0 prints the times. Return milliseconds per round without messages."""
     mx.random.seed(1)
     head = random_head(target)
     mx.eval(head.parameters())
     messages: list[float] = []
 
     def alike() -> float:
-        world.any(False)  # all begin together
+        world.any(False)  # start together
         seconds, rounds = decode(target, head, rows, tokens)
         return 1000 * seconds / rounds
 
@@ -109,7 +109,7 @@ def measured(world: World, target: em.Target, rows: int, tokens: int, pairs: int
 
 
 def alone(target: em.Target, rows: int, tokens: int, turns: int = 5) -> float:
-    """Milliseconds of a round where one process has all of a target."""
+    """Return milliseconds per round for one process with the whole target."""
     mx.random.seed(1)
     head = random_head(target)
     times = [seconds / rounds for seconds, rounds in (decode(target, head, rows, tokens) for _ in range(turns))]
@@ -117,7 +117,7 @@ def alone(target: em.Target, rows: int, tokens: int, turns: int = 5) -> float:
 
 
 def summed(world: World, rows: int, hidden: int, times: int = 400) -> float:
-    """Milliseconds of one sum of a round's hidden states over all ranks."""
+    """Return milliseconds for one sum of a round's hidden states over all ranks."""
     states = mx.ones((rows, DEPTH + 1, hidden))
     mx.eval(mx.distributed.all_sum(states, group=world.group))
     began = time.perf_counter()
@@ -128,7 +128,7 @@ def summed(world: World, rows: int, hidden: int, times: int = 400) -> float:
 
 
 def reckoned(world: World, shape: Shape, rows: int, tokens: int, took: float) -> None:
-    """Rank 0 prints what a round should take, beside what it took."""
+    """On rank 0, print the estimated and the measured time of a round."""
     whole, least = 0.0, 0.0
     if world.is_rank_zero:
         whole = alone(em.Target(random_model(shape), None, "whole"), rows, tokens)
@@ -158,7 +158,7 @@ def main() -> None:
         help="one core for each rank, under Linux: threads of MLX that wait do not rest, and take another rank's core",
     )
     args = parser.parse_args()
-    if args.pin:  # before MLX has threads, which would stay where they are
+    if args.pin:  # before MLX starts threads, which would not move
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(os.environ["MLX_RANK"]) % len(cores)]})
     world = World.init()

@@ -1,11 +1,11 @@
-"""What a round costs in bytes, operations and waits, in the shape of Qwen3-0.6B in 4 bits with a random EAGLE-3 head.
+"""Measure a round's bytes, operations and waits, in the shape of Qwen3-0.6B in 4 bits with a random EAGLE-3 head.
 
     git worktree add out/older a30cf84
     python benchmarks/round_costs.py --against out/older
     python benchmarks/round_costs.py --layers 2 --vocab 8192 --rows 1        a try in seconds
 
-Weights are random, so nearly no draft is accepted: a round's costs do not depend on that. Bytes of weights and of keys
-and values are found by arithmetic, everything else by looking on. The two versions take turns.
+With random weights almost no draft is accepted, but a round's costs do not depend on that. Bytes of weights and of keys
+and values are calculated; everything else is observed. The two versions take turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from older import Older
 import eagle_mlx as em
 
 # isort: split
-# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
@@ -32,39 +32,39 @@ from random_model import QWEN3_06B, in_four_bits, random_model
 
 DEPTH = 4
 DRAFTED = 32_000
-"""Tokens that the head can draft, as in the EAGLE-3 heads that are published for Qwen3."""
+"""Draft vocabulary size, as in the published EAGLE-3 heads for Qwen3."""
 _PROMPT = [3, 5]
-"""Short: a CPU reads a prompt for this model slowly, and what a round costs for its context is arithmetic."""
+"""Short, because prefill on a CPU is slow, and a round's cost of context is calculated."""
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain, greedy": (0, {}),
     "chain of 4, greedy": (DEPTH, {}),
     "chain of 4, temperature 1": (DEPTH, {"temperature": 1.0, "seed": 1}),
     "the same, top-k 20, top-p 0.95": (DEPTH, {"temperature": 1.0, "seed": 1, "top_k": 20, "top_p": 0.95}),
 }
-"""Draft tokens, and what a request asks for."""
+"""Draft tokens, and sampling parameters."""
 
 
 @dataclass
 class Counts:
-    """What one round did."""
+    """Counts for one round."""
 
     operations: int = 0
-    """Nodes of the graphs that were given to MLX."""
+    """Nodes of the graphs given to MLX."""
     waits: int = 0
-    """Times that the host waited for work that it had dispatched."""
+    """How often the host waited for work that it had dispatched."""
     read: int = 0
-    """Bytes that the host read of arrays."""
+    """Bytes of arrays read by the host."""
     peak: int = 0
-    """Bytes that the round took at its greatest, beyond what was there before it."""
+    """Peak bytes of the round, beyond those before it."""
     kept: int = 0
-    """Bytes that were there after it and not before."""
+    """Bytes that the round added."""
     cpu_seconds: float = 0.0
     pending: bool = field(default=False, repr=False)
 
 
 @contextmanager
 def counting(counts: Counts) -> Iterator[None]:
-    """Count what is evaluated and read within the block."""
+    """Count evaluations and reads within the block."""
     evaluate, dispatch = mx.eval, mx.async_eval
     to_list, item = mx.array.tolist, mx.array.item
 
@@ -106,12 +106,12 @@ def arrays_in(tree: Any) -> list[mx.array]:
 
 
 def make_model(args: argparse.Namespace) -> nn.Module:
-    """Random weights, the matrices in 4 bits."""
+    """Return a model with random weights; the matrices are in 4 bits."""
     return in_four_bits(random_model(replace(QWEN3_06B, layers=args.layers, vocab=args.vocab)))
 
 
 class Version:
-    """One version of the library with the model and head, and an engine for each way and number of rows."""
+    """One version of the library with the model and head, and an engine for each mode and number of rows."""
 
     def __init__(self, name: str, library: Any, heads: Any, model: nn.Module, weights: Any | None = None):
         self.name, self._library = name, library
@@ -134,7 +134,7 @@ class Version:
             self.head.update(tree_map(lambda x: x, weights))
 
     def round(self, way: str, rows: int) -> Counts:
-        """The costs of one round of so many requests, behind those that read the prompts and give first tokens."""
+        """Return the costs of one round of this many requests, after prefill and first tokens."""
         library, (depth, wish) = self._library, WAYS[way]
         proposer = library.HeadProposer(self.head) if depth else None
         engine = library.Engine(self.target, proposer, policy=library.FixedPolicy(depth), max_batch=rows)
@@ -165,16 +165,16 @@ def nbytes(module: nn.Module) -> int:
 
 
 def weights_read(version: Version, depth: int) -> int:
-    """Bytes of weights that a round reads: the target's, and the head's for each draft token, but `fc` once."""
+    """Return the bytes of weights that a round reads: the target's, and the head's per draft token, but `fc` once."""
     target, head = nbytes(version.target.model), nbytes(version.head)
     return target + (head + (depth - 1) * (head - nbytes(version.head.fc)) if depth else 0)
 
 
 def kv_read(model: nn.Module, depth: int) -> int:
-    """Bytes of keys and values that a round reads of a row, for each 1,000 tokens before it, in the weights' type."""
+    """Return the bytes of keys and values that a round reads per row and 1,000 context tokens, in the weights' type."""
     args = model.args
     position = 2 * args.num_key_value_heads * args.head_dim * model.model.norm.weight.dtype.size
-    return int(1000 * position * (args.num_hidden_layers + depth))  # the head has one layer, of the same heads
+    return int(1000 * position * (args.num_hidden_layers + depth))  # the head has one layer with as many heads
 
 
 def mega(count: float) -> str:
@@ -196,7 +196,7 @@ TITLE = (
 
 
 def line(way: str, rows: int, counts: Sequence[Counts], version: Version) -> str:
-    """A line of the table; where there are two versions, the older one's figures come first."""
+    """Return a line of the table. With two versions, the older one's figures come first."""
     depth = WAYS[way][0]
     figures: tuple[Callable[[Counts], str], ...] = (
         lambda c: f"{c.operations:,}",
@@ -224,7 +224,7 @@ def main() -> None:
     versions = [Version("now", em, eagle3, model)]
     if args.against:
         older = Older(args.against)
-        # A model of its own: each version hangs hooks into it. The weights are shared.
+        # Each version hooks its own model. The weights are shared.
         twin = make_model(args)
         twin.update(model.parameters())
         library, heads = older.package(), older.module("heads.eagle3")

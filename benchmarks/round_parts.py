@@ -1,10 +1,10 @@
-"""Where a round's time goes: the forwards of target and head, and everything else.
+"""Measure the parts of a round: the forwards of target and head, and everything else.
 
     python benchmarks/round_parts.py
     python benchmarks/round_parts.py --target Qwen3-4B-4bit --head out/head --depth 1 4 --context 1024 4096 16384
 
-Prints what a target step, a verify, a draft step and a rollback cost, then the parts of whole rounds: plain ones, and
-those of the largest depth.
+Prints the costs of a target step, a verify, a draft step and a rollback. Then prints the parts of whole rounds, plain
+and with the largest depth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import cast
 import eagle_mlx as em
 
 # isort: split
-# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
 from step_costs import measure_costs, measure_rollback
 
@@ -50,11 +50,11 @@ class Breakdown:
     round_ms: float
     """As the engine runs it."""
     forwards_ms: float
-    """The same forwards of head and target alone, timed in turn with the rounds."""
+    """Only the same forwards of head and target, timed in turn with the rounds."""
     rest: float
-    """The share of a round that is no forward: median of the pairs."""
+    """The share of a round outside the forwards: median of the pairs."""
     stages_ms: dict[str, float]
-    """A round with a wait behind each stage, which costs time of its own."""
+    """A round with a wait after each stage, which takes extra time."""
 
     def __str__(self) -> str:
         stages = ", ".join(f"{name} {ms:.2f}" for name, ms in self.stages_ms.items())
@@ -67,9 +67,9 @@ class Breakdown:
 def measure_breakdown(
     target: em.Target, head: DraftHead | None, depth: int, context: int = 128, rounds: int = 60
 ) -> Breakdown:
-    """Rounds of a greedy row, each followed by its forwards alone. Without a head, or at depth 0, plain rounds.
+    """Measure rounds of a greedy row, each followed by its forwards alone. Without a head or depth, rounds are plain.
 
-    The context may be longer than the model's own: costs do not depend on what is read.
+    The context may exceed the model's own: costs do not depend on the content.
     """
     target = copy(target)
     target.context_length = max(target.context_length, 2 * context + 8 * (depth + 1) * rounds)
@@ -81,7 +81,7 @@ def measure_breakdown(
     row = engine.prepare(prompt, long)
     past = _read(Batch(target, proposer, [row]))
     assert engine.prefixes is not None
-    engine.prefixes.keep(prompt, past)  # a long prompt is read once for all that follows
+    engine.prefixes.keep(prompt, past)  # read a long prompt only once
     engine.submit(row)
     while not row.tokens:
         engine.step()
@@ -106,7 +106,7 @@ def measure_breakdown(
 
 
 def _read(batch: Batch) -> Past:
-    """The past of a single row whose prompt has been read."""
+    """Return the past of a single row after prefill."""
     prefill = Prefill(batch)
     while prefill.left:
         prefill.step(PREFILL_CHUNK)
@@ -116,7 +116,7 @@ def _read(batch: Batch) -> Past:
 
 
 class _Forwards:
-    """A round's forwards and nothing more: the head's, draft by draft, and the target's."""
+    """Only a round's forwards: the head's, one per draft token, and the target's."""
 
     def __init__(self, target: em.Target, proposer: HeadProposer | None, past: Past, depth: int):
         self.target, self.head, self.depth = target, proposer.head if proposer else None, depth
@@ -124,7 +124,7 @@ class _Forwards:
         self.drafts = past.state.cache.fork(0, past.length) if isinstance(past.state, HeadState) else RaggedCache(1, 1)
 
     def run(self, at: int, seen: int) -> None:
-        """As in the round that found `at` tokens in the caches and emitted `seen`; nothing is kept of it."""
+        """Repeat the round that found `at` tokens in the caches and emitted `seen`. Its results are dropped."""
         self.cache.sync([at])
         if self.head is not None:
             self.drafts.sync([at - seen])
@@ -144,7 +144,7 @@ class _Forwards:
 
 
 def _stages(batch: Batch, depth: int, rounds: int) -> dict[str, float]:
-    """`batch`: one whose prompt has been read, but for its last two tokens or fewer."""
+    """Time the stages of rounds. `batch`: its prompt has been read, except at most two last tokens."""
     Prefill(batch, batch.cache.lengths.upper).step(PREFILL_CHUNK)
     seconds: dict[str, list[float]] = {}
     for _ in range(rounds):
@@ -154,7 +154,7 @@ def _stages(batch: Batch, depth: int, rounds: int) -> dict[str, float]:
 
 
 def _staged_round(batch: Batch, depth: int) -> dict[str, float]:
-    """A round as `Round.dispatch` and `Round.collect` do it, with a wait behind each stage."""
+    """Run a round like `Round.dispatch` and `Round.collect`, with a wait after each stage."""
     clock = [time.perf_counter()]
     draft = batch.draft(Plan(depth))
     mx.eval(draft.tokens)

@@ -1,15 +1,15 @@
-"""What sampling costs beside greedy decoding: the verdict over a draft, from logits to tokens.
+"""Measure what sampling costs compared with greedy decoding: acceptance of a draft, from logits to tokens.
 
     python benchmarks/sampling.py
     python benchmarks/sampling.py --rows 32 --vocab 49152
     git worktree add out/older a30cf84
     python benchmarks/sampling.py --against out/older
 
-All ways to sample take turns, so that what else the machine does falls on all of them. Figures are medians. Seconds of
-the CPU are those of the whole process, which a busy machine changes least; on a GPU go by the clock.
+All sampling methods take turns, so other load on the machine affects all alike. Figures are medians. CPU seconds are
+those of the whole process, which other load changes least; on a GPU, use wall time.
 
-`--against` names a checkout of another version, which then takes turns with this one. The last
-lines say what share of its time this one takes.
+`--against` names a checkout of another version, which takes turns with this one. The last lines give this version's
+share of the other's time.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from eagle_mlx.decoding.verify import verify
 from eagle_mlx.sampling_params import SamplingParams
 
 # isort: split
-# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
 
 _WARM_UP = 2
 """Rounds that are not counted."""
-_WARM = 0.6  # the temperature of Qwen3, thinking
+_WARM = 0.6  # the temperature for Qwen3 with reasoning
 WAYS = {
     "greedy": SamplingParams(),
     "coupled": SamplingParams(_WARM, seed=1),
@@ -49,7 +49,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Version:
-    """What is measured of one version of the library."""
+    """The measured functions of one version of the library."""
 
     params: Any
     """Its SamplingParams."""
@@ -68,7 +68,7 @@ class Version:
 
 
 def verdicts(version: Version, logits: mx.array) -> dict[str, Callable[[], None]]:
-    """A call for each way to sample that comes to its verdict and waits for it."""
+    """Return a call for each sampling method that computes the verdict and waits for it."""
     rows, width, vocab = logits.shape
     drafts = mx.argmax(logits[:, :-1], axis=-1).astype(mx.int32)
     lengths = mx.full((rows,), width - 1, mx.int32)
@@ -91,7 +91,7 @@ def verdicts(version: Version, logits: mx.array) -> dict[str, Callable[[], None]
 
 
 def measure(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Medians of each call's milliseconds: by the clock, and of the CPU."""
+    """Return the median wall and CPU milliseconds of each call."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for number in range(_WARM_UP + rounds):
         for name, call in calls.items():
@@ -117,7 +117,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.positions < 2:
         parser.error("--positions must be at least 2: a draft token and the one after it")
-    # Scaled normals: a few tokens share most of the mass, as behind a real text.
+    # Scaled normals: a few tokens have most of the mass, as in real text.
     values = np.random.default_rng(0).normal(scale=3, size=(args.rows, args.positions, args.vocab))
     logits = mx.array(values.astype(np.float32)).astype(getattr(mx, args.dtype))
     calls = verdicts(Version(SamplingParams, SamplingBatch, verify), logits)

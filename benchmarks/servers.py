@@ -1,11 +1,11 @@
-"""eagle-serve against mlx_lm.server and against the bare engine: the same chats, from several clients at once.
+"""Compare eagle-serve with mlx_lm.server and with the bare engine: the same chats from several clients at once.
 
     python benchmarks/servers.py --clients 1 4 8 --temperature 0 0.7 --json servers.json
 
-Both servers run on this machine and take turns; the other one sleeps. The engine decodes the same chats in this
-process. Prompt caches are off, because every turn asks the same. Chats whose greedy answer loops are left out, as in
-eagle-bench. To see what HTTP itself costs, use more clients than slots, so that no slot is empty:
---clients 16 --max-batch 8.
+Both servers run on this machine and take turns while the other sleeps. The engine decodes the same chats in this
+process. Prompt caches are off, because all turns ask the same. Chats whose greedy answer loops are left out, as in
+eagle-bench. To measure the cost of HTTP, use more clients than slots, so that no slot is empty: --clients 16
+--max-batch 8.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from eagle_mlx.text import LEAST_DISTINCT, is_loop
 Chat = list[dict[str, str]]
 
 _MLX_LM = "import eagle_mlx, sys; from mlx_lm.server import main; sys.argv[0] = 'mlx_lm.server'; main()"
-"""mlx-lm's server, with the fast BLAS that this project brings."""
+"""mlx-lm's server with this project's fast BLAS."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Turn:
     tokens: int
     seconds: float
     first_token_seconds: float
-    """Median over the chats; as long as the whole where nothing is streamed."""
+    """Median over the chats; the whole time if nothing is streamed."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Comparison:
     mlx_lm_tokens_per_s: float
     engine_tokens_per_s: float
     ratio_to_mlx_lm: float
-    """Turn by turn, then the median; so with the other ratio."""
+    """Median of the turns' ratios, as for the other ratio."""
     ratio_to_engine: float
     eagle_first_token_ms: float
     mlx_lm_first_token_ms: float
@@ -79,18 +79,18 @@ class Comparison:
 
 
 class Server:
-    """A server in a process of its own."""
+    """A server in its own process."""
 
     def __init__(self, command: Sequence[str], port: int):
         self.url = f"http://127.0.0.1:{port}/v1"
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def wait(self, seconds: float = 120.0) -> None:
-        """Until it answers a chat. Raises ConfigError where it does not."""
+        """Wait until the server answers a chat. Raises ConfigError if it does not."""
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._process.poll() is None:
-            with suppress(httpx.HTTPError):  # nobody listens yet
+            with suppress(httpx.HTTPError):  # not listening yet
                 if httpx.post(f"{self.url}/chat/completions", json=body, timeout=60).status_code == 200:
                     return
             time.sleep(0.2)
@@ -121,7 +121,7 @@ class Server:
 
 
 async def _ask_with_retries(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[int, float]:
-    """The same as `_ask`; a connection that is not taken is tried again, as OpenAI's client does it."""
+    """Call `_ask`; retry if the connection is refused, as OpenAI's client does."""
     for pause in (0.05, 0.1, 0.2, 0.4, 0.8):
         try:
             return await _ask(http, url, body)
@@ -131,7 +131,7 @@ async def _ask_with_retries(http: httpx.AsyncClient, url: str, body: dict[str, A
 
 
 async def _ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[int, float]:
-    """The tokens of a streamed answer, and the seconds to its first text."""
+    """Return the number of tokens in a streamed answer, and the seconds to its first text."""
     start, first, tokens = time.perf_counter(), 0.0, 0
     async with http.stream("POST", url, json={**body, "stream": True, "stream_options": {"include_usage": True}}) as r:
         if r.status_code != 200:
@@ -149,7 +149,7 @@ def both_servers(target: str, head: str, max_batch: int) -> Iterator[tuple[Serve
     ports = _free_port(), _free_port()
     ours = ["-m", "eagle_mlx.serve.api.cli", "--target", target, "--head", head, "--max-batch", str(max_batch)]
     theirs = ["-c", _MLX_LM, "--model", target, "--log-level", "ERROR"]
-    # The same chats come again and again: neither server may cache them.
+    # The same chats come repeatedly, so neither server may cache them.
     without_cache = ["--prefix-cache-gb", "0"], ["--prompt-cache-size", "1"]
     commands = [
         [sys.executable, *which, *cache_flags, "--port", str(port)]
@@ -172,7 +172,7 @@ def _free_port() -> int:
 
 
 class BareEngine:
-    """The engine in this process, with as many slots as there are clients, or as may be."""
+    """The engine in this process, with as many slots as there are clients, or the maximum."""
 
     def __init__(self, target: str, head: str, max_batch: int):
         self.target, self.speculation, self.max_batch = load_target(target), Speculation(head=head), max_batch

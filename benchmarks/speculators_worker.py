@@ -1,10 +1,10 @@
-"""The half of compare_speculators.py that runs where torch and speculators are installed: its trainer, turn by turn.
+"""The part of compare_speculators.py that runs with torch and speculators installed: its trainer, turn by turn.
 
     python benchmarks/speculators_worker.py convert SHARDS FOLDER
     python benchmarks/speculators_worker.py train OPERATIONS.json FLAGS OF `speculators train`
 
-`train` reads from stdin how many steps to take next and writes a JSON line for each turn. What is trained, and how, is
-`speculators train` itself with the flags given; `run_on_cpu` is all that a machine without an accelerator needs on top.
+`train` reads from stdin how many steps to take next, and writes a JSON line for each turn. It runs `speculators train`
+itself with the given flags; `run_on_cpu` adds what a machine without an accelerator needs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 HELD_BACK = 8
-"""Rows for speculators' validation, which cannot be left out: the last ones once more, behind the others."""
+"""Rows for speculators' mandatory validation: the last rows, repeated at the end."""
 
 
 def convert(shards: Path, folder: Path) -> float:
-    """Our shards as speculators' offline data; returns the `--train-data-ratio` that leaves all rows for training."""
+    """Convert our shards to speculators' offline data. Return the `--train-data-ratio` that keeps all rows for
+    training.
+    """
     hidden = folder / "hidden_states"
     hidden.mkdir(parents=True)
     rows: list[dict[str, Any]] = []
@@ -55,9 +57,9 @@ def convert(shards: Path, folder: Path) -> float:
 
 
 class Turns(logging.Handler):
-    """Lets the trainer take as many steps as it is told to, and reports each turn.
+    """Makes the trainer run a given number of steps, and reports each turn.
 
-    It listens to the trainer's own log for loss, tokens and times of a step.
+    It reads loss, tokens and times of a step from the trainer's own log.
     """
 
     def __init__(self, out: TextIO, operations: Path):
@@ -66,7 +68,7 @@ class Turns(logging.Handler):
         self._profiler: Any = None
 
     def begin(self) -> None:
-        """Say that all is ready, and wait for the first turn."""
+        """Report readiness, and wait for the first turn."""
         self._say({"ready": True})
         self._wait()
 
@@ -76,23 +78,23 @@ class Turns(logging.Handler):
         profile = record.msg["profile"]
         self._losses.append(record.msg["train"]["loss"])
         if len(self._losses) == 1:
-            return  # to the trainer it began with the pause between the turns
+            return  # for the trainer, this step began with the pause between turns
         for name in ("fetch", "fwd", "bwd", "opt"):
             self._phases[name] += profile[f"{name}_ms"] / 1e3
 
     def saw(self, document_ids: torch.Tensor) -> None:
-        """Count a batch's tokens: of each conversation of T tokens the trainer makes T - 1 positions."""
+        """Count a batch's tokens. The trainer makes T - 1 positions of a conversation with T tokens."""
         self._tokens += int((document_ids >= 0).sum()) + int(document_ids.max()) + 1
 
     def step(self) -> None:
-        """Called by the trainer after each step."""
+        """End a turn if it is complete. The trainer calls this after each step."""
         self._left -= 1
         if not self._left:
             self.report()
             self._wait()
 
     def report(self) -> None:
-        """What the turn came to; nothing where it took no step."""
+        """Report the turn, unless it had no steps."""
         seconds, cpu = time.perf_counter() - self._began, os.times()
         if self._profiler:
             self._profiler.__exit__(None, None, None)
@@ -122,7 +124,7 @@ class Turns(logging.Handler):
 
 
 def by_operation(profiler: Any) -> list[dict[str, Any]]:
-    """Seconds by torch's operation and the shapes it is given, its own without those of what it calls."""
+    """Return seconds by torch operation and input shapes, without the seconds of operations that it calls."""
     return [
         {"name": event.key, "shapes": event.input_shapes, "seconds": event.self_cpu_time_total / 1e6}
         for event in profiler.key_averages(group_by_input_shape=True)
@@ -130,10 +132,10 @@ def by_operation(profiler: Any) -> list[dict[str, Any]]:
 
 
 def run_on_cpu(module: Any) -> None:
-    """What `speculators.train.trainer` takes for granted and a machine without an accelerator has not.
+    """Replace what `speculators.train.trainer` expects of an accelerator.
 
-    The rank's device is `cuda:0` there, and so is the device of autocast; and each step is timed between two
-    synchronisations of an accelerator, of which there is nothing to wait for here.
+    It uses `cuda:0` as the rank's device and for autocast. It times each step between two synchronizations of the
+    accelerator; here there is nothing to wait for.
     """
     module.get_local_rank = lambda: torch.device("cpu")
     torch.accelerator.synchronize = lambda *_: None
@@ -147,7 +149,7 @@ def run_on_cpu(module: Any) -> None:
 
 
 def train(operations: Path, flags: list[str], out: TextIO) -> None:
-    """`speculators train FLAGS`, waiting before each turn."""
+    """Run `speculators train FLAGS`, waiting before each turn."""
     from speculators.train import cli, trainer
     from speculators.train.config import TrainConfig
 
@@ -164,7 +166,7 @@ def train(operations: Path, flags: list[str], out: TextIO) -> None:
         turns.begin()
         train_epoch(self, epoch, step_callback=turns.step)
         turns.report()
-        sys.stdin.read()  # the others are still at work; validating and saving come after them
+        sys.stdin.read()  # the others are still running; validation and saving come after them
 
     trainer.Trainer.train_epoch = in_turns
     cli.main(TrainConfig.resolve(flags))
@@ -172,7 +174,7 @@ def train(operations: Path, flags: list[str], out: TextIO) -> None:
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed must not come between the answers
+    os.dup2(2, 1)  # other output must not mix with the answers
     command, first, *rest = sys.argv[1:]
     if command == "convert":
         print(json.dumps({"train_data_ratio": convert(Path(first), Path(rest[0]))}), file=out, flush=True)

@@ -1,4 +1,4 @@
-"""What a target step, a verify, a draft step and a rollback cost; `round_parts.py` prints it."""
+"""Measure what a target step, a verify, a draft step and a rollback cost; `round_parts.py` prints it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target
 
 ROWS, LAYERS, HEADS, WIDTH, HEAD_DIM = 4, 14, 8, 5, 128
-"""A batch of rows with keys and values in the shape of a large model's; WIDTH tokens a verify."""
+"""Keys and values of a batch in the shape of a large model; WIDTH tokens per verify."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Median milliseconds of one row at a context of `context` tokens, the parts timed in turn."""
+    """Median milliseconds of one row at a context of `context` tokens; the parts take turns."""
 
     context: int
     target_ms: float
     """A forward of the target over one token."""
     verify_ms: dict[int, float]
-    """A forward of the target over a token and a draft, by the length of the draft."""
+    """A forward of the target over a token and a draft, by the draft's length."""
     draft_ms: float | None
-    """A step of the head to a token, a round's steps behind each other taken together; None without a head."""
+    """A head's step for one token, timed over all steps of a round; None without a head."""
     draft_to_target: float | None
-    """Median of the ratios of the two, pair by pair."""
+    """Median of the pairs' ratios."""
 
     def __str__(self) -> str:
         verify = ", ".join(f"{ms:.2f} ms with {depth} drafted" for depth, ms in self.verify_ms.items())
@@ -42,7 +42,7 @@ class StepCosts:
 def measure_costs(
     target: Target, head: DraftHead | None, depths: Sequence[int], context: int = 128, repeats: int = 60
 ) -> StepCosts:
-    """Time the parts in turns, after a warm-up. What the caches hold makes no difference."""
+    """Time the parts in turns, after a warm-up. The caches' content makes no difference."""
     parts: dict[str, Callable[[], None]] = {"target": _target_step(target, context, 1)}
     parts |= {f"verify {depth}": _target_step(target, context, depth + 1) for depth in depths}
     if head is not None:
@@ -71,7 +71,7 @@ def _target_step(target: Target, context: int, width: int) -> Callable[[], None]
 
 
 def _draft_steps(target: Target, head: DraftHead, context: int, depth: int) -> Callable[[], None]:
-    """A chain of draft tokens, each made of the one before it, as a round makes them."""
+    """Return a call that drafts a chain of tokens, each from the one before it, like a round."""
     head.attach(target)
     cache, width = RaggedCache(head.cache_layers, 1), head.hidden_size
 
@@ -118,7 +118,7 @@ def _lengths(context: int) -> list[int]:
 
 
 def _filled(context: int) -> RaggedCache:
-    """A cache whose rows hold about `context` positions, each its own number."""
+    """Return a cache whose rows hold about `context` positions, each with its own number."""
     cache = RaggedCache(LAYERS, ROWS)
     new = mx.zeros((ROWS, HEADS, context, HEAD_DIM))
     for layer in cache:
@@ -130,7 +130,7 @@ def _filled(context: int) -> RaggedCache:
 
 
 def _round(cache: RaggedCache, new: mx.array, accepted: list[int]) -> float:
-    """Return the seconds that a verify's writes take, with the rollback of what each row rejected."""
+    """Return the seconds for a verify's writes and the rollback of each row's rejected tokens."""
     before, context = cache.lengths.save(), cache.lengths.upper
     begin = time.perf_counter()
     for layer in cache:

@@ -1,10 +1,10 @@
-"""What a training step costs beside the work in it: capture of hidden states, and reading them from disk.
+"""Measure what a training step costs besides its computation: capturing hidden states, and reading them from disk.
 
     python benchmarks/train_step.py --shards out/shards --steps 40
 
-Online, the target reads each batch when it is learnt from. Each round takes one batch and measures, in turn, a whole
-step and its two parts alone: the target's forward, and the head's forward, loss and gradient. Offline, the hidden
-states come from shards; measured is how long a step waits for its batch, and what reading costs by itself.
+Online, the target reads each batch when it is trained on. Each round times, in turn, a whole step on one batch and its
+two parts alone: the target's forward, and the head's forward, loss and gradient. Offline, the hidden states come from
+shards; it times how long a step waits for its batch, and reading alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.step import Stepper
 
 # isort: split
-# Behind eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 from pieces import Pieces, Time, timed
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
@@ -41,7 +41,7 @@ _WARM_UP = 3
 
 
 def online(target: Target, data: TrainData, config: TrainConfig, steps: int) -> list[dict[str, Time]]:
-    """Whole steps that capture, and their parts alone, batch by batch in turn."""
+    """Time whole steps with capture, and their parts alone, batch by batch in turn."""
     head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     stepper, pieces = Stepper(head, target, config), Pieces(head, target, config)
     rounds: list[dict[str, Time]] = []
@@ -62,7 +62,7 @@ def online(target: Target, data: TrainData, config: TrainConfig, steps: int) -> 
 
 
 def offline(target: Target, data: TrainData, config: TrainConfig, steps: int) -> dict[str, Any]:
-    """Steps on shards: seconds of each, those that it waited for its batch, and CPU seconds of reading alone."""
+    """Time steps on shards: each step, its wait for its batch, and CPU seconds of reading alone."""
     head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     stepper = Stepper(head, target, config)
     batches = Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed)
@@ -94,7 +94,7 @@ def offline(target: Target, data: TrainData, config: TrainConfig, steps: int) ->
 
 
 def summary(rounds: list[dict[str, Time]]) -> dict[str, Any]:
-    """Medians of the rounds: seconds of the step and of its parts, and how the one compares with the others' sum."""
+    """Return medians of the rounds: seconds of the step and of its parts, and the step relative to the parts' sum."""
     found: dict[str, Any] = {"rounds": len(rounds)}
     for field in ("seconds", "cpu_seconds"):
         each = {name: np.array([getattr(one[name], field) for one in rounds]) for name in rounds[0]}
@@ -105,7 +105,7 @@ def summary(rounds: list[dict[str, Time]]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return a Markdown table."""
     lines = [
         "| online, medians | step | target's forward alone | head's forward, loss and gradient alone | step / sum |"
     ]

@@ -1,10 +1,10 @@
-"""How long one client waits for its first token while another does its worst.
+"""Measure how long one client waits for its first token while another sends the worst requests.
 
     python benchmarks/two_clients.py
     python benchmarks/two_clients.py --target out/real/smollm2-135m-instruct --bar 2
 
-Starts `eagle-serve` and asks it from two addresses of this machine, which Linux takes as its own. The exit
-status says whether each wait is within `--bar` seconds of the wait on an idle server, plus one chunk (`--prefill-ms`).
+Starts `eagle-serve` and sends requests from two of this machine's addresses, which Linux provides. The exit status says
+whether each wait is within `--bar` seconds of the wait on an idle server, plus one chunk (`--prefill-ms`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ LOADS: dict[str, tuple[str, list[dict[str, Any]]]] = {
         [{"prompt": [f"# {number}\n{LINES}" for number in range(64)], "max_tokens": 200, "stream": True}],
     ),
 }
-"""What the first client sends, and never reads."""
+"""What the first client sends without reading the answers."""
 SETTLE = 3.0
-"""Seconds after which the server works on what it was sent."""
+"""Seconds until the server works on the first client's requests."""
 
 
 @contextmanager
 def server(target: str | None, port: int, prefill_ms: float) -> Iterator[str]:
-    """Run a server until the block ends; gives its address."""
+    """Run a server until the block ends. Yield its address."""
     command = [str(Path(sys.executable).with_name("eagle-serve")), "--port", str(port), "--prefill-ms", str(prefill_ms)]
     command += [] if target is None else ["--target", target]
     quiet = subprocess.DEVNULL
@@ -71,7 +71,7 @@ def _is_ready(base: str) -> bool:
 
 
 def send(port: int, path: str, body: dict[str, Any]) -> socket.socket:
-    """Send a request whose answer nobody reads."""
+    """Send a request without reading the answer."""
     content = json.dumps(body).encode()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -82,7 +82,7 @@ def send(port: int, path: str, body: dict[str, Any]) -> socket.socket:
 
 
 def first_token(client: httpx.Client) -> float:
-    """Return the seconds until a chat of four tokens has its first."""
+    """Return the seconds to the first token of a four-token chat."""
     body = {"messages": [{"role": "user", "content": "hi there"}], "max_tokens": 4, "stream": True, "ignore_eos": True}
     began, seconds = time.perf_counter(), None
     with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -111,7 +111,7 @@ def main() -> int:
             client = stack.enter_context(
                 httpx.Client(base_url=base, transport=httpx.HTTPTransport(local_address=SECOND), timeout=600)
             )
-            first_token(client)  # compiles and loads what the first request needs
+            first_token(client)  # warm up
             for body in bodies:
                 stack.enter_context(closing(send(args.port, path, body)))
             time.sleep(SETTLE)

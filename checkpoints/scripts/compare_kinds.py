@@ -2,10 +2,10 @@
 
     python checkpoints/scripts/compare_kinds.py --minutes 5 --tokens 600000 --output out/kinds
 
-Writes comparison.json, comparison.md and the heads with their training reports. The recipes are demo.yaml,
-demo-eagle.yaml and demo-mtp.yaml beside this folder. Nothing is measured while a head trains, so that the time is its
-own, and nothing is chosen: the head at the end of its schedule is measured on the first prompts of prompts.jsonl,
-greedy, continuations that loop left out.
+Writes comparison.json, comparison.md, and the heads with their training reports. The recipes are demo.yaml,
+demo-eagle.yaml and demo-mtp.yaml in the parent folder. There are no evaluations during training, so all of the time is
+for training. No checkpoint is chosen: the final head decodes the first prompts of prompts.jsonl greedily. Continuations
+that loop are left out.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ CHECKPOINTS = Path(__file__).resolve().parents[1]
 RECIPES = {"eagle3": "demo.yaml", "eagle": "demo-eagle.yaml", "mtp": "demo-mtp.yaml"}
 TITLES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "mtp": "MTP"}
 BATCH = 8
-"""Prompts decoded side by side, on which acceptance does not depend."""
+"""Prompts decoded at a time. Acceptance does not depend on it."""
 NEVER = 1 << 60
 
 
 @dataclass(frozen=True)
 class Row:
-    """One head: how it was trained and what it came to."""
+    """One head: its training and its figures."""
 
     kind: str
     budget: str
@@ -53,14 +53,14 @@ class Row:
     steps: int
     train_seconds: float
     parameters: int
-    """Of the head's own."""
+    """The head's own parameters."""
     untrained: float
     """τ before training, at the depth of the training's evaluations."""
     by_depth: dict[int, Acceptance]
 
 
 def config_of(kind: str, args: argparse.Namespace, budget: str, output: Path, steps: int) -> TrainConfig:
-    """A kind's recipe with one of the two budgets."""
+    """Return a kind's recipe with one of the two budgets."""
     spans = {"time": {"minutes": args.minutes}, "tokens": {"minutes": 0.0, "max_steps": steps}}
     common = {"target": str(args.target), "output": str(output), "seed": args.seed, "limit": args.conversations}
     judged = {"eval_depth": args.depths[-1], "eval_tokens": args.max_tokens, "eval_steps": NEVER}
@@ -68,7 +68,7 @@ def config_of(kind: str, args: argparse.Namespace, budget: str, output: Path, st
 
 
 def data_of(kind: str, captured: TrainData, target: Target) -> TrainData:
-    """The same conversations and states for every kind; only EAGLE-3 reads the aux layers and drafts some tokens."""
+    """Return the same conversations and states for a kind. Only EAGLE-3 reads aux layers and has a draft vocabulary."""
     if kind == "eagle3":
         return captured
     samples = captured.samples
@@ -83,7 +83,7 @@ def data_of(kind: str, captured: TrainData, target: Target) -> TrainData:
 
 
 def steps_for(tokens: int, captured: TrainData, config: TrainConfig) -> int:
-    """Optimizer steps that see about so many tokens: the batches are the same for every kind."""
+    """Return how many optimizer steps see about this many tokens. Batches are the same for every kind."""
     per_epoch = Batches(
         captured.samples, config.optimization.rows, config.optimization.length, config.run.seed
     ).steps_per_epoch()
@@ -91,7 +91,7 @@ def steps_for(tokens: int, captured: TrainData, config: TrainConfig) -> int:
 
 
 def run(args: argparse.Namespace, folder: Path) -> list[Row]:
-    """Capture once, then train and measure head after head."""
+    """Capture once, then train and measure each head."""
     target = load_target(args.target)
     questions = read_questions(args.prompts, args.limit)
     prompts = [question.encode(target, max_tokens=args.max_tokens) for question in questions]
@@ -120,7 +120,7 @@ def measure(target: Target, head: Any, prompts: list[list[int]], depth: int, max
 
 
 def table(rows: Sequence[Row], depths: Sequence[int]) -> str:
-    """Markdown: a line for each head, τ by depth and acceptance by position at the largest depth."""
+    """Return a Markdown table with a line per head: τ by depth, and acceptance by position at the largest depth."""
     heads = ["kind", "equal", "tokens", "seconds", "parameters", *(f"τ at depth {d}" for d in depths)]
     heads.append(f"accepted by position at depth {depths[-1]}")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
@@ -133,7 +133,7 @@ def table(rows: Sequence[Row], depths: Sequence[int]) -> str:
 
 
 def write(rows: Sequence[Row], args: argparse.Namespace, folder: Path) -> str:
-    """comparison.json and comparison.md; returns the latter."""
+    """Write comparison.json and comparison.md; return the latter's text."""
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     recipes = {kind: (CHECKPOINTS / RECIPES[kind]).read_text(encoding="utf-8") for kind in args.kinds}
     figures = {

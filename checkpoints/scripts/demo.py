@@ -1,9 +1,9 @@
-"""Train a head for a few minutes, decode with it and with the one that ships, and show what was gained.
+"""Train a head for a few minutes, decode with it and with the included head, and show the gain.
 
     python checkpoints/scripts/demo.py --output out/demo
 
-Writes the head with its training plots, report.json and summary.png; an earlier demo at the same place is replaced
-once the new one is complete.
+Writes the head with its training plots, report.json and summary.png. Replaces an earlier demo at the same place once
+the new one is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from eagle_mlx.train.kinds.eagle3.start import new_head
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 TAU_BATCH = 8
-"""Rows decoded side by side where only the acceptance length is wanted, which does not depend on it."""
+"""Rows decoded at a time to measure acceptance lengths, which do not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Taus:
 
 
 def train(target: Path, config: Path, minutes: float | None, output: Path) -> float:
-    """Run eagle-train in a process of its own; returns its seconds. Raises EagleError where it fails."""
+    """Run eagle-train in a separate process; return its seconds. Raises EagleError if it fails."""
     command = [sys.executable, "-m", "eagle_mlx.train.cli", "--target", str(target), "--output", str(output)]
     command += ["-c", str(config), *(["--minutes", str(minutes)] if minutes is not None else [])]
     start = time.perf_counter()
@@ -58,13 +58,13 @@ def train(target: Path, config: Path, minutes: float | None, output: Path) -> fl
 
 
 def untrained_like(head: Eagle3Head, target: em.Target) -> Eagle3Head:
-    """A head of the same shape and draft vocabulary as training starts from."""
+    """Return an untrained head with the shape and draft vocabulary of the given one."""
     kept = None if head.token_ids is None else np.array(head.token_ids, np.int64)
     return new_head(target, head.config, kept, seed=0)
 
 
 def tau(target: em.Target, head: Eagle3Head, prompts: list[list[int]], config: BenchConfig, depth: int) -> float:
-    """τ of a head over the continuations that do not loop."""
+    """Return a head's τ over the continuations that do not loop."""
     engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(depth), max_batch=TAU_BATCH)
     said = engine.generate(prompts, config.params(len(prompts), config.max_tokens), progress=True)
     kept = [one for one in said if not is_loop(one.tokens, config.least_distinct)]
@@ -72,7 +72,7 @@ def tau(target: em.Target, head: Eagle3Head, prompts: list[list[int]], config: B
 
 
 def trained_head(folder: Path) -> Path:
-    """The best checkpoint of an eagle-train output folder."""
+    """Return the best checkpoint in an eagle-train output folder."""
     for candidate in (folder / "best", folder):
         if (candidate / "config.json").is_file():
             return candidate
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
 def longest_answer(
     target: em.Target, head: Eagle3Head, prompts: list[list[int]], config: BenchConfig, depth: int
 ) -> tuple[list[int], em.Output]:
-    """Something to show: a prompt and its continuation, the longest of those that do not loop."""
+    """Return a prompt and its continuation, the longest one that does not loop, as an example to show."""
     engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(depth))
     said = list(zip(prompts, engine.generate(prompts, config.params(len(prompts), config.max_tokens)), strict=True))
     fit = [pair for pair in said if not is_loop(pair[1].tokens, config.least_distinct)]
@@ -148,7 +148,7 @@ def decode(target: em.Target, tokens: list[int]) -> str:
 
 
 def show(taus: Taus, runs: list[Run], train_seconds: float, sample: em.Output, prompt: str) -> None:
-    """The end of the demo on the screen: one text, and the table."""
+    """Print the end of the demo: a text and the table."""
     plain, eagle = runs
     total = eagle.prompts + eagle.left_out_looping
     title(f"a sample, {sample.acceptance_length:.2f} tokens per forward of the target")
@@ -173,7 +173,7 @@ def show(taus: Taus, runs: list[Run], train_seconds: float, sample: em.Output, p
 
 
 def draw(taus: Taus, runs: list[Run], path: Path) -> None:
-    """Two bar charts side by side: acceptance length of the three heads, and tokens per second."""
+    """Draw two bar charts: acceptance length of the three heads, and tokens per second."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

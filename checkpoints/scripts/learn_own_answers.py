@@ -4,9 +4,9 @@
         --least-distinct 0.6 --batch 32 --output answers.jsonl
     python checkpoints/scripts/learn_own_answers.py --target checkpoints/target --answers answers.jsonl --minutes 10
 
-Rejection-sampling fine-tuning, as in the post-training of large models (Touvron et al. 2023, Llama 2, section 3.2.3):
-the model answers training prompts, answers that are not valid Python are rejected, and it learns from the others
-beside the original pairs. It becomes surer of what it says, as models that people chat with are.
+This is rejection-sampling fine-tuning, as in the post-training of large models (Touvron et al. 2023, Llama 2, section
+3.2.3). The model answers training prompts; answers that are not valid Python are rejected. It learns from the others
+and the original pairs, and becomes more confident, like the chat models that people use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_python(text: str) -> bool:
 
 
 def read_answers(files: list[Path]) -> tuple[list[str], int]:
-    """The chats whose answer is valid Python, each once, and how many there were."""
+    """Return the distinct chats whose answer is valid Python, and the total number of chats."""
     rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     chats = {}
     for row in rows:

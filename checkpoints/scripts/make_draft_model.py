@@ -1,11 +1,11 @@
-"""A small draft model for the embedded target, to compare the head with: the target's own layers, distilled.
+"""Make a small draft model for the embedded target, as a baseline for heads, by distilling the target's own layers.
 
     python checkpoints/scripts/make_draft_model.py --target checkpoints/target --answers answers/*.jsonl \\
         --layers 2 --cpu-minutes 60 --output out/draft
 
-The best that is known of for so little training: it begins as the target's embedding and a few of its layers (Sanh et
-al. 2019, DistilBERT, section 3), and learns the target's whole distribution (Hinton et al. 2015) on the answers that
-the head learnt from, and on the source itself. The budget is processor time, so that it is the same on a busy machine.
+This is the best known method for so little training. The model starts as the target's embedding and a few of its layers
+(Sanh et al. 2019, DistilBERT, section 3). It learns the target's whole distribution (Hinton et al. 2015) on the answers
+that the head was trained on, and on the source. The budget is processor time, so a busy machine does not change it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def whole_target(folder: Path) -> qwen3.Model:
 
 
 def first_draft(target: qwen3.Model, shape: Shape) -> qwen3.Model:
-    """The target's embedding, norm and layers evenly spread over its depth, the last one included."""
+    """Return a model of the target's embedding, norm, and layers evenly spread over its depth, with the last one."""
     model = build_model(shape)
     depth, kept = len(target.layers), shape.num_hidden_layers
     chosen = [round((i + 1) * depth / kept) - 1 for i in range(kept)]
@@ -52,7 +52,7 @@ def first_draft(target: qwen3.Model, shape: Shape) -> qwen3.Model:
 
 
 def distillation_loss(model: qwen3.Model, tokens: mx.array, wanted: mx.array) -> mx.array:
-    """Cross entropy with the target's distribution. tokens: [B, L] int32; wanted: [B, L, V] float32."""
+    """Return the cross entropy with the target's distribution. tokens: [B, L] int32; wanted: [B, L, V] float32."""
     logits = model(tokens)
     return mx.mean(fastmath.log_sum_exp(logits)[..., 0] - (wanted * logits).sum(axis=-1))
 

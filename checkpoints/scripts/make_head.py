@@ -1,11 +1,10 @@
-"""Train the head that ships: the target answers the training prompts itself, then eagle-train learns from that.
+"""Train the included head: the target answers the training prompts, then eagle-train learns from the answers.
 
     python checkpoints/scripts/make_head.py --work out/make_head --minutes 60
 
-A head has to predict what the target says, so most of its data are the target's own answers, greedy and sampled, those
-that loop left out. The rest is the source as it stands. Checkpoints are chosen on held-out prompts that no published
-figure uses: the figures are taken on the first 100 of prompts.jsonl, the choice on the others. Finished steps are kept
-in the work folder, so that a run cut short goes on where it stopped.
+A head must predict the target's text, so most of its data are the target's own answers, greedy and sampled, without
+those that loop. The rest is the source itself. Published figures use the first 100 prompts of prompts.jsonl;
+checkpoints are chosen on the others. Finished steps are kept in the work folder, so an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from pathlib import Path
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 MEASURED = 100
-"""Prompts at the start of prompts.jsonl that are kept for the figures."""
+"""The first prompts of prompts.jsonl, which are reserved for published figures."""
 SOURCE = 3000
-"""Conversations and files of the source."""
+"""Conversations and files from the source."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Training prompts that the target answers."""
+    """Training prompts for the target to answer."""
 
     source: str
     limit: int
@@ -44,14 +43,14 @@ ANSWERED = (
 
 
 def command(module: str, *args: str | Path) -> None:
-    """Run one of the project's commands; exits with its status where it fails."""
+    """Run one of the project's commands; exit with its status if it fails."""
     status = subprocess.run([sys.executable, "-m", f"eagle_mlx.{module}", *map(str, args)], check=False).returncode
     if status:
         sys.exit(status)
 
 
 def regenerate(target: Path, asked: Asked, seed: int, work: Path) -> Path:
-    """The target's answers; sampled ones to another choice of prompts, in another order."""
+    """Return the target's answers. Sampled answers use other prompts, in another order."""
     output = work / asked.name()
     if not output.exists():
         seed += asked.temperature > 0
@@ -81,7 +80,7 @@ def main() -> None:
     choosing = args.work / "choosing.jsonl"
     choosing.write_text("".join(lines(args.prompts)[MEASURED:]), encoding="utf-8")
     answers = [regenerate(args.target, asked, args.seed, args.work) for asked in ANSWERED]
-    shares = {str(path): len(lines(path)) for path in answers} | {"builtin:python": SOURCE}  # so all of each
+    shares = {str(path): len(lines(path)) for path in answers} | {"builtin:python": SOURCE}  # include all of each
     mix = [flag for source, share in shares.items() for flag in ("--data", f"{source}={share}")]
     data = [*mix, "--limit", str(sum(shares.values()))]
     minutes = ("--minutes", str(args.minutes)) if args.minutes is not None else ()

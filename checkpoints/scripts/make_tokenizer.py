@@ -14,8 +14,8 @@ from eagle_mlx.data_pipelines.sources.stdlib import iter_files
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
 
-# A word keeps the character in front of it (space, dot, underscore), so `.append` and ` self` are units;
-# a run of white space leaves its last space to the word, so a line break and its indentation are one unit.
+# A word includes the character before it (space, dot, underscore), so `.append` and ` self` are units. White space
+# leaves its last space to the next word, so a line break and its indentation are one unit.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = (
@@ -46,7 +46,7 @@ def train_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json and the template, as `transformers` reads them."""
+    """Write tokenizer.json, tokenizer_config.json and the template for `transformers`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -1,10 +1,9 @@
-"""Fetch a real model, let it answer questions in every way there is to decode, and show what each way gains.
+"""Fetch a real model, let it answer questions in all decoding modes, and show the gain of each mode.
 
     python checkpoints/scripts/real.py --output out/real
 
-The model is SmolLM2-135M-Instruct; make_real_model.py fetches, checks and converts it, the first time only. Writes
-report.json and summary.png beside its folders. Where no head ships for it the modes of a head are left out, and so are
-their figures.
+The model is SmolLM2-135M-Instruct. On the first run, make_real_model.py fetches, checks and converts it. Writes
+report.json and summary.png to the output folder. If there is no head, modes with a head and their figures are left out.
 """
 
 from __future__ import annotations
@@ -38,33 +37,33 @@ from eagle_mlx.serve.prompts import read_questions
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 HEAD = CHECKPOINTS / make_real_model.NAME
-"""The head that ships for the model."""
+"""The included head for the model."""
 OWN_QUESTIONS = CHECKPOINTS / "questions.jsonl"
 BESIDE = CHECKPOINTS.parents[1] / "shared" / "data" / "spec_bench.jsonl"
-"""Spec-Bench beside the checkout, where somebody has put it there."""
+"""Spec-Bench in a folder next to the checkout, if it is there."""
 NO_HEAD = "none"
 TAU_DEPTH = 4
-"""The chain whose acceptance length is reported, as in the other figures of this project."""
+"""The chain length for the reported acceptance length, as in this project's other figures."""
 CHAINS = (2, TAU_DEPTH)
-"""Chains of a fixed length: for heads that guess few tokens right, and for those that guess many."""
+"""Fixed chain lengths: for heads that predict few tokens correctly, and for those that predict many."""
 TREES = (8, 16)
-"""Draft tokens of trees, for the same reason; on a CPU larger ones cost more than they give (docs/measurements.md)."""
+"""Draft tokens of trees, for the same reason. On a CPU larger trees cost more than they gain (docs/measurements.md)."""
 LIMIT = 13
-"""One question of each of Spec-Bench's categories: 21 turns, whose prompts are 3,600 tokens."""
+"""One question of each of Spec-Bench's categories: 21 turns with 3,600 prompt tokens."""
 MAX_TOKENS = 40
-"""Of each answer, so that two cores need less than 20 minutes for eight modes.
+"""Tokens per answer. With this limit, eight modes take less than 20 minutes on two cores.
 
-Plain in float32, SmolLM2-135M has 16.7 tokens/s: 8 minutes. Each prompt is read twice, once for the first token's time.
+Plain decoding in float32 has 16.7 tokens/s: 8 minutes. Each prompt is read twice, once to time the first token.
 """
 _COLOURS = {"ngram": "#e69f00", "eagle": "#009e73", "hybrid": "#0072b2"}
 TURN = 8
-"""Tokens after which the modes change over, as in the other figures of this project: a machine's speed varies."""
+"""Tokens after which modes change over, as in this project's other figures: a machine's speed varies."""
 
 
 def head_of(given: str | None) -> Path | None:
-    """The folder of the head to decode with; None, with a line that says why, where there is none.
+    """Return the folder of the head, or print why there is none and return None.
 
-    Raises EagleError where the one that was named is not there.
+    Raises EagleError if the named folder does not exist.
     """
     if given == NO_HEAD or (given is None and not _is_head(HEAD)):
         why = "--head none was given" if given == NO_HEAD else f"none ships in {HEAD}"
@@ -81,7 +80,7 @@ def _is_head(folder: Path) -> bool:
 
 
 def questions_of(given: Path | None) -> Path:
-    """The file of questions: the one that is named, else Spec-Bench where it is to be had, else this project's own."""
+    """Return the file of questions: the named one, else Spec-Bench if available, else this project's own."""
     if given is not None:
         return given
     if named := os.environ.get("SPEC_BENCH"):
@@ -90,8 +89,9 @@ def questions_of(given: Path | None) -> Path:
 
 
 def modes_of(target: em.Target, head: DraftHead | None) -> list[Mode]:
-    """The ways to decode: mlx-lm's, plain, n-grams; with a head by `throughput`, n-grams beside it and alone, in chains
-    and in trees.
+    """Return the modes: mlx-lm, plain, n-grams, and with a head also the head's modes.
+
+    These are the head with and without n-grams under the policy `throughput`, and the head in fixed chains and trees.
     """
     models = Models(target, head)
     modes = build_modes(models, ["mlx-lm", "plain"], [1], [])
@@ -105,10 +105,10 @@ def modes_of(target: em.Target, head: DraftHead | None) -> list[Mode]:
 
 
 def figures(runs: Sequence[Run]) -> dict[str, object]:
-    """What is reported first. Speedups are ratios of tokens/s to mlx-lm's; the first is that of a head with n-grams
-    beside it, which is how eagle-serve drafts with a head.
+    """Return the main figures. Speedups are ratios of tokens/s to mlx-lm's. The first is for a head with n-grams, which
+    eagle-serve uses if there is a head.
 
-    A head's figures are there only where one drafted, and τ only of categories with an answer that does not loop.
+    A head's figures need a head. τ covers only categories with an answer that does not loop.
     """
     found: dict[str, object] = {
         "identical": all(run.identical for run in runs),
@@ -138,13 +138,13 @@ def _speedups(runs: Sequence[Run], mode: str) -> list[float]:
 
 
 def chain_of(runs: Sequence[Run]) -> Run | None:
-    """The head's chain of four, whose τ is reported; None without a head."""
+    """Return the head's run with a chain of four, which gives the reported τ; None without a head."""
     wanted = ("eagle", "fixed", TAU_DEPTH, 0)
     return next((run for run in runs if (run.mode, run.policy, run.depth, run.nodes) == wanted), None)
 
 
 def run(args: argparse.Namespace) -> bool:
-    """Measure, write, show. Returns whether all modes gave mlx-lm's text. Raises EagleError."""
+    """Measure, write and show. Return whether all modes gave mlx-lm's text. Raises EagleError."""
     began = time.perf_counter()
     source, head_folder = questions_of(args.prompts), head_of(args.head)
     questions = read_questions(source, args.limit)
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> bool:
     print(folder)
     target = em.load_target(folder)
     head = None
-    if head_folder is not None:  # that the own one fits is known
+    if head_folder is not None:  # the included head is known to fit
         head = em.load_head(head_folder, target, check=head_folder != HEAD)
     config = BenchConfig(max_tokens=args.max_tokens, repeats=1, turn=TURN)
     modes = modes_of(target, head)
@@ -189,7 +189,7 @@ def run(args: argparse.Namespace) -> bool:
 
 
 def prepare(folder: Path) -> tuple[Path, Path]:
-    """Where report and picture go, made and seen to be writable before, rather than after, the measurement."""
+    """Return the paths of report and picture. Creates the folder and checks that it is writable before measuring."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -205,14 +205,14 @@ def title(text: str) -> None:
 
 
 def name_of(run: Run) -> str:
-    """A mode as the picture names it."""
+    """Return a mode's name in the picture."""
     if run.mode == "eagle" and run.policy == "fixed":
         return f"tree of {run.nodes}" if run.nodes else f"chain of {run.depth}"
     return {"ngram": "n-grams", "eagle": "head", "hybrid": "head, n-grams"}.get(run.mode, run.mode)
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Bars of tokens per second, and beside them τ by category where a head drafted. Raises OutputError."""
+    """Draw bars of tokens per second and, if a head drafted, τ by category. Raises OutputError."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -268,7 +268,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """0; 1 where a text differs from mlx-lm's, 2 for an error, 130 when interrupted."""
+    """Return 0, 1 if a text differs from mlx-lm's, 2 for an error, or 130 if interrupted."""
     args = parse_arguments()
     print(f"blas: {blas.activate()}")
     try:

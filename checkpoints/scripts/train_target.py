@@ -1,10 +1,10 @@
-"""Train the embedded target: a deep and narrow Qwen3 that writes Python, for a stated time.
+"""Train the embedded target, a deep and narrow Qwen3 that writes Python, for a given time.
 
     python checkpoints/scripts/train_target.py --output checkpoints/target --minutes 60
 
-On the CPU it runs one process per core, each with one BLAS thread, which is faster than one process with several;
-on a GPU one process (--processes 1). The tokenizer must stand in the output folder first
-(make_tokenizer.py). A checkpoint is written every few minutes, so that a run cut short leaves its last one.
+On a CPU it runs one process per core with one BLAS thread each, which is faster than one process with several. On a GPU
+it runs one process (--processes 1). Run make_tokenizer.py first: the output folder must have the tokenizer. Checkpoints
+are written every few minutes, so an interrupted run leaves the last one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_ANSWER_CHARS = 700
 
 @dataclass(frozen=True)
 class Shape:
-    """The target's architecture, in the words of its config.json."""
+    """The target's architecture, with the names of its config.json."""
 
     model_type: str = "qwen3"
     hidden_size: int = 192
@@ -61,18 +61,18 @@ class Shape:
 @dataclass(frozen=True)
 class Recipe:
     rows: int
-    """Rows of a step, all processes together."""
+    """Rows per step, over all processes."""
     length: int
     muon_lr: float
     adam_lr: float
     chat_share: float
-    """Share of rows that are chat pairs; it rises to 0.9 while the learning rate falls."""
+    """The share of rows that are chat pairs. It rises to 0.9 while the learning rate falls."""
     decay_from: float = 0.55
-    """Fraction of the time after which the learning rates fall linearly to 2 %."""
+    """The fraction of the time after which the learning rates fall linearly to 2%."""
 
 
 def use_fast_cpu_math() -> None:
-    """On the CPU, train with forms that avoid MLX's slow exponentials; the function computed is the same."""
+    """On a CPU, train with functions that avoid MLX's slow exponentials but compute the same."""
     if not use_shortcuts():
         return
     causal = mx.triu(mx.full((512, 512), -1e9), k=1)
@@ -95,9 +95,9 @@ def chat_text(function: Function) -> str:
 
 
 def token_streams(tokenizer: Tokenizer, split: Split, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
-    """The split's chat pairs and plain files as two token streams, and the bytes of the chat pairs.
+    """Return the split's chat pairs and plain files as two token streams, and the chat pairs' bytes.
 
-    Functions with a docstring come three times in training, since they are what the target is for.
+    Functions with a docstring occur three times in training, because they are the target's purpose.
     """
     files = list(iter_files(split))
     pairs: dict[str, Function] = {}
@@ -117,7 +117,7 @@ def token_streams(tokenizer: Tokenizer, split: Split, rng: np.random.Generator) 
 
 
 def rows_of(stream: np.ndarray, length: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Rows of length + 1 for ever: each epoch cuts the stream from a new offset, in a new order."""
+    """Yield rows of length + 1 endlessly. Each epoch cuts the stream from a new offset, in a new order."""
     while True:
         start = int(rng.integers(length))
         starts = np.arange(start, len(stream) - length - 1, length)
@@ -142,7 +142,7 @@ def next_token_loss(model: qwen3.Model, rows: mx.array) -> mx.array:
 
 
 def held_out_loss(model: qwen3.Model, stream: np.ndarray, length: int, limit: int = 256) -> float:
-    """Mean loss per token over consecutive rows of the stream."""
+    """Return the mean loss per token over consecutive rows of the stream."""
     starts = range(0, len(stream) - length - 1, length)
     rows = np.stack([stream[s : s + length + 1] for s in list(starts)[:limit]])
     losses = [
@@ -158,7 +158,7 @@ def learning_rate_factor(progress: float, recipe: Recipe) -> float:
 
 
 def save(model: qwen3.Model, shape: Shape, folder: Path, report: dict[str, Any]) -> None:
-    """Write weights in bfloat16, config and report; the weights through a rename, so they are always whole."""
+    """Write weights in bfloat16, config and report. Weights are written atomically."""
     weights = {k: v.astype(mx.bfloat16) for k, v in tree_flatten(model.parameters())}
     part = folder / "part.safetensors"
     mx.save_safetensors(str(part), weights, metadata={"format": "mlx"})
@@ -179,7 +179,7 @@ class Corpus:
 
 
 class Trainer:
-    """One process of a data-parallel run; every process holds the same weights and draws its own rows."""
+    """One process of a data-parallel run. All processes have the same weights; each draws its own rows."""
 
     def __init__(self, recipe: Recipe, corpus: Corpus, seed: int):
         self.recipe = recipe
@@ -196,12 +196,12 @@ class Trainer:
         self.sources = [rows_of(stream, recipe.length, self.rng) for stream in (corpus.chat, corpus.plain)]
 
     def agree_on(self, value: float) -> float:
-        """The first process's value, in all of them."""
+        """Return the first process's value in all processes."""
         own = value if self.group.rank() == 0 else 0.0
         return float(mx.distributed.all_sum(mx.array(own), group=self.group).item())
 
     def step(self, progress: float, micro_rows: int) -> tuple[float, float]:
-        """One update at this fraction of the run; the loss and the gradient's norm."""
+        """Make one update at this fraction of the run. Return the loss and the gradient's norm."""
         recipe = self.recipe
         falling = max(0.0, (progress - recipe.decay_from) / (1 - recipe.decay_from))
         chat_share = recipe.chat_share + (0.9 - recipe.chat_share) * falling
@@ -222,11 +222,11 @@ class Trainer:
         self.adam.learning_rate = self.recipe.adam_lr * factor
 
     def draw(self, count: int, chat_share: float) -> mx.array:
-        """Rows [count, length + 1] int32 of this process's own."""
+        """Return rows [count, length + 1] int32 for this process."""
         return mx.array(np.stack([next(self.sources[int(self.rng.random() > chat_share)]) for _ in range(count)]))
 
     def update(self, grads: Any) -> float:
-        """Average the gradients over the processes and take a step; the gradient's norm before clipping."""
+        """Average the gradients over the processes and take a step. Return the gradient's norm before clipping."""
         grads, norm = optim.clip_grad_norm(nn.average_gradients(grads), 1.0)
         self.optimizer.update(self.model, grads)
         mx.eval(self.model.parameters(), self.optimizer.state)
@@ -269,7 +269,7 @@ def train(args: argparse.Namespace, recipe: Recipe) -> None:
 
 
 def finish(model: qwen3.Model, folder: Path, report: dict[str, Any], held_out: Corpus, length: int) -> None:
-    """Round the weights to their stored type, measure them on the held-out files, and save both."""
+    """Round the weights to their stored type, measure them on the held-out files, and save them and the measurement."""
     model.update(tree_map(lambda w: w.astype(mx.bfloat16).astype(mx.float32), model.parameters()))
     report["parameters"] = sum(v.size for _, v in tree_flatten(model.parameters()))
     report["device"] = str(mx.default_device())
@@ -285,9 +285,9 @@ def finish(model: qwen3.Model, folder: Path, report: dict[str, Any], held_out: C
 
 
 def run_processes(count: int) -> int:
-    """Run this command once per core, joined by MLX's ring over the loopback interface; the worst exit code.
+    """Run this command once per core, joined by MLX's ring over loopback. Return the worst exit code.
 
-    (mlx.launch does the same, but its monitor polls without a pause and takes half a core.)
+    mlx.launch does the same, but its monitor polls continuously and takes half a core.
     """
     ports = []
     for _ in range(count):
@@ -298,7 +298,7 @@ def run_processes(count: int) -> int:
         json.dump([[f"127.0.0.1:{port}"] for port in ports], hosts)
         hosts.flush()
         one_thread = {"OPENBLAS_NUM_THREADS": "1", "MLX_HOSTFILE": hosts.name}
-        # Large buffers come and go every step: keep them in the heap instead of mapping fresh pages.
+        # Every step allocates and frees large buffers. Keep them in the heap to avoid fresh pages.
         keep_pages = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_ARENA_MAX": "1"}
         workers = [
             subprocess.Popen(
@@ -310,7 +310,7 @@ def run_processes(count: int) -> int:
 
 
 def parse_and_spread(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments, with --processes among them; where those are several, this process runs them and ends."""
+    """Parse the arguments, --processes among them. If there are several processes, run them and exit."""
     cores = (os.cpu_count() or 1) if mx.default_device() == mx.Device(mx.cpu) else 1
     parser.add_argument("--processes", type=int, default=cores, help="data-parallel processes (default: %(default)s)")
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Second stage of the embedded target: unlearn the loops that a small model falls into when decoded greedily.
+"""Second stage of the embedded target: unlearn the loops of small models in greedy decoding.
 
     python checkpoints/scripts/unlearn_loops.py --target checkpoints/target --minutes 8
 
-Sequence-level unlikelihood (Welleck et al. 2020, "Neural Text Generation with Unlikelihood Training", section 5.2): the
-model decodes training prompts greedily, and where a 4-gram of its own continuation comes back, the token that
-completes it is made less likely; ordinary next-token training goes on beside it.
+This is sequence-level unlikelihood (Welleck et al. 2020, "Neural Text Generation with Unlikelihood Training", section
+5.2). The model decodes training prompts greedily. If a 4-gram of its continuation repeats, the token that completes it
+becomes less likely. Ordinary next-token training continues alongside.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CONTINUATION = 128
 
 
 def training_prompts(tokenizer: Tokenizer, seed: int, limit: int = 200) -> list[list[int]]:
-    """Chat prompts of the training split's functions that have a docstring, of at most `limit` tokens."""
+    """Return chat prompts for the training split's functions with a docstring, of at most `limit` tokens."""
     texts = [
         f"<|im_start|>user\n{f.prompt}<|im_end|>\n<|im_start|>assistant\n"
         for f in iter_functions("train")
@@ -56,7 +56,7 @@ def training_prompts(tokenizer: Tokenizer, seed: int, limit: int = 200) -> list[
 
 
 def repeats(tokens: Sequence[int]) -> list[bool]:
-    """For each token, whether it completes an n-gram that ended earlier in the same tokens."""
+    """For each token, return whether it completes an n-gram that occurred earlier in the tokens."""
     seen: set[tuple[int, ...]] = set()
     marks = []
     for end in range(1, len(tokens) + 1):
@@ -67,7 +67,7 @@ def repeats(tokens: Sequence[int]) -> list[bool]:
 
 
 def looping_rows(prompts: list[list[int]], outputs: list[em.Output]) -> tuple[mx.array, mx.array]:
-    """Prompts with their continuations [R, L] int32, right-padded, and where the next token repeats [R, L - 1]."""
+    """Return prompts with continuations [R, L] int32, right-padded, and where the next token repeats [R, L - 1]."""
     texts = [p + o.tokens for p, o in zip(prompts, outputs, strict=True)]
     marks = [[False] * len(p) + repeats(o.tokens) for p, o in zip(prompts, outputs, strict=True)]
     width = max(map(len, texts))
@@ -76,7 +76,7 @@ def looping_rows(prompts: list[list[int]], outputs: list[em.Output]) -> tuple[mx
 
 
 def unlikelihood_loss(model: qwen3.Model, tokens: mx.array, marks: mx.array) -> mx.array:
-    """Mean over the rows' marked tokens, weighted by how many there are, of -log(1 - p(token))."""
+    """Return the sum of -log(1 - p(token)) over marked tokens, divided by the number of the continuations' tokens."""
     logits, following = model(tokens[:, :-1]), tokens[:, 1:]
     picked = mx.take_along_axis(logits, following[..., None], axis=-1) - fastmath.log_sum_exp(logits)
     against = -mx.log(mx.maximum(1 - mx.exp(picked[..., 0]), 1e-4))
