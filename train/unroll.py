@@ -1,7 +1,7 @@
-"""Draft steps unrolled in training, for heads of any make: each is fed the head's own output of the step before.
+"""Unrolled draft steps for training any head: each step reads the head's output of the previous step.
 
-Each layer is given the cache that drafting would have. What a step computes may be forgotten, and computed again when
-its gradient is due: memory for time.
+Each layer gets the same cache as when drafting. Optionally, a step's intermediate values are recomputed in the backward
+pass, which saves memory but takes time.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 Step = Callable[..., list[mx.array]]
-"""Arrays in, arrays out."""
+"""A function from arrays to arrays."""
 NOT_IN_A_STEP = ("fc_norm", "input_norm", "lm_head", "embed_tokens")
-"""Parts that no head uses in a draft step."""
+"""Parts of heads that are never used in a draft step."""
 
 
 class UnrolledCache:
-    """One layer's keys and values while drafts run behind every position at once, in mlx-lm's cache protocol.
+    """One layer's keys and values for drafts at all positions at once, with mlx-lm's cache protocol.
 
-    First come the L entries of step 0, made of the target's hidden states; then, step by step, L entries that the
-    drafts have made, of which the query at index t sees the t-th alone. Index t of step j stands at position t + j.
+    Step 0 adds L entries computed from the target's hidden states. Each later step adds L entries of its drafts, of
+    which the query at index t attends only to the t-th. Index t of step j has position t + j.
     """
 
     def __init__(self, segments: mx.array, past: Sequence[tuple[mx.array, mx.array]] = ()):
-        """segments [B, L] int32: what lies in one segment sees nothing of another; the steps before are in `past`."""
+        """segments [B, L] int32: indices do not attend to other segments. past: keys and values of earlier steps."""
         self.offset = len(past)
-        """The step that is computed, which is how far its positions are from the indices."""
+        """The current step, which is also the offset from indices to positions."""
         self._segments = segments
         self._keys = [keys for keys, _ in past]
         self._values = [values for _, values in past]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add a step's [B, heads, L, D]; returns all steps', [B, heads, (step + 1) * L, D]."""
+        """Add a step's keys and values [B, heads, L, D]. Return those of all steps [B, heads, (step + 1) * L, D]."""
         self._keys.append(keys)
         self._values.append(values)
         if len(self._keys) == 1:
@@ -45,9 +45,9 @@ class UnrolledCache:
         return mx.concatenate(self._keys, axis=2), mx.concatenate(self._values, axis=2)
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Which of all steps' keys each index sees, bool [B, 1, L, (step + 1) * L]; always an array.
+        """Return the mask over the keys of all steps, bool [B, 1, L, (step + 1) * L]; always an array.
 
-        In a window only positions t + step - window_size + 1 .. t + step are seen.
+        With a window, index t attends only to positions t + step - window_size + 1 .. t + step.
         """
         at = mx.arange(count)
         back = at[:, None] - at + self.offset  # positions from the query back to the keys of step 0
@@ -63,7 +63,7 @@ class UnrolledCache:
 
     @property
     def latest(self) -> tuple[mx.array, mx.array]:
-        """Keys and values of the newest step."""
+        """Keys and values of the latest step."""
         return self._keys[-1], self._values[-1]
 
 
@@ -76,15 +76,15 @@ def unroll_feedback(
     steps: int,
     recompute: bool = False,
 ) -> list[mx.array]:
-    """A head's output at the given positions for each draft step: `steps` times [B, P, H].
+    """Return a head's output at the given positions for each draft step: `steps` times [B, P, H].
 
-    The same as `kinds/eagle3/unroll.py`, argument by argument, but what comes out is what the head itself returns: the
-    next step's feature and what `head.logits` reads. All L positions are computed in every step.
+    Arguments are as in `kinds/eagle3/unroll.py`. The outputs are the head's own, used as the next step's feature and by
+    `head.logits`. Every step computes all L positions.
     """
     layers = head.cache_layers
 
     def draft(step: int, h: mx.array, *past: mx.array) -> list[mx.array]:
-        """The output, then keys and values layer by layer; `past` has the latter of each step before."""
+        """Return the output, then each layer's keys and values. `past` has the keys and values of earlier steps."""
         pairs = list(zip(past[::2], past[1::2], strict=True))
         caches = [UnrolledCache(segments, pairs[layer::layers]) for layer in range(layers)]
         behind = mx.repeat(embeddings[:, -1:], step + 1, axis=1)
@@ -105,18 +105,18 @@ def unroll_feedback(
 
 
 def take_rows(x: mx.array, positions: mx.array) -> mx.array:
-    """x [B, L, H] at positions [B, P] -> [B, P, H]."""
+    """Return x [B, L, H] at positions [B, P] as [B, P, H]."""
     b, length, width = x.shape
     flat = positions + mx.arange(b)[:, None] * length
     return x.reshape(b * length, width)[flat]
 
 
 def recomputed(module: nn.Module, step: Step, without: Collection[str] = ()) -> Step:
-    """`step` with the same outputs and gradients, of which only inputs and outputs are kept for the backward pass.
+    """Return `step` with the same outputs and gradients that only keeps inputs and outputs for the backward pass.
 
-    Gradients reach the arguments and the module's trainable weights, but for those of the parts named in `without`;
-    whatever else the step uses counts as constant. It is computed again only once the gradient of its outputs is
-    there: `mx.checkpoint` leaves that open, and MLX then computes several steps again at once.
+    Gradients reach the arguments and the module's trainable weights, except in the parts named in `without`; everything
+    else is constant. The step is recomputed only when the gradients of its outputs are ready. With `mx.checkpoint`, MLX
+    may recompute several steps at the same time.
     """
 
     def call(*arrays: mx.array) -> list[mx.array]:
@@ -139,7 +139,7 @@ def recomputed(module: nn.Module, step: Step, without: Collection[str] = ()) -> 
 
 
 def weights_but(module: nn.Module, without: Collection[str] = ()) -> tuple[list[str], list[mx.array]]:
-    """Names and values of the module's trainable weights outside its parts `without`."""
+    """Return names and values of the module's trainable weights, except in the parts `without`."""
     parts = {name: part for name, part in module.trainable_parameters().items() if name not in without}
     leaves = cast(list[tuple[str, mx.array]], tree_flatten(parts))
     return [name for name, _ in leaves], [value for _, value in leaves]
@@ -147,7 +147,7 @@ def weights_but(module: nn.Module, without: Collection[str] = ()) -> tuple[list[
 
 @contextlib.contextmanager
 def holding(module: nn.Module, names: Sequence[str], values: Sequence[mx.array]) -> Iterator[None]:
-    """The module with other values for the weights of these names, within the block."""
+    """Context in which the named weights of the module have other values."""
     before = dict(cast(list[tuple[str, mx.array]], tree_flatten(module.trainable_parameters())))
     module.update(tree_unflatten(list(zip(names, values, strict=True))))
     try:
@@ -157,29 +157,29 @@ def holding(module: nn.Module, names: Sequence[str], values: Sequence[mx.array])
 
 
 class Relay:
-    """A module's weights on their way from draft step to draft step."""
+    """Passes a module's weights from draft step to draft step."""
 
     def __init__(self, module: nn.Module, without: Collection[str] = ()):
-        """The trainable weights, but for those of the parts named in `without`."""
+        """without: names of parts whose weights are not passed on."""
         self._module = module
         self._names, self._weights = weights_but(module, without)
 
     def hand_on(self, *arrays: mx.array) -> list[mx.array]:
-        """What the next draft step reads of the steps before it, floating numbers, as it is to read it."""
+        """Return floating-point arrays for the next draft step, after `handed_on`."""
         count = len(self._names)
         handed = handed_on(count, [*self._weights, *arrays])
         self._weights = handed[:count]
         return handed[count:]
 
     def holding(self) -> contextlib.AbstractContextManager[None]:
-        """The module with the weights as they were handed on last, within the block."""
+        """Context in which the module has the weights that were last handed on."""
         return holding(self._module, self._names, self._weights)
 
 
 def handed_on(count: int, arrays: list[mx.array]) -> list[mx.array]:
-    """The same arrays. In the backward pass none of their gradients is read before all of them are there.
+    """Return the same arrays. In the backward pass, no gradient is used before all of them are ready.
 
-    Gradients of the first `count` go on in float32, so that the sum over the steps is exact whatever the weights are.
+    The gradients of the first `count` are cast to float32, so the sum over steps does not lose precision.
     """
     forward: Any = mx.custom_function(lambda *given: list(given))
 

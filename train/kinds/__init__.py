@@ -1,4 +1,4 @@
-"""The kinds of heads that can be trained, and what each makes of settings that are left open."""
+"""The kinds of heads that can be trained, and their defaults for settings."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .eagle3 import Eagle3Kind
 from .mtp import MTPKind
 
 KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (Eagle3Kind(), EagleKind(), MTPKind())}
-"""The recipe of each kind of head, by the kind's name."""
+"""The kinds, by name."""
 OPEN = TrainConfig().flat()
-"""What a setting is where nothing was said of it."""
+"""The value of every setting that is left open."""
 RATE, RATE_WIDTH = 1e-4, 4096
-"""The peak learning rate of AdamW for heads of targets of a width."""
+"""Peak learning rate of AdamW for heads of targets with this hidden size."""
 
 __all__ = ["KINDS", "OPEN", "Head", "Kind", "aux_layers_of", "freeze_embedding", "kind_of", "resolved"]
 
 
 def kind_of(head: object) -> Kind[Any]:
-    """The kind of a head that exists. Raises ConfigError for one that cannot be trained."""
+    """Return the kind of an existing head. Raises ConfigError if it cannot be trained."""
     for kind in KINDS.values():
         if isinstance(head, kind.head_class):
             return kind
@@ -32,18 +32,18 @@ def kind_of(head: object) -> Kind[Any]:
 
 
 def aux_layers_of(target: Target, config: TrainConfig, head: object = None) -> tuple[int, ...]:
-    """The target's layers, besides the last one, that a head reads: a new one of these settings, or one that exists."""
+    """Return the target layers, besides the last, that `head` reads, or a new head with these settings."""
     return KINDS[config.head.kind].aux_layers(target, config) if head is None else kind_of(head).aux_layers_of(head)
 
 
 def resolved(config: TrainConfig, target: Target | None = None) -> TrainConfig:
-    """The config with the kind's own values where it was left open; one that is resolved already stays as it is.
+    """Return the config with the kind's defaults for open settings. A resolved config does not change.
 
-    The learning rate follows the target's width, and stays open where no target is given. The best one of Adam is
-    inverse to the width of a network (Yang et al. 2022, arXiv 2203.03466, table 3). The field's is 1e-4 for heads of
-    targets of 8 billion parameters, which are 4,096 wide (SpecForge's scripts).
+    The learning rate depends on the target's hidden size, and stays open without a target. Adam's best learning rate is
+    inversely proportional to a network's width (Yang et al. 2022, arXiv 2203.03466, table 3). The usual rate is 1e-4
+    for heads of targets with 8 billion parameters, which are 4,096 wide (SpecForge's scripts).
 
-    Raises ConfigError for a setting that the kind has no use for.
+    Raises ConfigError if the kind does not support a setting.
     """
     kind = KINDS[config.head.kind]
     for name, reason in kind.foreign.items():
@@ -54,12 +54,12 @@ def resolved(config: TrainConfig, target: Target | None = None) -> TrainConfig:
         own.pop("decay", None)
         own["unroll"] = len(config.optimization.step_weights)
     if config.head.init_from:
-        for name in ("draft_vocab", "feature_norm", "recycle"):  # as the head has it
+        for name in ("draft_vocab", "feature_norm", "recycle"):  # the loaded head determines these
             own.pop(name, None)
     if config.head.layers > 1 and "recycle" in own:
-        own["recycle"] = "output"  # which has the size that the copies of the target's layers read
+        own["recycle"] = "output"  # its scale is what the copies of the target's layers expect
     if config.optimization.hours:
-        own["states"] = "disk"  # what is made is captured on to it
+        own["states"] = "disk"  # hidden states are saved while data is made
     if target is not None and not config.optimization.lr:
         own["lr"] = RATE * RATE_WIDTH / target.hidden_size
     return config.changed(**own)

@@ -1,4 +1,4 @@
-"""What differs between kinds of heads, as far as training is concerned."""
+"""Base class for the kinds of heads: everything in training that depends on the kind."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from .least_squares import Matrix, Moments
 Head = HeadBase[Any]
 H = TypeVar("H", bound=Head)
 SPREAD = 0.02
-"""Of random weights."""
+"""Standard deviation of random weights."""
 Jitter = Callable[[mx.array], mx.array]
-"""Adds noise to float32 hidden states [B, L, n], and gives them the type in which the head computes."""
+"""Adds noise to float32 hidden states [B, L, n], and casts them to the head's compute dtype."""
 
 
 class Kind(ABC, Generic[H]):
-    """A kind of head: how it begins, what it reads, how its draft steps run, how it is written.
+    """A kind of head: how to initialize it, which states it reads, how it unrolls draft steps, how to save it.
 
-    Unless it says otherwise it reads the last layer alone, and drafts the target's whole vocabulary.
+    By default it reads only the last layer, and drafts the target's whole vocabulary.
     """
 
     defaults: ClassVar[Mapping[str, Any]]
-    """What settings that are left open mean for this kind."""
+    """This kind's defaults for open settings."""
     foreign: ClassVar[Mapping[str, str]]
-    """Settings that it has no use for, and why."""
+    """Settings that it does not support, with reasons."""
     head_class: type[H]
 
     @property
     def name(self) -> str:
-        """As `--head` has it."""
+        """The value of `--head`."""
         return next(kind.name for kind in KINDS.values() if kind.head_class is self.head_class)
 
     @property
@@ -53,47 +53,47 @@ class Kind(ABC, Generic[H]):
 
     @abstractmethod
     def blank(self, target: Target, config: TrainConfig) -> H:
-        """Return a head of the shape that the settings ask for, without values.
+        """Return a head with the configured shape and without meaningful weights.
 
-        A draft vocabulary has the size that is asked for. Raises ConfigError if the target cannot have such a head.
+        Its draft vocabulary has the configured size. Raises ConfigError if the target cannot have such a head.
         """
 
     def check(self, target: Target, config: TrainConfig) -> None:
-        """Raise ConfigError, before anything is captured, if no such head can be made for the target."""
+        """Raise ConfigError if no such head can be made for the target. Called before any states are captured."""
         self.blank(target, config)
 
     def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
-        """Target layers, besides the last one, whose outputs a new head reads."""
+        """Return the target layers, besides the last, that a new head reads."""
         return ()
 
     def aux_layers_of(self, head: H) -> tuple[int, ...]:
-        """The same of a head that exists."""
+        """Return the target layers, besides the last, that an existing head reads."""
         return ()
 
     @abstractmethod
     def new(
         self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
     ) -> H:
-        """A head before training; `kept` [Vd] are the target's ids of the draft vocabulary, None for all."""
+        """Return an untrained head. `kept` [Vd]: the target's ids of the draft vocabulary, None for all."""
 
     @abstractmethod
     def guess(
         self, head: H, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """What the first draft step makes of a new head's linear guess, and what that guess is to be.
+        """Return the inputs and the desired outputs of a new head's linear start.
 
         following [1, L - 1, E] float32: the embeddings of tokens 1 to L - 1. aux, last [1, L, H] float32: the outputs
-        of the layers that the head reads and of the last one. Returns inputs [1, L - 1, D], those of positions 0 to
-        L - 2, and the target's states [1, L - 1, H] at the tokens behind them; where the head norms what it makes, with
-        a mean square of 1.
+        of the layers that the head reads, and of the last layer. Returns inputs [1, L - 1, D] at positions 0 to L - 2,
+        and the target's states [1, L - 1, H] at the next positions, scaled to a mean square of 1 if the head norms its
+        output.
         """
 
     @abstractmethod
     def begin_as(self, head: H, guess: Matrix, by: Moments) -> None:
-        """Let a new head make this guess: [D, H], of the inputs in their order; `by`: what it was found by."""
+        """Initialize a new head so that it computes the linear map `guess` [D, H]. `by`: the moments behind it."""
 
     def adopt(self, head: H) -> H:
-        """A loaded head made ready for training: a quantised one becomes what its weights stand for."""
+        """Return a loaded head ready for training, dequantized if necessary."""
         if head.config.quantization is None:
             return head
         plain = self.like(head, replace(head.config, quantization=None))
@@ -101,17 +101,17 @@ class Kind(ABC, Generic[H]):
         return plain
 
     def like(self, head: H, config: Any) -> H:
-        """A new head of this config, which drafts the same vocabulary."""
+        """Return a new head with this config and the same draft vocabulary."""
         make: Any = self.head_class
         made: H = make(config)
         return made
 
     def mismatches(self, head: H, config: TrainConfig) -> Mapping[str, Any]:
-        """What a loaded head has for settings that decide a new one's shape, by name."""
+        """Return a loaded head's values for the settings that determine a new head's shape, by name."""
         return {}
 
     def features(self, head: H, target: Target, states: mx.array, jitter: Jitter) -> mx.array:
-        """The captured states [B, L, (n + 1) * Ht] -> what the first draft step reads, [B, L, H], jittered."""
+        """Return the features [B, L, H] of the first draft step from captured states [B, L, (n + 1) * Ht], jittered."""
         last = last_of(states, target.hidden_size).astype(target.dtype)
         return jitter(head.features([last]).astype(mx.float32))
 
@@ -125,25 +125,25 @@ class Kind(ABC, Generic[H]):
         steps: int,
         recompute: bool = False,
     ) -> list[mx.array]:
-        """The outputs of all draft steps; see `unroll_feedback`."""
+        """Return the outputs of all draft steps; see `unroll_feedback`."""
         return unroll_feedback(head, embeddings, g, segments, positions, steps, recompute)
 
     def save(
         self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
     ) -> None:
-        """Write the head in the layout of its kind, its numbers in a type; what was there is replaced."""
+        """Write the head in its kind's layout with the given dtype. Overwrites the folder."""
         write = kind_of(head).formats[0].save
         write(head, folder, target_name=target_name, extra=extra, dtype=dtype, overwrite=True)
 
 
 def freeze_embedding(head: nn.Module) -> None:
-    """Leave a head's own embedding, if it has one, out of what is trained."""
+    """Exclude a head's own embedding, if it has one, from training."""
     if "embed_tokens" in head:
         head["embed_tokens"].freeze()
 
 
 def plain_weights(module: nn.Module) -> dict[str, mx.array]:
-    """A module's parameters by name as float32, those that are quantised as what they stand for."""
+    """Return a module's parameters by name, dequantized and in float32."""
     plain: dict[str, mx.array] = {}
     for path, part in module.named_modules():
         own = {name: value for name, value in part.items() if isinstance(value, mx.array) and not name.startswith("_")}
@@ -157,7 +157,7 @@ def plain_weights(module: nn.Module) -> dict[str, mx.array]:
 
 
 def layer_shape(target: Target, config: TrainConfig) -> dict[str, Any]:
-    """The sizes of a decoder layer as the head configs name them: the target's where none are given."""
+    """Return the sizes of a decoder layer, with the names of head configs; by default the target's sizes."""
     args = getattr(target.model, "args", None)
     args = getattr(args, "text_config", None) or args
 
@@ -182,9 +182,9 @@ def layer_shape(target: Target, config: TrainConfig) -> dict[str, Any]:
 
 
 def randomize(module: nn.Module, seed: int) -> None:
-    """Norms at one, biases and the layers' output matrices at zero, the other matrices at random.
+    """Set norms to one, biases and the layers' output matrices to zero, and other matrices to random values.
 
-    So a layer starts as one that adds nothing to its input.
+    A layer then adds nothing to its input.
     """
     rng = np.random.default_rng(seed)
 
@@ -199,5 +199,5 @@ def randomize(module: nn.Module, seed: int) -> None:
 
 
 def final_norm(target: Target) -> mx.array:
-    """The weight [H] of the target's final norm, float32, however it is kept."""
+    """Return the weight [H] of the target's final norm in float32, however the target stores it."""
     return target.norm(mx.ones((1, target.hidden_size), target.dtype))[0].astype(mx.float32)

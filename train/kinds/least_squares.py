@@ -1,7 +1,8 @@
-"""A new head's start by least squares: the best linear guess of the target's next hidden state.
+"""Initialization of heads by least squares: the best linear prediction of the target's next hidden state.
 
-A head's first task is nearly linear: from the layers read at one token and the embedding of the next to the target's
-last state at that next token. Solving it takes one pass over some thousand tokens and no gradient (docs/decisions.md).
+A head's first task is nearly linear: predict the target's last state at the next token from the states at this token
+and the next token's embedding. Least squares needs one pass over a few thousand tokens and no gradients
+(docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from numpy.typing import NDArray
 Matrix = NDArray[np.float32]
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
-"""What is added to the inputs' mean square, as a share of it: from next to nothing to a strong pull towards zero."""
+"""Candidate ridge strengths, relative to the inputs' mean square."""
 _HELD_OUT = 10
-"""One piece in so many judges these, from the second on."""
+"""One piece in this many is held out to choose the ridge, starting with the second."""
 _POSITIONS = 2048
-"""Positions that are added at once: a product of matrices this long has the full speed of a BLAS."""
+"""Positions added at once. Matrix products of this length reach a BLAS's full speed."""
 _JUDGES = 4096
-"""Positions that judge, at most: enough to tell ridges apart that differ tenfold."""
+"""Maximum held-out positions: enough to distinguish ridges that differ by a factor of ten."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ class Moments:
     count: int
 
     def add(self, x: mx.array, y: mx.array) -> Moments:
-        """These and those of x [N, D] and y [N, E]; the matrices are changed in place, for they may fill a machine."""
+        """Add x [N, D] and y [N, E]. The large matrices are changed in place, to save memory."""
         for total, product in ((self.xx, x.T @ x), (self.xy, x.T @ y)):
             total += np.asarray(product)
         return replace(self, count=self.count + len(x))
 
     def solution(self, ridge: float) -> Matrix:
-        """B [D, E] with the least sum of |y - x B|² + ridge * mean(x²) * N * |B|²."""
+        """Return B [D, E] that minimizes the sum of |y - x B|² + ridge * mean(x²) * N * |B|²."""
         diagonal = self.xx.diagonal().copy()
         np.fill_diagonal(self.xx, diagonal + ridge * diagonal.mean())
         try:
@@ -51,31 +52,30 @@ class Moments:
             np.fill_diagonal(self.xx, diagonal)
 
     def root_mean_square(self, b: Matrix) -> float:
-        """That of the numbers x B, where B [d, E] knows the first d inputs alone."""
+        """Return the root mean square of x B, where B [d, E] uses only the first d inputs."""
         size = len(b)
         squares = float((b * (self.xx[:size, :size] @ b)).sum(dtype=np.float64))
         return float(np.sqrt(squares / (self.count * b.shape[1])))
 
 
 def bytes_of(inputs: int, outputs: int) -> int:
-    """What finding a map takes at its peak: the moments, and as much again to add to them or to solve by them."""
+    """Return the peak bytes of `best_map`: the moments, and as much again to update or solve them."""
     return 4 * (2 * inputs * (inputs + outputs) + (_JUDGES + 2 * _POSITIONS) * (inputs + outputs))
 
 
 def error(b: Matrix, x: mx.array, y: mx.array) -> float:
-    """The mean of |y - x B|² over x [N, D] and y [N, E]."""
+    """Return the mean of |y - x B|² over x [N, D] and y [N, E]."""
     return float(mx.mean(mx.sum(mx.square(y - x @ mx.array(b)), axis=-1)))
 
 
 Piece = tuple[mx.array, mx.array]
-"""Inputs [n, D] and outputs [n, E] that belong together."""
+"""Inputs [n, D] and their outputs [n, E]."""
 
 
 def best_map(pieces: Iterable[Piece]) -> tuple[Matrix, Moments] | None:
-    """The linear map B [D, E] that foretells best, and the moments that it was found by; None without pieces.
+    """Return the best linear map B [D, E] and the moments used for it, or None without pieces.
 
-    The ridge is the one with the least error on pieces that are left out for this. Of a single piece none is, and it
-    is the strongest.
+    The ridge with the least error on held-out pieces is chosen; the strongest if there is only one piece.
     """
     found: Moments | None = None
     waiting: list[Piece] = []
@@ -116,9 +116,9 @@ def _added(found: Moments | None, pieces: Sequence[Piece]) -> Moments:
 
 
 def factors(matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:
-    """left [E, rank] and right [rank, D] of nearly equal size whose product is nearest to a matrix [E, D].
+    """Return left [E, rank] and right [rank, D] of similar scale, with the product nearest to a matrix [E, D].
 
-    Source: Eckart and Young 1936, by singular values.
+    Source: Eckart and Young 1936 (truncated singular value decomposition).
     """
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     kept = min(rank, len(values))

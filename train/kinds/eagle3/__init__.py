@@ -1,4 +1,4 @@
-"""EAGLE-3: several layers' hidden states in, a draft vocabulary and an output projection of its own."""
+"""EAGLE-3: reads hidden states of several layers; has its own draft vocabulary and output projection."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
     foreign: ClassVar[Mapping[str, str]] = {"loss_weights": "its loss is the cross entropy alone"}
 
     def blank(self, target: Target, config: TrainConfig) -> Eagle3Head:
-        """The vocabulary of a head to continue from is not known before it is loaded: the usual size stands for it."""
+        """Return a blank head. A head to continue from is not loaded yet, so its vocabulary gets the default size."""
         wanted = config.head.draft_vocab or (self.defaults["draft_vocab"] if config.head.init_from else 0)
         size = wanted if 0 < wanted < target.vocab_size else target.vocab_size
         d2t = mx.zeros(size, mx.int32) if size < target.vocab_size else None
@@ -77,7 +77,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
         self, head: Eagle3Head, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
     ) -> tuple[mx.array, mx.array]:
         inputs = [head.read(aux)[:, :-1], head.midlayer.input_layernorm(following)]
-        if head.config.num_hidden_layers > 1:  # its copies of the target's layers go on from here
+        if head.config.num_hidden_layers > 1:  # the copies of the target's layers continue from here
             front = layer_in_front(target.num_layers, head.config.num_hidden_layers)
             wanted = aux[head.config.aux_layers.index(front)]
         else:
@@ -85,11 +85,11 @@ class Eagle3Kind(Kind[Eagle3Head]):
         return mx.concatenate(inputs, axis=-1), wanted[:, 1:]
 
     def begin_as(self, head: Eagle3Head, guess: Matrix, by: Moments) -> None:
-        """`fc` sees the states alone, so the next token's embedding goes through the attention, which sees itself."""
+        """Initialize the map. `fc` reads only the states, so the embedding's part goes through self-attention."""
         read = head.fc.weight.shape[1]
         of_states, of_embedding = guess[:read], guess[read:].T
         head.fc.weight = mx.array(of_states.T)
-        if head.midlayer.norm_before_residual:  # the residual's mean square is 1, whatever `fc` makes
+        if head.midlayer.norm_before_residual:  # the norm scales the residual to a mean square of 1
             of_embedding = of_embedding / by.root_mean_square(of_states)
         attend_to_itself(head.midlayer.self_attn, of_embedding)
 
@@ -133,5 +133,5 @@ class Eagle3Kind(Kind[Eagle3Head]):
 
 
 def _is_standard(config: Eagle3Config) -> bool:
-    """Whether `unroll` computes what this head does: one layer that sees everything, its output fed back as it is."""
+    """Return whether `unroll` supports this head: one layer with full attention."""
     return config.num_hidden_layers == 1 and not any(config.windows)

@@ -1,7 +1,7 @@
-"""How an EAGLE-3 head begins: shaped after its target, random but for what the target can give it.
+"""Initialization of EAGLE-3 heads: shaped like the target, and random except for weights from the target.
 
-A head of several layers has to make, of the states at one token and the next token's embedding, what the target has
-at the next token. Its first layer guesses the state in front of the target's last layers; copies of these do the rest.
+A head predicts the target's state at the next token from the states at this token and the next token's embedding. With
+several layers, its first layer predicts the input of the target's last layers, and copies of those do the rest.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..base import SPREAD, final_norm, layer_shape, plain_weights, randomize
 from ..least_squares import Matrix, factors
 
 _OWN_SCORE = 8.0
-"""What a position's query makes of its own key before training: its weight is then e**8, 3,000 times that of a key
-that has nothing to do with it, and no context that is trained on is much longer."""
+"""Attention score of a position with itself before training. Its weight is then e**8, or 3,000 times that of an
+unrelated key, and training contexts are not much longer than that."""
 
 
 def head_config(target: Target, config: TrainConfig, draft_vocab_size: int) -> Eagle3Config:
-    """An EAGLE-3 head's architecture, after the target where nothing else is given."""
+    """Return an EAGLE-3 head's config. Open settings follow the target."""
     return Eagle3Config(
         **layer_shape(target, config),
         draft_vocab_size=draft_vocab_size,
@@ -44,7 +44,7 @@ def head_config(target: Target, config: TrainConfig, draft_vocab_size: int) -> E
 
 
 def check_shape(target: Target, config: TrainConfig) -> None:
-    """Raise ConfigError, before anything is captured, where no EAGLE-3 head of this shape can be made."""
+    """Raise ConfigError if no EAGLE-3 head of this shape is possible. Called before any states are captured."""
     shape = head_config(target, config, target.vocab_size)
     layers = shape.aux_layers
     check_reads_front(target.num_layers, shape.num_hidden_layers, layers)
@@ -58,10 +58,10 @@ def check_shape(target: Target, config: TrainConfig) -> None:
 
 
 def new_head(target: Target, config: Eagle3Config, kept: NDArray[np.int64] | None, seed: int) -> Eagle3Head:
-    """An untrained head; `kept` [Vd] are the target's ids of the draft vocabulary, None for all.
+    """Return an untrained head. `kept` [Vd]: the target's ids of the draft vocabulary, None for all.
 
-    The final norm and the rows of the output projection are the target's; all else is as `randomize` and
-    `tie_queries_to_keys` have it, so that the head starts as its feature's projection.
+    The final norm and the output projection's rows come from the target, the rest from `randomize` and
+    `tie_queries_to_keys`. The head then starts as a projection of its feature.
     """
     d2t = None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32)
     head = Eagle3Head(config, d2t)
@@ -75,14 +75,14 @@ def new_head(target: Target, config: Eagle3Config, kept: NDArray[np.int64] | Non
 
 
 def tie_queries_to_keys(attention: Attention) -> None:
-    """Let queries begin as the keys of their group, so that each position sees itself and what is like it.
+    """Initialize queries like the keys of their group, so that each position attends to itself and similar ones.
 
-    The newest token reaches an EAGLE-3 head by its attention alone. Queries and keys that have nothing to do with each
-    other see all positions alike, and of the newest token only a share that falls with the context (docs/decisions.md).
+    An EAGLE-3 head reads the newest token only through attention. With unrelated queries and keys, all positions get
+    equal weight, and the newest token's share falls with the context length (docs/decisions.md).
     """
     keys = attention.k_proj.weight
     dim, width = keys.shape[0] // attention.kv_heads, keys.shape[1]
-    spread = (_OWN_SCORE / (dim**0.5 * width)) ** 0.5  # inputs are normed: `width` is their square
+    spread = (_OWN_SCORE / (dim**0.5 * width)) ** 0.5  # inputs are normed: their squared norm is `width`
     keys = keys * (spread / SPREAD)
     attention.k_proj.weight = keys
     shared = keys.reshape(attention.kv_heads, 1, dim, width)
@@ -91,10 +91,10 @@ def tie_queries_to_keys(attention: Attention) -> None:
 
 
 def attend_to_itself(attention: Attention, matrix: Matrix) -> None:
-    """Let values and output make matrix [H, E] of a position's own embedding, as nearly as their rank allows.
+    """Set value and output weights so that attention to itself applies matrix [H, E] to a position's embedding.
 
-    That is the first part of what the attention reads. The query heads of a group share their values, and each brings
-    its part.
+    The embedding is the first part of the attention's input. The matrix is approximated if the rank is too low. The
+    query heads of a group share their values, so each contributes an equal part.
     """
     size = attention.o_proj.weight.shape[1] // attention.heads
     left, right = factors(matrix, attention.kv_heads * size)
@@ -108,25 +108,25 @@ def attend_to_itself(attention: Attention, matrix: Matrix) -> None:
 
 
 def _projection(target: Target) -> mx.array:
-    """The target's output projection as a matrix [V, H] float32, whether it is tied, quantised or neither."""
+    """Return the target's output projection as a float32 matrix [V, H], also if it is tied or quantized."""
     eye = mx.eye(target.hidden_size, dtype=target.dtype)
     bias = target.lm_head(mx.zeros_like(eye[:1]))
     return (target.lm_head(eye) - bias).T.astype(mx.float32)
 
 
 def layer_in_front(num_layers: int, layers: int) -> int:
-    """The target's layer, counted from 0, whose output the copies read in a head of so many layers."""
+    """Return the target layer, from 0, whose output the copied layers read in a head with `layers` layers."""
     return num_layers - layers
 
 
 def aux_layers_for(num_layers: int, layers: int) -> tuple[int, ...]:
-    """The target's layers that a head of so many layers reads by default: the one in front of the copies among them."""
+    """Return the target layers that a head reads by default, including the one before the copied layers."""
     low, middle, high = default_aux_layers(num_layers)
     return tuple(sorted({low, middle, layer_in_front(num_layers, layers) if layers > 1 else high}))
 
 
 def check_reads_front(num_layers: int, layers: int, aux_layers: tuple[int, ...]) -> None:
-    """Raise ConfigError where copies would go on from an output that the head does not read."""
+    """Raise ConfigError if copied layers would need an output that the head does not read."""
     if layers > num_layers:
         raise ConfigError(f"--layers {layers}: the target has {num_layers}, and a copy of each but the first is made")
     front = layer_in_front(num_layers, layers)
@@ -139,23 +139,22 @@ def check_reads_front(num_layers: int, layers: int, aux_layers: tuple[int, ...])
 
 
 def layer_flags(target: Target) -> dict[str, Any]:
-    """What the attention of the target's last layer has besides Llama's, as head configs name it."""
+    """Return the head config's flags for attention features of the target's last layer beyond Llama's."""
     attention: Any = getattr(target.layers[-1], "self_attn", None)
     biased = ["bias" in getattr(attention, name, {}) for name in ("q_proj", "o_proj")]
     return {"qk_norm": hasattr(attention, "q_norm"), "qkv_bias": biased == [True, False], "attention_bias": all(biased)}
 
 
 def copy_last_layers(head: Eagle3Head, target: Target) -> None:
-    """Let the layers behind the first begin as the target's last ones. Raises ConfigError as `last_layers` does."""
+    """Copy the target's last layers to all but the first layer. Raises ConfigError as `last_layers` does."""
     for layer, weights in zip(head.layers, last_layers(head, target), strict=True):
         layer.load_weights(list(weights.items()))
 
 
 def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
-    """The weights of the target's last layers by name, as the head's have them: dequantised, in float32.
+    """Return the weights of the target's last layers by the head's names, dequantized, in float32 and unevaluated.
 
-    Nothing is computed until they are used. Raises ConfigError where they are others than Llama's and Qwen3's layers
-    have.
+    Raises ConfigError if they differ from the weights of Llama's and Qwen3's layers.
     """
     count, copies = head.config.num_hidden_layers, []
     first = layer_in_front(target.num_layers, count) + 1
@@ -175,9 +174,9 @@ def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
 
 
 def _in_halves(layer: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The weights of queries and keys for rotary positions that turn the halves of a head.
+    """Return a layer's weights with queries and keys for RoPE that rotates halves of a head.
 
-    Where a target turns neighbours instead (`rope_traditional`), the channels of each head change places.
+    If the target rotates neighboring channels instead (`rope_traditional`), the channels of each head are reordered.
     """
     attention: Any = getattr(layer, "self_attn", None)
     if not getattr(getattr(attention, "rope", None), "traditional", False):
@@ -188,5 +187,5 @@ def _in_halves(layer: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.a
 
 
 def _even_first(x: mx.array, width: int) -> mx.array:
-    """x [n * width, ...] with the even channels of each head of that width in front of its odd ones."""
+    """Return x [n * width, ...] with each head's even channels before its odd ones."""
     return x.reshape(-1, width // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)

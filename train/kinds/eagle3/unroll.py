@@ -1,4 +1,4 @@
-"""The training-time test: draft steps unrolled over a whole batch, each fed with the one before it.
+"""Training-time test: draft steps unrolled over a whole batch, each with the previous step's output as input.
 
 Source: Li et al. 2025, EAGLE-3, section 3.2 and figure 6; SafeAILab/EAGLE and sgl-project/SpecForge.
 """
@@ -17,7 +17,7 @@ from ...unroll import Relay, Step, recomputed, take_rows
 NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
 """Parts of the head that a draft step does not use."""
 HIDDEN = -1e9
-"""Added to the score of a key that a query must not see."""
+"""Added to the scores of masked keys."""
 
 
 def unroll(
@@ -29,14 +29,14 @@ def unroll(
     steps: int,
     recompute: bool = False,
 ) -> list[mx.array]:
-    """The head's output at the given positions for each draft step: `steps` times [B, P, H].
+    """Return the head's output at the given positions for each draft step: `steps` times [B, P, H].
 
     embeddings [B, L, Ht] of the tokens 0..L-1; features g [B, L, H]; segments [B, L] int32; positions [B, P] int32.
-    Step j at index t reads (embedding of token t+1+j, the output of step j-1 at t, or g_t for j = 0) at the rotary
-    position t+j. It attends to the keys that step 0 made at indices t' <= t of the same segment, and to those that
-    steps 1..j made at t itself: the cache that a row would have after drafting j tokens behind index t.
+    Step j at index t reads the embedding of token t+1+j and the output of step j-1 at t (g_t for j = 0), with rotary
+    position t+j. It attends to the keys of step 0 at indices t' <= t of the same segment, and to those of steps 1..j at
+    t itself. This is the cache that a row would have after drafting j tokens from index t.
 
-    With `recompute` only what goes from step to step is kept for the gradient.
+    With `recompute`, only values passed from step to step are kept for the gradient.
     """
     attention = head.midlayer.self_attn
     following = mx.concatenate([embeddings[:, 1:], embeddings[:, -1:]], axis=1)
@@ -59,13 +59,13 @@ def unroll(
         with relay.holding():
             h, *made = step(*read)
         outputs.append(h)
-        own = made if number else []  # those of step 0 are among the past ones
+        own = made if number else []  # past_keys already includes those of step 0
         read = relay.hand_on(h, *read[1:], *own)
     return outputs
 
 
 def causal_mask(segments: mx.array, positions: mx.array) -> mx.array:
-    """Additive mask [B, 1, 1, P, L]: the query of index t sees indices up to t of its own segment."""
+    """Return the additive mask [B, 1, 1, P, L]: the query at index t attends up to t within its segment."""
     own = mx.take_along_axis(segments, positions, axis=1)[..., None]
     seen = (mx.arange(segments.shape[1]) <= positions[..., None]) & (segments[:, None] == own)
     return ((1 - seen.astype(mx.float32)) * HIDDEN)[:, None, None]
@@ -74,10 +74,10 @@ def causal_mask(segments: mx.array, positions: mx.array) -> mx.array:
 def attend(
     q: mx.array, past_keys: mx.array, past_values: mx.array, mask: mx.array, own: list[tuple[mx.array, mx.array]]
 ) -> mx.array:
-    """Attention over the shared keys and, for each query, keys of its own index.
+    """Attend to shared keys and, for each query, to keys at its own index.
 
     q [B, heads, P, D], scaled; past keys and values [B, kv_heads, L, D]; mask [B, 1, 1, P, L]; `own` holds keys and
-    values [B, kv_heads, P, D]. Returns [B, heads, P, D] in the type of q; the softmax is taken in float32.
+    values [B, kv_heads, P, D]. Returns [B, heads, P, D] in the dtype of q; the softmax is in float32.
     """
     b, heads, count, dim = q.shape
     kv_heads, length = past_keys.shape[1:3]
@@ -103,7 +103,7 @@ def attend(
 
 
 def _project_each(head: Eagle3Head, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Queries, keys and values [B, heads, P, D] of x [B, P, 2H], each at its own rotary position [B, P]."""
+    """Return queries, keys and values [B, heads, P, D] of x [B, P, 2H] at rotary positions [B, P]."""
     b, count, width = x.shape
     each = head.midlayer.self_attn.project(x.reshape(b * count, 1, width), positions.reshape(-1))
     q, k, v = (y.reshape(b, count, y.shape[1], y.shape[3]).swapaxes(1, 2) for y in each)
