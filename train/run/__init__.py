@@ -1,4 +1,4 @@
-"""A run from its first step to its report, stopped and resumed exactly."""
+"""A training run from the first step to the report, with exact stop and resume."""
 
 from . import state
 from .folder import MADE, Identity, claim, resumed_config, run_folder

@@ -1,6 +1,6 @@
-"""The folder of a run: made and locked for one process, and what says which run it is.
+"""A run's folder, locked for one process, and the run's identity.
 
-A run continues only as it began: with its settings, its target and its data.
+A run can only continue with the same settings, target and data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import state
 
 RUN_FILE = "run.json"
 _COMPARED_SAMPLES = 256
-"""Samples whose tokens are compared, evenly spread over the data; the lengths of all are."""
+"""Samples whose tokens are compared, evenly spread over the data. Lengths are compared for all samples."""
 MUTABLE = (
     "output",
     "overwrite",
@@ -39,7 +39,7 @@ MUTABLE = (
     "wandb",
     "wandb_project",
 )
-"""Settings that change nothing of what is learnt, so that a run may continue with others."""
+"""Settings that do not affect training, so a resumed run may change them."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Identity:
     data: str
     """Fingerprint of the samples' tokens."""
     processes: int = 1
-    """Each reads a part of every batch."""
+    """Each process takes a part of every batch."""
 
 
 def fingerprint_of(samples: Examples) -> str:
-    """Hexadecimal digits made from the lengths of all samples and the tokens and masks of some."""
+    """Return a hex digest of the lengths of all samples and of the tokens and masks of some."""
     lengths = np.array(samples.lengths, np.int64)
     digest = hashlib.blake2s(lengths.tobytes())
     for index in np.unique(np.linspace(0, len(lengths) - 1, min(_COMPARED_SAMPLES, len(lengths))).astype(int)):
@@ -65,13 +65,13 @@ def fingerprint_of(samples: Examples) -> str:
 
 
 def write_identity(folder: Path, identity: Identity) -> None:
-    """Put it into the folder of a run."""
+    """Write the identity into a run's folder."""
     values = {**dataclasses.asdict(identity), "config": identity.config.flat()}
     write_whole(folder / RUN_FILE, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def read_identity(folder: Path) -> Identity:
-    """What the run in a folder is. Raises CheckpointError where there is none."""
+    """Return the identity of the run in a folder. Raises CheckpointError if there is none."""
     file = folder / RUN_FILE
     try:
         values = json.loads(file.read_text())
@@ -85,9 +85,9 @@ def read_identity(folder: Path) -> Identity:
 
 
 def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
-    """The settings of the run in a folder, with those changed that may be.
+    """Return the settings of the run in a folder, with changes.
 
-    Raises ConfigError for one that would make it another run, CheckpointError where no run is there.
+    Raises ConfigError if a setting must not change, CheckpointError if the folder has no run.
     """
     began = read_identity(folder).config
     config = TrainConfig.of(**{**began.flat(), **changes})
@@ -102,7 +102,7 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
 
 
 def check_same(folder: Path, now: Identity) -> None:
-    """Raise ConfigError where target, data or processes are not those that the run in a folder began with."""
+    """Raise ConfigError if target, data or processes differ from those that the run in a folder began with."""
     began = read_identity(folder)
     if began.processes != now.processes:
         raise ConfigError(
@@ -119,16 +119,16 @@ def check_same(folder: Path, now: Identity) -> None:
 
 
 MADE = "made"
-"""The folder of what the target makes up, within that of a run of so many hours."""
+"""Subfolder for the conversations that the target makes in a run with a time limit."""
 
 
 @contextlib.contextmanager
 def run_folder(
     output: str | Path, overwrite: bool, resume: Path | None = None, claimed: Path | None = None
 ) -> Iterator[Path]:
-    """The folder that a run writes to: the one that is `claimed` already, or what `claim` gives.
+    """Yield the run's folder: `claimed` if given, else the result of `claim`.
 
-    Raises OutputError if it cannot be written, with what is kept in it and how the run continues.
+    Raises OutputError, with instructions to resume the run, if the folder cannot be written.
     """
     folder = claimed
     try:
@@ -142,12 +142,12 @@ def run_folder(
 
 @contextlib.contextmanager
 def claim(output: str | Path, overwrite: bool, resume: Path | None = None) -> Iterator[Path]:
-    """Make and lock the folder of a run, so that no second run can write there.
+    """Create and lock a run's folder, so that no other run can write there.
 
-    It is `output` itself where that is free, and `resume` where a run continues. Where `output` is to be overwritten it
-    is a folder beside it, which takes its place when the block ends well, now or after it was resumed. A new run that
-    fails leaves no folder, unless that is worth keeping. Raises OutputError, before anything is done, if the folder is
-    taken, cannot be made, or another process writes there.
+    The folder is `resume` if a run continues, else `output`. To overwrite an `output` that is not empty, a temporary
+    folder next to it replaces it when the block succeeds, possibly after a resume. A new run that fails leaves no
+    folder, unless it is worth keeping. Raises OutputError immediately if the folder is taken, cannot be created, or is
+    in use by another process.
     """
     path = Path(output) if resume else check_free(output, overwrite)
     with contextlib.ExitStack() as locks:
@@ -159,7 +159,7 @@ def claim(output: str | Path, overwrite: bool, resume: Path | None = None) -> It
         if resume or replaces or not exists:
             locks.enter_context(locked(folder))
         if not (resume or overwrite):
-            check_free(output)  # another run may have ended meanwhile
+            check_free(output)  # another run may have just ended
         try:
             yield folder
             if replaces:
@@ -173,7 +173,7 @@ def claim(output: str | Path, overwrite: bool, resume: Path | None = None) -> It
 
 
 def worth_keeping(run: Path) -> bool:
-    """Return whether a run's folder holds a state to resume from, or data that were made or are in the making."""
+    """Return whether a run's folder holds a state to resume from, or complete or partial data."""
     return state.exists(run) or any((run / MADE).glob("*"))
 
 
@@ -189,7 +189,7 @@ def _new(path: Path, beside: bool) -> Path:
 
 
 def _replaces(resume: Path, output: Path) -> bool:
-    """Whether a folder was made to take the place of `output`."""
+    """Return whether a folder was created to replace `output`."""
     return resume.resolve().parent == output.resolve().parent and resume.name.startswith(_beside(output))
 
 

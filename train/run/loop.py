@@ -1,4 +1,4 @@
-"""A whole run: phases of batches and steps, acceptance at intervals, states to resume from, report and plots."""
+"""The training loop: phases, steps, evaluations, saved states, report and plots."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .workers import Workers
 
 BEST, LAST, REPORT = "best", "last", "report.json"
 _DEFAULT_EVALS = 10
-"""Evaluations of a run for which no interval is given."""
+"""Default number of evaluations of a run."""
 
 
 def train(
@@ -51,7 +51,7 @@ def train(
     world: World = SINGLE_PROCESS,
     claimed: Path | None = None,
 ) -> dict[str, Any]:
-    """Train a head on data that are there, in one phase; see `train_phases`."""
+    """Train a head on existing data in one phase; see `train_phases`."""
     return train_phases(target, OnePhase(data, prompts), config, head, resume, stop, world, claimed=claimed)
 
 
@@ -66,18 +66,17 @@ def train_phases(
     watch: Stopwatch | None = None,
     claimed: Path | None = None,
 ) -> dict[str, Any]:
-    """Train a head, a new one unless one is given, into `config.run.output`; returns the report that is written there.
+    """Train `head`, or a new head, write the results to `config.run.output`, and return the report.
 
-    The folder gets `best` (highest τ) and `last`, both checkpoints in the layout of their kind, metrics.jsonl,
-    report.json and plots. With `resume`, the folder of a run that was cut short, that run continues from its newest
-    whole state, as if it had never stopped. Ctrl-C and SIGTERM save the state and raise Stopped.
+    The folder gets the heads `best` (highest τ) and `last` in the layout of their kind, metrics.jsonl, report.json and
+    plots. `resume`: folder of an interrupted run, which continues from its newest intact state as if it had never
+    stopped. Ctrl-C and SIGTERM save the state and raise Stopped.
 
-    `watch`: the run's time, a new one by default. `claimed`: the folder, if the caller has made and locked
-    it (`claim`).
+    `watch`: the run's stopwatch. `claimed`: the folder, if the caller has already created and locked it (`claim`).
 
-    Raises OutputError if the folder exists already or cannot be written, ConfigError if target or data are not those
-    that the run to resume began with, CheckpointError if it is complete, and EagleError if the loss is not finite. Of
-    the processes of a `world` rank 0 calls this, and the others `run_worker`.
+    Raises OutputError if the folder exists or cannot be written; ConfigError if a resumed run has another target or
+    other data; CheckpointError if it is complete; EagleError if the loss is not finite. In a `world`, rank 0 calls
+    this, and the other ranks call `run_worker`.
     """
     config, stop = resolved(config, target), stop or Stop()
     check_incomplete(resume)
@@ -94,7 +93,7 @@ def train_phases(
 
 
 def check_incomplete(resume: Path | None) -> None:
-    """Raise CheckpointError for a run that has come to its end."""
+    """Raise CheckpointError if the run is complete."""
     if resume and (resume / REPORT).exists():
         raise CheckpointError(
             f"the run in {resume} is complete; to train its head further, begin another run with --init-from "
@@ -113,7 +112,7 @@ class Run:
     schedule: Schedule
     untrained: Acceptance
     latest: Acceptance
-    """As it was measured last, after a step."""
+    """The latest measurement after a step."""
 
     def __init__(
         self,
@@ -127,14 +126,14 @@ class Run:
         watch: Stopwatch,
         saved: Checkpoint | None = None,
     ):
-        """`head`: one to continue from. `saved`: where a resumed run stands."""
+        """`head`: a head to continue from. `saved`: the state of a resumed run."""
         self.target, self.config, self.folder, self.tracker, self.stop = target, config, folder, tracker, stop
         self.existing, self.watch, self.saved = head, watch, saved
         self.progress = saved.state.progress if saved else Progress()
         self.best: tuple[int, Acceptance] | None = None
         self.begun = False
         self.learned_until = 0.0
-        """Second of the run at which the latest phase's steps ended."""
+        """Second of the run at which the steps of the latest phase ended."""
         self._world, self._workers = world, Workers(world, stop)
         self._recent: list[StepResult] = []
         self._next_eval: float | None = None
@@ -142,11 +141,11 @@ class Run:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the run so far, those before an interruption included."""
+        """Seconds of the run so far, including those before interruptions."""
         return self.watch.elapsed
 
     def run(self, phases: Phases) -> dict[str, Any]:
-        """Learn phase after phase, to the report."""
+        """Train phase by phase and return the report."""
         last: Acceptance | None = None
         try:
             with contextlib.closing(phases.of(self)) as coming:
@@ -165,9 +164,9 @@ class Run:
         return report
 
     def begin(self, data: TrainData, prompts: list[list[int]]) -> None:
-        """Make the head for these data and measure it, or continue from where it was saved.
+        """Create the head for this data and measure it, or restore the saved state.
 
-        `prompts`: tokens of what acceptance is measured on. Raises DataError as `learn_from` does.
+        `prompts`: tokens of the prompts for acceptance. Raises DataError as `learn_from` does.
         """
         self.begun = True
         self.learn_from(data)
@@ -181,7 +180,7 @@ class Run:
             self.untrained = self._measure()
 
     def learn_from(self, data: TrainData) -> None:
-        """Take batches from these data from now on. Raises DataError if they hold none."""
+        """Take batches from this data from now on. Raises DataError if it has no batches."""
         step = self.config.optimization
         self.data = data
         self.batches = Batches(data.samples, step.rows, step.length, self.config.run.seed, self._world)
@@ -190,7 +189,7 @@ class Run:
 
     @contextlib.contextmanager
     def _interruptible(self) -> Generator[None, None, None]:
-        """Within the block a signal waits for the end of a step, and then the state is saved."""
+        """Context in which a signal takes effect at the end of a step, and the state is saved."""
         with self.stop.deferred():
             try:
                 yield
@@ -199,7 +198,7 @@ class Run:
                 raise
 
     def _learn(self, phase: Phase) -> None:
-        """Take step after step, until the phase's schedule is over."""
+        """Take steps until the phase's schedule is over."""
         self.schedule = phase.schedule
         if phase.fresh:
             self.batches.put_first(phase.epoch, phase.fresh)
@@ -225,7 +224,7 @@ class Run:
         self.learned_until = self.elapsed
 
     def _all_batches(self) -> Generator[Rows, None, None]:
-        """Batch after batch, epoch after epoch, without end."""
+        """Yield batches over epochs without end."""
         while True:
             with contextlib.closing(self.batches.epoch(self.progress.epoch, self.progress.batch)) as stream:
                 yield from stream
@@ -252,12 +251,12 @@ class Run:
         return result
 
     def _rate_factor(self, step: int) -> float:
-        """Of the peak learning rates, at a step and now."""
+        """Return the share of the peak learning rates at a step and the current time."""
         how = self.config.optimization
         return self.schedule.factor(step, self.elapsed, how.warmup, how.final_lr)
 
     def _explained(self, error: NotFiniteError, rows: Rows) -> EagleError:
-        """Where to look, and what can be done."""
+        """Return an error that names the suspicious samples and a remedy."""
         found = [self.batches.where(sample) for row in error.rows for sample in rows.samples[row]]
         what = f"look at {', '.join(found)}, or lower --lr" if found else "lower --lr, since no row is so by itself"
         last = self.folder / LAST
@@ -304,7 +303,7 @@ class Run:
         return found
 
     def evaluate(self) -> Acceptance:
-        """Measure acceptance, keep the head as `last`, and as `best` where no earlier one was better."""
+        """Measure acceptance. Save the head as `last`, and also as `best` if τ has improved."""
         found = self.latest = self._measure()
         self._save_head(LAST, found)
         if self.best is None or found.acceptance_length > self.best[1].acceptance_length:
@@ -341,7 +340,7 @@ class Run:
         tqdm.write(f"resuming after step {self.progress.step}")
 
     def _save_interrupted(self) -> None:
-        """Save what an interrupted run has come to, and say how it continues."""
+        """Save an interrupted run, and print how to continue it."""
         if self.progress.step:
             self._save_head(LAST)
             self.save_state()
@@ -369,7 +368,7 @@ class Run:
         self._next_save = self.elapsed + 60 * minutes if minutes else math.inf
 
     def finish(self, last: Acceptance, phases: Phases) -> dict[str, Any]:
-        """Write the report and the plots; the states go, because a finished run is not resumed."""
+        """Write the report and the plots. Delete the saved states, because a complete run is never resumed."""
         data, learned = phases.summary(self)
         conversations, tokens = self.batches.count(learned)
         assert self.best is not None

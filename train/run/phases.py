@@ -1,4 +1,4 @@
-"""A run as a list of phases: a plain run has one; a run of so many hours makes data between them."""
+"""Phases of a run. A plain run has one; a run with `--hours` makes data between phases."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phase:
-    """Learning from the run's data until a schedule is over; then acceptance is measured."""
+    """Training on the run's data until a schedule is over, and then a measurement of acceptance."""
 
     schedule: Schedule
     bar: Shows
     epoch: int = 0
-    """The epoch to begin with, unless the run is further."""
+    """The first epoch, unless the run is already in a later one."""
     fresh: int = 0
-    """In that epoch samples from this one on come first."""
+    """In that epoch, samples from this index on come first."""
 
 
 class Phases(ABC):
-    """What a run does, phase by phase."""
+    """The phases of a run, and what happens between and after them."""
 
     fingerprint: str
-    """Of the data, which must be the same if the run is resumed."""
+    """Fingerprint of the data. It must not change if the run is resumed."""
 
     @abstractmethod
     def of(self, run: Run) -> Generator[Phase, None, None]:
-        """Yield one phase after the other. Each is learned and measured before the next one is asked for.
+        """Yield phases. Each is trained and measured before the next one is requested.
 
-        Before the first one this calls `run.begin` with the data and the prompts.
+        Calls `run.begin` with data and prompts before the first phase.
         """
 
     @abstractmethod
     def summary(self, run: Run) -> tuple[Mapping[str, Any], set[Piece]]:
-        """Return what the report says of the data, and what was learned of them."""
+        """Return the report's facts about the data, and the pieces that were learned."""
 
     @abstractmethod
     def stopped(self) -> None:
-        """Save and say what continues an interrupted run, besides the state of its steps."""
+        """Save what an interrupted run needs besides its training state, and print how to continue."""
 
     @abstractmethod
     def ended(self, report: Mapping[str, Any]) -> None:
-        """Tidy up after the report is written."""
+        """Clean up after the report is written."""
 
 
 class OnePhase(Phases):
-    """A plain run: all of its data, until its time, steps or epochs are over."""
+    """A plain run, which trains on all data until its time, steps or epochs are over."""
 
     def __init__(self, data: TrainData, prompts: list[list[int]]):
-        """`prompts`: tokens of what acceptance is measured on."""
+        """`prompts`: tokens of the prompts for acceptance."""
         self._data, self._prompts = data, prompts
         self.fingerprint = fingerprint_of(data.samples)
 

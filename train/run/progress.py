@@ -1,4 +1,4 @@
-"""How far a run has come, and the bars that show it."""
+"""A run's progress, stopwatch and progress bars."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Progress:
     tokens: int = 0
     epoch: int = 0
     batch: int = 0
-    """Batches of the epoch that were learnt from."""
+    """Batches learned in this epoch."""
     train_seconds: float = 0.0
-    """Seconds spent in steps, measuring acceptance left out."""
+    """Seconds spent in steps, without evaluations."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -28,10 +28,10 @@ class Progress:
 
 
 class Stopwatch:
-    """Seconds of a run, those before an interruption included."""
+    """Measures the seconds of a run, including those before interruptions."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        """`clock`: seconds since any moment, never less than before."""
+        """`clock`: a monotonic clock in seconds."""
         self._clock = clock
         self._begin = clock()
 
@@ -40,20 +40,20 @@ class Stopwatch:
         return self._clock() - self._begin
 
     def restart(self, elapsed: float = 0.0) -> None:
-        """Go on from so many seconds."""
+        """Continue from this many seconds."""
         self._begin = self._clock() - elapsed
 
 
 class Shows(Protocol):
-    """Whatever shows how a run goes."""
+    """A display of a run's progress."""
 
     def show(self, progress: Progress, elapsed: float, result: StepResult | None, recent: list[StepResult]) -> None: ...
 
 
 class Bar:
-    """The progress bar: steps of a known number, or seconds of a budget, with the time that is left.
+    """A progress bar in steps or seconds, with the remaining time.
 
-    `done` is what a run that continues has behind it, in steps or seconds; the time left is judged by what follows.
+    `done`: steps or seconds before a resume, which do not count in the estimate of the remaining time.
     """
 
     def __init__(self, span: Schedule, done: float = 0):
@@ -83,25 +83,25 @@ class Bar:
 
 
 class HoursBar:
-    """One bar from the first portion to the report."""
+    """A progress bar from the first portion to the report."""
 
     def __init__(self, total: float, made: int):
-        """`total`: seconds."""
+        """`total`: seconds of the whole run."""
         self._total, self._head = total, ""
         self.made = made
-        """Tokens of the portions that are whole."""
+        """Tokens of complete portions."""
         self._bar = progress_bar(total=total, desc="hours", bar_format="{desc}: {percentage:3.0f}%|{bar}|{postfix}")
 
     def judged(self, acceptance_length: float) -> None:
-        """The head's τ as it was measured last."""
+        """Show the head's latest τ."""
         self._head = f", τ {acceptance_length:.2f}"
 
     def making(self, number: int, elapsed: float, tokens: int) -> None:
-        """A portion, counted from 0, has so many tokens by now."""
+        """Show the tokens made so far in portion `number`, counted from 0."""
         self._show(f"phase {number + 1} makes", elapsed, f"{self.made + tokens:,} tokens made{self._head}")
 
     def learning(self, number: int) -> LearningBar:
-        """What shows the steps behind a portion."""
+        """Return a display for the steps after a portion."""
         return LearningBar(self, number)
 
     def learnt(

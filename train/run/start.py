@@ -22,11 +22,10 @@ from ..kinds.least_squares import best_map
 
 
 def existing_head(target: Target, config: TrainConfig) -> Head | None:
-    """The head that `config.head.init_from` names, ready for training; None where it names none.
+    """Return the head named by `config.head.init_from`, ready for training, or None.
 
-    Its weights become float32. An embedding of its own stays as it is, as the field's trainers have it. Raises
-    ConfigError for a head of another kind, and for settings that ask for another shape than the head has; and whatever
-    loading raises.
+    Weights are converted to float32. The head's own embedding is not trained, as in other trainers. Raises ConfigError
+    if kind or shape contradict the settings, and the errors of loading.
     """
     if not config.head.init_from:
         return None
@@ -50,7 +49,7 @@ def existing_head(target: Target, config: TrainConfig) -> Head | None:
 
 
 def new_head(target: Target, data: TrainData, config: TrainConfig, begin: bool = True) -> Head:
-    """A new head for the data, which begins as the settings say; unless it is to `begin` at all, at random."""
+    """Return a new head for the data. It is random if `begin` is false, else initialized by `config.head.start`."""
     head: Head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     if begin and config.head.start == "linear":
         start_linear(head, target, data.samples, config.run.seed)
@@ -66,17 +65,17 @@ def _text(value: Any) -> str:
 
 
 _TOKENS_PER_INPUT = 32
-"""Tokens read for each input value of the guess, if they are captured already (figures: docs/decisions.md)."""
+"""Tokens per input value of the linear start, if hidden states are captured (figures: docs/decisions.md)."""
 _READ_PER_INPUT = 8
-"""The same where the target has to read them first. By those figures a quarter gives nine tenths of the guess."""
+"""The same if the target must compute the states first. By those figures, a quarter gives nine tenths of the gain."""
 _SLOW = 2.0
-"""Seconds after which a bar is shown."""
+"""Seconds before a progress bar is shown."""
 
 
 def start_linear(head: Head, target: Target, samples: Examples, seed: int) -> None:
-    """Give a new head the guess that fits samples best; without any it stays as it is.
+    """Initialize a new head with the best linear map for the samples; without samples, leave it unchanged.
 
-    Examples without hidden states are read by the target.
+    The target computes missing hidden states.
     """
     head.attach(target)
     found = best_map(_pieces(head, target, samples, seed))
@@ -86,10 +85,10 @@ def start_linear(head: Head, target: Target, samples: Examples, seed: int) -> No
 
 
 def _pieces(head: Head, target: Target, samples: Examples, seed: int) -> Iterator[tuple[mx.array, mx.array]]:
-    """Of one conversation after the other: what the guess is made of [n, D], and what it is to be [n, H].
+    """Yield inputs [n, D] and desired outputs [n, H] of the linear map, one conversation at a time.
 
-    The first token is left out: models keep states there that are unlike all others (Sun et al. 2024, Massive
-    Activations in Large Language Models).
+    The first token is left out because its hidden states are unlike all others (Sun et al. 2024, Massive Activations in
+    Large Language Models).
     """
     kind = kind_of(head)
     with progress_bar(desc="linear start", unit="token", delay=_SLOW) as bar:
@@ -101,7 +100,7 @@ def _pieces(head: Head, target: Target, samples: Examples, seed: int) -> Iterato
             aux, last = _states(head, target, sample)
             x, y = kind.guess(head, target, head.embed(tokens).astype(mx.float32)[:, 1:], aux, last)
             if not bool(mx.all(mx.isfinite(x)) & mx.all(mx.isfinite(y))):
-                continue  # which the first step that reads it will name
+                continue  # the first step that reads it will report it
             yield x[0, 1:], y[0, 1:]
             bar.total = (_TOKENS_PER_INPUT if sample.states is not None else _READ_PER_INPUT) * x.shape[-1]
             bar.update(tokens.size)
@@ -110,7 +109,7 @@ def _pieces(head: Head, target: Target, samples: Examples, seed: int) -> Iterato
 
 
 def _states(head: Head, target: Target, example: Example) -> tuple[list[mx.array], mx.array]:
-    """The aux layers' outputs and the last one's for a conversation, each [1, L, H] float32."""
+    """Return the outputs of the aux layers and of the last layer for a conversation, each [1, L, H] float32."""
     layers, size = kind_of(head).aux_layers_of(head), target.hidden_size
     if example.states is None:
         whole = read_states(target, mx.array(example.tokens)[None], layers)

@@ -1,4 +1,4 @@
-"""The exact state of a run on the disk: written whole, checked when it is read, the newest few kept."""
+"""Saved states of a run: written atomically, verified when loaded; only the newest few are kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..step import StepResult
 from .progress import Progress
 
 STATES = "checkpoints"
-"""The folder of states within that of a run."""
+"""Subfolder for states in a run's folder."""
 _ABOUT, _HEAD, _STEPPER = "state.json", "head.safetensors", "optimizer.safetensors"
 _VERSION = 1
 
@@ -33,37 +33,36 @@ Arrays = dict[str, mx.array]
 
 @dataclass(frozen=True)
 class RunState:
-    """What the next step depends on besides weights and optimizer, and what the run has found so far."""
+    """Everything that the next step needs besides weights and optimizer, and the run's results so far."""
 
     progress: Progress
     elapsed: float
-    """Seconds of the run, measuring acceptance included."""
+    """Seconds of the run, including evaluations."""
     next_eval: float
-    """Step, second or share of the run at which acceptance is measured next."""
+    """Step, second or share of the run at which the next evaluation is due."""
     untrained: Acceptance
     best_step: int | None
     best: Acceptance | None
     recent: list[StepResult]
-    """Steps that are not in metrics.jsonl yet."""
+    """Results of steps that are not in metrics.jsonl yet."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state with its arrays."""
+    """A run's state with its arrays."""
 
     state: RunState
     head: Arrays
-    """The head's trainable weights, by name, as they are trained."""
+    """The head's trainable weights by name, without conversion."""
     stepper: Arrays
-    """The optimizers' moments, and how many steps they have made."""
+    """The optimizers' moments and step counts."""
 
 
 def save(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write a checkpoint into the folder of a run, then remove all but the newest `keep`.
+    """Write a checkpoint into a run's folder, then remove all but the newest `keep`.
 
-    It is there under its name whole or not at all, on the disk and not only in the system's memory. Raises OutputError
-    where the disk has no room for it or cannot be written; checkpoints that were there are not touched then, and the
-    newest of them is named.
+    The write is atomic and flushed to disk. Raises OutputError if the disk is full or cannot be written. The error
+    names the newest earlier checkpoint, and earlier ones are not touched.
     """
     check_room(run, checkpoint)
     folder = run / STATES / f"step-{checkpoint.state.progress.step:08d}"
@@ -82,9 +81,9 @@ def save(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def newest(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole, None where there is none; damaged ones are warned of and skipped.
+    """Return the newest intact checkpoint, or None. Skip damaged ones with a warning.
 
-    What a write that was cut short has left is removed.
+    Removes leftovers of interrupted writes.
     """
     for part in (run / STATES).glob(".*"):
         shutil.rmtree(part, ignore_errors=True)
@@ -97,7 +96,7 @@ def newest(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint. Raises CheckpointError, naming the file, for one that is not as it was written."""
+    """Load a checkpoint. Raises CheckpointError with the file's name if it is damaged."""
     try:
         about = json.loads((folder / _ABOUT).read_text())
         if about["version"] != _VERSION:
@@ -112,12 +111,12 @@ def load(folder: Path) -> Checkpoint:
 
 
 def weights_of(head: Head) -> Arrays:
-    """The trainable weights of a head, by name."""
+    """Return a head's trainable weights by name."""
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(head.trainable_parameters())))
 
 
 def load_weights(head: Head, weights: Arrays) -> None:
-    """Give a head its weights again. Raises CheckpointError for those of a head of another shape."""
+    """Restore a head's weights. Raises CheckpointError if their shapes differ."""
     has = {name: weight.shape for name, weight in weights_of(head).items()}
     given = {name: weight.shape for name, weight in weights.items()}
     if has != given:
@@ -127,7 +126,7 @@ def load_weights(head: Head, weights: Arrays) -> None:
 
 
 def remove(run: Path) -> None:
-    """Remove all states of a run, which a finished one has no use for."""
+    """Remove all states of a run."""
     shutil.rmtree(run / STATES, ignore_errors=True)
 
 
@@ -136,7 +135,7 @@ def exists(run: Path) -> bool:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Folders of states, the newest first."""
+    """Return the folders of states, newest first."""
     return sorted((run / STATES).glob("step-*"), reverse=True)
 
 
@@ -166,7 +165,7 @@ def _digest(file: Path) -> str:
 
 
 def check_room(run: Path, checkpoint: Checkpoint) -> None:
-    """Raise OutputError if the disk has no room for a state."""
+    """Raise OutputError if the disk has too little space for a state."""
     size = sum(array.nbytes for arrays in (checkpoint.head, checkpoint.stepper) for array in arrays.values())
     free = shutil.disk_usage(run).free
     if free < 1.05 * size:
@@ -177,7 +176,7 @@ def check_room(run: Path, checkpoint: Checkpoint) -> None:
 
 
 def _earlier(run: Path) -> str:
-    """What to do when a state could not be written."""
+    """Return the error message's remedy for a state that could not be written."""
     folders = _folders(run)
     if not folders:
         return "there is no earlier state, so make room and begin again"

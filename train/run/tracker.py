@@ -1,6 +1,6 @@
-"""What a run reports: metrics.jsonl while it goes, report.json at its end, Weights & Biases if it is asked for.
+"""Reports of a run: metrics.jsonl while it runs, report.json at the end, and optionally Weights & Biases.
 
-Weights & Biases is refused before training if it cannot work, and given up if it fails later.
+If Weights & Biases does not work, the run does not start. If it fails later, the run continues without it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ..report import METRICS, PICTURES, Row, truncate
 from .progress import Progress
 
 _ID = "run-id"
-"""File in `wandb/` with the id under which a run continues."""
+"""File in `wandb/` with the id of the W&B run, for resuming."""
 _FINISH_SECONDS = 8.0
-"""How long the end of a run waits for uploads; what is left stays on the disk for `wandb sync`."""
+"""Maximum seconds to wait for uploads at the end of a run. The rest stays on disk for `wandb sync`."""
 _TEARDOWN_SECONDS = 20.0
-"""How long it waits for wandb's own process to end after that."""
+"""Maximum seconds to wait after that for wandb's own process to end."""
 
 
 def check_wandb() -> None:
-    """Raise ConfigError where Weights & Biases cannot be reached or does not know the user; asks on a terminal."""
+    """Raise ConfigError if Weights & Biases is unreachable or the login fails. Prompts for the key on a terminal."""
     try:
         import wandb
 
@@ -52,7 +52,7 @@ def check_wandb() -> None:
 
 
 class WandbRun:
-    """Sends what a run tells. A failure after the beginning ends the sending with a word, never the training."""
+    """Sends a run's metrics to W&B. A failure after the start prints a warning, and training continues without it."""
 
     def __init__(self, folder: Path, config: TrainConfig, resume: bool):
         file = folder / "wandb" / _ID
@@ -70,18 +70,18 @@ class WandbRun:
                 settings=wandb.Settings(finish_timeout=_FINISH_SECONDS),
             )
             self._run.define_metric("step")
-            self._run.define_metric("*", step_metric="step")  # a run that continues may send a step again
+            self._run.define_metric("*", step_metric="step")  # a resumed run may send a step again
         except Exception as e:
             raise _refusal(e) from e
         file.parent.mkdir(exist_ok=True)
         file.write_text(self._run.id + "\n")
 
     def log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Numbers by name, lists and dicts taken apart."""
+        """Send values by name, with lists and dicts flattened."""
         self._try(lambda: self._run.log({"step": step, **flatten(kind, values)}))
 
     def show(self, step: int, generations: Sequence[Generation]) -> None:
-        """A table of texts."""
+        """Send a table of texts."""
 
         def send() -> None:
             columns = ["prompt", "text", "tokens", "rounds", "tokens per round"]
@@ -91,7 +91,7 @@ class WandbRun:
         self._try(send)
 
     def summarize(self, values: Mapping[str, Any], pictures: Iterable[Path]) -> None:
-        """What the run came to, and its plots."""
+        """Send the final results and plots."""
 
         def send() -> None:
             self._run.summary.update(flatten("final", values))
@@ -120,9 +120,9 @@ class WandbRun:
 
 
 def end_service(seconds: float) -> None:
-    """End the process that wandb works in, by force if it has not gone after so long.
+    """Shut down wandb's process, and kill it if it is still alive after this many seconds.
 
-    It has been seen to stay for ever, and wandb waits as long for it when the interpreter ends.
+    It sometimes never ends, and wandb would wait for it forever when the interpreter exits.
     """
     import wandb
 
@@ -136,7 +136,7 @@ def end_service(seconds: float) -> None:
 
 
 def flatten(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"a": [x, y]}` as `{"prefix/a/0": x, "prefix/a/1": y}`, which W&B can draw."""
+    """Flatten `{"a": [x, y]}` to `{"prefix/a/0": x, "prefix/a/1": y}`, which W&B can plot."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}/{name}"
@@ -164,26 +164,25 @@ Kind = Literal["train", "eval"]
 
 
 class Tracker:
-    """Writes lines of metrics, and the texts of evaluations; use it in a `with` statement.
+    """Writes metrics and sample texts. Use it as a context manager.
 
-    With `resume_step` the folder is that of a run which resumes after that step: lines of later steps are dropped, and
-    each step is written once however often it is logged. Raises DataError where the lines that are there are damaged,
-    ConfigError where Weights & Biases cannot be used.
+    `resume_step`: the last step of a resumed run. Lines of later steps are dropped, and steps that are already logged
+    are ignored. Raises DataError if existing lines are damaged, ConfigError if Weights & Biases does not work.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, resume_step: int | None = None):
         file = folder / METRICS
         self.rows: list[Row] = [] if resume_step is None else truncate(file, resume_step)
-        """All lines so far, those of before an interruption included."""
+        """All lines so far, including those before interruptions."""
         self._known = {(row["kind"], row["step"]) for row in self.rows}
         self._folder, self._config = folder, config
         self._wandb = WandbRun(folder, config, resume=resume_step is not None) if config.run.wandb else None
         self._file = file.open("w" if resume_step is None else "a", encoding="utf-8")
 
     def log(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """Add a line: its kind, the step after which it was taken, the values, and the memory taken so far.
+        """Append a line with kind, step, values and memory use.
 
-        Where the values have a learning_rate_factor, the rates themselves are added as well.
+        If the values have a learning_rate_factor, the learning rates are added.
         """
         if (kind, step) in self._known:
             return
@@ -201,7 +200,7 @@ class Tracker:
                 self._wandb.show(step, generations)
 
     def summarize(self, values: Mapping[str, Any]) -> None:
-        """What the run came to; its plots, where they are drawn by now, go with it."""
+        """Send the final results, and the plots that exist."""
         if self._wandb is not None:
             drawn = [self._folder / name for name in PICTURES if (self._folder / name).exists()]
             self._wandb.summarize(values, drawn)
@@ -237,7 +236,7 @@ def outcome(
     rows: Sequence[Row],
     data: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The report of a run; `acceptance` has the head `untrained`, at its `best` and at the `last` step."""
+    """Return a run's report. `acceptance` has the keys `untrained`, `best` and `last`."""
     logged = [row for row in rows if row["kind"] == "train"]
     best = acceptance["best"]
     return {
@@ -269,7 +268,7 @@ def outcome(
 
 
 def memory_gb() -> dict[str, float]:
-    """Return gigabytes (10⁹ bytes): MLX's arrays now and at most, and what the process took of the system at most."""
+    """Return gigabytes (10⁹ bytes): MLX's active and peak memory, and the process's peak memory."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     found = {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "process_peak": most}
     return {name: round(size / 1e9, 4) for name, size in found.items()}

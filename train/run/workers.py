@@ -1,4 +1,4 @@
-"""A run of several processes: rank 0 runs the loop, the workers take the steps that it broadcasts."""
+"""Runs with several processes: rank 0 runs the loop, and workers take the steps that it broadcasts."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _SYNC = "sync"
 
 
 class Workers:
-    """The other processes, as rank 0 commands them. A single process has none."""
+    """Rank 0's control of the other processes. A single process has none."""
 
     def __init__(self, world: World, stop: Stop):
         self._world, self._stop = world, stop
         self._ended = world.size == 1
 
     def step(self, epoch: int, batch: int, factor: float) -> None:
-        """All take their part of that batch next. Raises Stopped where one of them was asked to stop."""
+        """Have all workers take a step on their part of a batch. Raises Stopped if any process was asked to stop."""
         self._broadcast([epoch, batch, factor])
 
     def sync(self, stepper: Stepper) -> None:
-        """All get this process's head and optimizer state."""
+        """Send this process's head and optimizer state to all workers."""
         if not self._ended:
             self._broadcast(_SYNC)
             stepper.sync()
 
     def end(self) -> None:
-        """The workers stop."""
+        """Stop the workers."""
         if not self._ended:
             self._ended = True
-            with contextlib.suppress(EagleError):  # they have ended already
+            with contextlib.suppress(EagleError):  # they have already ended
                 self._world.any(True)
 
     def _broadcast(self, command: object) -> None:
@@ -55,9 +55,9 @@ class Workers:
 def run_worker(
     target: Target, data: TrainData, config: TrainConfig, head: Head | None, world: World, stop: Stop
 ) -> None:
-    """Train along with rank 0 until it ends the run. Rank 0 alone measures, saves and writes."""
+    """Train together with rank 0 until it ends the run. Only rank 0 evaluates, saves and writes."""
     config = resolved(config, target)
-    head = head or new_head(target, data, config, begin=False)  # rank 0's weights come before the first step
+    head = head or new_head(target, data, config, begin=False)  # rank 0 sends its weights before the first step
     with stop.deferred():
         batches = Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed, world)
         stepper = Stepper(head, target, config, world)
