@@ -1,7 +1,7 @@
-"""What a step reads of a batch: which positions each draft step reads and is judged by, and noise on their states.
+"""Inputs of a training step: the positions and labels of each draft step, and noise on the hidden states.
 
-Source of the noise: Li et al. 2024, EAGLE, section 4.2: U(-0.1, 0.1). SafeAILab's code makes it smaller as
-conversations grow, by 512 / tokens, and so does this.
+Source of the noise: Li et al. 2024, EAGLE, section 4.2: U(-0.1, 0.1). As in SafeAILab's code, it is scaled by
+512 / tokens for longer conversations.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from numpy.typing import NDArray
 from ..data import Rows
 
 _LENGTH = 512
-"""Tokens of a conversation at which the noise is as large as it is said to be."""
+"""Conversation length, in tokens, up to which the noise has its full size."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Step j at index t reads token t+1+j, and is judged against the target's distribution at u = t+1+j.
+    """Positions and labels: step j at index t reads token t+1+j; its label is the target's distribution at u = t+1+j.
 
-    All steps share the U positions u that carry loss, so the target's distribution is computed once for each; and the
-    head's own positions t are gathered into lists of P per row, so that nothing is computed where no loss comes from.
+    All steps share the U positions u with loss, so the target's distribution is computed once per position. The head's
+    positions t are gathered into lists of P per row, so that positions without loss are not computed.
     """
 
     positions: NDArray[np.int32]
-    """[B, P]: the indices t of each row, ascending; short rows end in zeros."""
+    """[B, P]: the indices t of each row, ascending; short rows are padded with zeros."""
     labels: NDArray[np.int32]
     """[U]: u as an index into the flattened batch [B * L]."""
     select: NDArray[np.int32]
-    """[S, U]: for step j and u, the place of t = u-1-j in the flattened [B * P]."""
+    """[S, U]: for step j and u, the index of t = u-1-j in the flattened [B * P]."""
     valid: NDArray[np.float32]
-    """[S, U]: 1 where t lies in the same conversation as u, else 0."""
+    """[S, U]: 1 if t is in the same conversation as u, else 0."""
 
     @property
     def counts(self) -> NDArray[np.float32]:
-        """[S]: positions that carry loss in each step."""
+        """[S]: number of positions with loss in each step."""
         counts: NDArray[np.float32] = self.valid.sum(axis=1, dtype=np.float32)
         return counts
 
 
 def make_plan(rows: Rows, steps: int, multiple: int = 1) -> Plan:
-    """The plan of a batch for `steps` draft steps.
+    """Return the plan of a batch for `steps` draft steps.
 
-    The token predicted at u, which is token u+1, must be one to learn and belong to u's conversation. P and U are
-    rounded up to multiples of `multiple`, which saves compilations on a GPU.
+    The token predicted at u is token u+1. It must be in the loss mask and in u's conversation. P and U are rounded up
+    to multiples of `multiple`, which saves compilations on a GPU.
     """
     segments, mask = rows.segments, rows.loss_mask
     width, length = segments.shape
@@ -81,23 +81,23 @@ def _round_up(count: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of a batch, row by row, so that it does not depend on which rows are computed together."""
+    """The noise of a batch, keyed per row so that it does not depend on which rows are computed together."""
 
     sizes: NDArray[np.float32]
-    """[B, L], how large it may be at each position."""
+    """[B, L]: maximum absolute value at each position."""
     keys: NDArray[np.uint32]
-    """[B, 2], from which each row's is drawn."""
+    """[B, 2]: random key of each row."""
 
     def part(self, first: int, count: int) -> Noise:
-        """That of some rows."""
+        """Return the noise of `count` rows from `first` on."""
         at = slice(first, first + count)
         return Noise(self.sizes[at], self.keys[at])
 
 
 def noise_of(rows: Rows, size: float, seed: int, step: int) -> Noise | None:
-    """The noise of a run's step; None for none. Shorter conversations than 512 tokens get no more than `size`.
+    """Return the noise of a step, or None if `size` is 0. Conversations up to 512 tokens get the full `size`.
 
-    A row's is the same in whichever process it is computed.
+    A row's noise does not depend on the process that computes it.
     """
     if not size:
         return None
@@ -109,6 +109,6 @@ def noise_of(rows: Rows, size: float, seed: int, step: int) -> Noise | None:
 
 
 def add_noise(arrays: Mapping[str, mx.array], states: mx.array) -> mx.array:
-    """States [B, L, n] with the noise of a part's arrays."""
+    """Return states [B, L, n] with the noise from a part's arrays added."""
     drawn = [mx.random.uniform(-1, 1, states.shape[1:], key=arrays["keys"][row]) for row in range(states.shape[0])]
     return states + arrays["noise"][..., None] * mx.stack(drawn)

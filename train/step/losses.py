@@ -1,4 +1,4 @@
-"""The losses, step by step: cross-entropy with the target's distribution or its best token, distance of features."""
+"""Losses per draft step: cross-entropy with the target's distribution or best token, and feature distance."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..kinds import Head
 from ..unroll import holding, weights_but
 
 _LOGITS = 1 << 25
-"""Logits of the target that are in memory at once."""
+"""Number of target logits in memory at once."""
 IN_LOGITS = ("norm", "lm_head")
-"""Parts that a head uses to make logits."""
+"""Parts of a head that compute logits."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is made small."""
+    """The training objective."""
 
     hard: bool = False
-    """Cross-entropy with the target's most likely token in place of its whole distribution."""
+    """Use cross-entropy with the target's most likely token instead of its distribution."""
     token_weight: float = 1.0
-    """What the cross-entropy counts for."""
+    """Weight of the cross-entropy."""
     feature_weight: float = 0.0
-    """What the distance of the features counts for."""
+    """Weight of the feature distance."""
 
 
 CROSS_ENTROPY = Objective()
@@ -40,24 +40,24 @@ class Labels:
     """The target's distribution at U positions."""
 
     probs: mx.array
-    """[U, Vd] float32, normalised over the draft vocabulary."""
+    """[U, Vd] float32, normalized over the draft vocabulary."""
     best: mx.array
-    """[U] int32, the draft id of the target's most likely token; 0 where it has none."""
+    """[U] int32: draft id of the target's most likely token; 0 if it is not in the draft vocabulary."""
     inside: mx.array
-    """[U] float32, 1 where the target's most likely token is in the draft vocabulary, else 0."""
+    """[U] float32: 1 if the target's most likely token is in the draft vocabulary, else 0."""
 
 
 def step_weights(steps: int, decay: float) -> list[float]:
-    """What each draft step's mean loss counts for: decay**j, normalised."""
+    """Return the weight of each draft step's mean loss: decay**j, normalized."""
     weights = [decay**j for j in range(steps)]
     return [weight / sum(weights) for weight in weights]
 
 
 def soft_labels(target: Target, last: mx.array, token_ids: mx.array | None) -> Labels:
-    """Labels from the target's last hidden states [U, H], before its final norm.
+    """Return labels from the target's last hidden states [U, H], before its final norm.
 
-    token_ids [Vd] int32: the target's id of each draft id, ascending; None where the vocabularies are equal. Positions
-    whose most likely token cannot be drafted carry no loss, as in SafeAILab's code.
+    token_ids [Vd] int32: the target's id of each draft id, ascending; None if the vocabularies are equal. A position
+    has no loss if its most likely token is not in the draft vocabulary, as in SafeAILab's code.
     """
     logits = target.lm_head(target.norm(last)).astype(mx.float32)
     best = mx.argmax(logits, axis=-1).astype(mx.int32)
@@ -71,12 +71,12 @@ def soft_labels(target: Target, last: mx.array, token_ids: mx.array | None) -> L
 
 
 def soft_cross_entropy(logits: mx.array, probs: mx.array) -> mx.array:
-    """-sum(probs * log_softmax(logits)) over the last axis, which `probs` sums to 1: [..., V] -> [...]."""
+    """Return -sum(probs * log_softmax(logits)) over the last axis, [..., V] -> [...]. `probs` must sum to 1."""
     return fastmath.log_sum_exp(logits)[..., 0] - mx.sum(probs * logits, axis=-1)
 
 
 def cross_entropy(logits: mx.array, labels: Labels, hard: bool) -> mx.array:
-    """[U, Vd] -> [U], soft or hard."""
+    """Return the soft or hard cross-entropy, [U, Vd] -> [U]."""
     if not hard:
         return soft_cross_entropy(logits, labels.probs)
     chosen = mx.take_along_axis(logits, labels.best[:, None], axis=-1)
@@ -86,7 +86,7 @@ def cross_entropy(logits: mx.array, labels: Labels, hard: bool) -> mx.array:
 def step_loss(
     head: Head, x: mx.array, labels: Labels, weights: mx.array, hard: bool = False
 ) -> tuple[mx.array, mx.array]:
-    """One draft step's weighted cross-entropy and share of hits, both scalars: x [U, H], weights [U] float32."""
+    """Return a draft step's weighted cross-entropy and hits, both scalars. x [U, H], weights [U] float32."""
     logits = head.logits(x).astype(mx.float32)
     loss = mx.sum(weights * labels.inside * cross_entropy(logits, labels, hard))
     logits = mx.stop_gradient(logits)
@@ -96,9 +96,10 @@ def step_loss(
 
 
 def feature_losses(outputs: list[mx.array], wanted: mx.array, select: mx.array, weights: mx.array) -> mx.array:
-    """The weighted smooth L1 distance [S] of the draft steps' outputs from the target's features, wanted [U, H].
+    """Return the weighted smooth L1 distance [S] between the draft steps' outputs and the target's features.
 
-    Source: SafeAILab/EAGLE, eagle/train/main.py: the mean over a feature, summed over the positions with loss.
+    wanted [U, H]: the target's features. Source: SafeAILab/EAGLE, eagle/train/main.py: the mean over a feature, summed
+    over positions with loss.
     """
     losses = []
     for step, h in enumerate(outputs):
@@ -110,27 +111,27 @@ def feature_losses(outputs: list[mx.array], wanted: mx.array, select: mx.array, 
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """The weighted cross-entropy of all draft steps at U labels, and what came of each step.
+    """The weighted cross-entropy of all draft steps at U labels, computed in chunks.
 
-    It is taken chunk by chunk, so that no logits are kept for the backward pass: the gradients of a chunk of labels are
-    computed with its loss, and only their sums are kept. The backward pass scales them. Nothing is computed twice.
+    No logits are kept for the backward pass. The gradients of each chunk are computed with its loss, and the backward
+    pass only scales them. Nothing is computed twice.
     """
 
     head: Head
     target: Target
     last: mx.array
-    """[U, H], before the target's final norm."""
+    """[U, H]: the target's last hidden states before its final norm."""
     weights: mx.array
-    """[S, U] float32: what each label counts for in each draft step, 0 for nothing."""
+    """[S, U] float32: weight of each label in each draft step."""
     hard: bool = False
     logits: int = _LOGITS
-    """How many logits are in memory at once."""
+    """Number of logits in memory at once."""
 
     def __call__(self, outputs: list[mx.array], select: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """The loss, the steps' weighted losses [S] and their hits [S].
+        """Return the loss, the steps' weighted losses [S] and their hits [S].
 
-        outputs: S times [B, P, H], as from `unroll`; select [S, U] int32: which of the B * P outputs answers for each
-        label. Hits are the weighted share of labels where head and target have the same most likely token.
+        outputs: S times [B, P, H], as from `unroll`; select [S, U] int32: the index among B * P outputs for each label.
+        Hits are the weighted share of labels for which head and target have the same most likely token.
         """
         others = [name for name in self.head.trainable_parameters() if name not in IN_LOGITS]
         names, own = weights_but(self.head, others)
@@ -151,13 +152,13 @@ class ChunkedLoss:
     def _loss_and_gradients(
         self, names: Sequence[str], own: Sequence[mx.array], read: Sequence[mx.array]
     ) -> list[mx.array]:
-        """Loss, the steps' losses and hits, then the gradients of `own` and of `read`, chunk after chunk."""
+        """Return loss, the steps' losses and hits, then the gradients of `own` and of `read`, computed in chunks."""
         losses = [mx.array(0.0)] * len(read)
         hits = list(losses)
-        of_own = [mx.zeros(weight.shape) for weight in own]  # float32, whatever the weights are
+        of_own = [mx.zeros(weight.shape) for weight in own]  # float32 for any dtype of weights
         of_read: list[list[mx.array]] = [[] for _ in read]
         done: list[mx.array] = []
-        """What the next chunk waits for, so that MLX does not compute several at once."""
+        """Dependencies of the next chunk, so that MLX does not compute several chunks at once."""
         size = max(1, self.logits // self.target.vocab_size)
         for begin in range(0, self.last.shape[0], size):
             at = slice(begin, begin + size)
@@ -175,7 +176,7 @@ class ChunkedLoss:
     def _chunk(
         self, names: Sequence[str], own: Sequence[mx.array], x: mx.array, labels: Labels, step: int, at: slice
     ) -> tuple[mx.array, mx.array, list[mx.array], mx.array]:
-        """A draft step's loss and hits at some labels, with the gradients of the weights and of x."""
+        """Return a draft step's loss and hits for some labels, with the gradients of weights and x."""
 
         def loss_of(weights: list[mx.array], x: mx.array) -> tuple[mx.array, mx.array]:
             with holding(self.head, names, weights):

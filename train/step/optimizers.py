@@ -1,4 +1,4 @@
-"""The optimizers of a head's weights, their state as named arrays, and the learning rate over a run."""
+"""Optimizers, their state as named arrays, and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..config import OptimizationConfig, TrainConfig
 
 BETAS = [0.9, 0.95]
 _AS_ADAMW = 0.2
-"""The root mean square of AdamW's steps, in learning rates: Liu et al. 2025, "Muon is Scalable for LLM Training",
-arXiv 2502.16982, section 2.2. speculators scales its Muon so."""
+"""Root mean square of AdamW's updates, relative to the learning rate: Liu et al. 2025, "Muon is Scalable for LLM
+Training", arXiv 2502.16982, section 2.2. speculators scales its Muon the same way."""
 
 
 class Optimizers:
-    """One optimizer for the head's inner matrices and one for all else."""
+    """Two optimizers: one for the head's inner matrices, and one for all other weights."""
 
     def __init__(self, config: OptimizationConfig, parameters: dict[str, Any]):
         self._peaks = make_optimizers(config)
@@ -29,16 +29,16 @@ class Optimizers:
         self.together.init(parameters)
 
     def set_rates(self, factor: float) -> None:
-        """`factor` of the peak learning rates, each its own."""
+        """Set each learning rate to `factor` times its peak."""
         for optimizer, peak in self._peaks.items():
             optimizer.learning_rate = mx.array(peak * factor)
 
     def arrays(self) -> dict[str, mx.array]:
-        """All that the optimizers know, by name: `0.` the inner matrices' and `1.` the others'."""
+        """Return the optimizers' state by name, with prefix `0.` for the inner matrices and `1.` for the others."""
         return {name: holder[key] for name, holder, key in self._places()}
 
     def restore(self, arrays: Mapping[str, mx.array]) -> None:
-        """Put back what `arrays` gave. Raises CheckpointError where names or shapes are not this head's."""
+        """Restore the state from `arrays`. Raises CheckpointError if names or shapes do not match this head."""
         places = list(self._places())
         names = {name for name, _, _ in places}
         if names != arrays.keys():
@@ -53,7 +53,7 @@ class Optimizers:
                     f"{name} of the optimizer's state has the shape {arrays[name].shape} and not {holder[key].shape}; "
                     "resume with the settings that the run began with"
                 )
-        for name, holder, key in places:  # in place: a compiled step holds on to these containers
+        for name, holder, key in places:  # in place: a compiled step keeps references to these containers
             holder[key] = arrays[name].astype(holder[key].dtype)
 
     def _places(self) -> Iterator[tuple[str, Any, Any]]:
@@ -62,7 +62,7 @@ class Optimizers:
 
 
 def _places(tree: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """The name of each array in a tree of dicts and lists, what holds it, and under which key."""
+    """Yield the name, container and key of each array in a tree of dicts and lists."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in items:
         if isinstance(value, mx.array):
@@ -72,7 +72,7 @@ def _places(tree: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def make_optimizers(config: OptimizationConfig) -> dict[optim.Optimizer, float]:
-    """The optimizer of the head's inner matrices and that of all else, with their peak learning rates."""
+    """Return the optimizers of the inner matrices and of all other weights, with their peak learning rates."""
 
     def adamw() -> optim.Optimizer:
         return optim.AdamW(config.lr, betas=BETAS, weight_decay=config.weight_decay, bias_correction=True)
@@ -85,10 +85,10 @@ def make_optimizers(config: OptimizationConfig) -> dict[optim.Optimizer, float]:
 
 
 class MatchedMuon(optim.Muon):
-    """Muon whose steps are as large as AdamW's at the same learning rate, whatever a matrix's shape."""
+    """Muon with updates as large as AdamW's at the same learning rate, for matrices of any shape."""
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
-        """The parameter [A, B] after a step of `_AS_ADAMW * sqrt(max(A, B))` learning rates along an orthogonal one."""
+        """Return the parameter [A, B] after an orthogonal update scaled by `_AS_ADAMW * sqrt(max(A, B))`."""
         rows, columns = gradient.shape
         by_mlx = max(1.0, rows / columns) ** 0.5
         rate = self.learning_rate
@@ -99,12 +99,12 @@ class MatchedMuon(optim.Muon):
 
 
 def is_inner_matrix(path: str, weight: Any) -> bool:
-    """Whether a weight is a matrix between hidden states, which is what Muon is for."""
+    """Return whether a weight is a matrix between hidden states, for which Muon is designed."""
     return bool(weight.ndim == 2) and not path.startswith(("lm_head", "embed_tokens"))
 
 
 def learning_rate_factor(progress: float, warmup: float, final: float) -> float:
-    """Share of the peak learning rate at `progress` in [0, 1]: a linear rise over `warmup`, then half a cosine."""
+    """Return the share of the peak learning rate at `progress` in [0, 1]: linear warmup, then half a cosine."""
     progress = min(max(progress, 0.0), 1.0)
     if progress < warmup:
         return progress / warmup
@@ -113,36 +113,36 @@ def learning_rate_factor(progress: float, warmup: float, final: float) -> float:
 
 
 class Schedule(Protocol):
-    """How long a run learns, and how fast at each time. Steps count from 0, `elapsed` are seconds of the run."""
+    """Length and learning rate of a run or phase. Steps count from 0; `elapsed` is in seconds of the run."""
 
     @property
     def seconds(self) -> float:
-        """The second at which it is over; 0 where steps alone say so."""
+        """The second of the run at which it is over; 0 if only `steps` counts."""
         ...
 
     @property
     def steps(self) -> int: ...
 
     def progress(self, step: int, elapsed: float) -> float:
-        """Where it stands, 0 to 1."""
+        """Return the progress, from 0 to 1."""
         ...
 
     def is_over(self, step: int, elapsed: float) -> bool: ...
 
     def factor(self, step: int, elapsed: float, warmup: float, final: float) -> float:
-        """Share of the peak learning rate; `warmup` and `final` as in the settings."""
+        """Return the share of the peak learning rate. `warmup` and `final` are as in the settings."""
         ...
 
 
 @dataclass(frozen=True)
 class Cosine:
-    """A run over a time or a number of steps, whose rate falls as half a cosine."""
+    """A run with a time limit or a number of steps, and a learning rate that falls like half a cosine."""
 
     seconds: float = 0.0
     steps: int = 0
 
     def progress(self, step: int, elapsed: float) -> float:
-        """Where the run stands, 0 to 1, as it begins step `step` (from 0) after `elapsed` seconds."""
+        """Return the progress, from 0 to 1, at the start of step `step` after `elapsed` seconds."""
         return elapsed / self.seconds if self.seconds else (step + 0.5) / self.steps
 
     def is_over(self, step: int, elapsed: float) -> bool:
@@ -153,32 +153,33 @@ class Cosine:
 
 
 _DECAY = 0.4
-"""Share of the last phase over which the rate falls. That phase is half of all learning, so this is the fifth of a run
-with which Haegele et al. (2024, arXiv 2405.18392) reach the loss of a cosine."""
+"""Share of the last phase over which the learning rate falls. That phase is half of all learning, so this is the fifth
+of a run with which Haegele et al. (2024, arXiv 2405.18392) match the loss of a cosine schedule."""
 
 
 @dataclass(frozen=True)
 class WarmupStableDecay:
-    """Learning between two makings of data: until a step, the last one until a time.
+    """A learning phase in a run that also makes data. It ends at a step or time, and the last phase only at a time.
 
-    The rate rises over `warmup` of the run's time, counted in time of learning. Then it stays, so that data can be
-    added, and in the last phase it falls as one minus a square root (Haegele et al. 2024, arXiv 2405.18392).
+    The learning rate rises while the time spent learning is below `warmup` times the run's length. Then it is constant,
+    so that data can be added. In the last phase it falls like one minus a square root (Haegele et al. 2024, arXiv
+    2405.18392).
     """
 
     begins: float
-    """Second of the run."""
+    """Second of the run at which the phase begins."""
     seconds: float
-    """Second of the run by which it is over."""
+    """Second of the run by which the phase is over."""
     steps: int = 0
-    """Step by which it is over; 0 for the time alone."""
+    """Step by which the phase is over; 0 if only the time counts."""
     before: float = 0.0
-    """Seconds of learning before it."""
+    """Seconds of learning before the phase."""
     total: float = 0.0
     """Seconds of the whole run."""
     last: bool = False
 
     def progress(self, step: int, elapsed: float) -> float:
-        """Nothing within a phase goes by its share."""
+        """Return 0: nothing depends on progress within a phase."""
         return 0.0
 
     def is_over(self, step: int, elapsed: float) -> bool:
@@ -195,7 +196,7 @@ class WarmupStableDecay:
 
 
 def span_of(config: TrainConfig, steps_per_epoch: int) -> Cosine:
-    """Minutes where they are given, else steps, else epochs."""
+    """Return a plain run's schedule: by minutes if given, else by steps, else by epochs."""
     if config.optimization.minutes:
         return Cosine(seconds=60 * config.optimization.minutes)
     return Cosine(steps=config.optimization.max_steps or config.optimization.epochs * steps_per_epoch)

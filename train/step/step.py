@@ -1,4 +1,4 @@
-"""One optimizer step: losses of all streams, their gradients, clipping, update."""
+"""The optimizer step: losses and gradients of all streams, clipping, and the update."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses, step_
 from .optimizers import Optimizers
 
 _COMPILED_MULTIPLE = 256
-"""Positions are padded to multiples of this where steps are compiled."""
+"""Positions are padded to multiples of this if steps are compiled."""
 
 _STEP, _OPTIMIZER = "step", "optimizer."
 
@@ -46,29 +46,29 @@ class StepResult:
     """The weighted mean of the draft steps' losses."""
     loss_by_step: list[float]
     accuracy_by_step: list[float]
-    """Share of positions at which head and target have the same most likely token."""
+    """Share of positions for which head and target have the same most likely token."""
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     tokens: int
-    """Tokens of the batch that lie in a conversation."""
+    """Tokens of the batch, without padding."""
     loss_tokens: int
-    """Positions that carried loss in the first draft step."""
+    """Positions with loss in the first draft step."""
     feature_loss_by_step: list[float] | None = None
-    """The distance of the features, where it is part of the loss."""
+    """The feature distance, if it is part of the loss."""
 
 
 class NotFiniteError(EagleError):
-    """A step that was not made, since it would have spoilt the weights."""
+    """Raised before a step that would make the weights NaN or infinite."""
 
     def __init__(self, loss: float, norm: float, rows: list[int]):
         super().__init__(f"the loss is {loss} and the gradient's norm {norm}")
         self.rows = rows
-        """Which of this process's rows are not finite by themselves; none where only all of them together are not."""
+        """Rows of this process that are not finite on their own; may be empty."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one stream computes."""
+    """The part of a batch that one stream computes."""
 
     rows: Rows
     plan: Plan
@@ -76,9 +76,9 @@ class _Part:
 
 
 class Stepper:
-    """Trains a head step by step; holds the optimizer's state.
+    """Takes training steps and owns the optimizer's state.
 
-    The processes of a `world` take each step together, every one with its own rows, and stay alike.
+    The processes of a `world` take each step together on different rows, so their weights stay equal.
     """
 
     def __init__(self, head: Head, target: Target, config: TrainConfig, world: World = SINGLE_PROCESS):
@@ -94,21 +94,21 @@ class Stepper:
         self._freed = FreedBuffers()
         self._gradients: Callable[[list[Arrays]], tuple[list[mx.array], Any]] = self._plain_gradients
         self._update: Callable[[Any, mx.array], None] = self._plain_update
-        if not use_shortcuts():  # on a CPU a compiled step is the slower one
+        if not use_shortcuts():  # on a CPU, compiled steps are slower
             self.compile()
         self.sync()
 
     def compile(self) -> None:
-        """Let MLX fuse the step's operations; a new shape of batch is compiled anew."""
+        """Let MLX fuse the step's operations. Each new batch shape is compiled again."""
         state = [self.head.state, self._optimizers.together.state]
         self._gradients = partial(mx.compile, inputs=state[:1], outputs=state[:1])(self._plain_gradients)
         self._update = partial(mx.compile, inputs=state, outputs=state)(self._plain_update)
 
     def __call__(self, rows: Rows, factor: float) -> StepResult | None:
-        """Learn from a batch at `factor` of the peak learning rates; None where it holds no loss.
+        """Take a step on a batch at `factor` times the peak learning rates. Return None if it has no loss.
 
-        `rows` are this process's; the result is that of all of them. Raises NotFiniteError, before anything is changed,
-        where loss or gradient are not finite.
+        `rows` are this process's, and the result covers all processes. Raises NotFiniteError, before weights change,
+        if loss or gradient are not finite.
         """
         groups = self._parts(rows)
         counts = np.zeros(len(self._weights), np.int64)
@@ -134,7 +134,7 @@ class Stepper:
         )
 
     def _parts(self, rows: Rows) -> list[list[_Part]]:
-        """The rows in groups, one after the other, of parts computed in parallel; parts without loss are left out."""
+        """Return sequential groups of parts that run in parallel, without parts that have no loss."""
         multiple = 1 if use_shortcuts() else _COMPILED_MULTIPLE
         noise = noise_of(rows, self._config.optimization.feature_noise, self._config.run.seed, self._steps)
 
@@ -149,7 +149,7 @@ class Stepper:
         return [group for group in with_loss if group]
 
     def _learn(self, groups: list[list[_Part]], scale: NDArray[np.float32], rows: Rows) -> list[mx.array]:
-        """One update; the gradient's norm and the results of all groups, added over all processes."""
+        """Update the weights. Return the gradient's norm and the results, summed over groups and processes."""
         total = self._accumulate(groups, scale)
         if self._world.size > 1:
             mx.eval(total)
@@ -159,25 +159,25 @@ class Stepper:
         mx.eval(norm, results)
         self._check(norm, results[0], rows)
         self._update(gradient, norm)
-        del total, gradient  # so that the update can write where they are
+        del total, gradient  # so that the update can reuse their memory
         for _, weight in cast(list[tuple[str, mx.array]], tree_flatten(self.head.parameters())):
-            mx.eval(weight)  # one after the other: what is between gradient and weight is there for one at a time
+            mx.eval(weight)  # one at a time, to limit temporary memory
         mx.eval(self._optimizers.together.state)
         return [norm, *results]
 
     def _accumulate(self, groups: list[list[_Part]], scale: NDArray[np.float32]) -> Any:
-        """The results and the gradient of all groups, added."""
+        """Return the sums of results and gradients over all groups."""
         total: Any = None
         for group in groups:
             found = self._gradients([self._arrays_of(part, scale, at) for at, part in enumerate(group)])
             total = found if total is None else tree_map(mx.add, total, found)
             del found
             if len(groups) > 1:
-                mx.eval(total)  # before the next group takes its memory
+                mx.eval(total)  # before the next group allocates memory
         return self._zeros() if total is None else total
 
     def _check(self, norm: mx.array, loss: mx.array, rows: Rows) -> None:
-        """Raise NotFiniteError, with the rows that are to blame, unless both are finite."""
+        """Raise NotFiniteError, with the rows that cause it, unless norm and loss are finite."""
         values = float(np.array(loss)), float(np.array(norm))
         if all(map(math.isfinite, values)):
             return
@@ -186,7 +186,7 @@ class Stepper:
         raise NotFiniteError(*values, found)
 
     def _is_finite(self, rows: Rows) -> bool:
-        """Whether loss and gradient of some rows alone are finite."""
+        """Return whether loss and gradient of these rows alone are finite."""
         groups = self._parts(rows)
         if not groups:
             return True
@@ -199,13 +199,13 @@ class Stepper:
             return part_arrays(self.head, self._target, part.rows, part.plan, scale, part.noise)
 
     def _zeros(self) -> tuple[list[mx.array], Any]:
-        """What comes of no rows."""
+        """Return the results and gradient for no rows."""
         by_step = mx.zeros(len(self._weights))
         results = [mx.array(0.0), by_step, by_step, *([by_step] if self._objective.feature_weight else [])]
         return results, tree_map(mx.zeros_like, self.head.trainable_parameters())
 
     def sync(self) -> None:
-        """Broadcast the head and the state of rank 0, bit by bit."""
+        """Broadcast rank 0's head and state exactly."""
         if self._world.size == 1:
             return
         weights = dict(cast(list[tuple[str, mx.array]], tree_flatten(self.head.trainable_parameters())))
@@ -213,16 +213,16 @@ class Stepper:
         self.restore(self._world.broadcast_arrays(self.state()))
 
     def state(self) -> dict[str, mx.array]:
-        """All that the next step depends on besides the head's weights and the batch, by name.
+        """Return by name everything that the next step needs besides the head's weights and the batch.
 
-        `step` counts the updates; the rest is the optimizers'. A new Stepper that gets this back over a head with the
-        same weights continues bit by bit as this one would.
+        `step` counts the updates; the rest is the optimizers' state. A new Stepper with this state and a head with the
+        same weights continues exactly as this one would.
         """
         own = {_STEP: mx.array(self._steps, mx.int64)}
         return own | {f"{_OPTIMIZER}{name}": value for name, value in self._optimizers.arrays().items()}
 
     def restore(self, state: Mapping[str, mx.array]) -> None:
-        """Continue from what `state` gave. Raises CheckpointError where it is of another head or optimizer."""
+        """Restore the result of `state`. Raises CheckpointError if it belongs to another head or optimizer."""
         if _STEP not in state:
             raise CheckpointError(f"the trainer's state has no {_STEP!r}; was it written by eagle-train?")
         others = {name.removeprefix(_OPTIMIZER): value for name, value in state.items() if name != _STEP}
@@ -230,7 +230,7 @@ class Stepper:
         self._steps = int(np.array(state[_STEP]))
 
     def _plain_gradients(self, parts: list[Arrays]) -> tuple[list[mx.array], Any]:
-        """Results and gradient of all parts, added."""
+        """Return the sums of results and gradients over all parts."""
         loss_and_grad = nn.value_and_grad(self.head, self._part_loss)
         found = []
         for arrays, stream in zip(parts, self._streams, strict=False):
@@ -247,20 +247,20 @@ class Stepper:
         return part_loss(self.head, self._target, arrays, self._objective, again, self._type)
 
     def _plain_update(self, gradient: Any, norm: mx.array) -> None:
-        """Change the weights by a gradient of that norm, clipped."""
+        """Update the weights with the gradient, clipped by its norm."""
         share = mx.minimum(self._config.optimization.clip / (norm + 1e-6), 1.0)
         self._optimizers.together.update(self.head, tree_map(lambda g: g * share, gradient))
 
 
 def gradient_norm(gradient: Any) -> mx.array:
-    """The Euclidean norm of a tree of arrays taken together, a scalar."""
+    """Return the Euclidean norm over all arrays of a tree, a scalar."""
     return mx.sqrt(tree_reduce(lambda total, g: total + mx.sum(mx.square(g)), gradient, mx.array(0.0)))
 
 
 def part_arrays(
     head: Head, target: Target, rows: Rows, plan: Plan, scale: NDArray[np.float32], noise: Noise | None = None
 ) -> Arrays:
-    """The arrays of one part of a batch; `scale` [S] is what a position counts for in each draft step."""
+    """Return the arrays of one part of a batch. `scale` [S]: weight of a position in each draft step."""
     aux_layers = kind_of(head).aux_layers_of(head)
     states = mx.array(rows.states) if rows.states is not None else capture_rows(target, aux_layers, rows)
     return {
@@ -283,10 +283,10 @@ def part_loss(
     grad_checkpoint: bool = False,
     dtype: mx.Dtype = mx.float32,
 ) -> tuple[mx.array, ...]:
-    """The loss of some rows and what came of each draft step, as `ChunkedLoss` has it.
+    """Return a part's loss, and the losses and hits of each draft step as in `ChunkedLoss`.
 
-    Where the distance of the features is part of the loss, it follows as [S]. With `grad_checkpoint` it comes to the
-    same with less memory: what can be computed again is not kept for the gradient. The head computes in `dtype`.
+    If the feature distance is part of the loss, it follows as [S]. `grad_checkpoint` saves memory by recomputing values
+    for the gradient, with the same results. The head computes in `dtype`.
     """
     with in_pass_type(head, dtype):
         return _part_loss(head, target, arrays, objective, grad_checkpoint, dtype)
@@ -318,7 +318,7 @@ def _part_loss(
 
 
 def weights_of_steps(config: TrainConfig) -> NDArray[np.float32]:
-    """[S], what each draft step's mean loss counts for; they sum to 1."""
+    """Return the weight [S] of each draft step's mean loss. They sum to 1."""
     loss = config.optimization
     given = np.array(loss.step_weights)
     weights = given / given.sum() if len(given) else step_weights(loss.unroll, loss.decay)
@@ -331,14 +331,14 @@ def objective_of(config: TrainConfig) -> Objective:
 
 
 def in_pass_type(head: nn.Module, dtype: mx.Dtype) -> contextlib.AbstractContextManager[None]:
-    """The head with its trainable weights in a type within the block; gradients reach those that it has outside."""
+    """Context in which the head's trainable weights are cast to a dtype. Gradients reach the original weights."""
     names, weights = weights_but(head)
     cast = [w if name.endswith(EXACT) else _cast(w, dtype) for name, w in zip(names, weights, strict=True)]
     return holding(head, names, cast)
 
 
 def _cast(weight: mx.array, dtype: mx.Dtype) -> mx.array:
-    """A weight in a type. Its gradient may come in either: MLX's own cast takes none but of its result's type."""
+    """Cast a weight. Unlike MLX's own cast, this accepts gradients in either dtype."""
     forward: Any = mx.custom_function(lambda given: given.astype(dtype))
 
     @forward.vjp  # type: ignore[untyped-decorator]
