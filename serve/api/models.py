@@ -41,7 +41,7 @@ class Models:
     def __init__(
         self, settings: Settings, sources: Sequence[Source], nbytes: int | None = None, at_start: bool = False
     ):
-        """nbytes: memory for all loaded models; None for no limit. at_start: load all at startup, or end."""
+        """nbytes: memory for all loaded models; None for no limit. at_start: load all at startup; end if one fails."""
         self.settings = settings
         self.services = {source.name: Service(settings, source) for source in sources}
         self.pools = Pools(settings.limits)

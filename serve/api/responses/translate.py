@@ -59,7 +59,7 @@ class Functions:
 
     @classmethod
     def of(cls, body: ResponsesRequest) -> Functions:
-        """Return the functions of a request, without tools that OpenAI runs. Raises ApiError if none are left."""
+        """Return the functions of a request, without tools that OpenAI runs. Raises ApiError if that leaves none."""
         found, hosted = cls(), [(at, tool) for at, tool in enumerate(body.tools or ()) if isinstance(tool, OpenAITool)]
         for at, tool in enumerate(body.tools or ()):
             if isinstance(tool, NamespaceTool):
