@@ -71,7 +71,7 @@ class Mode(ABC):
         """Decode token-id prompts to their ends. Continuations are in the order of the prompts."""
 
     def sync(self) -> None:
-        """Wait for dispatched work that is not wanted, so that it does not slow what is timed next."""
+        """Wait for dispatched work that is no longer needed, so that it does not slow the next timing."""
         mx.synchronize()
 
 

@@ -68,7 +68,7 @@ class Run:
     dtype: str = ""
     """The type in which the model computes."""
     reference: str = ""
-    """What the texts were compared with: mode, model and type."""
+    """The reference of the comparison: mode, model and type."""
 
 
 _RUN = ("mode", "batch", "depth", "policy", "temp")

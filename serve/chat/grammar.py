@@ -38,9 +38,9 @@ def grammar_text(
     thinking: bool,
     tag: TagWriter,
 ) -> str:
-    """The grammar of an answer that is JSON by the schema, or calls of the tools; where both are given, either.
+    """Return the grammar of an answer that is JSON by the schema, calls of the tools, or, with both, either.
 
-    A model that thinks may do so first; where it is `thinking` already it must come to an end of it.
+    A model that can think may do so first; if it is already `thinking`, it must end its reasoning first.
     """
     rules = ["start: before? answer"] if thoughts.think_start and not thinking else ["start: before answer"]
     rules += _thought(thoughts, thinking, tag)
@@ -198,7 +198,7 @@ class MatcherGrammar:
         return self._masks[0]
 
     def mask(self) -> mx.array:
-        """[V] bool."""
+        """Return the next token's mask, [V] bool."""
         return mx.array(self._known())
 
     def advance(self, token: int) -> bool:

@@ -27,13 +27,13 @@ _KEYS = {
     "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning"},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
-"""The fields of messages, by the role that templates know."""
+"""The allowed fields of messages, by the role in templates."""
 
 
 def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as templates take them: arguments of calls as objects, `developer` as `system`.
+    """Return messages for templates: call arguments as objects, and `developer` as `system`.
 
-    The fields have the types of `serve/api/schema.py`; contents are text. Raises PromptError that names the message,
+    Fields have the types of `serve/api/schema.py`; contents are text. Raises PromptError that names the message, such
     as `messages[2].content: ...`.
     """
     read, made = [], set[str | None]()
@@ -86,7 +86,7 @@ def with_late_instructions_said(messages: Sequence[Message]) -> list[dict[str, A
 
 
 def with_argument_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages with the arguments of calls as JSON text, for templates that join them to other text."""
+    """Return messages with call arguments as JSON text, for templates that concatenate them."""
     said = deepcopy(list(map(dict, messages)))
     for function in (call["function"] for message in said for call in message.get("tool_calls", ())):
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
@@ -106,7 +106,7 @@ class Chat:
 
     tokenizer: TokenizerWrapper
     messages: list[dict[str, Any]]
-    """In the form that the template takes."""
+    """The messages in the form that the template takes."""
     arguments: Mapping[str, Any]
     """The template's other arguments."""
     text: str
@@ -211,9 +211,9 @@ class ChatFormat:
     calls: ToolCallTags | None
     """None if mlx-lm has no parser for the model's calls."""
     volatile: Volatile = field(default_factory=Volatile)
-    """What is removed from system prompts."""
+    """Patterns to remove from system prompts."""
     changes: Changes = field(default_factory=Changes, compare=False, repr=False)
-    """Notes which parts of chats change."""
+    """Tracks which parts of chats change."""
 
     @classmethod
     def of(cls, target: Target, volatile: Volatile | None = None) -> ChatFormat:

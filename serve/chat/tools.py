@@ -25,7 +25,7 @@ class ToolOffer:
     forced: tuple[Tool, ...] = ()
     """If not empty, the model must call one of these."""
     several: bool = True
-    """Whether one answer may hold several calls."""
+    """Whether an answer may contain several calls."""
 
     @property
     def strict(self) -> tuple[Tool, ...]:
@@ -43,7 +43,7 @@ class ToolOffer:
     ) -> ToolOffer:
         """Read `tools`, `tool_choice` and `parallel_tool_calls` of a request. Raises PromptError that names the field.
 
-        With `none` no tool is offered, so the model does not know of any.
+        With the choice `none`, no tool is offered, so the model does not see any.
         """
         names = tool_names(tools)
         if len(set(names)) < len(names):
@@ -77,7 +77,7 @@ ToolParser = Callable[[str, Any], Any]
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _MOST_MALFORMED = 64
-"""After so many failed calls, an answer is plain text. Each failure costs another search of the rest."""
+"""Failed calls after which an answer is plain text: each failure costs another search of the rest."""
 
 _MOST_FUNCTION_GEMMA = 1 << 15
 """Characters of a call. The parser copies the rest for each argument. The model's context has 32,768 tokens."""
@@ -103,7 +103,7 @@ _GEMMA4_PART = re.compile(r'<\|"\|>|[{}]|call:[\w-]+\{')
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One complete call in an answer."""
+    """A complete call in an answer."""
 
     index: int
     """Its position among the answer's calls."""
@@ -115,7 +115,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolCallTags:
-    """How a model tags its calls."""
+    """The tags of a model's calls."""
 
     start: str
     end: str

@@ -33,7 +33,7 @@ An operator's own pattern may take quadratic time: a second for this length, hou
 
 @dataclass(frozen=True)
 class Volatile:
-    """What is removed from the system messages of chats."""
+    """Patterns to remove from system messages."""
 
     patterns: tuple[re.Pattern[str], ...] = tuple(map(re.compile, KNOWN.values()))
 
@@ -49,7 +49,7 @@ class Volatile:
         return cls(tuple(patterns))
 
     def left_out(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages, as templates take them, without these parts.
+        """Return messages for templates without the matching text.
 
         Only the first `SEARCHED` characters of all system messages are searched.
         """
