@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 try:
     import eagle_mlx.cpu  # noqa: F401  (first: it loads the fast BLAS before MLX)
 except KeyboardInterrupt:
-    if not Path(sys.argv[0]).name.startswith("eagle-"):  # not one of our commands
+    if not Path(sys.argv[0]).name.startswith("eagle-"):  # imported by another program
         raise
     print("interrupted", file=sys.stderr)
     raise SystemExit(130) from None

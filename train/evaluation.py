@@ -44,7 +44,6 @@ class Acceptance:
     """Share of draft tokens accepted at each position."""
     depth: int
     prompts: int
-    """Measured prompts."""
     left_out: int
     """Prompts left out because the target's text loops."""
     emitted: int

@@ -19,9 +19,7 @@ from eagle_mlx.target import Target
 _SLICE = 64
 """Rounds after which a client's only row may be paused for a client without rows: a few seconds of decoding."""
 _READS_PER_ROUND = 8
-"""Such a row stays one more round per 8 positions of its text. Reading 8 positions takes less than a round, so
-decoding takes more time than reading texts again.
-"""
+"""Such a row stays one more round per 8 positions of its text. Reading 8 positions again takes less than a round."""
 
 
 class Admission:
@@ -86,7 +84,6 @@ class Admission:
 
     @property
     def prefilling(self) -> list[RequestState]:
-        """All requests in `side_by_side`."""
         return [request for requests in self.side_by_side for request in requests]
 
     @property

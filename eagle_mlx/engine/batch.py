@@ -116,7 +116,7 @@ class Batch:
         )
 
     def may_decode(self, patience: float) -> bool:
-        """Return whether at least one request's masks will be ready within `patience` seconds."""
+        """Return whether a round can decode. It cannot if all requests' masks are late after `patience` seconds."""
         return self.processors is None or self.processors.may_decode(patience)
 
     def checkpoint(self) -> Checkpoint:
@@ -212,7 +212,6 @@ class Batch:
         return self.cache.lengths.positions(count) + 1
 
     def restore(self, before: Checkpoint) -> None:
-        """Restore the state of a checkpoint."""
         self.cache.restore(before.cache)
         self.newest = before.newest
         if self.processors:

@@ -37,7 +37,6 @@ class Snapshot:
     groups: tuple[tuple[RequestState, ...], ...]
     """The requests that decode, by group."""
     prefilling: tuple[RequestState, ...]
-    """The requests in prefill."""
     waiting: tuple[RequestState, ...]
     kv_used: int
     """Upper bound of the KV bytes of decoding and prefilling requests."""
@@ -46,7 +45,6 @@ class Snapshot:
     kv_bytes: int
     """Limit of bytes for these requests and the prefix cache together."""
     prefix_bytes: int
-    """Bytes used by the prefix cache."""
 
     @property
     def requests(self) -> list[RequestState]:
@@ -236,7 +234,7 @@ class Engine:
             self.schedule.withdraw(request)
 
     def pause(self, request: RequestState) -> None:
-        """Pause a decoding request at the next step. Its text does not change by that."""
+        """Pause a decoding request at the next step. Its text does not change."""
         if self.groups.holding(request) is not None:
             self.admission.to_pause.append(request)
 

@@ -27,7 +27,7 @@ Places = tuple[int, ...]
 
 
 def by_reach(reaches: Sequence[int], size: CacheSize, allowed: int) -> Places:
-    """Return one group if it fits when all rows reach their full lengths, else the two with the least padding."""
+    """Return one group if it fits at the rows' reserved lengths, else the two groups with the least padding."""
     together = size.nbytes(len(reaches), max(reaches, default=0))
     return (0,) * len(reaches) if together <= allowed else split(reaches)
 
@@ -68,7 +68,7 @@ class KVBudget:
         self.open_end = _OPEN_END
         """Tokens reserved beyond the current length of a request without a limit of its own."""
         self.longest = self._longest(context)
-        """Maximum positions of a row that is alone."""
+        """Maximum positions of a single row."""
 
     def _longest(self, context: int) -> int:
         low, high = 0, context

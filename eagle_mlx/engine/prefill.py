@@ -59,7 +59,7 @@ class Prefill:
         """
         self.batch = batch
         self._texts = [request.text for request in batch.requests]
-        """Prompts, and the generated tokens of resumed requests."""
+        """Each request's prompt, plus its generated tokens if it was paused."""
         self._read = known
         self._prefixes = None if batch.cache.is_positional else prefixes
         self._stops = [

@@ -150,7 +150,6 @@ class RequestQueue:
         return own + sum(min(length, own + (other < at)) for other, length in enumerate(lengths) if other != at)
 
     def _in_turn(self) -> list[tuple[str, _Client]]:
-        """Return the clients in turn."""
         held = self._held()
         return sorted(self.clients.items(), key=lambda named: held.get(named[0], 0))
 

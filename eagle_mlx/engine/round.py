@@ -24,9 +24,9 @@ class NaN(IntEnum):
 
     NOWHERE = 0
     REJECTED = 1
-    """Only at positions of rejected drafts or without drafts."""
+    """Only at positions from which no token is emitted."""
     KEPT = 2
-    """At the position of a token that would be emitted."""
+    """At a position whose token would be emitted."""
     PROCESSED = 3
     """The same, but the model's own logits are fine: a logits processor returned NaN."""
 

@@ -34,7 +34,6 @@ class Schedule:
         self.clock: Callable[[], float] = perf_counter
         """The clock that times rounds, in seconds."""
         self.pauses = 0
-        """The number of pauses so far."""
         self.working_on: list[Batch] | None = None
         """The batches that would be inconsistent if the current work failed; None between steps."""
         self._rounds: deque[Round] = deque()
@@ -76,7 +75,7 @@ class Schedule:
         return self._planned(batch) if batch is not None else None
 
     def _next_prefill(self, max_batch: int) -> Prefill | None:
-        """Return the prefill to read next. None while a round is in progress, because its batch must not change."""
+        """Pause requests if needed, and return the prefill to read next. Do nothing while a round is in progress."""
         if self._rounds:
             return None
         if yielding := self.admission.yielding(self._places(max_batch), self.groups.decoding):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FIRST = 1 / 40
-"""Share of the time for making the first portion. Then a head can draft the second one after 1/20 of the time, and
-about five portions, each doubling the data, fill all of it."""
+"""Share of the time for making the first portion. A head then drafts the second one after 1/20 of the time, and five
+portions, each doubling the data, fill all of it."""
 HELD_OUT = 1 / 100
 """Share of the time for making the held-out prompts."""
 EVALUATION = 1 / 100
@@ -19,8 +19,7 @@ FEWEST_PROMPTS = 8
 WRITING = 1 / 500
 """Share of the time for writing the last files, report and plots."""
 LONGEST = 1 / 4
-"""Maximum share of the remaining time for a learning phase before the last, so that slow learning leaves time for new
-data."""
+"""Maximum share of the remaining time for a phase before the last, so that slow learning leaves time for new data."""
 _WORTH = 0.1
 """A portion smaller than this share of the existing data is not worth making. The time goes to learning instead."""
 _COOLDOWN = 1 / 2
@@ -63,8 +62,6 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Next:
-    """The next portion."""
-
     tokens: int
     """Tokens to make; 0 for none."""
     last: bool

@@ -54,7 +54,6 @@ class Portion:
 @dataclass(frozen=True)
 class Journal:
     elapsed: float = 0.0
-    """Seconds of the run when this was written."""
     prompts: int = 0
     """Number of held-out prompts; 0 until it is known."""
     portions: tuple[Portion, ...] = ()

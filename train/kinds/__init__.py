@@ -16,7 +16,7 @@ from .mtp import MTPKind
 KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (Eagle3Kind(), EagleKind(), MTPKind())}
 """The kinds, by name."""
 OPEN = TrainConfig().flat()
-"""The value of every setting that is left open."""
+"""Default values of all settings. A setting with its default value counts as open."""
 RATE, RATE_WIDTH = 1e-4, 4096
 """Peak learning rate of AdamW for heads of targets with this hidden size."""
 

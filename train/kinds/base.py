@@ -90,7 +90,7 @@ class Kind(ABC, Generic[H]):
 
     @abstractmethod
     def begin_as(self, head: H, guess: Matrix, by: Moments) -> None:
-        """Initialize a new head so that it computes the linear map `guess` [D, H]. `by`: the moments behind it."""
+        """Initialize a new head to compute the linear map `guess` [D, H]. `by`: the moments used to find the map."""
 
     def adopt(self, head: H) -> H:
         """Return a loaded head ready for training, dequantized if necessary."""

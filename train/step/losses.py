@@ -22,8 +22,6 @@ IN_LOGITS = ("norm", "lm_head")
 
 @dataclass(frozen=True)
 class Objective:
-    """The training objective."""
-
     hard: bool = False
     """Use cross-entropy with the target's most likely token instead of its distribution."""
     token_weight: float = 1.0
@@ -125,7 +123,6 @@ class ChunkedLoss:
     """[S, U] float32: weight of each label in each draft step."""
     hard: bool = False
     logits: int = _LOGITS
-    """Number of logits in memory at once."""
 
     def __call__(self, outputs: list[mx.array], select: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Return the loss, the steps' weighted losses [S] and their hits [S].

@@ -63,7 +63,7 @@ class NotFiniteError(EagleError):
     def __init__(self, loss: float, norm: float, rows: list[int]):
         super().__init__(f"the loss is {loss} and the gradient's norm {norm}")
         self.rows = rows
-        """Rows of this process that are not finite on their own; may be empty."""
+        """Rows of this process that are not finite on their own; empty if only the sum is not finite."""
 
 
 @dataclass(frozen=True)
