@@ -1,4 +1,4 @@
-"""Another version of the library, loaded beside this one, so that both take turns in one process.
+"""Load another version of the library next to this one, so that both can take turns in one process.
 
 git worktree add out/older a30cf84
 """

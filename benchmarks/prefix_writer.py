@@ -1,4 +1,4 @@
-"""Measure what decoding loses while the disk tier writes: tokens per second with a busy writer relative to an idle one.
+"""Measure what decoding loses while the disk tier writes: the ratio of speeds with a busy and an idle writer.
 
     python benchmarks/prefix_writer.py
     python benchmarks/prefix_writer.py --target out/real/smollm2-135m-instruct --pairs 10
@@ -103,7 +103,7 @@ class Writing:
 
 
 def turn(decoding: Decoding, writing: Writing, tokens: int, busy: bool) -> Turn:
-    """Decode this many tokens. If `busy`, the writer always has at least two texts."""
+    """Decode this many tokens. If `busy`, keep at least two texts waiting for the writer."""
     writing.wait()
     before, seconds = writing.tier.bytes_written, 0.0
     for _ in range(tokens):

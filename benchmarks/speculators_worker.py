@@ -29,9 +29,7 @@ HELD_BACK = 8
 
 
 def convert(shards: Path, folder: Path) -> float:
-    """Convert our shards to speculators' offline data. Return the `--train-data-ratio` that keeps all rows for
-    training.
-    """
+    """Convert our shards to speculators' offline data. Return the `--train-data-ratio` that trains on all rows."""
     hidden = folder / "hidden_states"
     hidden.mkdir(parents=True)
     rows: list[dict[str, Any]] = []

@@ -42,7 +42,7 @@ def mtp(target: Target, seed: int = 0, model_type: str = "qwen3", **fields: Any)
 
 
 def mtp_layer(target: Target, model_type: str) -> dict[str, Any]:
-    """A config of that architecture with the target's sizes."""
+    """Return a config of that architecture with the target's sizes."""
     layer = tiny_config() if model_type == "qwen3" else {**COMMON, **CONFIGS[model_type]}
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "model_type": model_type}
     return {**layer, **sizes}
@@ -69,13 +69,13 @@ KINDS: dict[str, Callable[[Target], DraftHead]] = {
 
 
 def silence(*modules: Any) -> None:
-    """Let what these layers add be nothing."""
+    """Make these layers add nothing."""
     for module in modules:
         module.weight = mx.zeros_like(module.weight)
 
 
 def bigram_target(target: Target) -> Target:
-    """The same target with layers that add nothing, and a projection that leads from each token to another."""
+    """Return the target with layers that add nothing and a projection that maps each token to another."""
     for layer in target.model.layers:
         silence(layer.self_attn.o_proj, layer.mlp.down_proj)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""One rank of a target that is divided, started by test_ranks.py: decodes, and compares with the whole."""
+"""One rank of a sharded target, started by test_ranks.py: decode, and compare with the whole target."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LENGTH = in_full(12, 8)
 
 @dataclass
 class Always:
-    """A policy of one plan."""
+    """A policy with a fixed plan."""
 
     next: Plan
 
@@ -53,14 +53,14 @@ class Always:
         return self.next if context.can.trees or not self.next.is_tree else Plan(self.next.depth)
 
     def observe(self, result: RoundResult) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
 
 BY_THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 96}
 
 
 def whole_model(name: str, ranks: int = 2, **changes: int) -> nn.Module:
-    """The same in every process, with as many heads as can be divided by that many of them."""
+    """Return the same model in every process, with numbers of heads that `ranks` divides."""
     mx.random.seed(7)
     model = tiny_model(name, **(BY_THREE if ranks == 3 else {}), **changes)
     mx.eval(model.parameters())
@@ -75,7 +75,7 @@ def led(
     shard: str = "tensor",
     tokenizer: Any = None,
 ) -> Any:
-    """What rank 0 makes of a target of which each rank has a part; None in the others.
+    """Return the result of `work` on rank 0 with a sharded target; None on other ranks.
 
     Without a tokenizer no token ends a text.
     """
@@ -107,7 +107,7 @@ def differences(
     found: Any,
     prompts: Sequence[list[int]] = PROMPTS,
 ) -> list[int]:
-    """How many texts are equal, equal but for rounding, and different."""
+    """Return how many texts are equal, equal except for rounding, and different."""
     same = compare(whole, prompts, texts, found, params, tolerance_for(whole))
     return [same.identical, same.excused, same.different]
 
@@ -120,7 +120,7 @@ def plain_texts(
 
 
 def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Plan]) -> dict[str, list[int]]:
-    """Greedy and seeded texts in several ways, compared with what the whole target says plainly."""
+    """Compare greedy and seeded texts in several modes with the whole target's plain ones."""
     found = {}
     for seeded in (False, True) if in_full(True, target.channel.world.size == 2) else (False,):  # three share two cores
         params = sampling(seeded)
@@ -145,7 +145,7 @@ def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Plan]) -> di
 
 
 def architectures(world: World, shard: str, *names: str) -> dict[str, Any]:
-    """Of each: what its texts are compared with one process, or why it is not divided."""
+    """For each architecture, compare texts with those of one process, or return why it cannot be sharded."""
     found: dict[str, Any] = {}
     for name in names:
         whole = Target(whole_model(name, world.size), None, "whole")
@@ -158,7 +158,7 @@ def architectures(world: World, shard: str, *names: str) -> dict[str, Any]:
 
 
 def every_way(world: World, shard: str, name: str) -> dict[str, Any]:
-    """Of one architecture: plain rounds, chains, trees, early exits where a head can read the layers."""
+    """Decode one architecture with plain rounds, chains, trees and, if a head can read its layers, early exits."""
     whole = Target(whole_model(name, world.size), None, "whole")
     plans = [Plan(0), Plan(4), Plan(3, nodes=9), *([Plan(6, stop_below=0.02)] if shard == "tensor" else [])]
     model = whole_model(name, world.size)
@@ -166,7 +166,7 @@ def every_way(world: World, shard: str, name: str) -> dict[str, Any]:
 
 
 def given(world: World, folder: str, head: str) -> dict[str, Any]:
-    """Of a target in a folder, with its head: forty prompts, of four rows at once and one by one."""
+    """Decode forty prompts with a target in a folder and its head, in four rows and one by one."""
     whole, count = em.load_target(folder, mx.float32), 8
     questions = read_questions(embedded("prompts.jsonl"), 40)
     prompts = [question.encode(whole, max_tokens=count)[-64:] for question in questions]
@@ -195,7 +195,7 @@ def given(world: World, folder: str, head: str) -> dict[str, Any]:
 
 
 def life(world: World, shard: str, name: str, kv_bits: str = "") -> dict[str, Any]:
-    """Requests that come and go at any time, with a prefix cache and the policy by throughput; keys in so many bits."""
+    """Requests come and go at any time, with a prefix cache, the throughput policy and optionally a quantized cache."""
     wide = {"head_dim": 64} if kv_bits else {}
     whole = Target(whole_model(name, world.size, **wide), None, "whole")
     bits = int(kv_bits) if kv_bits else None
@@ -231,7 +231,7 @@ def life(world: World, shard: str, name: str, kv_bits: str = "") -> dict[str, An
 
 
 def joined_and_cancelled(engine: Engine, params: list[em.SamplingParams], turn: int) -> list[list[int]]:
-    """Texts of requests that join while others decode; beside them some are cancelled in between."""
+    """Return texts of requests that join while others decode. Other requests are cancelled in between."""
     requests: list[RequestState] = []
     cancelled: list[RequestState] = []
     step = 0
@@ -253,7 +253,7 @@ def joined_and_cancelled(engine: Engine, params: list[em.SamplingParams], turn: 
 
 
 def parted(world: World) -> dict[str, Any]:
-    """A rank that reads other embeddings than the others."""
+    """One rank reads different embeddings."""
     model = whole_model("qwen3", world.size)
     if world.rank == world.size - 1:
         model.model.embed_tokens.weight = 3 * model.model.embed_tokens.weight
@@ -267,7 +267,7 @@ def parted(world: World) -> dict[str, Any]:
 
 
 def idle(world: World) -> dict[str, Any]:
-    """Nothing to do: the share of three seconds in which the last rank's processor worked."""
+    """Return the CPU share of the last rank during three idle seconds."""
     heard = []
 
     class Watched(Channel):
@@ -289,12 +289,12 @@ def idle(world: World) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls one rank, before one of its messages."""
+    """A fault of one rank before one of its messages."""
 
     rank: int
     message: int
     how: str
-    """`kill`, `stop`, `exit`, or `delay`, which is none for the others."""
+    """`kill`, `stop`, `exit`, or `delay`, which does not affect other ranks."""
 
     @classmethod
     def drawn(cls, seed: int, ranks: int) -> Fault:
@@ -323,7 +323,7 @@ class FaultyChannel(Channel):
 
 
 def faulty(world: World, seed: str, timeout: str, shard: str = "tensor") -> dict[str, Any]:
-    """Texts until a rank is gone, or all of them where none goes."""
+    """Decode texts until a rank is gone, or all of them."""
     name = "qwen3" if shard == "tensor" else "qwen2"
     whole, params = Target(whole_model(name, world.size), None, "whole"), sampling(True)[: len(FEW)]
     texts = plain_texts(whole, params, FEW)
@@ -346,7 +346,7 @@ def faulty(world: World, seed: str, timeout: str, shard: str = "tensor") -> dict
 
 
 def main() -> None:
-    """Do cases one after the other: each argument is a case's name and its own arguments, with spaces between."""
+    """Run cases in order. Each argument is a case's name and its own arguments, separated by spaces."""
     world, known = World.init(), (architectures, every_way, given, life, idle, parted, faulty)
     cases: dict[str, Callable[..., Any]] = {case.__name__: case for case in known}
     found = {}

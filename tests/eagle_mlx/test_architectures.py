@@ -1,4 +1,4 @@
-"""The engine's text is mlx-lm's own for every architecture: row by row, in a batch whose rows join and leave."""
+"""The engine's text equals mlx-lm's for every architecture: single rows, and batches whose rows join and leave."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fakes import Oracle, generate, randomize, tiny_head
 from tests.full import FULL, diagonal, in_full, in_turn
 
 MARGIN = 1e-3
-"""Scores closer than this may fall either way between a verify of one token and one of several."""
+"""Scores closer than this may be decided by rounding in a verify of several tokens."""
 LENGTHS = (3, 30, 11, 1, 18)
 EMITTED = in_full((14, 8, 18, 5, 12), (10, 6, 13, 4, 8))
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for n in LENGTHS]
@@ -37,7 +37,7 @@ def target(name: str) -> em.Target:
 
 
 def plain(name: str, prompt: list[int], params: em.SamplingParams) -> tuple[list[int], list[float]]:
-    """mlx-lm's own decoding of one sequence, with the margin between the two best scores at each step."""
+    """Decode one sequence with mlx-lm. Also return the margin between the two best scores at each step."""
     batch = SamplingBatch.of([params], [params.seed or 0])
     margins: list[float] = []
 
@@ -54,7 +54,7 @@ def plain(name: str, prompt: list[int], params: em.SamplingParams) -> tuple[list
 
 
 def first_difference(got: list[int], want: list[int], margins: list[float]) -> str | None:
-    """Where the texts part, unless two tokens were as good there."""
+    """Return where the texts first differ, unless two tokens were equally good there."""
     for index, (a, b) in enumerate(zip(got, want, strict=True)):
         if a != b:
             return None if margins[index] < MARGIN else f"token {index}: {a}, not {b} (margin {margins[index]:.4f})"
@@ -62,7 +62,7 @@ def first_difference(got: list[int], want: list[int], margins: list[float]) -> s
 
 
 def chains_only() -> set[str]:
-    """The files that the documentation says cannot read trees: some by name, and all that keep a state."""
+    """Return the files that cannot read trees by the documentation: some by name, and all with a recurrent state."""
     text = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text(encoding="utf-8")
     [named] = re.findall(r"^Chains only: (.*)\.$", text, re.MULTILINE)
     states = re.findall(r"^\| state, [^|]*\| (.*) \|$", text, re.MULTILINE)
@@ -71,13 +71,14 @@ def chains_only() -> set[str]:
 
 CHAINS_ONLY = [name for name in sorted(CONFIGS) if name.split(":")[0] in chains_only()]
 REPRESENTATIVE = ("gpt_oss", "granitemoehybrid", "llama4", "qwen3", "rwkv7")
-"""Windows; a state with one call for all rows; chunks; full attention alone; a state token by token."""
+"""Windows; a state with one call for all rows; chunks; full attention only; a state token by token."""
 WITH_TREES = [name for name in sorted(CONFIGS) if name not in CHAINS_ONLY]
-"""Unless in full, each architecture decodes in one of these tests, in that of trees or in test_fresh_forwards.py."""
+"""Unless in full, each architecture decodes in only one test: here, in the test of trees or in test_fresh_forwards.py.
+"""
 
 
 def decodings(name: str) -> list[tuple[list[em.SamplingParams], int, int, int]]:
-    """Two ways to decode; unless in full, architectures take turns at them."""
+    """Return two ways to decode. Unless in full, architectures alternate between them."""
     rows = 1 if name in ONE_ROW else 3
     both = [(GREEDY, rows, 3, 512), (SEEDED, rows, 5, 16)]
     turn = CHAINS_ONLY.index(name) if name in CHAINS_ONLY else WITH_TREES.index(name) // 2
@@ -111,7 +112,7 @@ def check_text_is_mlx_lms_own(name: str, pauses: float = 0.0, kept: int = 0) -> 
         differences = [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)]
         assert differences == [None] * len(PROMPTS)
         assert sum(output.accepted for output in outputs) > 10
-    assert len(said) > 5  # texts that could go wrong
+    assert len(said) > 5  # long enough to go wrong
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -148,7 +149,7 @@ NO_TREES = ["afm7", "gpt2", "gpt_bigcode", "ministral3", "minimax_m3_vl", "mistr
 
 @pytest.mark.parametrize(("known", "name"), diagonal([True, False], NO_TREES))
 def test_trees_are_refused_whatever_the_weights(name: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what the model is, and where that is not known by what it gives."""
+    """By the model's type, or by its outputs if the type is unknown."""
     if not known:
         monkeypatch.setattr("eagle_mlx.cache.tree_support.ONE_ROW", {})
         monkeypatch.setattr("eagle_mlx.cache.tree_support.OWN_POSITIONS", {})
@@ -156,7 +157,7 @@ def test_trees_are_refused_whatever_the_weights(name: str, known: bool, monkeypa
         model = tiny_model(name)
         if spread is not None:
             randomize(model, 1, spread)
-        for dtype in (mx.float32, mx.bfloat16) if known else (mx.float32,):  # few bits hide what is small
+        for dtype in (mx.float32, mx.bfloat16) if known else (mx.float32,):  # low precision hides small differences
             model.set_dtype(dtype)
             assert why_no_trees(em.Target(model)) is not None
 
@@ -194,7 +195,7 @@ def test_a_head_drafts_as_on_a_gpu() -> None:
 
 
 class Strict(nn.Embedding):
-    """A table of positions behind whose end lies what is no number."""
+    """A table of positions with NaN after its end."""
 
     def __call__(self, x: mx.array) -> mx.array:
         end = self.weight.shape[0]

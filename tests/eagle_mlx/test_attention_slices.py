@@ -1,4 +1,4 @@
-"""Attention in slices of a verify's queries, as Metal's kernel wants them, against attention in one call."""
+"""Attention in slices of a verify's queries, as Metal's kernel needs them, equals attention in one call."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_slices_give_what_one_call_gives(
 @pytest.mark.parametrize("nodes", [0, 9], ids=["chain", "tree"])
 def test_text_with_slices_is_the_text_without(name: str, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(f"mlx_lm.models.{name}")
-    monkeypatch.setattr(module, "scaled_dot_product_attention", module.scaled_dot_product_attention)  # put back later
+    monkeypatch.setattr(module, "scaled_dot_product_attention", module.scaled_dot_product_attention)  # restored later
     model = tiny_model(name)
     randomize(model, 0, 0.2)
     target = em.Target(model)
@@ -91,7 +91,7 @@ def test_text_with_slices_is_the_text_without(name: str, nodes: int, monkeypatch
 def test_06_a_prompt_in_tiles_attends_as_in_one_call(
     length: int, past: list[int], heads: tuple[int, int], window: int | None
 ) -> None:
-    """Rows of several lengths, whose queries see different keys; a window hides the oldest."""
+    """Rows of several lengths whose queries see different keys; a window hides the oldest."""
     mx.random.seed(length)
     cache = RaggedCache(1, len(past))
     cache.lengths.sync(past)

@@ -1,4 +1,4 @@
-"""Under which names a model goes, so that what is known of it is found by any of them."""
+"""Names of a model: saved knowledge is found by any of them."""
 
 from __future__ import annotations
 

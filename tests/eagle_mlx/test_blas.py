@@ -1,4 +1,4 @@
-"""Which BLAS a process ends up with; each case in a process of its own, because a BLAS is loaded once."""
+"""Which BLAS a process uses. Each case runs in its own process, because a BLAS is loaded once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ openblas = pytest.mark.skipif(not has_openblas(), reason="this machine has no Op
 
 
 def run(tmp_path: Path, code: str = REPORT, setting: str | None = None) -> tuple[str, str]:
-    """Run code in a fresh interpreter with `EAGLE_MLX_BLAS` set so; returns its output and its warnings."""
+    """Run code in a fresh interpreter with this `EAGLE_MLX_BLAS`. Return its output and its warnings."""
     environment = {name: value for name, value in os.environ.items() if name != "EAGLE_MLX_BLAS"}
     if setting is not None:
         environment["EAGLE_MLX_BLAS"] = setting

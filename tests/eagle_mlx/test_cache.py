@@ -1,4 +1,4 @@
-"""Ragged caches against fresh single-row runs, after any history of appends, roll backs, joins and leaves."""
+"""Ragged caches equal fresh single-row runs after any history of appends, rollbacks, joins and leaves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(
     settle: bool,
     target: Target = TARGET,
 ) -> None:
-    """One ragged forward: row i gets rows[i], of which kept[i] tokens stay; checks the logits of what stays."""
+    """Run one ragged forward: row i gets rows[i] and keeps kept[i] tokens. Check the logits of kept tokens."""
     width = max(map(len, rows))
     tokens = mx.array([row + [0] * (width - len(row)) for row in rows], mx.int32)
     logits = np.array(target.forward(tokens, cache).logits)
@@ -153,7 +153,7 @@ def test_restore_forgets_what_was_written_since() -> None:
 def test_uniform_rows_use_the_cheap_masks_and_ragged_ones_do_not() -> None:
     cache = RaggedCache(1, 2)
     assert cache[0].make_mask(1) is None
-    mask = cache[0].make_mask(3)  # on the CPU every layer would make "causal" into this for itself
+    mask = cache[0].make_mask(3)  # on the CPU every layer would expand "causal" to this itself
     assert mask is cache[0].make_mask(3)
     assert np.array(mask)[:, 0].astype(int).tolist() == 2 * [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
     with without_shortcuts():
@@ -166,7 +166,7 @@ def test_uniform_rows_use_the_cheap_masks_and_ragged_ones_do_not() -> None:
 
 
 class Ring:
-    """A window cache beside the plain truth: each row's own numbers, in order, each written once."""
+    """A window cache and its expected content: each row's own numbers, in order, each written once."""
 
     def __init__(self, window: int, rows: int, first: int = 0):
         self.window = window
@@ -177,7 +177,7 @@ class Ring:
         """Whether the host did not know the lengths for a while."""
 
     def write(self, width: int, kept: list[int], settle: bool) -> None:
-        """A forward of `width` numbers, of which row i keeps kept[i]; checks what every position sees."""
+        """Write `width` numbers, of which row i keeps kept[i]. Check what every position sees."""
         rows = len(self.rows)
         new = np.arange(self.next, self.next + rows * width, dtype=np.float32).reshape(rows, 1, width, 1)
         self.next += rows * width
@@ -203,7 +203,7 @@ class Ring:
         self.rows += other.rows
 
     def cut(self, row: int, length: int) -> Ring:
-        """A fork of the first `length` numbers of a row."""
+        """Return a fork of the first `length` numbers of a row."""
         lengths = RowLengths(1)
         lengths.sync([length])
         other = Ring(self.window, 1, first=self.next + 200_000)
@@ -250,11 +250,11 @@ def write_and_move(window: int, rows: int, data: st.DataObject) -> None:
 
 
 def check_cuts(ring: Ring, data: st.DataObject) -> None:
-    """Rows cut back to whatever length they may be see what they would have seen at that length."""
+    """Check that rows cut back to any possible length see what they would have seen at that length."""
     ring.cache.lengths.sync([len(row) for row in ring.rows])
     for row, text in enumerate(ring.rows):
         shortest = ring.cache.shortest(row)
-        if shortest > len(text):  # a row's own length can always be taken over where it was always known
+        if shortest > len(text):  # always possible for a row's own length if the host always knew it
             assert ring.guessed
             continue
         part = ring.cut(row, data.draw(st.integers(shortest, len(text))))
@@ -268,7 +268,7 @@ def test_a_row_can_be_cut_back_as_far_as_its_window_is_whole() -> None:
     ring.write(20, [20, 20], True)
     ring.cache.compact()
     assert [ring.cache.shortest(row) for row in range(2)] == [0, 0]
-    ring.write(6, [1, 0], True)  # 26 positions in 24 places, whatever is kept of them
+    ring.write(6, [1, 0], True)  # 26 positions in 24 entries, however many are kept
     assert [ring.cache.shortest(row) for row in range(2)] == [9, 9]
     ring.write(9, [9, 0], True)
     assert [ring.cache.shortest(row) for row in range(2)] == [13, 12]
@@ -289,13 +289,13 @@ def test_a_ring_does_not_grow_with_the_text() -> None:
 
 
 def model_with(cache: object, file: str = "own") -> nn.Module:
-    """A model of one layer that keeps this cache, as if mlx_lm/models/{file}.py held it."""
+    """Return a model of one layer with this cache, as if from mlx_lm/models/{file}.py."""
     members = {"layers": [nn.Module()], "make_cache": lambda self: [cache], "__module__": f"mlx_lm.models.{file}"}
     return type("Model", (nn.Module,), members)()  # type: ignore[no-any-return]
 
 
 class OwnCache(KVCache):
-    """Some architecture's own."""
+    """An architecture's own cache."""
 
 
 @pytest.mark.parametrize("cache", [RotatingKVCache(8, keep=4), OwnCache()])
@@ -350,7 +350,7 @@ def test_a_row_that_leaves_does_not_make_the_others_move() -> None:
     mx.reset_peak_memory()
     cache.remove(0)
     mx.eval(cache.state)
-    assert mx.get_peak_memory() - before < 0.3 * whole  # a row of eight, not all of them
+    assert mx.get_peak_memory() - before < 0.3 * whole  # one row of eight, not all of them
     for row, was in enumerate((7, 1, 2, 3, 4, 5, 6)):
         assert mx.array_equal(layer.keys[row, :, : STEP - 9], new[was])
         assert mx.array_equal(layer.values[row, :, : STEP - 9], new[was])
@@ -358,9 +358,9 @@ def test_a_row_that_leaves_does_not_make_the_others_move() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "rwkv7", "jamba", "mamba"])
 def test_no_weights_are_read_again_for_a_state_that_goes_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What projections gave in the verify is what they give in the second call, in one call or token by token.
+    """The second call reuses the verify's projections, in one call or token by token.
 
-    Mamba projects token by token in the verify as well.
+    Mamba also projects token by token in the verify.
     """
     target, calls = target_of(name), list[int]()
     plain = nn.Linear.__call__

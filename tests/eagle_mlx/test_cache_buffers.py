@@ -1,4 +1,4 @@
-"""What buffers of keys and values take: never much more than the rows that are in them, whatever came and went."""
+"""Buffers of keys and values are never much larger than the rows in them, after any history."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEPTH = 3
 
 
 def bound(rows: int, longest: int) -> int:
-    """What was promised: 1.3 times the rows' longest, and a step a row."""
+    """Return the promised limit: 1.3 times the longest row for each row, and one step per row."""
     return math.ceil(rows * (1.3 * longest + full.STEP))
 
 
@@ -42,7 +42,7 @@ def slots(part: RaggedKV) -> int:
 
 
 class Rows:
-    """One layer's cache beside what its rows should hold: each entry's number, which its key is full of."""
+    """One layer's cache and its expected content: each entry has a number, and its key repeats the number."""
 
     def __init__(self, kind: str, rows: int):
         self.kind, self.texts, self.next = kind, [[] for _ in range(rows)], 1.0
@@ -55,7 +55,7 @@ class Rows:
         self.most_rows = rows
 
     def write(self, counts: list[int]) -> None:
-        """Read as many positions in each row as the longest has; counts[i] of them stay in row i."""
+        """Read as many positions in each row as in the longest; row i keeps counts[i] of them."""
         width = max(counts)
         new = self.next + np.arange(len(counts) * width, dtype=np.float32).reshape(len(counts), 1, width, 1)
         self.next += new.size
@@ -78,7 +78,7 @@ class Rows:
         self.texts.pop()
 
     def check(self, wide: int = 0) -> None:
-        """The rows hold what they should, and the buffers little more; `wide`: positions that were read in vain."""
+        """Check the rows' content and that buffers are little larger. `wide`: positions read and dropped."""
         layer = self.cache[0]
         for part in layer.parts if isinstance(layer, RaggedQuantized) else [layer]:
             longest = max(map(len, self.texts)) + wide
@@ -141,7 +141,7 @@ def test_one_long_row_does_not_leave_its_length_behind() -> None:
     here.leave(7)
     mx.eval(here.cache.state)
     assert slots(here.cache[0]) <= 7 * STEP
-    assert before - mx.get_active_memory() > 0.9 * 2 * 8 * 8000 * DIM * 4  # and nothing holds on to it
+    assert before - mx.get_active_memory() > 0.9 * 2 * 8 * 8000 * DIM * 4  # nothing keeps it in memory
     here.check()
 
 
@@ -210,7 +210,7 @@ def test_no_batch_takes_more_than_its_rows_need(events: list[str], random: objec
 
 
 def check(engine: em.Engine) -> None:
-    """The target's and the head's buffers, with a draft behind the longest row."""
+    """Check the target's and the head's buffers, with a draft after the longest row."""
     for batch in engine.groups.batches:
         rows, longest = len(batch.requests), max(request.length for request in batch.requests)
         assert isinstance(batch.state, HeadState)

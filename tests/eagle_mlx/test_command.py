@@ -1,4 +1,4 @@
-"""Settings that are declared once, as command lines fill them; and how commands end."""
+"""Settings that are declared once and filled by command lines; and how commands end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, find, setting, settin
 
 @dataclass(frozen=True)
 class Inner(Group):
-    """What is within."""
+    """An inner group."""
 
     sizes: tuple[int, ...] = setting((1,), "sizes", AT_LEAST_1)
     texts: tuple[str, ...] = setting((), "texts", metavar="TEXT", repeat=True)
@@ -27,7 +27,7 @@ class Inner(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class Outer(Group):
-    """All of it."""
+    """An outer group."""
 
     place: Path = setting(REQUIRED, "where", positional=True)
     rows: int = setting(3, "rows", AT_LEAST_1, name="max_rows")
@@ -126,7 +126,7 @@ def raising(error: BaseException) -> Callable[[], int]:
 def test_all_commands_end_in_one_way(
     work: Callable[[], int], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdout", None)  # so that what a broken pipe leaves there is taken back
+    monkeypatch.setattr("sys.stdout", None)  # so that the changes for a broken pipe are undone
     assert exit_code(work, "nothing is kept") == code
     assert capsys.readouterr().err == said
 

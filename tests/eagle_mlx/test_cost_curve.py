@@ -1,4 +1,4 @@
-"""The cost curve of a target is measured once and read by the next engine; no file, whatever is in it, does harm."""
+"""A target's cost curve is measured once and read by the next engine. Bad files do no harm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGET = tiny_target()
 
 
 def curve_of(target: Target, folder: Path, **settings: Any) -> list[tuple[float, float]]:
-    """What a new engine begins with."""
+    """Return a new engine's initial cost curve."""
     policy = ThroughputPolicy(4)
     assert learn_costs(em.Engine(target, em.NgramProposer(), policy=policy, **settings), folder)
     return list(policy.costs.curve)
@@ -28,7 +28,7 @@ def curve_of(target: Target, folder: Path, **settings: Any) -> list[tuple[float,
 
 def test_it_is_measured_once(tmp_path: Path) -> None:
     first = curve_of(TARGET, tmp_path)
-    assert {1, 4} <= {tokens for tokens, _ in first} <= set(SIZES)  # as many as there is time for
+    assert {1, 4} <= {tokens for tokens, _ in first} <= set(SIZES)  # as many as the time allows
     seconds = [took for _, took in first]
     assert 0 < seconds[0]
     assert seconds == sorted(seconds), "more tokens never count as less"

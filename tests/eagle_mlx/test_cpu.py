@@ -1,4 +1,4 @@
-"""The flag of the ways that only a CPU takes: who asks it, and what it switches."""
+"""The flag for CPU shortcuts: who reads it, and what it switches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPORT = "from eagle_mlx.cpu import use_shortcuts; print(use_shortcuts())"
 
 
 def run(setting: str | None) -> subprocess.CompletedProcess[str]:
-    """Say whether a new process takes shortcuts."""
+    """Print whether a new process uses shortcuts."""
     environment = {name: value for name, value in os.environ.items() if name != "EAGLE_MLX_CPU_SHORTCUTS"}
     if setting is not None:
         environment["EAGLE_MLX_CPU_SHORTCUTS"] = setting
@@ -37,7 +37,7 @@ def run(setting: str | None) -> subprocess.CompletedProcess[str]:
 def test_the_environment_switches_shortcuts_off(
     setting: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what the module reads when it is loaded."""
+    """The module reads the environment when it is imported."""
     if setting is None:
         monkeypatch.delenv(shortcuts.ENVIRONMENT, raising=False)
     else:

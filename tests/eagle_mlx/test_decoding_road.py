@@ -1,4 +1,4 @@
-"""The decoding road of docs/structure.md: the files that a default round passes through from `generate()` to text."""
+"""The decoding road of docs/structure.md: the files that a default round uses from `generate()` to text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.fakes import tiny_head, tiny_target
 
 LIBRARY = Path(em.__file__).parent
 COMPUTES = ("heads/", "cache/", "cpu/", "target.py", "hooks.py", "memory.py", "progress.py")
-"""What the target, the head and their caches are made of, to which no request is known."""
+"""The parts of target, head and caches, which know nothing of requests."""
 MOST_FILES = 21
 
 
 def passed() -> set[str]:
-    """The library's files in which something is called while a warm engine drafts, verifies and gives out a text."""
+    """Return the library's files whose functions a warm engine calls to draft, verify and return a text."""
     target = tiny_target(tokenizer=True)
     engine = em.Engine(target, em.HeadProposer(tiny_head(target)))
     row = engine.prepare("Say something.", em.SamplingParams(max_tokens=400, ignore_eos=True))

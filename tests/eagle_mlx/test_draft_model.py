@@ -1,4 +1,4 @@
-"""Drafting with a model: what it drafts, against the model without a cache; whom it can draft for."""
+"""Drafting with a model: its drafts equal those without a cache; which targets it can draft for."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.full import some
 TARGET, DRAFT = tiny_target(), tiny_target(seed=1, layers=2)
 WINDOW = em.Target(tiny_model("gemma3_text"))
 randomize(WINDOW.model, 0, 0.2)
-VOCAB = WINDOW.vocab_size  # of the smallest
+VOCAB = WINDOW.vocab_size  # the smallest
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [100], [11, 12, 11, 12, 11, 12]]
 
 
 def slow_draft(draft: em.Target, text: list[int], depth: int, params: SamplingParams) -> list[int]:
-    """Draft behind a text with no cache at all: every step reads the whole of it."""
+    """Draft after a text without a cache: every step reads the whole text."""
     batch, tokens = SamplingBatch.of([params], [params.seed or 0]), list(text)
     for _ in range(depth):
         logits = draft.forward(mx.array([tokens])).logits[:, -1:]
@@ -40,7 +40,7 @@ def slow_draft(draft: em.Target, text: list[int], depth: int, params: SamplingPa
 
 
 def some_branch(draft: Draft, row: int, rng: np.random.Generator) -> list[int]:
-    """The tokens of a row's chain, or of its tree down to some node."""
+    """Return the tokens of a row's chain, or of a path in its tree."""
     tokens = [int(token) for token in draft.tokens[row]]
     if draft.tree is None:
         return tokens
@@ -57,7 +57,7 @@ def some_branch(draft: Draft, row: int, rng: np.random.Generator) -> list[int]:
 def test_drafts_equal_those_of_a_model_without_a_cache(
     draft: em.Target, rows: int, depths: list[int], seed: int
 ) -> None:
-    """After rounds of any kind and depth, in which each row keeps what chance decides; rows leave and join."""
+    """After rounds of any kind and depth with random acceptance, while rows leave and join."""
     rng = np.random.default_rng(seed)
     params = [SamplingParams(), SamplingParams(temperature=0.8, seed=3), SamplingParams(temperature=1.2, seed=4)][:rows]
     texts = [[int(t) for t in rng.integers(0, VOCAB, 1 + 8 * row)] for row in range(rows)]
@@ -90,7 +90,7 @@ def test_drafts_equal_those_of_a_model_without_a_cache(
 
 @pytest.mark.parametrize("prefixes", [0, 1 << 20], ids=["cold", "prefix cache"])
 def test_a_long_prompt_is_read_a_chunk_a_step(prefixes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that those who decode already wait for a chunk of the draft model's too, not for all of its prompt."""
+    """Decoding rows wait for one chunk of the draft model's prefill, not for its whole prompt."""
     draft, widths, forward = tiny_target(seed=1, layers=2), list[int](), em.Target.forward
 
     def noting(target: em.Target, tokens: mx.array, *args: Any, **more: Any) -> Forward:
@@ -131,7 +131,7 @@ def test_the_text_is_the_targets(params: SamplingParams) -> None:
 
 
 class Phases:
-    """A policy that drafts in the rounds that it is told to."""
+    """A policy that drafts only in given rounds."""
 
     wants_trees = False
 
@@ -146,7 +146,7 @@ class Phases:
 
 
 def test_a_prompt_of_one_token_joins_while_decoding_is_plain_and_an_earlier_row_leaves() -> None:
-    """Its row of the draft model's cache is empty until the next draft, and so moves into the gap."""
+    """Its row in the draft model's cache is empty until the next draft, so it moves into the gap."""
     params = [em.SamplingParams(max_tokens=n) for n in (6, 20, 20)]
     prompts = [[1, 2, 3], [4, 5, 6, 7], [9]]
     engine = em.Engine(TARGET, em.DraftModelProposer(DRAFT), policy=Phases(2, 2, *([0] * 8)), max_batch=3)
@@ -165,7 +165,7 @@ def test_a_prompt_of_one_token_joins_while_decoding_is_plain_and_an_earlier_row_
 
 @pytest.mark.parametrize("vocab", [96, 160])
 def test_padding_of_the_vocabulary_does_not_matter(vocab: int) -> None:
-    """The tokenizer is the same; only the embeddings are padded to another size."""
+    """The tokenizer is the same; only the embeddings have another size."""
     draft = tiny_target(seed=1, layers=2, vocab=vocab)
     proposer = em.DraftModelProposer(draft)
     proposer.vocab_size = TARGET.vocab_size
@@ -205,7 +205,7 @@ def test_a_draft_model_with_recurrent_state_is_refused() -> None:
     "params", [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.8, seed=2)]
 )
 def test_trees_of_a_draft_model_change_nothing_and_accept_more(params: SamplingParams) -> None:
-    """The draft model is the target with noise on it, so that its second choice is often the right one."""
+    """The draft model is the target with noise, so its second choice is often right."""
     draft = tiny_target()
     noise = np.random.default_rng(0)
     draft.model.update(

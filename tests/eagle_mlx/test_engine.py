@@ -1,4 +1,4 @@
-"""The engine: the text is the target's own, whatever drafts, and what it counts is what it emitted."""
+"""The engine returns the target's own text with any proposer, and its counts match what it emitted."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.full import in_full
 TARGET = tiny_target()
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8, 7, 8, 7, 8, 7], list(range(40)), [100, 3]]
 MARGIN = 1e-3
-"""Logits closer than this may fall either way between a verify of one token and one of several."""
+"""Logits closer than this may be decided by rounding in a verify of several tokens."""
 
 
 def plain_greedy(prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-    """mlx-lm's own decoding, with the margin between the two best logits at each step."""
+    """Decode with mlx-lm. Also return the margin between the two best logits at each step."""
     tokens, margins = [], []
     for (token, logprobs), _ in zip(generate_step(mx.array(prompt), TARGET.model), range(count), strict=False):
         best = np.sort(np.array(logprobs))[-2:]
@@ -59,7 +59,7 @@ def proposers() -> list[object]:
 
 
 def in_turns(count: int, others: Sequence[Any], each: int) -> list[tuple[int, Any]]:
-    """All pairs of one of `count` things and one of the others; unless in full, `each` of the others for a thing."""
+    """Return all pairs of one of `count` numbers and one of the others; unless in full, `each` others per number."""
     places = ((one, (one + step) % len(others)) for one in range(count) for step in range(in_full(len(others), each)))
     return [(one, others[place]) for one, place in places]
 
@@ -88,7 +88,7 @@ def test_a_perfect_proposer_is_accepted_whole() -> None:
         [PROMPTS[3]], em.SamplingParams(max_tokens=24)
     )[0]  # type: ignore[arg-type]
     assert output.tokens == GREEDY[tuple(PROMPTS[3])][0]
-    # The first token comes with the prompt; then three rounds of six tokens and one of the five that are left.
+    # The first token comes with prefill; then three rounds have six tokens, and the last has the remaining five.
     assert (output.rounds, output.accepted, output.drafted) == (5, 19, 19)
     assert output.acceptance_length == 4.8
     assert output.drafted_by_position == output.accepted_by_position == [4, 4, 4, 4, 3]
@@ -118,8 +118,9 @@ def test_rows_join_and_leave_in_the_middle_and_come_back_in_order() -> None:
 
 
 def test_what_rounds_read_is_as_long_as_the_longest_row_however_many_have_left() -> None:
-    """Plain rounds add a position to the bound of all rows; unless it is set anew, it grows for as long as anyone is
-    there: answering 12,000 prompts in batches of 64 had become three times slower after 14 minutes.
+    """Plain rounds add a position to the bound of all rows. Unless it is reset, it grows as long as any row remains.
+
+    Without the reset, answering 12,000 prompts in batches of 64 became three times slower after 14 minutes.
     """
     engine = em.Engine(TARGET, max_batch=3)
     rows = [engine.prepare(PROMPTS[i % 5][:9], em.SamplingParams(max_tokens=3 + i % 5)) for i in range(40)]
@@ -288,7 +289,7 @@ def test_streaming_needs_a_tokenizer() -> None:
 
 
 class Recording:
-    """A policy of given depths, in turn, that keeps what it was told."""
+    """A policy that cycles through given depths and records its observations."""
 
     wants_trees = False
 
@@ -307,7 +308,7 @@ class Recording:
 
 
 class Capricious(Recording):
-    """Chains that end by the throw of a die, and where `nodes` is more than k as many trees."""
+    """Plans chains with random early exit, or trees if `nodes` is more than the depth."""
 
     def __init__(self, k: int, nodes: int = 0):
         super().__init__([])
@@ -395,7 +396,7 @@ def test_policy_and_observer_are_told_the_same_of_early_exits_and_trees(rule: st
 
 
 def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host does between two rounds is time that the user waits, whatever kind of round is next."""
+    """The host's time between two rounds is time that the user waits, whatever the next round is."""
     now = [100.0]
     seconds: list[tuple[int, float]] = []
 
@@ -420,13 +421,13 @@ def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.Monkey
     began = now[0]
     while not row.finish_reason:
         engine.step()
-        now[0] += 3  # whoever listens does something with the tokens
+        now[0] += 3  # the listener takes time for the tokens
     assert set(seconds[1:]) == {(0, 7.0), (2, 13.0)}
     assert sum(took for _, took in seconds) == now[0] - 3 - began
 
 
 def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that is done when the dispatch returns, a second round dispatched ahead would count for the first."""
+    """If the device is done when dispatch returns, a second dispatched round would count for the first."""
     now = [100.0]
     dispatch = Round.dispatch
 
@@ -450,7 +451,7 @@ def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeyp
     engine.generate([PROMPTS[3]], em.SamplingParams(max_tokens=50))
     seen = [(result.plan.depth, result.seconds) for result in looking.results]
     assert seen[:20] == [(2, 10.0), (2, 10.0), (2, 10.0), (0, 4.0)] * 5
-    assert [depth for depth, _ in seen[20:31]] == [0] * 11  # asked when ten of them had been observed
+    assert [depth for depth, _ in seen[20:31]] == [0] * 11  # asked after ten of them were observed
     assert sum(seconds for _, seconds in seen[20:31]) == 11 * 4
 
 
@@ -509,7 +510,7 @@ def test_requests_that_come_between_steps_wait_for_the_round_in_flight() -> None
 
 
 class Turns:
-    """Plans for the model and for n-grams in turns, wherever n-grams could draft."""
+    """Alternates between the model and n-grams whenever n-grams can draft."""
 
     wants_trees = True
 
@@ -550,7 +551,7 @@ def test_22_n_grams_alone_draft_for_requests_that_want_no_more(nodes: int) -> No
 
 @pytest.mark.parametrize("depth", [0, 4])
 def test_17_a_watcher_ends_its_text_with_the_token_that_it_names(depth: int) -> None:
-    """The watcher sees accepted tokens alone, and one that raises ends no other request."""
+    """The watcher sees only accepted tokens. If it raises, no other request ends."""
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle(texts, 0.3) if depth else None, policy=em.FixedPolicy(depth), max_batch=3)
     seen: list[int] = []

@@ -1,4 +1,4 @@
-"""Steps that raise: every request has an owner at every moment, and what is left is sound."""
+"""Steps that raise: every request has an owner at any time, and what remains is valid."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ METHODS = ("open", "prefill", "draft", "observe", "append", "remove")
 
 
 class Broken(RuntimeError):
-    """What the proposers here raise."""
+    """Raised by the proposers here."""
 
 
 class Failing:
-    """A proposer that drafts at random, and raises the `nth` time that one of its methods is called, from 1 on.
+    """A proposer that drafts at random and raises on the `nth` call of one of its methods, counted from 1.
 
-    Half of what the method does has been done by then.
+    By then the method has done half of its work.
     """
 
     name = "failing"
@@ -56,7 +56,7 @@ class Failing:
         self.rng = np.random.default_rng(nth)
 
     def bind(self, target: em.Target) -> None:
-        """Any target will do."""
+        """Accept any target."""
 
     def called(self, method: str) -> None:
         if method != self.method:
@@ -99,14 +99,14 @@ class FailingState:
 
 
 def assert_owned(engine: em.Engine, rows: Sequence[RequestState]) -> None:
-    """Whoever has not ended is known to the engine, in one place."""
+    """Check that the engine knows each unfinished request in exactly one place."""
     known = engine.snapshot().requests
     assert len({id(row) for row in known}) == len(known)
     assert {id(row) for row in rows if row.finish_reason is None} <= {id(row) for row in known}
 
 
 def run(engine: em.Engine, rows: Sequence[RequestState], caught: type[BaseException]) -> int:
-    """Step to the end as a server does; how many steps raised."""
+    """Step to the end as a server does. Return how many steps raised."""
     raised = 0
     while not engine.idle:
         snapshot = engine.snapshot()
@@ -124,7 +124,7 @@ def run(engine: em.Engine, rows: Sequence[RequestState], caught: type[BaseExcept
 
 
 def assert_sound(rows: Sequence[RequestState], error: str) -> None:
-    """Every text is the target's own, as far as it goes, and those that end early say why."""
+    """Check that every text is a prefix of the target's own, and that requests that end early say why."""
     for row in rows:
         expected = ALONE[PROMPTS.index(row.prompt)]
         assert row.tokens == expected[: len(row.tokens)]
@@ -145,10 +145,10 @@ def test_a_proposer_that_raises_ends_the_rows_of_its_step_alone(method: str, nth
     for row in rows:
         engine.submit(row)
     raised = run(engine, rows, Broken)
-    assert raised == (proposer.calls >= nth and method != "draft")  # without a draft the step goes on
+    assert raised == (proposer.calls >= nth and method != "draft")  # without a draft, the step continues
     proposer.method = "none"
     assert_sound(rows, f"{method} is broken")
-    assert sum(row.finish_reason == "error" for row in rows) <= 4 * raised  # two that decode, two that are read
+    assert sum(row.finish_reason == "error" for row in rows) <= 4 * raised  # two decoding and two in prefill
     again = engine.generate(PROMPTS[:3], em.SamplingParams(max_tokens=COUNT))
     assert [output.tokens for output in again] == ALONE[:3]
 
@@ -167,7 +167,7 @@ def test_a_proposer_that_always_raises_fails_one_batch_after_the_other(method: s
 def test_10_rows_whose_proposer_raises_in_a_draft_go_on_plainly(
     every: bool, groups: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The target has read nothing by then. Those that join later are no worse off, and each batch is told of once."""
+    """The target has read nothing by then. Rows that join later are not affected, and each batch is reported once."""
     proposer = Failing("draft", 3, every)
     engine = em.Engine(
         TARGET,
@@ -207,7 +207,7 @@ PLACES: list[tuple[type, str]] = [
 def test_memory_may_run_out_anywhere(
     place: tuple[type, str], nth: int, late: bool, depth: int, drafts: str | None
 ) -> None:
-    """`late`: when the work has been done, which is as bad as before it."""
+    """`late`: after the work is done, which is as bad as before it."""
     owner, name = place
     real, calls = getattr(owner, name), count(1)
 
@@ -322,7 +322,7 @@ def test_an_observer_may_cancel_whoever_it_likes(gone: list[int], after: int, de
 @pytest.mark.parametrize("victim", [0, 2, 5])
 @pytest.mark.parametrize("own", [False, True])
 def test_a_logits_processor_may_cancel_a_request(victim: int, own: bool) -> None:
-    """Its own, one that decodes beside it, and one that waits."""
+    """The request itself, one that decodes with it, or one that waits."""
     engine = em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(2), max_batch=3)
     rows: list[RequestState] = []
     at = len(PROMPTS[victim if own else 1]) + 4

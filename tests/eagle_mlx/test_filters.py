@@ -1,4 +1,4 @@
-"""Which tokens top-k, top-p and min-p keep: mlx-lm's, found without sorting."""
+"""Tokens kept by top-k, top-p and min-p: the same as mlx-lm's, without sorting."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tests.full import some
 
 Array = np.ndarray[Any, Any]
 DTYPES = [mx.float32, mx.bfloat16, mx.float16]
-SIZES = [1, 2, 37, 64, 200, 1024, 8192]  # 1024 and 8192 in columns, for up to 8 and 64 candidates
+SIZES = [1, 2, 37, 64, 200, 1024, 8192]  # the last two use columns, for up to 8 and 64 candidates
 
 
 def some_logits(size: int, seed: int, tied: bool, dtype: mx.Dtype, rows: int = 2) -> mx.array:
@@ -35,9 +35,9 @@ def kept_by(params: SamplingParams, logits: mx.array) -> Array:
 
 
 def kept_by_mlx_lm(params: SamplingParams, logits: mx.array) -> Array:
-    """mlx-lm's functions in the order that is documented here; its own has top-k last.
+    """Apply mlx-lm's functions in the order documented here; its own order has top-k last.
 
-    Its top-k keeps k tokens whatever ties with the last of them, so that ties are added.
+    Its top-k keeps exactly k tokens, so ties with the last one are added.
     """
     with uncompiled():
         return _kept_by_mlx_lm(params, logits)
@@ -56,7 +56,7 @@ def _kept_by_mlx_lm(params: SamplingParams, logits: mx.array) -> Array:
 
 
 def is_close_call(params: SamplingParams, logits: mx.array) -> bool:
-    """Whether rounding decides somewhere, by the definition in float64."""
+    """Return whether rounding decides any token, by the definition in float64."""
     for cell in np.array(logits.astype(mx.float32), np.float64).reshape(-1, logits.shape[-1]):
         ordered = -np.sort(-cell)
         p = np.exp((ordered - ordered[0]) / params.temperature)
@@ -121,7 +121,7 @@ def test_a_vocabulary_of_real_size() -> None:
 
 
 def one_step_short(holds: Callable[[mx.array], mx.array], greatest: mx.array) -> mx.array:
-    """`bisect`, whose last step finds nothing out."""
+    """`bisect` without its last step."""
     steps = 0
 
     def asked(t: mx.array) -> mx.array:
@@ -151,7 +151,7 @@ def test_a_bisection_one_step_short_is_found_out(
     dtype=st.sampled_from(DTYPES),
 )
 def test_bisection_finds_any_number(values: list[float], place: int, dtype: mx.Dtype) -> None:
-    """Zeros of both signs, subnormal numbers and the largest ones."""
+    """Zeros of both signs, subnormal numbers and the largest numbers."""
     x = mx.sort(mx.array(values).astype(dtype)).astype(mx.float32)
     wanted = x[min(place, len(values) - 1)]
     found = bisect(lambda t: t >= wanted, x[-1:].astype(dtype))
@@ -175,7 +175,7 @@ def test_the_greatest_numbers_are_those_of_a_sort(size: int, count: int, seed: i
 
 
 def test_tokens_masked_before_are_no_ties() -> None:
-    """Fewer tokens than top-k asks for, the others at minus infinity."""
+    """Fewer tokens than top-k needs; the others are at minus infinity."""
     logits = mx.full((1, 1, 8192), -math.inf)
     logits[0, 0, 5], logits[0, 0, 8000] = 1.0, 0.5
     for params in (SamplingParams(1.0, top_k=20, top_p=0.99), SamplingParams(1.0, top_k=100, top_p=0.99)):

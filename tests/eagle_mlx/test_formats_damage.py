@@ -1,4 +1,4 @@
-"""Bad input: whatever is wrong with a head's files is an error of ours that names it, and never a silent head."""
+"""Bad input: every damaged file of a head raises our own error with its name, and no head is loaded silently."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def fields(config: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Every field, those of objects inside others too."""
+    """Return every field, with those of nested objects."""
     found = []
     for name, value in config.items():
         found += [(*path, name), *(fields(value, (*path, name)) if isinstance(value, dict) else [])]
@@ -126,7 +126,7 @@ def test_weights_that_are_no_numbers_are_named(bad: float, name: str, tmp_path: 
 
 
 def retype(file: Path, name: str, dtype: str) -> None:
-    """Say in a safetensors file that a tensor is of another type with as many bytes."""
+    """Change a tensor's type in a safetensors file to another type of the same size."""
     raw = file.read_bytes()
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
@@ -140,7 +140,7 @@ def retype(file: Path, name: str, dtype: str) -> None:
 def test_weights_in_8_bits_without_scales_are_named(
     layout: str, dtype: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """MLX gives 8-bit floats as whole numbers: -0.1 would be read as 156."""
+    """MLX reads 8-bit floats as integers: -0.1 would become 156."""
     folder = tmp_path / "h"
     shutil.copytree(folders[layout], folder)
     name = next(n for n in read_tensors(folder) if n.endswith("mlp.up_proj.weight"))
@@ -199,7 +199,7 @@ def test_draft_vocabularies_that_cannot_be(name: str, value: mx.array, message: 
 
 
 def test_a_whole_vocabulary_with_maps_and_without(tmp_path: Path) -> None:
-    """SpecForge writes maps of nothing where the head drafts every token; a map that says otherwise is an error."""
+    """SpecForge writes empty maps if the head drafts every token. Any other map is an error."""
     saved(tmp_path / "h", None)
     assert load_head(tmp_path / "h").token_ids is None
     rewrite(tmp_path / "h", d2t=mx.zeros(64, mx.int64), t2d=mx.ones(64, mx.bool_))
@@ -234,7 +234,7 @@ def test_configs_that_contradict_themselves_or_the_weights(
 
 
 def test_an_empty_list_of_layers_names_none(tmp_path: Path) -> None:
-    """As Model-Optimizer leaves it where the layers are the default ones."""
+    """Model-Optimizer writes this for the default layers."""
     ids = "eagle_aux_hidden_state_layer_ids"
     reconfigure(saved(tmp_path / "h"), eagle_config={ids: [], "use_aux_hidden_state": True}, **{ids: None})
     assert load_head(tmp_path / "h", TARGET).aux_layers == (0, 2, 3)
@@ -246,7 +246,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123
 
 
 def test_29_a_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
-    """Weights of a head, in both kinds of files, and of a target."""
+    """In weights of a head, in both kinds of files, and of a target."""
     said = r"is a Git LFS pointer and not the weights; type git lfs pull in"
     head = saved(tmp_path / "head")
     weights = head / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Layouts of every kind: told by what they hold, the same after a round trip, refused by name where they do not fit."""
+"""Layouts of every kind: identified by content, unchanged by a round trip, refused by name if they do not fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.fakes import tiny_target, tiny_target_folder
 
 TARGET = tiny_target(vocab=64)
 SAYABLE = ["eagle3.1", "eagle3, one norm", "eagle3, two layers"]
-"""What speculators has words for."""
+"""Heads that speculators' format can express."""
 
 
 def save(head: Any, folder: Path, **options: Any) -> None:
@@ -43,7 +43,7 @@ def same_weights(a: Any, b: Any, dtype: mx.Dtype) -> bool:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_round_trip_is_exact(name: str, tmp_path: Path) -> None:
-    """Whatever the folder's name."""
+    """The folder's name does not matter."""
     head: Any = KINDS[name](TARGET)
     save(head, tmp_path / "eagle3-mtp", dtype=mx.float16)
     again = load_head(tmp_path / "eagle3-mtp", TARGET)
@@ -252,7 +252,7 @@ def test_a_size_that_cannot_be_quantised() -> None:
 
 
 def published(folder: Path) -> None:
-    """A Qwen-like model with an MTP layer, as its makers would publish it."""
+    """Write a Qwen-like model with an MTP layer in its makers' format."""
     head = mtp(TARGET, model_type="qwen3_next")
     names = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
     tensors = {}

@@ -1,4 +1,4 @@
-"""What other loaders need of a folder that is written here: names, shapes, types and fields, one by one.
+"""What other loaders require of a folder that is written here: names, shapes, types and fields.
 
 Each requirement is a fact about a loader: SGLang's `LlamaForCausalLMEagle` and `LlamaForCausalLMEagle3`, vLLM's
 `Eagle3LlamaForCausalLM` and speculators' `Eagle3DraftModel` and `MTPDraftModel`.
@@ -44,7 +44,7 @@ def write(save: Any, head: Any, folder: Path, **options: Any) -> Written:
 
 
 def layer(prefix: str, width: int, inner: int = INNER, **more: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """A Llama layer's tensors, its attention `width` wide."""
+    """Return a Llama layer's tensors; its attention is `width` wide."""
     return {
         f"{prefix}.self_attn.q_proj.weight": (Q, width),
         f"{prefix}.self_attn.k_proj.weight": (KV, width),

@@ -1,4 +1,4 @@
-"""PyTorch's files: what torch.save writes is read, and nothing in a pickle is ever run."""
+"""PyTorch's files: torch.save's output can be read, and code in a pickle is never run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "torch.bin"
 
 
 def test_what_torch_wrote() -> None:
-    """The tensors of make.py's make_torch."""
+    """The tensors of `make_torch` in make.py."""
     got = read_torch(GOLDEN)
     numbers = np.arange(12, dtype=np.float32)
     wanted: dict[str, Any] = {
@@ -49,7 +49,7 @@ def test_what_torch_wrote() -> None:
 
 
 class _Named:
-    """Stands for something in a pickle by its module and name."""
+    """Stands for an object in a pickle, by its module and name."""
 
     def __init__(self, module: str, name: str, *args: Any):
         self.named, self.args = (module, name), args
@@ -61,7 +61,7 @@ class Storage:
 
 
 def torch_file(path: Path, what: Any, monkeypatch: pytest.MonkeyPatch, **storages: bytes) -> Path:
-    """A file of torch.save's shape around any pickle; `storages` are their bytes by key."""
+    """Write any pickle into a file like torch.save's; `storages` are the bytes by key."""
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, thing: Any) -> Any:
@@ -99,7 +99,7 @@ FLOATS = np.arange(4, dtype=np.float32).tobytes()
 
 
 def test_a_file_made_here_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the refusals below are not for the way in which these files are made."""
+    """Proves that the refusals below are not caused by how these files are made."""
     what = {"w": tensor(Storage("FloatStorage", "0", 4), 1, (3,), (1,))}
     file = torch_file(tmp_path / "x.bin", what, monkeypatch, s0=FLOATS)
     assert read_torch(file)["w"].tolist() == [1, 2, 3]
@@ -189,7 +189,7 @@ def test_damaged_archives(tmp_path: Path, damage: Callable[[Path], None], messag
 
 
 def in_a_file_of_torchs(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: mx.array) -> None:
-    """Put a head's tensors, perhaps changed, into a file as torch.save writes it."""
+    """Write a head's tensors, possibly changed, to a file like torch.save's."""
     kinds = {mx.float32: "FloatStorage", mx.int64: "LongStorage", mx.bool_: "BoolStorage", mx.int8: "CharStorage"}
     what, storages = {}, {}
     for key, (name, value) in enumerate((read_tensors(folder) | changes).items()):

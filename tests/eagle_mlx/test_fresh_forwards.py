@@ -1,8 +1,8 @@
-"""Whatever a proposer does and however requests come and go, every token is the target's own, architecture by
-architecture: histories drawn at random, judged by whole forwards of mlx-lm's models.
+"""Every token is the target's own with any proposer and any history of requests, for every architecture.
 
-`EAGLE_FUZZ_ROUNDS=200 pytest -s tests/eagle_mlx/test_fresh_forwards.py` plays 200 histories of each architecture and
-says what was judged; `EAGLE_FUZZ_SEED` gives the first one's seed.
+Histories are random; whole forwards of mlx-lm's models judge them. `EAGLE_FUZZ_ROUNDS=200 pytest -s
+tests/eagle_mlx/test_fresh_forwards.py` plays 200 histories per architecture and prints what was judged;
+`EAGLE_FUZZ_SEED` gives the first seed.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ from tests.hostile import HostileProposer, Manners, ProposerRaised, RandomPolicy
 ROUNDS = int(os.environ.get("EAGLE_FUZZ_ROUNDS", "1"))
 FIRST = int(os.environ.get("EAGLE_FUZZ_SEED", "0"))
 REQUESTS = in_full(8, 4)
-"""In a history."""
+"""Requests in a history."""
 ROOT = in_full(56, 32)
-"""Tokens that a text goes on behind its prompt of 8, as the target says them."""
+"""Tokens of the target's own text after a prompt of 8."""
 WINDOW_RING = 28
-"""A little more than what a window of 8, as the tiny models have them, keeps: 24 entries."""
+"""A little more than the 24 entries that the tiny models' window of 8 keeps."""
 WEIGHTS_LAST = 10
 """Histories of an architecture with the same weights."""
 MOST_STEPS = 600
 """Many times what eight requests of up to 20 tokens take in chunks of one token."""
 SICK_PROMPTS = 0.2
-"""If a history has a token that the target reads as NaN, so many of its prompts hold it. As many others begin like the
-last of them and go on without it."""
+"""Share of prompts with a token that the target reads as NaN, if a history has one.
+
+As many others share the last such prompt's prefix and continue without the token.
+"""
 EXCUSED = 0.005
-"""Tokens that may fall either way, of all: one in two hundred."""
+"""Allowed share of tokens that rounding decides: one in two hundred."""
 
 NO_HIDDEN_STATES = ("gemma3n", "iquestloopcoder")
-"""Models whose layers give none that a proposer could read."""
+"""Models whose layers have no hidden states for a proposer."""
 
 
 @dataclass
@@ -62,12 +64,12 @@ class Figures:
     histories: int = 0
     requests: int = 0
     ended: int = 0
-    """By a stop token or their length."""
+    """Ended by a stop token or their length."""
     cancelled: int = 0
     failed: int = 0
-    """Because their proposer raised, or because they have read NaN."""
+    """Failed because their proposer raised, or because they read NaN."""
     pauses: int = 0
-    """How often a row was put back to wait."""
+    """How often a row was paused."""
     taken_over: int = 0
     """Requests that began with a past from the prefix cache."""
     drafted: int = 0
@@ -90,7 +92,7 @@ class Figures:
 
 @lru_cache(maxsize=1)
 def target(name: str, weights: int, sick: int | None = None) -> em.Target:
-    """`sick`: a token that it reads as NaN."""
+    """Return a target. `sick`: a token that it reads as NaN."""
     model = tiny_model(name)
     randomize(model, weights, 0.2)
     if sick is not None:
@@ -100,7 +102,7 @@ def target(name: str, weights: int, sick: int | None = None) -> em.Target:
 
 @lru_cache
 def may_be_sick(name: str) -> bool:
-    """Whether one token can read as NaN and all others well: not if the embedding gives the logits too."""
+    """Return whether only one token can read as NaN. False if the embedding also gives the logits."""
     model = tiny_model(name)
     sicken(model, 0)
     return not bool(mx.any(mx.isnan(model(mx.array([[1, 2]])))))
@@ -112,12 +114,12 @@ ROOTS = (
     em.SamplingParams(),
     em.SamplingParams(temperature=1.2, seed=2, top_k=20),
 )
-"""How the texts are drawn that prompts begin with, so that a proposer can know how a request goes on."""
+"""How the texts for prompts are drawn, so that a proposer can know how a request continues."""
 
 
 @lru_cache(maxsize=1)
 def roots(name: str, weights: int) -> list[list[int]]:
-    """Texts as the target says them behind prompts of 8 tokens."""
+    """Return the target's texts after prompts of 8 tokens."""
     prompts = np.random.default_rng([crc32(name.encode()), weights]).integers(0, VOCAB, (len(ROOTS), 8)).tolist()
     sampling = [SamplingBatch.of([params], [params.seed or 0]) for params in ROOTS]
     if name in ONE_ROW:
@@ -126,15 +128,15 @@ def roots(name: str, weights: int) -> list[list[int]]:
 
 
 def forbids(text: list[int], logits: mx.array) -> mx.array:
-    """A logits processor: half of the vocabulary, which half hangs on the text's last tokens."""
+    """A logits processor that masks half of the vocabulary, depending on the text's last tokens."""
     allowed = (np.arange(logits.shape[-1]) + sum(text[-2:])) % 2 == 0
     return mx.where(mx.array(allowed), logits, -mx.inf)
 
 
 class LateMasks(LateSteps):
-    """Allows half of the vocabulary, which half hangs on its last token.
+    """Allows half of the vocabulary, depending on its last token.
 
-    A row that is sampled is coupled then, so that its text can be told from its seed.
+    Sampled rows are coupled, so that their text depends only on the seed.
     """
 
     vocab, end = VOCAB, None
@@ -144,7 +146,7 @@ class LateMasks(LateSteps):
 
 
 class History:
-    """Requests that come and go at random, all of it drawn from one seed."""
+    """Requests that come and go at random, all from one seed."""
 
     def __init__(self, name: str, seed: int):
         self.name, self.seed, self.weights = name, seed, seed // WEIGHTS_LAST
@@ -154,18 +156,18 @@ class History:
         self.windows = self.judge.has_windows
         self.known = [list(text) for text in roots(name, self.weights)]
         self.interrupted: list[tuple[list[int], em.SamplingParams]] = []
-        """What came before the token that reads as NaN, in prompts that have it; snapshots may end there."""
+        """Texts before the token that reads as NaN, in prompts with it; snapshots may end there."""
         self.rows: list[RequestState] = []
         self.leaving: list[tuple[RequestState, int, int]] = []
-        """Requests that are cancelled: behind so many tokens, or after so many steps."""
+        """Requests to cancel, after some tokens or after some steps."""
         self.figures = Figures(histories=1)
         self.step = 0
         self.reach = int(self.rng.choice([WINDOW_RING, 60, 90], p=[0.7, 0.2, 0.1] if self.windows else [0.2, 0.4, 0.4]))
-        """Tokens of a beginning, at most."""
+        """Maximum tokens of a shared beginning."""
         self.manners = self._manners()
         self.leaves_inside = self._chance(0.3)
         self.clients = int(self.rng.choice([1, 3]))
-        """Who takes turns: a client that holds more rows than another gives one back."""
+        """Clients, which take turns: a client that holds more rows than another gives one back."""
         self.pauses = float(self.rng.choice([0.0, 0.4]))
         """Share of steps before which a row is paused."""
         self.proposer = self._proposer()
@@ -175,12 +177,12 @@ class History:
         return bool(self.rng.random() < share)
 
     def _sick(self) -> int | None:
-        """In half of the histories a token that the target reads as NaN, but the judge does not."""
+        """In half of the histories, return a token that the target reads as NaN, but the judge does not."""
         token = int(self.rng.integers(VOCAB))
         return token if self._chance(0.5) and may_be_sick(self.name) else None
 
     def _proposer(self) -> Proposer | None:
-        """A hostile one, but of twelve histories one with none at all and one with one of the library's own."""
+        """Return a hostile proposer, or in one of twelve histories none, and in another one of the library's."""
         if self.seed % 12 == 11:
             return None
         if self.seed % 12 != 10:
@@ -215,7 +217,7 @@ class History:
         return engine
 
     def play(self) -> Figures:
-        """Let all requests come and end, and judge what they said."""
+        """Let all requests start and end, and judge their texts."""
         try:
             self._decode()
         except Exception:
@@ -245,14 +247,14 @@ class History:
         if left:
             self._fault(f"requests {left} never ended; the engine is {'idle' if self.engine.idle else 'busy'}")
         elif not self.engine.idle:
-            self.engine.step()  # rows that were cancelled in the last step may leave
+            self.engine.step()  # rows cancelled in the last step may leave
             if not self.engine.idle:
                 self._fault(f"all requests have ended; {self.engine.active} active, {self.engine.waiting} waiting")
 
     def _submit(self) -> None:
         prompt, own = self._prompt()
         prompt = prompt[: self.target.context_length - 1]
-        # A snapshot that ends before the token is taken with the keys behind it, and later prompts begin with it.
+        # A snapshot before the token is taken with the keys after it, and later prompts begin with it.
         boundaries = [prompt.index(self.sick)] if self.sick is not None and self.sick in prompt else []
         params, client = self._params(own), f"client {int(self.rng.integers(self.clients))}"
         row = self.engine.prepare(prompt, params, boundaries, client)
@@ -264,9 +266,9 @@ class History:
             self.leaving.append((row, tokens, MOST_STEPS if self._chance(0.7) else self.step + steps))
 
     def _prompt(self) -> tuple[list[int], em.SamplingParams]:
-        """The beginning of a known text, of an earlier request's, or any; sometimes with something else behind it.
+        """Return the start of a known or earlier text, or random tokens, sometimes with others appended.
 
-        And how the text is drawn that it is the beginning of.
+        Also return how the text that it begins is drawn.
         """
         count = 1 if self._chance(0.3) else int(self.rng.integers(1, 40))
         fresh = [int(token) for token in self.rng.integers(0, VOCAB, count)]
@@ -278,11 +280,11 @@ class History:
         if kind == "earlier" and row is not None:
             text, own = [*self.rows[row].prompt, *self.rows[row].tokens], self.rows[row].params
         start = text[: int(self.rng.integers(1 if self._chance(0.2) else LEAST, self.reach))]
-        if self.interrupted and self._chance(SICK_PROMPTS):  # reads on where a snapshot may hold NaN
+        if self.interrupted and self._chance(SICK_PROMPTS):  # continues where a snapshot may hold NaN
             start, own = self.interrupted[-1]
             return [*start, *fresh[:12]], own
         if self.sick is not None and self._chance(SICK_PROMPTS):
-            start = text[: max(LEAST + 2, len(start))]  # what is shorter is not kept
+            start = text[: max(LEAST + 2, len(start))]  # shorter ones are not kept
             self.interrupted.append((start, own))
             return [*start, self.sick, *fresh[:12]], own
         return ([*start, *fresh[:12]] if self._chance(0.25) else start), own
@@ -313,7 +315,7 @@ class History:
         )
 
     def _cancel(self) -> None:
-        """Let those go whose time has come."""
+        """Cancel the requests that are due."""
         for row, tokens, step in self.leaving:
             if len(row.tokens) >= tokens or self.step >= step:
                 self.engine.cancel(row)
@@ -358,7 +360,7 @@ class History:
                 self._fault(f"{said}: {faults[0]}{more}, of {len(tokens)}")
 
     def _judge_sights(self) -> None:
-        """Compare the hidden states that the proposer was shown with those of a fresh forward."""
+        """Compare the hidden states that the proposer saw with those of a fresh forward."""
         if isinstance(self.proposer, HostileProposer) and self.proposer.misplaced:
             self._fault(f"{self.proposer.misplaced} drafts were asked for at another place than a text's end")
         for sight in self.proposer.sights if isinstance(self.proposer, HostileProposer) else ():
@@ -378,7 +380,7 @@ class History:
 
 @lru_cache(maxsize=1)
 def judge_of_layers(name: str, weights: int) -> Judge:
-    """Another than that of texts, because its layers are watched."""
+    """Return another judge than for texts, because its layers are watched."""
     return Judge(name, weights)
 
 
@@ -400,7 +402,7 @@ def test_every_token_is_the_targets_own(name: str, totals: Figures) -> None:
     if ROUNDS > 1:
         print("\n".join([f"\n{name}: {figures}", *figures.faults]), flush=True)
     assert figures.faults == []
-    assert figures.judged > 5 * ROUNDS or figures.failed  # cancels, and proposers that raise, leave histories short
+    assert figures.judged > 5 * ROUNDS or figures.failed  # cancels, and proposers that raise, shorten histories
     assert figures.excused <= EXCUSED * figures.judged + 1
     assert untouched(judge(name, FIRST // WEIGHTS_LAST).model)
 
