@@ -196,10 +196,9 @@ class BareEngine:
 
 def compare(args: argparse.Namespace) -> list[Comparison]:
     engine = BareEngine(args.target, args.head, args.max_batch or max(args.clients))
-    found = [question.content for question in read_questions(args.prompts) if not isinstance(question.content, str)]
-    chats = engine.chats_that_do_not_loop(
-        [[dict(turn) for turn in chat] for chat in found[: args.limit]], args.max_tokens
-    )
+    asked = [question.content for question in read_questions(args.prompts) if not isinstance(question.content, str)]
+    found = [[dict(turn) for turn in content if isinstance(turn, Mapping)] for content in asked[: args.limit]]
+    chats = engine.chats_that_do_not_loop(found, args.max_tokens)
     comparisons = []
     with both_servers(args.target, args.head, engine.max_batch) as (ours, theirs):
         for temperature, clients in itertools.product(args.temperature, args.clients):
