@@ -1,4 +1,4 @@
-"""Who decodes with whom, by lengths and bytes alone: least is read, memory is kept, and nobody moves to and fro."""
+"""Grouping by lengths and bytes: groups read the least, memory suffices, and rows do not move back and forth."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=7)
 
 
 def slots(lengths: list[int], places: Places) -> int:
-    """Positions that a round of each group reads."""
+    """Return the positions that one round of all groups reads."""
     groups = [[n for n, place in zip(lengths, places, strict=True) if place == at] for at in (0, 1)]
     return sum(len(group) * max(group, default=0) for group in groups)
 
@@ -77,7 +77,7 @@ def test_an_arrangement_keeps_to_memory_pays_for_its_moves_and_stays(
 @settings(max_examples=50)
 @given(LENGTHS, st.integers(0, 5000), st.integers(0, 99))
 def test_rows_that_grow_unevenly_do_not_move_to_and_fro(lengths: list[int], fixed: int, seed: int) -> None:
-    """A draft that is kept makes one row longer than another by a few tokens, a round here and a round there."""
+    """Accepted drafts make rows longer than others by a few tokens at different times."""
     grown = list(lengths)
     groups: Places = (0,) * len(lengths)
     moves, random = [], Random(seed)
@@ -91,12 +91,12 @@ def test_rows_that_grow_unevenly_do_not_move_to_and_fro(lengths: list[int], fixe
         moves += [i for i, (a, b) in enumerate(zip(groups, at, strict=True)) if a != b]
         groups = at
         grown = [n + random.randint(1, 4) for n in grown]
-    assert len(moves) <= len(lengths)  # each at most about once
+    assert len(moves) <= len(lengths)  # about one move per row
 
 
 @pytest.mark.parametrize(("long", "expected"), [(1000, {0}), (2200, {0}), (2400, {0, 1}), (30_000, {0, 1})])
 def test_weights_are_read_twice_where_padding_is_more(long: int, expected: set[int]) -> None:
-    """Seven rows of 256 and a long one: seven times the difference of padding, against the weights."""
+    """Seven rows of 256 and a long one: seven times the difference is padding, compared with the weights."""
     reads = RoundReads(fixed=7 * 2000, position=1)
     asked = [Row(256, 300), *[Row(256, 300, 0)] * 6, Row(long, long + 100)]
     assert set(arrange(asked, reads, SIZE, PLENTY)) == expected
@@ -136,6 +136,6 @@ def test_memory_decides_where_one_group_would_not_fit() -> None:
     together, apart = most_slots(8, 8000), most_slots(7, 300) + most_slots(1, 8000)
     assert by_reach(reaches, SIZE, together) == (0,) * 8
     assert by_reach(reaches, SIZE, together - 1) == (*[0] * 7, 1)
-    asked = [Row(20, reach, 0) for reach in reaches]  # all are short as yet, and a second reading costs more
+    asked = [Row(20, reach, 0) for reach in reaches]  # all rows are still short, and a second read costs more
     assert arrange(asked, RoundReads(PLENTY, 1), SIZE, apart) in ((*[0] * 7, 1), (*[1] * 7, 0))
     assert all(a == b for a, b in pairwise(arrange(asked, RoundReads(PLENTY, 1), SIZE, together)))

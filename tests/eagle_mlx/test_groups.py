@@ -1,4 +1,4 @@
-"""Two groups of rows: the same text, buffers of their own, turns that are fair, and failures that stay one group's."""
+"""Two groups of rows: same text, separate buffers, fair turns, and failures that stay in one group."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENS = 14
 GREEDY = em.SamplingParams(max_tokens=TOKENS)
 ALONE = [em.Engine(TARGET, max_batch=1).generate([prompt], GREEDY)[0].tokens for prompt in PROMPTS]
 ALWAYS, NEVER = RoundReads(fixed=0, position=1 << 20), RoundReads(fixed=1 << 60, position=1)
-"""Weights that cost nothing, so that any difference in length parts rows, and weights that cost more than all."""
+"""Free weights, so that any difference in length separates rows; and weights that cost more than everything else."""
 
 
 def grouped(engine: em.Engine, reads: RoundReads = ALWAYS) -> em.Engine:
@@ -44,7 +44,7 @@ def grouped(engine: em.Engine, reads: RoundReads = ALWAYS) -> em.Engine:
 
 
 def decode(engine: em.Engine, rows: Sequence[RequestState]) -> int:
-    """Step to the end; the most groups that there were."""
+    """Step to the end. Return the largest number of groups."""
     for row in rows:
         engine.submit(row)
     most = 0
@@ -67,7 +67,7 @@ def proposer(kind: str, target: em.Target) -> Any:
 
 
 class Wandering:
-    """A policy that plans everything there is, in turn."""
+    """A policy that cycles through all plans."""
 
     wants_trees = True
 
@@ -105,7 +105,7 @@ def target_of(cache: str) -> em.Target:
 
 
 def wide() -> em.Target:
-    """Heads of 32 numbers, which can be quantised."""
+    """Return a target with heads of 32 numbers, which can be quantized."""
     model = qwen3.Model(qwen3.ModelArgs(**tiny_config() | {"head_dim": 32}))  # type: ignore[arg-type]
     randomize(model, 0, 0.2)
     return em.Target(model)
@@ -134,14 +134,14 @@ def test_text_does_not_depend_on_groups(cache: str, drafts: str, how: str) -> No
 
 
 SICK = 95
-"""A token that `sickly` targets read as no number."""
+"""A token that `sickly` targets read as NaN."""
 
 
 class Silent(Never):
-    """No mask of it ever comes."""
+    """Never returns a mask."""
 
     def answer(self, seconds: float) -> None:
-        """Not yet."""
+        """Return None, so that the mask stays late."""
 
 
 def sickly(cache: str) -> em.Target:
@@ -159,9 +159,9 @@ def sickly(cache: str) -> em.Target:
     ("cache", "why", "drafts"), diagonal(CACHES, ["masks", "turn"], ["none", "head", "draft model"])
 )
 def test_3_a_row_that_was_never_checked_leaves_a_clean_place(cache: str, why: str, drafts: str) -> None:
-    """Its keys are no numbers, and it is cancelled before a round has seen that; a shorter one gets its place.
+    """Its keys are NaN, and it is cancelled before a round notices. A shorter row gets its place.
 
-    Of eight rows one can leave without a copy of the others, so that its place is still there.
+    One of eight rows can leave without a copy of the others, so its place remains.
     """
     if (cache, drafts) == ("recurrent", "draft model"):
         drafts = "none"
@@ -182,7 +182,7 @@ def test_3_a_row_that_was_never_checked_leaves_a_clean_place(cache: str, why: st
     while not all(row.tokens for row in rows):
         engine.step()
     never = Silent if why == "masks" else None
-    for attempt in range(6):  # whose turn it is when it joins is not known before
+    for attempt in range(6):  # the group that is next when it joins is not known
         bad = engine.prepare(sick, em.SamplingParams(max_tokens=60, grammar=never))
         engine.submit(bad)
         while bad in engine.admission.waiting or bad in engine.admission.prefilling:
@@ -209,7 +209,7 @@ def test_3_a_row_that_was_never_checked_leaves_a_clean_place(cache: str, why: st
     st.integers(0, 3),
 )
 def test_rows_that_come_go_and_move_keep_their_text(events: list[str], random: Any, drafts: str, depth: int) -> None:
-    """Costs change at random, so that rows are parted and put together at any moment."""
+    """Costs change at random, so rows are separated and joined at any time."""
     engine = grouped(
         em.Engine(
             TARGET,
@@ -249,7 +249,7 @@ def test_rows_that_come_go_and_move_keep_their_text(events: list[str], random: A
 
 
 def test_a_long_row_does_not_make_short_ones_take_its_room() -> None:
-    """Seven short rows and one of 8,000, or of as many steps of a smaller buffer."""
+    """Seven short rows and one of 8,000, or of the same number of steps of a smaller buffer."""
     target, step = tiny_target(layers=1), in_full(256, 16)
     target.context_length, long = 10_000, step * 125 // 4
     with steps_of(step):
@@ -267,7 +267,7 @@ def test_a_long_row_does_not_make_short_ones_take_its_room() -> None:
 
 
 def test_a_row_is_parted_from_others_only_when_its_padding_is_dearer() -> None:
-    """Lengths of 5 and 40 make 105 positions of padding, and more where the long row's drafts are good."""
+    """Lengths of 5 and 40 make 105 positions of padding, and more if the long row's drafts are good."""
     engine = grouped(em.Engine(TARGET, Uneven(), policy=em.FixedPolicy(3), max_batch=4), RoundReads(150, 1))
     rows = [engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=120))]
     slow = em.SamplingParams(max_tokens=120, num_speculative_tokens=0)
@@ -340,7 +340,7 @@ def test_a_group_whose_masks_are_late_lets_the_other_go_on_without_a_wait() -> N
 def test_plain_rounds_are_dispatched_behind_those_of_the_other_group(
     drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each is told the time that it took, on a device that is done when the dispatch returns."""
+    """Each round also gets its own time, on a device that is done when dispatch returns."""
     now, log, told = [100.0], list[tuple[str, int]](), list[tuple[int, float]]()
     dispatch, collect = Round.dispatch, Round.collect
 
@@ -368,7 +368,7 @@ def test_plain_rounds_are_dispatched_behind_those_of_the_other_group(
     for _ in range(8):
         engine.step()
     assert [kind for kind, _ in log[-8:]] == ["dispatch", "collect"] * 4
-    assert all(log[i][1] != log[i + 1][1] for i in range(len(log) - 8, len(log), 2))  # one of the other is under way
+    assert all(log[i][1] != log[i + 1][1] for i in range(len(log) - 8, len(log), 2))  # the other group's is pending
     assert set(told[1:]) == {(1, 10.0), (2, 4.0)}
     assert [rows for rows, _ in told[1:5]] in ([1, 2, 1, 2], [2, 1, 2, 1])
     monkeypatch.undo()
@@ -378,7 +378,7 @@ def test_plain_rounds_are_dispatched_behind_those_of_the_other_group(
 
 
 def test_memory_for_long_rows_is_counted_once_and_lets_more_in() -> None:
-    """Room for one row of 250 and three of 60: by itself the long one would make four of 250."""
+    """The quota fits one row of 250 and three of 60. Without separation, the long row would make it four of 250."""
     size = size_of(TARGET, None, None)
     with steps_of(4):
         allowed = size.nbytes(1, 250) + size.nbytes(3, 60)
@@ -417,7 +417,7 @@ def test_there_are_one_or_two_groups(groups: int) -> None:
 
 
 def parted(depth: int = 2, **settings: Any) -> tuple[em.Engine, list[RequestState], list[RequestState]]:
-    """An engine with a group of two short rows and one of two long ones, and both."""
+    """Return an engine with a group of two short rows and one of two long rows, and both groups' requests."""
     engine = grouped(
         em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(depth), max_batch=4, **settings), RoundReads(50, 1)
     )
@@ -484,7 +484,7 @@ def test_a_round_that_raises_ends_its_own_group_alone(
 @settings(max_examples=in_full(20, 6))
 @given(st.sampled_from(["append", "take", "release"]), st.integers(1, 4), st.booleans(), st.integers(0, 2))
 def test_a_move_that_fails_loses_nobody(name: str, nth: int, late: bool, depth: int) -> None:
-    """Each row of the groups that were to change ends with the error; those that wait go on, and so does the engine."""
+    """Rows of the groups that were to change end with the error. Waiting rows and the engine continue."""
     real, calls = getattr(Batch, name), count(1)
 
     def short_of_memory(self: Batch, *args: Any) -> Any:
@@ -534,10 +534,10 @@ def test_what_is_told_counts_the_rows_of_both() -> None:
 
 
 def test_each_group_has_decisions_of_its_own_and_both_learn() -> None:
-    """Seven rows, for which drafts are dear, and one, for which they cost next to nothing, in turn.
+    """Alternate between seven rows, whose drafts are expensive, and one, whose drafts are nearly free.
 
-    One policy for both would take each round for a change of plan: it decoded seven rows plainly 4 times of 100, and
-    drafted as much as pays for the one 25 times.
+    A single policy would take each round for a change of plan: it decoded seven rows plainly 4 times of 100, and
+    drafted as much as pays for the one row 25 times.
     """
     policy = em.ThroughputPolicy(max_depth=4)
     plans: dict[int, list[int]] = {7: [], 1: []}
@@ -552,7 +552,7 @@ def test_each_group_has_decisions_of_its_own_and_both_learn() -> None:
 
 
 def test_a_prompt_that_is_read_beside_a_failing_round_is_not_half_known() -> None:
-    """An observer that raises behind a round ends that group and the prompt being read; the other group goes on."""
+    """An observer that raises after a round ends that group and the prompt in prefill. The other group continues."""
     engine, short, long = parted(prefill_chunk=160)
     late = engine.prepare([9] * 150 + PROMPTS[5], GREEDY)
     engine.cancel(short[1])

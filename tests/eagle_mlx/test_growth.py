@@ -1,4 +1,4 @@
-"""A tree grown with a head: every node is what the head says of its branch, and the likeliest nodes are chosen."""
+"""A tree grown with a head: every node follows the head's distribution, and the likeliest nodes are chosen."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def opened() -> HeadState:
 
 
 def shares(text: list[int], drafted: list[int], params: SamplingParams) -> dict[int, float]:
-    """What the head says of the token behind a branch, from the whole text anew: target ids -> log shares."""
+    """Return the head's log probabilities after a branch by target id, computed from the whole text."""
     batch = SamplingBatch.of([params], [params.seed or 0])
     tokens = [*text, *drafted]
     g = HEAD.features(TARGET.forward(mx.array([text[:-1]]), aux_layers=HEAD.aux_layers).aux)
@@ -51,7 +51,7 @@ def shares(text: list[int], drafted: list[int], params: SamplingParams) -> dict[
 @pytest.mark.parametrize(
     ("sizes", "params"),
     diagonal(
-        [(3, 12), (4, 8), (3, 4), (1, 2)],  # level by level, and beside a chain
+        [(3, 12), (4, 8), (3, 4), (1, 2)],  # level by level, and with a chain
         [SamplingParams(), SamplingParams(temperature=0.9, seed=4, top_k=50)],
     ),
 )
@@ -118,7 +118,7 @@ def test_a_tree_accepts_more_than_a_chain_and_says_the_same() -> None:
 
 
 def test_a_batch_of_every_kind_of_row_says_what_it_says_alone() -> None:
-    """Trees where all rows can have them, chains where one cannot; log probabilities along the branch that is kept."""
+    """Trees if all rows allow them, else chains; log probabilities along the accepted branch."""
     kinds = [
         SamplingParams(max_tokens=20, logprobs=True, top_logprobs=2),
         SamplingParams(max_tokens=24, temperature=0.8, seed=3, num_speculative_tokens=2),

@@ -1,4 +1,4 @@
-"""A head is tried when it meets its target: sound ones pass without a word, others are told with likely causes."""
+"""A head is tried with its target: good heads pass silently, others are reported with likely causes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def target() -> Target:
 
 
 def shipped(**fields: Any) -> Eagle3Head:
-    """The embedded head, with fields of its config read wrongly."""
+    """Return the embedded head with wrong fields in its config."""
     head = heads.load_head(SHIPPED)
     assert isinstance(head, Eagle3Head)
     misread = Eagle3Head(replace(head.config, **fields), head.d2t)
@@ -90,7 +90,7 @@ def test_a_command_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_head_that_is_right_by_construction_passes() -> None:
-    """Layers that add nothing, and a target that leads from each token to another: the embedding says it all."""
+    """With layers that add nothing and a target that maps each token to another, the embedding alone is right."""
     tiny = bigram_target(tiny_target())
     head = eagle(tiny, bias=False)
     silence(head.layers[0].self_attn.o_proj, head.layers[0].mlp.down_proj)
@@ -106,7 +106,7 @@ def test_a_head_that_is_right_by_construction_passes() -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_heads_of_every_kind_are_tried(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of these heads knows anything, and each of them works."""
+    """These heads know nothing, but each of them works."""
     tokens = in_full(head_check.TOKENS, 24)
     monkeypatch.setattr(head_check, "TOKENS", tokens)
     tiny = tiny_target(vocab=64)

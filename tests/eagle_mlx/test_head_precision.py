@@ -1,4 +1,4 @@
-"""The numbers that heads compute in: the target's own type, whatever type their files have."""
+"""Heads compute in the target's type, whatever type their files have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.full import in_full
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 4], [7, 7, 8, 50, 3, 2, 1, 60, 33]]
 TYPES = {"bf16": (mx.bfloat16, mx.float16), "fp16": (mx.float16, mx.bfloat16), "4-bit": (mx.bfloat16, mx.float32)}
-"""What a target computes in, and the type of the head's file."""
+"""The target's type, and the type of the head's file."""
 
 
 def target_of(kind: str) -> Target:
@@ -42,7 +42,7 @@ TARGETS = {kind: target_of(kind) for kind in TYPES}
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None) -> dict[str, set[mx.Dtype]]:
-    """The types of what heads compute while a test decodes."""
+    """Record the types that heads compute in while a test decodes."""
     seen: dict[str, set[mx.Dtype]] = {}
 
     def note(part: str, arrays: list[mx.array]) -> None:
@@ -105,7 +105,7 @@ def test_trees_compute_in_the_type_of_the_target(computed: dict[str, set[mx.Dtyp
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_decoding_leaves_the_head_that_is_trained_as_it_is() -> None:
-    """An evaluation in the midst of a training run casts a copy, and the masters stay float32."""
+    """An evaluation during training casts a copy, and the master weights stay float32."""
     head = eagle3(TARGETS["4-bit"], draft_vocab=40)
     head.attach(TARGETS["4-bit"])
     before = weights_of(head)
@@ -144,7 +144,7 @@ def test_a_head_of_the_right_type_is_not_copied() -> None:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_what_chooses_experts_keeps_its_type() -> None:
-    """Rounded, it would choose others."""
+    """With rounding it would choose other experts."""
     proposer = em.HeadProposer(KINDS["mtp of deepseek"](TARGETS["bf16"]))
     proposer.bind(TARGETS["bf16"])
     types = {name: x.dtype for name, x in tree_flatten(proposer.head.parameters())}  # type: ignore[attr-defined]

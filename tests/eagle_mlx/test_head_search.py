@@ -1,4 +1,4 @@
-"""Which heads are found for a target, in which order, and what is known of published ones."""
+"""Which heads are found for a target, in which order, and what is known about published ones."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def test_24_a_test_of_a_few_steps_does_not_win(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("heads", "order"),
     [
-        ({"a": (2.4, 80), "b": (2.5, 3)}, "ab"),  # a few prompts do not beat many by a hair
-        ({"a": (1.41, 80), "b": (3.3, 3)}, "ba"),  # but they do by much
+        ({"a": (2.4, 80), "b": (2.5, 3)}, "ab"),  # a few prompts do not beat many by a small margin
+        ({"a": (1.41, 80), "b": (3.3, 3)}, "ba"),  # but by a large margin they do
         ({"a": (2.0, 80), "b": (2.1, 60)}, "ba"),
-        ({"a": (2.0, 80), "b": (2.1, None)}, "ab"),  # on how many is not known
-        ({"a": (1.2, 4), "b": (None, None)}, "ab"),  # one without a τ comes later, however new
-        ({"a": (1.2, 4), "b": (0.0, 0)}, "ab"),  # all prompts looped: nothing was measured
+        ({"a": (2.0, 80), "b": (2.1, None)}, "ab"),  # the number of prompts is not known
+        ({"a": (1.2, 4), "b": (None, None)}, "ab"),  # a head without τ comes last, however new
+        ({"a": (1.2, 4), "b": (0.0, 0)}, "ab"),  # all prompts looped, so nothing was measured
         ({"a": (None, None), "b": (None, None)}, "ba"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_conversion_without_its_mtp_layers_says_where_they_are(tmp_path: Path)
     config = json.loads((folder / "config.json").read_text())
     for more, command in (
         ({}, None),
-        ({"mtp_num_hidden_layers": 1}, None),  # of what model is not known
+        ({"mtp_num_hidden_layers": 1}, None),  # the model is not known
         ({"base_model": "someone/original"}, None),
         (
             {"mtp_num_hidden_layers": 1, "base_model": "someone/original"},

@@ -1,4 +1,4 @@
-"""Heads of every kind through the one proposer: the text stays the target's, and what is drafted is the head's."""
+"""Heads of every kind through the one proposer: the text is the target's, and drafts are the head's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARAMS = [
 
 @cache
 def alone() -> list[list[int]]:
-    """What each request says by itself, and nothing drafted."""
+    """Return each request's text alone, without drafts."""
     return [em.Engine(TARGET).generate([p], each)[0].tokens for p, each in zip(PROMPTS, PARAMS, strict=True)]
 
 
@@ -48,7 +48,7 @@ def test_the_text_is_that_of_plain_decoding(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_drafts_are_those_of_a_head_without_a_cache(name: str) -> None:
-    """Rows of different lengths, a second round behind a partly kept one, against the whole sequence each time."""
+    """Rows of different lengths, with a second round after a partly accepted one, against the whole sequence."""
     head = HEADS[name]
     proposer = em.HeadProposer(head)
     proposer.bind(TARGET)
@@ -102,7 +102,7 @@ def test_the_next_turn_takes_over_the_past(name: str) -> None:
 
 
 def right_eagle(target: em.Target) -> DraftHead:
-    """fc passes the next embedding on, normed to what the target's final norm makes of it."""
+    """Return a head whose fc passes the next embedding on, normed to match the target's final norm."""
     head = eagle(target, bias=False)
     head.fc.weight = mx.concatenate([mx.eye(target.hidden_size), mx.zeros((target.hidden_size,) * 2)], axis=1)
     silence(head.layers[0].self_attn.o_proj, head.layers[0].mlp.down_proj)
@@ -119,7 +119,7 @@ def right_mtp(target: em.Target) -> DraftHead:
 
 
 def right_eagle3(target: em.Target) -> DraftHead:
-    """Attention that sees its own position alone passes the embedding on through its values."""
+    """Return a head whose attention sees only its own position and passes the embedding on in its values."""
     size = target.hidden_size
     shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": size, "windows": (1,)}
     head = eagle3(target, norm_before_residual=True, **shape)
@@ -147,7 +147,7 @@ def test_a_head_that_is_right_is_accepted(make: Callable[[em.Target], DraftHead]
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "llama", "mimo", "qwen3_moe", "qwen3_next", "qwen3_5"])
 def test_models_draft_with_layers_of_their_own_kind(name: str) -> None:
-    """Their caches with the head's: latent keys, recurrent states, experts."""
+    """Their own caches work with the head's: latent keys, recurrent states, experts."""
     model = tiny_model(name)
     randomize(model, 0, 0.2)
     target = em.Target(model)

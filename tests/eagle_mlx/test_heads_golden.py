@@ -1,4 +1,4 @@
-"""Heads in the layouts of others, against what the reference implementations make of them (tests/golden/make.py)."""
+"""Heads in other projects' layouts equal their reference implementations (tests/golden/make.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Shapes = dict[str, list[int]]
 
 
 def target() -> Target:
-    """A model with the embedding, norm and projection that the references used, and six layers of no account."""
+    """A model with the references' embedding, norm and projection, and six layers that do not matter."""
     config = tiny_config(layers=6, hidden=draws.HIDDEN, vocab=draws.VOCAB) | {"tie_word_embeddings": False}
     model = qwen3.Model(qwen3.ModelArgs(**config))  # type: ignore[arg-type]
     model.model.embed_tokens.weight = mx.array(draws.target("embed_tokens"))
@@ -45,7 +45,7 @@ TARGET = target()
 
 
 def written(folder: Path, name: str, change: Callable[[Config, dict[str, mx.array]], None] | None = None) -> Path:
-    """A golden head as a checkpoint on disk, perhaps changed."""
+    """Write a golden head as a checkpoint, possibly changed."""
     golden = json.loads((GOLDEN / f"{name}.json").read_text())
     config, tensors = golden["config"], {}
     for key, shape in golden["tensors"].items():
@@ -62,7 +62,7 @@ def written(folder: Path, name: str, change: Callable[[Config, dict[str, mx.arra
 
 
 def published(name: str) -> bool:
-    """Whether the golden file is of an MTP layer as its model was published."""
+    """Return whether the golden file has an MTP layer in its model's published form."""
     return name.startswith("mtp-")
 
 
@@ -72,7 +72,7 @@ def loaded(folder: Path, name: str) -> DraftHead:
 
 
 def logits(head: DraftHead) -> dict[str, mx.array]:
-    """What the golden files keep: the first step everywhere, and recycled steps behind some positions."""
+    """Compute the golden files' logits: the first step everywhere, and recycled steps after some positions."""
     head.attach(TARGET)
     ids = draws.TOKENS.tolist()
     g = head.features([mx.array(draws.aux(k))[None] for k in named_layers(head) or (-1,)])
@@ -92,7 +92,7 @@ def logits(head: DraftHead) -> dict[str, mx.array]:
 
 
 def difference(name: str, head: DraftHead) -> float:
-    """The largest deviation from the golden logits, relative to the largest of them."""
+    """Return the largest deviation from the golden logits, relative to the largest of them."""
     wanted, got = mx.load(str(GOLDEN / f"{name}.safetensors")), logits(head)
     assert isinstance(wanted, dict)
     return max(float((mx.abs(got[key] - value).max() / mx.abs(value).max()).item()) for key, value in wanted.items())
@@ -104,7 +104,7 @@ def test_logits_are_the_references(name: str, tmp_path: Path) -> None:
 
 
 def fields(**changes: Any) -> Callable[[Config, dict[str, mx.array]], None]:
-    """Other values for fields of the config; those set to None are left out."""
+    """Return a change of config fields; None removes a field."""
 
     def change(config: Config, tensors: dict[str, mx.array]) -> None:
         for name, value in changes.items():
@@ -114,7 +114,7 @@ def fields(**changes: Any) -> Callable[[Config, dict[str, mx.array]], None]:
 
 
 def layer_fields(**changes: Any) -> Callable[[Config, dict[str, mx.array]], None]:
-    """The same inside the description of a speculator's layer."""
+    """Return the same change inside the description of a speculator's layer."""
     return lambda config, _: config["transformer_layer_config"].update(changes)
 
 
@@ -123,7 +123,7 @@ def nested(**changes: Any) -> Callable[[Config, dict[str, mx.array]], None]:
 
 
 def without(flag: str, *names: str, kind: str | None = None) -> Callable[[Config, dict[str, mx.array]], None]:
-    """A flag unset, with the tensors that it stands for."""
+    """Return a change that unsets a flag and removes its tensors."""
 
     def change(config: Config, tensors: dict[str, mx.array]) -> None:
         layer = config.get("transformer_layer_config", config)
@@ -217,7 +217,7 @@ def test_a_way_of_mtp_that_is_mistaken_is_noticed(name: str, field: str, tmp_pat
 @pytest.mark.parametrize("name", ["mtp-qwen3-next", "mtp-qwen3.5", "speculators-mtp-qwen3_next"])
 @pytest.mark.parametrize("added", ["all", "layer", "around", "none"])
 def test_norms_whose_one_was_added_already(name: str, added: str, tmp_path: Path) -> None:
-    """Copies of published models have it added to all norms, to those of the layer alone, or to none."""
+    """Copies of published models have 1 added to all norms, only to those of the layer, or to none."""
     ends = ("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight")
 
     def change(config: Config, tensors: dict[str, mx.array]) -> None:
@@ -246,7 +246,7 @@ def test_ends_that_are_the_models_own_are_left_to_the_target(same: bool, tmp_pat
 
 
 def test_weights_of_eight_bits_are_read_with_their_scales(tmp_path: Path) -> None:
-    """As DeepSeek publishes them: one scale for each block of 128 by 128."""
+    """As DeepSeek publishes them: one scale per block of 128 by 128."""
     names = ["self_attn.q_a_proj", "self_attn.kv_b_proj", "mlp.experts.2.up_proj"]
 
     def change(config: Config, tensors: dict[str, mx.array]) -> None:

@@ -1,4 +1,4 @@
-"""Proposers of third parties that draft anything: a poor draft costs time, and nothing else."""
+"""Third-party proposers with arbitrary drafts: a bad draft costs time, and nothing else."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ ALONE = {params: plain(TARGET, params) for params in (GREEDY, SEEDED)}
 
 
 class Hostile:
-    """Knows what the rows will say, by which it drafts what is right as far as it goes, and then spoils it.
+    """Knows the rows' texts. It drafts a right prefix and then spoils it.
 
-    Every round it draws anew how long its draft is, how wrong, and, with `spoil`, what else is the matter with it.
+    Every round has a random length, random errors and, with `spoil`, other random faults.
     """
 
     name = "hostile"
@@ -57,7 +57,7 @@ class Hostile:
         self.rng, self.spoil, self.vocab = np.random.default_rng(seed), spoil, vocab
 
     def bind(self, target: em.Target) -> None:
-        """Any target will do."""
+        """Accept any target."""
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HostileState:
         return HostileState(self, [known_text(self.texts, prompt) for prompt in prompts])
@@ -71,7 +71,7 @@ class HostileState:
         return self._spoilt(self._tree(plan) if plan.is_tree else self._chain(plan))
 
     def _chain(self, plan: Plan) -> Draft:
-        """As long as it likes, and as sure of itself as it likes, as often as it likes."""
+        """Return chains of any length and confidence, with any early exit."""
         rng = self.proposer.rng
         draft = self._known(int(rng.integers(0, 2 * plan.depth + 1)))
         if plan.stop_below is None:
@@ -80,8 +80,9 @@ class HostileState:
         return replace(draft, confidences=rng.choice([0.0, 1.0, 0.5], (looks, len(self.rows))).tolist())
 
     def _tree(self, plan: Plan) -> Draft:
-        """A chain of what is right first, and anything behind it: parents that come later, are out of range or loop,
-        siblings with one token, and less depth than there is.
+        """Return a right chain, followed by anything.
+
+        Parents may come later, be out of range or form a loop; siblings may share a token; the depth may be too small.
         """
         rng = self.proposer.rng
         draft = self._known(int(rng.integers(1, 2 * plan.nodes)))
@@ -118,7 +119,7 @@ class HostileState:
 
 
 def spoiler(seed: int, dtypes: Sequence[mx.Dtype]) -> Change:
-    """Lengths and ids that nobody could mean, of any whole-number type, and probabilities that are none."""
+    """Return a change to meaningless lengths and ids, of any integer type, and to invalid probabilities."""
     rng = np.random.default_rng(seed)
 
     def spoil(draft: Draft) -> Draft:
@@ -136,7 +137,7 @@ def spoiler(seed: int, dtypes: Sequence[mx.Dtype]) -> Change:
 
 
 class Free(em.FixedPolicy):
-    """Asks for early exits, of trees too."""
+    """Requests early exits, for trees too."""
 
     def plan(self, context: Context) -> Plan:
         return replace(super().plan(context), stop_below=0.5)
@@ -181,7 +182,7 @@ def test_a_policy_that_learns_outlives_what_is_made_up(seed: int) -> None:
 
 
 def test_probabilities_that_are_none_are_not_judged_by() -> None:
-    """A position whose q is no distribution ends the draft there, so that what is emitted follows p all the same."""
+    """The draft ends at a position whose q is not a distribution, so the output still follows p."""
     target = tiny_target(vocab=16, seed=4, layers=2)
     prompt, draws = [3, 7, 9], 1500
     sampled = em.SamplingParams(temperature=1.0, max_tokens=2)
@@ -200,7 +201,7 @@ def test_probabilities_that_are_none_are_not_judged_by() -> None:
 
     uniform = Uniform([[]] * len(PROMPTS), 0, spoil, 16)
     engine = em.Engine(target, uniform, policy=em.FixedPolicy(2), max_batch=64, prefill_chunk=64 * 131)
-    long = [5] * 128  # no prompt that is read to its end: the first token comes from a round that drafts
+    long = [5] * 128  # prefill does not finish: the first token comes from a round that drafts
     outputs = engine.generate([[*long, *prompt]] * draws, sampled)
     assert all(output.accepted == 0 for output in outputs)
     first = np.bincount([output.tokens[0] for output in outputs], minlength=16) / draws
@@ -260,7 +261,7 @@ def test_trees_that_cannot_be_read_are_refused(tree: Tree, message: str) -> None
 
 
 def poisoned(poison: Sequence[int]) -> em.Target:
-    """A target that reads some of its tokens as no numbers, and hardly ever says token 0."""
+    """Return a target that reads some tokens as NaN and rarely emits token 0."""
     args = qwen3.ModelArgs(**{**tiny_config(), "tie_word_embeddings": False, "head_dim": 32})  # type: ignore[arg-type]
     model = qwen3.Model(args)
     randomize(model, 0, 0.2)
@@ -277,7 +278,7 @@ CHAIN_AND_TREE = pytest.mark.parametrize(
 
 @CHAIN_AND_TREE
 def test_padding_that_would_read_as_no_number_is_not_read(policy: em.FixedPolicy) -> None:
-    """That of drafts, behind their lengths, and that of prompts which are read side by side."""
+    """Padding of drafts after their lengths, and of prompts that are read together."""
     texts = plain(poisoned([]), GREEDY)
     said = {token for text in [*texts, *PROMPTS] for token in text}
     assert 0 not in said
@@ -299,7 +300,7 @@ def test_padding_that_would_read_as_no_number_is_not_read(policy: em.FixedPolicy
 def test_a_rejected_draft_whose_logits_are_no_numbers_costs_its_row_nothing(
     policy: em.FixedPolicy, spread: bool
 ) -> None:
-    """`spread`: what the caches hold of it is no number either, as where attention leaves masked entries unread."""
+    """`spread`: its cache entries are NaN too, as with attention that does not read masked entries."""
     target = tiny_target()
     said = {token for text in ALONE[GREEDY] for token in text}
     bad = next(token for token in range(128) if token not in said)
@@ -337,7 +338,7 @@ def test_a_rejected_draft_whose_logits_are_no_numbers_costs_its_row_nothing(
 
 
 def test_logits_of_half_precision_that_overflow_together_are_numbers() -> None:
-    """Their sum is not one: infinity less infinity."""
+    """Their sum is not: infinity minus infinity."""
     target = tiny_target()
     base = type(target.model)
 
@@ -376,7 +377,7 @@ def test_a_ring_forgets_what_lies_behind_a_row_and_nothing_that_is_seen(length: 
 def test_9_a_draft_that_reads_as_no_number_costs_its_own_row_nothing(
     policy: em.FixedPolicy, params: em.SamplingParams
 ) -> None:
-    """Its keys reach the positions before it: masked attention multiplies them by 0."""
+    """Its keys affect earlier positions: masked attention multiplies them by 0."""
     texts = plain(poisoned([]), params)
     said = {token for text in [*texts, *PROMPTS] for token in text}
     bad = [token for token in range(128) if token not in said]
@@ -395,7 +396,7 @@ def test_9_a_draft_that_reads_as_no_number_costs_its_own_row_nothing(
 
 @CHAIN_AND_TREE
 def test_9_a_text_that_reads_as_no_number_fails_though_it_was_drafted(policy: em.FixedPolicy) -> None:
-    """As far as plain decoding does, and not later."""
+    """At the same token as plain decoding, and not later."""
     texts = plain(poisoned([]), GREEDY)
     bad = texts[1][6]
     target = poisoned([bad])
@@ -410,7 +411,7 @@ SICK = 95
 
 
 class Sickening(HostileProposer):
-    """Knows what the rows will say, and drafts SICK now and then."""
+    """Knows the rows' texts, and sometimes drafts SICK."""
 
     def continuation(self, text: Sequence[int], count: int) -> list[int]:
         return [SICK if self.rng.random() < 0.15 else token for token in super().continuation(text, count)]
@@ -424,7 +425,7 @@ class Sickening(HostileProposer):
     ),
 )
 def test_9_a_recurrent_state_that_has_read_such_a_draft_is_put_back(name: str, params: em.SamplingParams) -> None:
-    """For its row alone. Sampling from one token makes a text of the rejection rule known."""
+    """Only for its row. Sampling from one token makes the rejection rule's text predictable."""
     params = replace(params, logit_bias={SICK: -1e4})
     healthy, sick = tiny_model(name), tiny_model(name)
     for model in (healthy, sick):

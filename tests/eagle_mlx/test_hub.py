@@ -1,4 +1,4 @@
-"""Names of models, what is fetched under them, and what is published."""
+"""Names of models, what is downloaded for them, and what is published."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_torch_files_are_fetched_only_where_there_are_no_others(online: hub_serv
 
 
 def test_weights_are_fetched_once(online: hub_server.Hub) -> None:
-    """Publishers put the same weights into a repository in several layouts, and mlx-lm reads one of them."""
+    """Publishers put the same weights into a repository in several layouts; mlx-lm reads one of them."""
     wanted = {"model-00001-of-00001.safetensors", "mtp.safetensors", "config.json", "tokenizer.model", "merges.txt"}
     others = {"consolidated.safetensors", "consolidated.00.pth", "params.Q4.gguf", "modeling.py"}
     below = {"original/model.safetensors", "original/consolidated.00.pth", "onnx/model.onnx", "metal/model.bin"}
@@ -160,7 +160,7 @@ def test_a_repository_that_is_kept_from_its_reader(
 def test_a_folder_goes_up_in_one_commit(
     online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xet: bool
 ) -> None:
-    """With hf_xet huggingface_hub goes another way, on which it may commit several times."""
+    """With hf_xet, huggingface_hub uses another path, which may commit several times."""
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", not xet)
     online.keep_apart = not xet  # the stand-in has no store for xet's chunks
     folder = folder_of(tmp_path / "head", **{"model.safetensors": "weights"})

@@ -1,4 +1,4 @@
-"""Memory for keys and values: never more than allowed, nobody waits for ever, and who cannot fit is told why."""
+"""Memory for keys and values stays within its limit, no request waits forever, and requests that cannot fit say why."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALONE = [
 
 
 def taken(engine: em.Engine) -> int:
-    """Bytes that the caches of all rows, of the proposer and of those whose prompts are being read really have."""
+    """Return the actual bytes of all caches: rows, proposer, and prompts in prefill."""
     batches = [*engine.groups.batches, *(prefill.batch for prefill in engine.admission.prefills)]
     states = [batch.state for batch in batches]
     caches = [batch.cache for batch in batches] + [state.cache for state in states if hasattr(state, "cache")]
@@ -77,7 +77,7 @@ def test_sizes_are_known_without_computing_anything() -> None:
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     assert size_of(TARGET, HEAD, None).position > 0
-    assert mx.get_peak_memory() - before < 4096  # a few numbers, and neither logits nor buffers
+    assert mx.get_peak_memory() - before < 4096  # a few numbers, but neither logits nor buffers
 
 
 def budget_for(rows: int, longest: int) -> int:
@@ -187,7 +187,7 @@ def request(prompt: int, tokens: int = 10, client: str = "") -> RequestState:
 
 
 class Seats:
-    """An admission without an engine: who would be let in, and when those leave."""
+    """An admission without an engine: which requests it admits, and when they end."""
 
     def __init__(self, nbytes: int, seats: int = 4):
         self.budget = KVBudget(nbytes, CacheSize(position=1), context=10_000)
@@ -248,7 +248,7 @@ def test_short_ones_pass_one_that_waits_for_memory_so_many_times() -> None:
     st.randoms(use_true_random=False),
 )
 def test_nobody_waits_for_ever(arrivals: list[tuple[str, int, int]], random: object) -> None:
-    """Who comes to its turn is passed by a few at most; and once rows leave, everybody has been let in."""
+    """Only a few requests may pass the next in turn, and once rows end, every request is admitted."""
     seats, asked = Seats(BYTES), []
     passes: dict[int, int] = {}
     for client, prompt, leave in arrivals:

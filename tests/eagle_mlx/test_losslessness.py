@@ -1,8 +1,8 @@
-"""Speculation never changes what the model says: whole decoding of a toy target, exactly and by statistics.
+"""Speculation never changes the text: whole decoding of a toy target, compared exactly and statistically.
 
-The bar: 100,000 draws, total variation at most 0.02, chi-square p above 1e-4; samplers broken on purpose must miss it.
-The target is a Markov chain: the logits of the next token depend on the last token alone, so that the law of a text
-is a product of table rows.
+The bar: 100,000 draws, total variation at most 0.02, chi-square p above 1e-4. Deliberately broken samplers must miss
+it. The target is a Markov chain: the next token's logits depend only on the last token, so a text's probability is a
+product of table entries.
 """
 
 import math
@@ -37,7 +37,7 @@ DRAWS = 100_000
 PART = DRAWS // 4
 LEAST_P = 1e-4
 FEW = in_full(DRAWS, DRAWS // 4)
-"""Draws of samplers that are to miss the bar: they do so by chi-square alone, which allows for the number of draws."""
+"""Draws for broken samplers. They miss the bar by chi-square alone, which accounts for the number of draws."""
 COUPLED = SamplingParams(temperature=0.9, acceptance="coupled")
 REJECTION = SamplingParams(temperature=0.9)
 FILTERED = replace(REJECTION, top_p=0.8)
@@ -46,7 +46,7 @@ THRESHOLD = replace(REJECTION, acceptance="threshold", threshold=0.05)
 
 @dataclass(frozen=True)
 class Toy:
-    """A target and a proposer that resembles it, as tables of logits [V, V]; token 0 begins every text."""
+    """A target and a similar proposer, as tables of logits [V, V]; token 0 begins every text."""
 
     target: mx.array
     draft: mx.array
@@ -63,7 +63,7 @@ class Toy:
         return self.target.shape[0]
 
     def law(self, params: SamplingParams, length: int) -> Array:
-        """The probability of every text of `length` tokens, [V ** length]."""
+        """Return the probability of every text of `length` tokens, [V ** length]."""
         p = np.array(distribution(self.target[None], SamplingBatch.of([params], [0]))[0], np.float64)
         p /= p.sum(axis=1, keepdims=True)
         return reduce(lambda texts, _: (texts[..., None] * p).reshape(-1, self.vocab), range(length - 1), p[:1]).ravel()
@@ -71,7 +71,7 @@ class Toy:
     def propose(
         self, last: mx.array, depth: int, batch: SamplingBatch, position: mx.array, certain: bool
     ) -> tuple[mx.array, mx.array | None]:
-        """Drafts [B, depth] and their q; `certain`: the likeliest tokens, without chance and without q."""
+        """Return drafts [B, depth] and their q. `certain`: the likeliest tokens, without chance and without q."""
         drafts: list[mx.array] = []
         qs: list[mx.array] = []
         for i in range(depth):
@@ -99,10 +99,10 @@ def decode(
     redrafts: bool = False,
     ends: Callable[[mx.array], mx.array] | None = None,
 ) -> tuple[Array, int]:
-    """The first `length` tokens of every row, [B, length], in rounds of up to `depth` drafts; and the rounds taken.
+    """Decode `length` tokens per row, [B, length], in rounds of up to `depth` drafts; also return the number of rounds.
 
-    `ends`: how many drafts [B] of [B, depth] count. `redrafts`: a certain draft is made first, whose masks are late;
-    then another is judged as far as it begins like the first.
+    `ends`: how many drafts [B] of [B, depth] count. `redrafts`: first make a certain draft whose masks are late; then
+    judge another as far as it equals the first.
     """
     rows = batch.temperature.shape[0]
     last = position = written = mx.zeros((rows,), mx.int32)
@@ -135,7 +135,7 @@ def many(params: SamplingParams, rows: int = DRAWS) -> SamplingBatch:
 
 
 def chi_square_p(counts: Array, law: Array) -> float:
-    """The chance of counts at least this far from the law (Wilson and Hilferty 1931); rare cells are pooled."""
+    """Return the chance of counts at least this far from the law (Wilson and Hilferty 1931); rare cells are pooled."""
     expected = law * counts.sum()
     if counts[law == 0].any():
         return 0.0
@@ -148,7 +148,7 @@ def chi_square_p(counts: Array, law: Array) -> float:
 
 
 def follows(texts: Array, law: Array, vocab: int) -> bool:
-    """Whether the texts [N, length] pass for draws from the law [vocab ** length]."""
+    """Return whether the texts [N, length] pass as draws from the law [vocab ** length]."""
     cells = texts @ vocab ** np.arange(texts.shape[1])[::-1]
     counts = np.bincount(cells, minlength=len(law))
     distance = 0.5 * np.abs(counts / len(texts) - law).sum()
@@ -156,7 +156,7 @@ def follows(texts: Array, law: Array, vocab: int) -> bool:
 
 
 def misses(texts: Array, law: Array, vocab: int) -> bool:
-    """Whether the texts [N, length] miss the bar, however many they are: by chi-square."""
+    """Return whether the texts [N, length] miss the bar by chi-square, for any N."""
     cells = texts @ vocab ** np.arange(texts.shape[1])[::-1]
     return chi_square_p(np.bincount(cells, minlength=len(law)), law) <= LEAST_P
 
@@ -167,19 +167,19 @@ def part_of(params: SamplingParams, start: int) -> SamplingBatch:
 
 
 def chain_texts(toy: Toy, params: SamplingParams, draws: int = DRAWS, **options: Any) -> Array:
-    """So many texts of three tokens, from rounds of two drafts; in parts, which take less memory."""
+    """Return this many texts of three tokens, from rounds of two drafts. Runs in parts to save memory."""
     return np.concatenate([decode(toy, part_of(params, start), 3, 2, **options)[0] for start in range(0, draws, PART)])
 
 
 def chain_laws(law: Array, vocab: int) -> dict[tuple[int, ...], Array]:
-    """Of each token of three, and of each two neighbours."""
+    """Return the laws of each of three tokens, and of each two neighbors."""
     joint = law.reshape(vocab, vocab, vocab)
     single = {(token,): joint.sum(axis=others) for token, others in enumerate(((1, 2), (0, 2), (0, 1)))}
     return single | {(0, 1): joint.sum(axis=2).ravel(), (1, 2): joint.sum(axis=0).ravel()}
 
 
 def chain_follows(texts: Array, law: Array, vocab: int) -> bool:
-    """Whether each token of the texts [N, 3] passes by itself, and each two neighbours by chi-square."""
+    """Return whether each token of the texts [N, 3] passes by itself, and each two neighbors by chi-square."""
     return all(
         follows(texts[:, at], each, vocab) if len(at) == 1 else not misses(texts[:, at], each, vocab)
         for at, each in chain_laws(law, vocab).items()
@@ -187,7 +187,7 @@ def chain_follows(texts: Array, law: Array, vocab: int) -> bool:
 
 
 def chain_misses(texts: Array, law: Array, vocab: int) -> bool:
-    """Whether a token of the texts [N, 3], or two neighbours, miss the bar however many texts there are."""
+    """Return whether a token of the texts [N, 3], or two neighbors, miss the bar for any N."""
     return any(misses(texts[:, at], each, vocab) for at, each in chain_laws(law, vocab).items())
 
 
@@ -242,12 +242,12 @@ def test_chains_over_a_larger_vocabulary_follow_the_target(params: SamplingParam
 
 
 def ends_by_the_token_before(drafts: mx.array) -> mx.array:
-    """As elastic chains do: whether there is a second token depends on the first."""
+    """Keep a second token depending on the first, like early exit."""
     return 1 + (drafts[:, 0] % 2)
 
 
 def ends_by_its_own_token(drafts: mx.array) -> mx.array:
-    """Drops the second token for what it is."""
+    """Drop the second token depending on itself."""
     return 1 + (drafts[:, 1] % 2)
 
 
@@ -280,14 +280,14 @@ def always_accepted(logits: mx.array, drafts: mx.array, lengths: mx.array, q: An
 def matched_independently(
     logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: Any, at: mx.array
 ) -> Verdict:
-    """Lossless, only slow: an accepted draft is the target's own independent sample."""
+    """Lossless but slow: an accepted draft is an independent sample of the target's."""
     return match(sample(logits, batch, at), drafts, lengths)
 
 
 def every_match_counts(
     logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: Any, at: mx.array
 ) -> Verdict:
-    """Matches behind the first difference too."""
+    """Also count matches after the first difference."""
     samples = sample(logits, batch, at)
     return Verdict(mx.sum(samples[:, :-1] == drafts, axis=1).astype(mx.int32), samples)
 
@@ -307,7 +307,7 @@ def q_of_another_draft(
 def bonus_of_the_last_draft(
     logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: Any, at: mx.array
 ) -> Verdict:
-    """The token after a draft that was accepted whole comes from the logits before its last token."""
+    """Draw the token after a fully accepted draft from the logits before its last token."""
     return verify(mx.concatenate([logits[:, :-1], logits[:, -2:-1]], axis=1), drafts, lengths, q, batch, at)
 
 
@@ -335,7 +335,7 @@ def test_chains_of_a_broken_sampler_miss_the_bar(params: SamplingParams, rule: V
 
 @dataclass(frozen=True)
 class UnfilteredQ(Toy):
-    """Drafts drawn after top-p, with probabilities from before it."""
+    """Drafts drawn with top-p, but with the probabilities without it."""
 
     def propose(self, last: mx.array, depth: int, batch: SamplingBatch, position: mx.array, certain: bool) -> Any:
         drafts, _ = super().propose(last, depth, batch, position, certain)
@@ -381,7 +381,7 @@ def test_a_bisection_one_step_short_misses_the_bar(params: SamplingParams, monke
     toy = Toy.random(64)
     law = toy.law(params, 1)
     monkeypatch.setattr(filters, "bisect", one_step_short)
-    assert (toy.law(params, 1) > 0).sum() == (law > 0).sum() - 1  # the last step decides about one in two cuts
+    assert (toy.law(params, 1) > 0).sum() == (law > 0).sum() - 1  # the last step decides about one token in two cuts
     texts, _ = decode(toy, many(params, FEW), 1, 1)
     assert misses(texts, law, 64)
 
@@ -401,7 +401,7 @@ def test_rejection_accepts_as_much_as_it_can_and_coupling_nearly_so() -> None:
     assert rate(REJECTION) == pytest.approx(best, abs=0.015)
     assert rate(REJECTION, certain=True) == pytest.approx(p[q.argmax()], abs=0.015)
     assert rate(REJECTION, matched_independently) == pytest.approx(independent, abs=0.015)
-    # Coupled by the exponential race: at least (1 - d) / (1 + d) with d the total variation, at most 1 - d.
+    # Coupled by the exponential race: between (1 - d) / (1 + d) and 1 - d, with d the total variation.
     assert best / (2 - best) - 0.015 <= rate(COUPLED) <= best + 0.015
     assert rate(COUPLED) > 3 * independent
 
@@ -435,7 +435,7 @@ def test_rejection_is_drawn_from_the_batch_s_seeds_alone() -> None:
 
 
 def test_pure_functions_of_the_noise_given() -> None:
-    """`rejection` takes one row of noise a position or one for all: where one token is drawn it is the same."""
+    """`rejection` takes noise per position or a single row for all. If one token is drawn, the result is the same."""
     toy, batch = Toy.random(9), many(REJECTION, 30)
     start = mx.zeros((30,), mx.int32)
     drafts, q = toy.propose(start, 2, batch, start, certain=False)
@@ -447,10 +447,10 @@ def test_pure_functions_of_the_noise_given() -> None:
     assert mx.array_equal(once.tokens, each.tokens)
 
 
-# Through the engine: grammars whose masks are late, so that a draft is made and then another is judged.
+# Through the engine: grammars with late masks, so that one draft is made and then another is judged.
 
 SMALL = 8
-"""Tokens of the vocabulary, few enough to list every text."""
+"""Vocabulary size, small enough to list every text."""
 LATE_PROMPT = [2, 4, 1, 2, 4, 1, 2, 4]
 LATE_LENGTH = 2
 LATE_DRAWS, LATE_ROWS = in_full(12_000, 1_200), 200
@@ -458,7 +458,7 @@ SHARP = SamplingParams(temperature=0.7, max_tokens=LATE_LENGTH, ignore_eos=True)
 
 
 class Late(LateSteps):
-    """Forbids the token that is three above the last one; its masks are late for some drafts, once for each."""
+    """Forbids the token that is three above the last one. For some drafts its masks are late, once each."""
 
     vocab, end = SMALL, None
 
@@ -486,7 +486,7 @@ def allowed_after(taken: Sequence[int]) -> mx.array:
 
 
 class Alternating:
-    """N-grams draft and then a model, or the other way round, whatever they gave."""
+    """Alternates between n-grams and a model, whatever they draft."""
 
     wants_trees = False
 
@@ -513,7 +513,7 @@ def small_target(seed: int) -> em.Target:
 
 @cache
 def late_law() -> Array:
-    """The probability of every text of `LATE_LENGTH` tokens behind the prompt, [SMALL ** LATE_LENGTH]."""
+    """Return the probability of every text of `LATE_LENGTH` tokens after the prompt, [SMALL ** LATE_LENGTH]."""
     texts = np.stack(np.meshgrid(*[np.arange(SMALL)] * LATE_LENGTH, indexing="ij"), axis=-1).reshape(-1, LATE_LENGTH)
     whole = np.concatenate([np.tile(LATE_PROMPT, (len(texts), 1)), texts], axis=1)
     logits = small_target(0).forward(mx.array(whole)).logits[:, len(LATE_PROMPT) - 1 : -1]
@@ -529,13 +529,13 @@ def late_texts(
     is_late: Callable[[Sequence[int]], bool],
     change: Callable[[SamplingParams], SamplingParams],
 ) -> tuple[Array, int]:
-    """So many texts by the engine, [N, LATE_LENGTH], and how many draft tokens were kept.
+    """Return texts by the engine, [N, LATE_LENGTH], and how many draft tokens were accepted.
 
-    change: of the parameters that a request has after it is prepared.
+    change: changes a request's parameters after it is prepared.
     """
     drafter = em.HybridProposer(em.DraftModelProposer(small_target(1)), em.NgramProposer(3, 1))
     params, rows = replace(SHARP, grammar=lambda: Late(is_late)), list[RequestState]()
-    for _ in range(LATE_DRAWS // LATE_ROWS):  # rows that begin together are drafted for in step
+    for _ in range(LATE_DRAWS // LATE_ROWS):  # rows that start together are drafted for together
         engine = em.Engine(
             small_target(0),
             drafter,
@@ -572,14 +572,14 @@ def test_1_texts_follow_the_target_though_masks_are_late(policy: str, late: str)
 
 @pytest.mark.parametrize(("policy", "late"), [*zip(LATE_POLICIES, LATE_FOR, strict=False)])
 def test_1_a_late_row_that_is_not_coupled_misses_the_bar(policy: str, late: str) -> None:
-    """Its draft is dropped, and another is judged: whether a token is kept then depends on the token."""
+    """Its draft is dropped and another is judged, so accepting a token depends on the token."""
     texts, _ = late_texts(LATE_POLICIES[policy], LATE_FOR[late], lambda params: replace(params, acceptance="rejection"))
     assert misses(texts[:, :1], late_law().reshape(SMALL, -1).sum(axis=1), SMALL)
 
 
 @pytest.mark.parametrize(("params", "sound"), [(COUPLED, True), (REJECTION, False)])
 def test_1_only_coupled_rows_may_drop_a_draft_for_what_it_says(params: SamplingParams, sound: bool) -> None:
-    """The same with the acceptance rules alone: a second draft is judged as far as it says what the first one did."""
+    """The same with only the acceptance rules: a second draft is judged as far as it equals the first."""
     toy = Toy.random(64)
     texts = chain_texts(toy, params, FEW, redrafts=True)
     assert chain_misses(texts, toy.law(params, 3), 64) != sound
@@ -588,9 +588,9 @@ def test_1_only_coupled_rows_may_drop_a_draft_for_what_it_says(params: SamplingP
 # Through the engine: a draft token that reads as NaN, so that nothing before it can be judged either.
 
 SICK = 7
-"""A token whose keys and values are NaN. The draft model draws it about as often as any other token."""
+"""A token with NaN keys and values. The draft model draws it about as often as others."""
 SICK_LENGTH = 4
-"""The first token comes with the prompt. The next round then has a use for two draft tokens."""
+"""The first token comes with prefill. The next round can then use two draft tokens."""
 SICK_PARAMS = replace(SHARP, temperature=1.0, max_tokens=SICK_LENGTH)
 HEALTHY_PROMPT = [2, 6, 1, 2, 6, 1, 2]
 
@@ -607,7 +607,7 @@ def sick_target(is_sick: bool) -> em.Target:
 
 @cache
 def sick_law(params: SamplingParams) -> Array:
-    """The probability of every text of `SICK_LENGTH` tokens, of which SICK stands for all that follows it."""
+    """Return the probability of every text of `SICK_LENGTH` tokens. SICK stands for everything after it."""
     texts = np.stack(np.meshgrid(*[np.arange(SMALL)] * SICK_LENGTH, indexing="ij"), axis=-1).reshape(-1, SICK_LENGTH)
     whole = np.concatenate([np.tile(HEALTHY_PROMPT, (len(texts), 1)), texts], axis=1)
     logits = sick_target(False).forward(mx.array(whole)).logits[:, len(HEALTHY_PROMPT) - 1 : -1]
@@ -620,7 +620,7 @@ def sick_law(params: SamplingParams) -> Array:
 
 
 class Certain:
-    """Drafts the same tokens whatever the text, without probabilities."""
+    """Drafts the same tokens for any text, without probabilities."""
 
     name, aux_layers, abilities = "certain", (), Abilities()
 
@@ -628,7 +628,7 @@ class Certain:
         self.tokens = tokens
 
     def bind(self, target: em.Target) -> None:
-        """Any target will do."""
+        """Accept any target."""
 
     def open(self, prompts: Sequence[Sequence[int]]) -> "CertainState":
         return CertainState(self.tokens, len(prompts))
@@ -643,7 +643,7 @@ class CertainState:
         return Draft(mx.array([tokens] * self.rows), mx.full((self.rows,), len(tokens), mx.int32))
 
     def prefill(self, seen: Any) -> None:
-        """The text does not matter."""
+        """Ignore the text."""
 
     observe = prefill
 
@@ -655,7 +655,7 @@ class CertainState:
 
 
 class EveryThird:
-    """Drafts in every third round alone. Later rounds thus do not draw again, by the same noise, what was dropped."""
+    """Drafts only in every third round, so later rounds do not draw a dropped token again with the same noise."""
 
     wants_trees = False
 
@@ -695,13 +695,13 @@ def sick_texts(drafts: str, params: SamplingParams) -> tuple[Array, list[Request
             engine.step()
             for row in asked[::4]:
                 if row.pending and not row.paused:
-                    engine.pause(row)  # what is pending stays so until it is resumed
+                    engine.pause(row)  # pending tokens remain until it resumes
         rows += asked
     return np.array([(row.tokens + [SICK] * SICK_LENGTH)[:SICK_LENGTH] for row in rows]), rows
 
 
 def sick_misses(texts: Array, params: SamplingParams) -> bool:
-    """Whether the whole texts miss the law, or their beginnings do."""
+    """Return whether the whole texts or their prefixes miss the law."""
     law = sick_law(params)
     each = [law.reshape(SMALL**at, SMALL, -1).sum(axis=(0, 2)) for at in range(SICK_LENGTH)]
     single = any(misses(texts[:, at : at + 1], one, SMALL) for at, one in enumerate(each))
@@ -718,7 +718,7 @@ def sick_misses(texts: Array, params: SamplingParams) -> bool:
     ],
 )
 def test_9_a_rejected_draft_that_reads_as_nan_fails_no_sampled_row(drafts: str, params: SamplingParams) -> None:
-    """A row fails after it has said SICK, and never before; whether it says so follows the target."""
+    """A row fails after it emits SICK and not before. Whether it emits SICK follows the target."""
     texts, rows = sick_texts(drafts, params)
     assert all((row.error is not None) == (SICK in row.tokens[: SICK_LENGTH - 1]) for row in rows)
     assert all(SICK not in row.tokens[:-1] for row in rows)

@@ -1,4 +1,4 @@
-"""Grammars whose masks are found elsewhere: whenever they come, the text is that of plain decoding, for all rows."""
+"""Grammars with asynchronous masks: whenever they come, all rows get the text of plain decoding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_rows_that_sit_rounds_out_say_the_same_and_so_do_the_others(name: str, k
     texts = [[*prompt, *text] for (prompt, _), text in zip(requests, alone, strict=True)]
     drafting: list[Any] = [None, Guess(texts, vocab=96), em.NgramProposer(), Guess(texts, 0.0)]
     turn = NAMES.index(name) // 2 % 2
-    for proposer in drafting if FULL else drafting[turn::2]:  # in turns unless in full
+    for proposer in drafting if FULL else drafting[turn::2]:  # alternate unless in full
         made: list[LateSteps] = []
         engine = em.Engine(target, proposer, policy=em.FixedPolicy(3), max_batch=4)
         outputs = engine.generate([p for p, _ in requests], [asked(g, i, made) for i, (_, g) in enumerate(requests)])
@@ -80,7 +80,7 @@ def test_heads_and_draft_models_go_on_behind_rows_that_sat_out(drafts: str, kind
     outputs = em.Engine(target, proposer, policy=em.FixedPolicy(3)).generate(PROMPTS, params_of(make, kind))
     assert [output.tokens for output in outputs] == [output.tokens for output in plain]
     assert sum(grammar.late for grammar in made) > 0
-    if drafts == "model" and kind == "greedy":  # the target itself, whose drafts are all kept where the grammar lets
+    if drafts == "model" and kind == "greedy":  # the target itself, whose drafts are all accepted if the grammar allows
         assert sum(output.accepted for output in outputs) > 0
 
 
@@ -124,7 +124,7 @@ def test_a_row_that_waits_for_masks_can_be_cancelled() -> None:
 
 @pytest.mark.parametrize("make", [Steps, LateSteps], ids=["here", "elsewhere"])
 def test_no_grammar_is_given_a_drafted_token_that_ends_the_text(make: Any) -> None:
-    """The grammars above say so where they are."""
+    """The grammars above assert this."""
     target = tiny_target(vocab=96)
     params = params_of(make, "greedy", logit_bias={END: 3.0})
     plain = em.Engine(target).generate(PROMPTS, params)
@@ -137,14 +137,14 @@ def test_no_grammar_is_given_a_drafted_token_that_ends_the_text(make: Any) -> No
 
 
 class Contradicts(Steps):
-    """Refuses the third token, whatever its mask said."""
+    """Refuses the third token, although its mask allowed it."""
 
     def advance(self, token: int) -> bool:
         return len(self.taken) < 2 and super().advance(token)
 
 
 class Closed(Steps):
-    """Allows the token that ends the text only behind the second one."""
+    """Allows the stop token only after the second token."""
 
     def allowed(self, token: int) -> bool:
         return (token != END or len(self.taken) == 2) and super().allowed(token)
@@ -164,7 +164,7 @@ def test_stop_is_said_only_where_the_text_may_end(proposer: Any) -> None:
 
 
 class DeadEnds(Steps):
-    """Allows a leap of 30 too, behind which nothing may come."""
+    """Also allows a jump of 30, after which nothing is allowed."""
 
     def allowed(self, token: int) -> bool:
         if not self.taken:
@@ -176,7 +176,7 @@ class DeadEnds(Steps):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_may_lead_where_nothing_may_come(kind: str) -> None:
-    """The sampled text takes such a leap itself at last."""
+    """The sampled text finally makes such a jump itself."""
     target = tiny_target(vocab=96)
     plain = em.Engine(target).generate([PROMPTS[1]], params_of(DeadEnds, kind))[0]
     assert (len(plain.tokens), plain.finish_reason) == ((LENGTH, "length") if kind == "greedy" else (5, "stop"))

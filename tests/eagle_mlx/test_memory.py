@@ -1,4 +1,4 @@
-"""What MLX is told of memory, by what a device says, and when freed buffers are given back."""
+"""Memory limits that MLX gets for each device, and when freed buffers are returned."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_a_gpu_keeps_few_freed_buffers_and_a_machine_without_one_is_left_alone()
 @pytest.mark.parametrize(
     ("active", "machine", "recommended", "wired"),
     [
-        (9 * GB, 64 * GB, 48 * GB, 9 * GB),  # what is active
+        (9 * GB, 64 * GB, 48 * GB, 9 * GB),  # the active memory
         (45 * GB, 64 * GB, 48 * GB, 38_400_000_000),  # at most three fifths of the machine's memory
         (12 * GB, 16 << 30, 11 * GB, 10_307_921_510),
-        (12 * GB, 24 * GB, 10 * GB, 10 * GB),  # beyond what is recommended MLX refuses
+        (12 * GB, 24 * GB, 10 * GB, 10 * GB),  # MLX refuses more than the recommended size
         (0, 16 << 30, 11 * GB, 0),
     ],
 )
@@ -101,5 +101,5 @@ def test_an_engine_gives_them_back_behind_each_chunk_and_when_it_is_empty(chunk:
     engine.admission.freed = FreedBuffers(lambda: given_back.append(engine.active))
     engine.generate([[5] * 40], em.SamplingParams(max_tokens=300, ignore_eos=True))
     chunks = 39 // chunk + 1
-    assert len(given_back) == chunks + 2  # 300 rounds, the last of them the end
+    assert len(given_back) == chunks + 2  # 300 rounds, and the end
     assert given_back[-1] == 0

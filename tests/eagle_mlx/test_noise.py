@@ -1,4 +1,4 @@
-"""Noise that depends on key, position and token alone, and passes for independent draws; broken noise does not."""
+"""Noise depends only on key, position and token, and passes as independent draws; broken noise does not."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 Noise = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 LARGE = 151_936
-"""The vocabulary of Qwen3."""
+"""Qwen3's vocabulary size."""
 
 
 def keys_of(*seeds: int) -> mx.array:
@@ -60,14 +60,14 @@ def test_noise_is_the_same_in_one_kernel() -> None:
 
 
 def chi_square_z(counts: Array) -> float:
-    """How far counts of cells that should be equal are from that, about normal (Wilson and Hilferty 1931)."""
+    """Return how far counts are from equal, as an approximate z-score (Wilson and Hilferty 1931)."""
     expected, freedom = counts.mean(), counts.size - 1
     ratio = ((counts - expected) ** 2).sum() / expected / freedom
     return float((ratio ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom)))
 
 
 def pairs_z(one: Array, other: Array, cells: int = 16) -> float:
-    """How far from independent and uniform two uniform variates are, in cells x cells."""
+    """Return how far two uniform variates are from independent and uniform, in cells x cells."""
     places = np.minimum((one * cells).astype(int), cells - 1) * cells + np.minimum(
         (other * cells).astype(int), cells - 1
     )
@@ -75,9 +75,9 @@ def pairs_z(one: Array, other: Array, cells: int = 16) -> float:
 
 
 def worst_z(draw: Noise) -> float:
-    """The worst of some statistics of noise, each about standard normal where draws are independent and right.
+    """Return the worst of several z-scores of noise.
 
-    Of 130 positions of 2 rows and 4,096 tokens: one draw, and pairs of tokens, of positions and of rows.
+    They cover 130 positions of 2 rows and 4,096 tokens: single draws, and pairs of tokens, positions and rows.
     """
     positions = mx.broadcast_to(mx.arange(130), (2, 130))
     drawn = np.array(draw(keys_of(7, 8), positions, mx.arange(4096)), np.float64)
@@ -92,7 +92,7 @@ def worst_z(draw: Noise) -> float:
     found.append(pairs_z(u[0], u[1]))
     for step in (1, 2, 4, 16, 128):
         found.append(pairs_z(u[:, step:], u[:, :-step]))
-    # The same tokens of two positions, and other ones.
+    # The same tokens at two positions, and other tokens.
     found += [pairs_z(u[:, 1:, :-step], u[:, :-1, step:]) for step in (1, 2, 256)]
     return float(np.abs(found).max())
 
@@ -110,14 +110,14 @@ def one_row(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
 
 
 def shifted(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
-    """One sequence for all positions, each beginning a token later."""
+    """Use one sequence for all positions; each begins one token later."""
     whole = gumbel_noise(keys, mx.zeros_like(positions[:, :1]), mx.arange(5000))[:, 0]
     at = positions[..., None] + tokens
     return mx.take_along_axis(whole[:, None], at.reshape(len(keys), 1, -1), axis=-1).reshape(at.shape)
 
 
 def wider(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
-    """Right but for the scale, by a fiftieth."""
+    """Right except for the scale, which is 2% too large."""
     return 1.02 * gumbel_noise(keys, positions, tokens)
 
 
@@ -132,7 +132,7 @@ def test_a_hash_without_its_second_half_is_found_out(monkeypatch: pytest.MonkeyP
 
 
 def test_the_upper_tail_is_that_of_gumbel_noise() -> None:
-    """Where unlikely tokens win: beyond 2^-24 too, in 38 million draws."""
+    """If unlikely tokens win: also beyond 2^-24, in 38 million draws."""
     limits = np.array([4.0, 6.0, 8.0, 10.0, 12.0, 14.0])
     counts, draws = np.zeros(len(limits)), 0
     for start in range(0, 250, 25):
@@ -145,7 +145,7 @@ def test_the_upper_tail_is_that_of_gumbel_noise() -> None:
 
 
 def test_where_the_noise_is_greatest_says_nothing_of_the_next_position() -> None:
-    """The tokens that win are what text is made of: their places, by themselves and in pairs of positions."""
+    """Winning tokens make the text: test their indices alone, and in pairs of positions."""
     winners = np.concatenate(
         [
             np.array(mx.argmax(gumbel_noise(keys_of(seed), mx.arange(500)[None], mx.arange(4096)), axis=-1))

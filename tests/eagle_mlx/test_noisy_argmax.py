@@ -1,4 +1,4 @@
-"""The greatest of logits with noise is the same whether all of the noise is computed or that of few tokens."""
+"""The argmax of logits with noise is the same with the noise of all tokens and of a few."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("with_shortcuts")
 
 SIZE = 16_384
 LARGE = 151_936
-"""The vocabulary of Qwen3."""
+"""Qwen3's vocabulary size."""
 
 
 def words_of(rows: int, width: int, seed: int = 0) -> tuple[mx.array, mx.array]:
@@ -63,7 +63,7 @@ def logits_of(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> mx
 def test_few_noises_find_what_all_find(
     kind: str, dtype: mx.Dtype, temperatures: list[float], size: int, seed: int
 ) -> None:
-    """Wherever the mass is, in rows of any temperature, and of equal ones the first."""
+    """For any distribution of mass and any temperatures per row; of equal scores, the first wins."""
     rng = np.random.default_rng(seed)
     logits = logits_of(kind, (len(temperatures), 4, size), rng).astype(dtype)
     words, temperature = words_of(len(temperatures), 4, seed), mx.array(temperatures)
@@ -73,7 +73,7 @@ def test_few_noises_find_what_all_find(
 
 
 def test_a_drafts_vocabulary_and_a_trees_nodes() -> None:
-    """Places have ids that key the noise; several positions may share it."""
+    """Ids of the places key the noise; several positions may share it."""
     rng = np.random.default_rng(1)
     ids = mx.array(np.sort(rng.choice(LARGE, SIZE, replace=False)))
     levels = mx.array(rng.integers(0, 3, (2, 9)))
@@ -93,7 +93,7 @@ def test_a_gpu_finds_the_same() -> None:
 
 
 def test_too_few_candidates_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the tests above could fail."""
+    """Proves that the tests above can fail."""
     logits, words, temperature = (
         logits_of("normal", (1, 200, SIZE), np.random.default_rng(4)),
         words_of(1, 200),
@@ -107,7 +107,7 @@ def test_too_few_candidates_are_found_out(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("kind", ["flat", "few levels"])
 def test_far_fewer_columns_than_are_taken_could_hold_the_greatest(kind: str) -> None:
-    """That so many ceilings exceed the best score is half as likely for each one more."""
+    """Each further ceiling above the best score is half as likely."""
     logits, words = logits_of(kind, (1, 600, 8192), np.random.default_rng(3)), words_of(1, 600)
     ceilings = logits + gumbel_ceiling(*words, mx.arange(8192)) + 159 * math.log(2)
     best = mx.max(logits + gumbel_at(*words, mx.arange(8192)), axis=-1, keepdims=True)
@@ -121,7 +121,7 @@ def test_far_fewer_columns_than_are_taken_could_hold_the_greatest(kind: str) -> 
 def test_no_noise_exceeds_its_ceiling() -> None:
     words = words_of(4, 6)
     noise = np.array(gumbel_at(*words, mx.arange(LARGE)), np.float64)
-    # 127 is the bias of a float's exponent, 32 the bits of the hash.
+    # 127 is the bias of a float's exponent, and 32 the hash's bits.
     ceiling = np.array(gumbel_ceiling(*words, mx.arange(LARGE)), np.float64) + 159 * math.log(2)
     gap = ceiling - noise
     assert gap.min() > -1e-4

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to in its own protocol through a pipe: pages tried as people see them."""
+"""A headless Chromium, controlled by its own protocol through a pipe, to test pages as people see them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAGS = (
 
 
 def chromium() -> str | None:
-    """Where it is; None where there is none."""
+    """Return Chromium's path, or None if there is none."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
     return next((found for name in names if (found := shutil.which(name))), None)
 
@@ -43,14 +43,14 @@ class Page:
         self._asked = 0
         self._session: str | None = None
         self.events: list[dict[str, Any]] = []
-        """Requests, messages and errors so far."""
+        """All requests, messages and errors."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command, and its answer."""
+        """Send a command; return its answer."""
         self._asked += 1
         asked = {"id": self._asked, "method": method, "params": params}
         os.write(self._commands, json.dumps(asked | ({"sessionId": self._session} if self._session else {})).encode())
@@ -77,7 +77,7 @@ class Page:
         return found
 
     def open(self, url: str, width: int = 1100, height: int = 800, scheme: str = "light") -> None:
-        """Go to a page, on a screen of so many pixels."""
+        """Open a page on a screen of the given size in pixels."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -85,7 +85,7 @@ class Page:
         self.goto(url)
 
     def goto(self, url: str) -> None:
-        """Go to a page, and wait until it is there."""
+        """Go to a page, and wait until it is loaded."""
         since = len(self.events)
         self.call("Page.navigate", url=url)
         until = time.monotonic() + 30
@@ -93,13 +93,13 @@ class Page:
             self.events.append(self._next(until))
 
     def js(self, expression: str) -> Any:
-        """The value of an expression, awaited if it is a promise."""
+        """Return the value of an expression; await it if it is a promise."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """What people read there, in one line; nothing where it is hidden."""
+        """Return the visible text of an element in one line; empty if it is hidden."""
         seen = f"(e => e?.checkVisibility() ? e.innerText : '')(document.querySelector({selector!r}))"
         return " ".join(str(self.js(seen)).split())
 
@@ -111,18 +111,18 @@ class Page:
             time.sleep(0.05)
 
     def screenshot(self) -> bytes:
-        """The whole page as PNG."""
+        """Return the whole page as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Page]:
-    """A page of a browser of its own, which leaves with the block. Raises AssertionError where it does not start."""
+    """Yield a page of a new browser, which ends with the block. Raises AssertionError if it does not start."""
     path = chromium()
     assert path is not None, "no chromium"
     read_commands, commands = os.pipe()
     answers, write_answers = os.pipe()
-    # The browser reads at 3 and writes at 4.
+    # The browser reads from descriptor 3 and writes to 4.
     shell = f'exec "$0" "$@" 3<&{read_commands} 4>&{write_answers}'
     process = subprocess.Popen(
         ["bash", "-c", shell, path, *FLAGS, f"--user-data-dir={profile}"],
@@ -135,7 +135,7 @@ def browser(profile: Path) -> Iterator[Page]:
     try:
         yield Page(commands, answers)
     finally:
-        os.close(commands)  # at which it ends
+        os.close(commands)  # the browser then ends
         os.close(answers)
         try:
             process.wait(timeout=10)

@@ -1,4 +1,4 @@
-"""What the processes of test_processes.py hold. They import this file alone, by its path."""
+"""An object for the processes of test_processes.py. They import only this file, by its path."""
 
 from __future__ import annotations
 

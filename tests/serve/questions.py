@@ -1,4 +1,4 @@
-"""Questions of several categories, as MT-bench and Spec-Bench write them, and files of rows."""
+"""Questions of several categories in the formats of MT-bench and Spec-Bench, and files of rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 def write(path: Path, *rows: object) -> Path:
-    """Write a jsonl file; a row that is text is written as it is."""
+    """Write a jsonl file. Text rows are written unchanged."""
     lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path

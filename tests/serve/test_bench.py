@@ -195,7 +195,7 @@ def test_waiting_for_rounds_of_its_own_is_a_modes_own_time(monkeypatch: pytest.M
     next(decoding)
     before = mode.engine.schedule.clock()
     mode.sync()
-    now[0] += 20  # the turns of others
+    now[0] += 20  # other modes' turns
     next(decoding)
     assert mode.engine.schedule.clock() - before == 5
     decoding.close()
@@ -218,7 +218,7 @@ def test_a_mode_that_says_something_else_is_caught() -> None:
 def test_loops_are_left_out_and_counted() -> None:
     target = tiny_target(tokenizer=True)
     modes = [EngineMode("plain", Models(target), 1)]
-    # A weight that makes every state alike: this target says one token for ever.
+    # With this weight all states are equal, and the target repeats one token endlessly.
     target.model.model.norm.weight *= 0
     target.model.model.norm.weight[0] = 1.0
     with pytest.raises(ConfigError, match="continuations loop"):
@@ -476,10 +476,10 @@ def test_head_of_another_target_is_refused(
 
 
 def bf16_folder(folder: Path) -> Path:
-    """A model in bfloat16 whose logits are eight times as large as a random model's.
+    """Return a folder with a bfloat16 model whose logits are eight times as large as a random model's.
 
-    mlx-lm takes the argmax of log probabilities, in the model's type. Those of a trained model's best tokens are
-    smaller than its logits, so that they are exact; those of a random model are larger, and rounding them makes ties.
+    mlx-lm takes the argmax of log probabilities in the model's type. For a trained model's best tokens they are small
+    enough to be exact. For a random model they are larger, and rounding creates ties.
     """
     tiny_target_folder(folder)
     weights = read_tensors(folder)
@@ -493,7 +493,7 @@ def bf16_folder(folder: Path) -> Path:
 def test_30_the_folder_is_decoded_as_stock_mlx_lm_does(
     shortcuts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both decode bfloat16 without the shortcuts of a CPU, and the texts are equal; with them the types are said."""
+    """Without CPU shortcuts both decode in bfloat16 and the texts are equal. With them, the report names both types."""
     folder, figures = bf16_folder(tmp_path / "target"), tmp_path / "figures.json"
     prompts = write(tmp_path / "prompts.jsonl", *({"prompt": f"def f{n}(x):"} for n in range(in_full(20, 4))))
     command = ["--target", str(folder), "--prompts", str(prompts), "--json", str(figures), *QUICK]

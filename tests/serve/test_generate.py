@@ -1,4 +1,4 @@
-"""eagle-generate: what it prints, where, and what it refuses."""
+"""eagle-generate: what it prints, where it prints it, and what it refuses."""
 
 from __future__ import annotations
 

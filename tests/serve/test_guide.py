@@ -1,4 +1,4 @@
-"""What docs/serving.md and docs/deploy say is so: examples run, names exist, times agree."""
+"""Statements of docs/serving.md and docs/deploy are true: examples run, names exist, times agree."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FOR_AGENTS = re.findall(
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """What `eagle-serve` serves, with all that has metrics."""
+    """An `eagle-serve` with everything that has metrics."""
     files = tmp_path_factory.mktemp("prefixes")
     plan = LoadConfig(embedded("target"), Speculation(head=str(embedded("head"))), prefix_cache_dir=files)
     with live(models=one_model(lambda: load(plan, lambda _: None), name="embedded")) as running:
@@ -54,7 +54,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def calling() -> Iterator[Live]:
-    """A model that has a format for tools."""
+    """A model with a format for tools."""
 
     def made() -> Loaded:
         engine = em.Engine(target_of("qwen", special=True), em.NgramProposer(), policy=em.FixedPolicy(DEPTH))
@@ -119,7 +119,7 @@ def test_the_limits_are_those_that_there_are(serving: Live) -> None:
 def test_the_flags_are_those_that_there_are() -> None:
     page = (DOCS / "flags.md").read_text(encoding="utf-8").split("\n## eagle-serve\n")[1].split("\n## ")[0]
     known = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE))))
-    others = {"--stop-timeout", "--rm", "--restart"}  # docker's, and one of benchmarks/prefix_reuse.py
+    others = {"--stop-timeout", "--rm", "--restart"}  # flags of docker, and one of benchmarks/prefix_reuse.py
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", GUIDE)) - others
     assert named <= known
 
@@ -146,7 +146,7 @@ def test_the_agent_waits_for_the_drain() -> None:
 
 
 def test_the_image_has_what_serving_needs() -> None:
-    """Its build brings the extra for serving, and serving imports nothing of the one for training."""
+    """Its build includes the extra for serving, and serving imports nothing from the extra for training."""
     text = (DOCS.parent / "Dockerfile").read_text(encoding="utf-8")
     assert "pip install '.[serve]'" in text
     seen = "import sys, eagle_mlx.serve.api.cli, eagle_mlx.serve.chat; print(*sys.modules)"

@@ -1,4 +1,4 @@
-"""What drafts where no head was named: on local folders, and with a stand-in of the hub."""
+"""Which head drafts if none is named, for local folders and with a stand-in of the hub."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAD, TARGET = "someone/tiny-eagle3", "makers/tiny"
 
 @pytest.fixture(autouse=True)
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A registry of its own, and one published head, for the tiny target."""
+    """Provide a separate registry, and one published head for the tiny target."""
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "registry"))
     known = (KnownHead(TARGET, HEAD, "eagle3", "mit", "https://example.org/table"),)
     monkeypatch.setattr(head_search, "known_heads", lambda: known)
@@ -37,7 +37,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`target`, a `head` for it, and `other`, a head for a model of another size."""
+    """Make `target`, a `head` for it, and `other`, a head for a model of another size."""
     root = tmp_path_factory.mktemp("models")
     tiny_target_folder(root / "target")
     target = tiny_target(tokenizer=True)
@@ -109,7 +109,7 @@ def test_where_there_is_none_ngrams_draft(models: Path, target: Target) -> None:
 @pytest.mark.parametrize("mode", ["eagle", "mtp"])
 def test_a_kind_that_was_asked_for_and_is_not_there_is_an_error(models: Path, target: Target, mode: str) -> None:
     if mode == "mtp":
-        register(models / "head", models / "target", "trained")  # of the other kind
+        register(models / "head", models / "target", "trained")  # the other kind
     with pytest.raises(ConfigError, match=f"--spec-decode {mode}: no head is known"):
         chosen(target, models / "target", mode=mode)
 

@@ -1,4 +1,4 @@
-"""The page at /: what it shows is what the server says, in a real browser, whatever becomes of the server."""
+"""The page at /: it shows what the server reports, in a real browser, even if the server fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.serve.browser import Page, browser, chromium
 
 browsing = pytest.mark.skipif(chromium() is None, reason="no Chromium; on Debian: apt-get install chromium")
 NOTHING = "\u2013"
-"""What stands where there is no number."""
+"""Shown in place of a missing number."""
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +32,10 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture
 def page(window: Page) -> Iterator[Page]:
-    """Fails a test in which the page threw, broke its own policy, or asked anything of anybody else."""
+    """Fail tests in which the page raised an error, broke its own policy, or contacted another host."""
     window.events.clear()
     yield window
-    window.js("1")  # what has been sent until now is read
+    window.js("1")  # reads everything sent so far
     origin = window.js("location.origin")
     for event in window.events:
         detail = event["params"]
@@ -49,14 +49,14 @@ def page(window: Page) -> Iterator[Page]:
 
 @pytest.fixture
 def used() -> Iterator[Live]:
-    """A server that has answered, drafted, refused and been left, and does no more."""
+    """An idle server after answers, drafts, refusals and disconnected clients."""
     with using() as it:
         yield it
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Live]:
-    """Such a server for tests that look at it alone."""
+    """Such a server for tests that only read it."""
     with using() as it:
         yield it
 
@@ -75,7 +75,7 @@ def using() -> Iterator[Live]:
 
 
 class Numbers:
-    """What /metrics says, read by Prometheus' own parser."""
+    """The numbers of /metrics, read by Prometheus' own parser."""
 
     def __init__(self, text: str):
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -92,7 +92,7 @@ class Numbers:
 
 
 def items(page: Page, name: str) -> dict[str, str]:
-    """A list of the page: what stands at the left of each line, and at its right."""
+    """Return a list of the page: the left and right text of each line."""
     found: dict[str, str] = page.js(
         f"Object.fromEntries([...document.querySelectorAll('#{name} li')]"
         ".map(li => [li.firstChild.innerText, li.lastChild.innerText]))"
@@ -177,12 +177,12 @@ def test_it_moves_with_the_server(page: Page, used: Live) -> None:
     page.until("document.querySelector('#positions .bar')")
     assert page.text("#speed") == "0"
     page.js("document.querySelector('[value=minute]').click()")
-    assert page.text("#tau") == NOTHING  # nothing yet in the minute that the page has seen
+    assert page.text("#tau") == NOTHING  # nothing yet in the minute that the page covers
     before = int(items(page, "requests")["finished"])
     assert before == 0
     used.openai.completions.create(model=NAME, prompt="x = 1", max_tokens=60)
     page.until("Number(document.querySelector('#speed').innerText) > 0")
-    page.until("document.querySelector('#span').innerText.startsWith('60 tokens in ')")  # all, by a second look perhaps
+    page.until("document.querySelector('#span').innerText.startsWith('60 tokens in ')")  # or after a second poll
     page.until("[...document.querySelectorAll('#requests li')].some(li => li.innerText.match(/finished\\s*1$/))")
     assert page.text("#most").startswith("most ")
     page.until("document.querySelector('#speed').innerText === '0'")  # three seconds later
@@ -193,7 +193,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(page: Page) -> None:
     with live(settings=wide(api_key="secret")) as running:
         page.open(running.base + "/")
         page.until("!document.querySelector('#key-form').hidden")
-        assert page.text("#state") == "ready"  # the numbers need none
+        assert page.text("#state") == "ready"  # the numbers need no key
         assert page.text("#model") == "eagle-serve"
         assert page.text("#key-form label") == "API key"
         for wrong in ("guess", "schlüssel", ""):
@@ -230,20 +230,20 @@ def test_it_tells_how_the_server_fares(page: Page) -> None:
         page.until("document.querySelector('#state').innerText === 'ready'")
         assert page.text("#notice") == ""
         page.until("document.querySelector('#about').innerText.startsWith('context of 512 tokens · drafts by ngram')")
-        call = running.service.admit(1)  # somebody whom it waits for
+        call = running.service.admit(1)  # a request that the server waits for
         running.terminate()
         page.until("document.querySelector('#state').innerText === 'draining'")
         assert "new ones get 503" in page.text("#notice")
         call.close()
         page.until("document.querySelector('#state').innerText === 'unreachable'")
         assert "those below are from then" in page.text("#notice")
-        assert page.text("#rows-max") == "of 4"  # the last that was heard
+        assert page.text("#rows-max") == "of 4"  # the last known number
         assert page.js("getComputedStyle(document.querySelector('section')).borderTopStyle") == "dashed"
         assert page.js("document.querySelector('#notice').role") == "alert"
 
 
 class Canned:
-    """Answers that the tests write: status and body by path; a path without one is cut off."""
+    """A server with responses from tests: status and body by path. Connections to other paths are cut."""
 
     def __init__(self, base: str):
         self.base = base
@@ -337,7 +337,7 @@ def test_a_restarted_server_starts_from_nothing(page: Page) -> None:
         page.until("document.querySelector('#tau').innerText === '2.00'")  # 20 tokens in 10 forwards
         it.metrics("eagle:rounds_total 3\neagle:row_rounds_total 3\neagle:generation_tokens_total 9\n")
         page.until(f"document.querySelector('#tau').innerText === '{NOTHING}'")
-        assert page.text("#speed") == "0"  # rather than below
+        assert page.text("#speed") == "0"  # not negative
         page.js("document.querySelector('[value=all]').click()")
         assert page.text("#tau") == "3.00"
 
@@ -412,7 +412,7 @@ def test_it_holds_still_for_those_who_ask(page: Page, shared: Live) -> None:
 
 @browsing
 def test_it_shows_its_numbers_without_a_pipe_too(shared: Live, tmp_path: Path) -> None:
-    """As a person would ask Chromium on the command line."""
+    """As from Chromium's command line."""
     path = chromium()
     assert path is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]

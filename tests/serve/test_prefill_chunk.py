@@ -1,4 +1,4 @@
-"""`--prefill-chunk`: how much of prompts the commands' engines read in one forward."""
+"""`--prefill-chunk`: how many prompt tokens the commands' engines read in one forward."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_flag_reaches_the_servers_engine(folder: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("command", [generate, bench])
 def test_none_at_all_is_refused(command: Any, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is loaded."""
+    """Before a model is loaded."""
     what = ["x"] if command is generate else []
     assert command([*what, "--target", "nowhere", "--prefill-chunk", "0"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "error: --prefill-chunk must be at least 1, not 0"

@@ -1,4 +1,4 @@
-"""Processes that answer questions: forks of forks, many at once, as on Linux and as on macOS, and their deaths."""
+"""Processes that answer questions: nested forks, many forks, Linux's and macOS's ways, and how they die."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.full import in_full
 from tests.serve.counter import Counter
 
 SECONDS = 20.0
-"""Enough for an answer on any machine."""
+"""Seconds that suffice for an answer on any machine."""
 
 
 @pytest.fixture
 def first(acknowledge: bool) -> Iterator[Process]:
-    """The first process; all others are forks of it."""
+    """Start the first process; all others are its forks."""
     process = Process.start(Counter)
     yield process
     process.end()
 
 
 def answer(of: Process, *question: Any) -> Any:
-    """Ask, and return what comes back. Raises ProcessEnded."""
+    """Ask a question and return the answer. Raises ProcessEnded."""
     of.ask(*question)
     found = of.answer(SECONDS)
     assert found is not None, f"no answer to {question[0]} within {SECONDS:g} s"
@@ -65,7 +65,7 @@ def test_11_who_looks_whether_a_process_lives_takes_nothing_from_who_forks_it(fi
         assert [each.result(timeout=SECONDS) for each in asked] == list(range(forks))
     finally:
         over.set()
-        first.end()  # which also ends a fork that waits for a byte that somebody else took
+        first.end()  # also ends a fork that waits for a byte that another process took
         looking.join(SECONDS)
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -82,13 +82,13 @@ def test_11_a_process_with_an_answer_that_nobody_has_read_lives(first: Process) 
 
 
 def descriptors() -> int:
-    """Return how many descriptors this process has open."""
+    """Return the number of this process's open descriptors."""
     gc.collect()
     return len(list(Path("/dev/fd").iterdir()))
 
 
 def test_11_descriptors_stay_open_until_they_have_arrived_and_no_longer(first: Process) -> None:
-    """On macOS a descriptor that the sender closes too soon may arrive shut down (nodejs/node#7512)."""
+    """On macOS, a descriptor that the sender closes too early may arrive shut down (nodejs/node#7512)."""
     parent, before = answer(first, "process"), descriptors()
     os.kill(parent, signal.SIGSTOP)
     forks = [first.fork() for _ in range(3)]
@@ -103,7 +103,7 @@ def test_11_descriptors_stay_open_until_they_have_arrived_and_no_longer(first: P
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_11_what_a_dead_process_was_to_fork_is_not_waited_for(first: Process, depth: int) -> None:
-    """The fork of a process that is stopped, and then killed, never begins; nor does the fork of that one."""
+    """Forks of a process that is stopped and then killed never start, nor do their forks."""
     parent = answer(first, "process")
     os.kill(parent, signal.SIGSTOP)
     last = first.fork()
@@ -134,7 +134,7 @@ def test_who_is_no_longer_asked_before_it_has_begun_ends_nobody_else(first: Proc
     parent = answer(first, "process")
     os.kill(parent, signal.SIGSTOP)
     begun = first.fork()
-    ending = Thread(target=begun.end)  # which waits a little for the fork to tell its id
+    ending = Thread(target=begun.end)  # waits briefly for the fork's id
     ending.start()
     ending.join(SECONDS)
     os.kill(parent, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Questions from files: their rows, their limits, what is said of a bad row, and how they are encoded."""
+"""Questions from files: their rows and limits, errors for bad rows, and their encoding."""
 
 from __future__ import annotations
 

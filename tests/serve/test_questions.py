@@ -1,4 +1,4 @@
-"""Questions of several turns and categories in eagle-bench, and text before them."""
+"""Questions with several turns and categories in eagle-bench, and text before them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.serve.questions import ROWS, write
 
 @dataclass(frozen=True)
 class Asked(Question):
-    """A question that notes what its later turn was asked after."""
+    """A question that records the answers before its later turn."""
 
     noted: list[tuple[str, list[int]]] = field(default_factory=list)
 
@@ -112,7 +112,7 @@ def test_the_command_tells_by_category(tmp_path: Path, batch: str, capsys: pytes
 
 @pytest.fixture
 def little_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A standard library of a few files, so that all of its text is read in no time."""
+    """A standard library of a few files, which is quick to read."""
     folder = tmp_path / "library"
     folder.mkdir()
     for number in range(4):

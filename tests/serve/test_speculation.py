@@ -1,4 +1,4 @@
-"""Flags of speculation: what they turn on, and what they refuse."""
+"""Speculation flags: what they switch on, and what they refuse."""
 
 from __future__ import annotations
 

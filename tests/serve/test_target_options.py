@@ -1,4 +1,4 @@
-"""mlx-lm's own ways of loading a target: adapters, tokens that end a text, templates, code that is trusted."""
+"""mlx-lm's options for loading a target: adapters, stop tokens, templates, trusted code."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_template_may_be_in_a_file(models: tuple[Path, Path], tmp_path: Path) 
 
 
 def test_the_fingerprint_tells_adapters_apart(models: tuple[Path, Path], tmp_path: Path) -> None:
-    """So files of what a target says are never continued with other adapters, nor is a run that is resumed."""
+    """So saved files and resumed runs are never used with other adapters."""
     others = tiny_adapters(tmp_path / "others", seed=1)
     loaded = [TargetOptions(adapter_path=str(path)).load(models[0]) for path in ("", models[1], others, models[1])]
     prints = [fingerprint(target) for target in loaded]
@@ -173,7 +173,7 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(tmp_path: Pa
 
 @pytest.fixture
 def wired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The limits that MLX is given, as on a Mac of 64 GB. mlx-lm's own decoding sets one, and then the former again."""
+    """Record the limits that MLX gets, as on a Mac of 64 GB. mlx-lm's decoding sets one, then restores the former."""
     told = [0]
 
     def tell(limit: int) -> int:

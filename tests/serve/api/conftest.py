@@ -1,4 +1,4 @@
-"""Servers for the tests that leave them as they were."""
+"""Servers shared by tests that leave them unchanged."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def server() -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def caller() -> Iterator[Live]:
-    """With a model that calls tools."""
+    """A server with a model that calls tools."""
     with live(lambda: loaded_format("qwen")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def thinker() -> Iterator[Live]:
-    """With a model that thinks, and calls tools."""
+    """A server with a model that reasons and calls tools."""
     with live(lambda: loaded_format("thinking")) as running:
         yield running

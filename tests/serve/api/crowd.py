@@ -1,4 +1,4 @@
-"""Clients of three APIs at once, of whom a third leave in mid-answer, and the account of what became of them."""
+"""Concurrent clients of three APIs, a third of which disconnect mid-answer, and an account of the results."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ import httpx
 from tests.serve.api.dialects import CHAT, DIALECTS, Answer, Dialect, Question, read
 
 LEAVING = 1 / 3
-"""The share of requests whose client does not wait for the end."""
+"""Share of requests whose client does not wait for the end."""
 STREAMED = 0.6
 PATIENCE = 600.0
-"""Seconds after which an answer is taken to have no end: a hundred times what one takes in a full queue.
+"""Seconds after which an answer counts as endless: a hundred times as long as in a full queue.
 
-On a machine with ten other busy processes one took 104.
+On a machine with ten other busy processes one took 104 s.
 """
 CLOSE = 1e-3
-"""Two likeliest tokens closer than this, as log probabilities, could change places by rounding: it is about 3e-5."""
+"""Rounding could swap two likeliest tokens with closer log probabilities; it is about 3e-5."""
 FINE = ("answered", "left", "refused")
 Texts = Mapping[tuple[str, Question], str]
-"""What each API answers to a question when nobody else asks."""
+"""Each API's answer to a question when it is the only request."""
 
 _OPENINGS = ("def read(path):", "class Stack:", "import os\n\n\ndef", "What does a list do?", "x = [1, 2, 3]\n")
 _SYSTEM = "You answer in Python, with few words, and you say nothing that was not asked. " * 4
 
 
 def questions() -> list[Question]:
-    """Those whose answers are known before the crowd comes: some begin alike, some are long, some have a form."""
+    """Return questions with known answers: some share a prefix, some are long, some have a format."""
     found = [Question((("user", text),), max_tokens=8 + 6 * i) for i, text in enumerate(_OPENINGS)]
     found += [Question((("system", _SYSTEM), ("user", text))) for text in _OPENINGS[:3]]
     turns = (("user", _OPENINGS[0]), ("assistant", "return 1"), ("user", "And now?"))
@@ -46,7 +46,7 @@ def questions() -> list[Question]:
 
 
 def any_question(rng: random.Random) -> Question:
-    """One that nobody has asked before."""
+    """Return a new question."""
     sampling = {"temperature": rng.choice((0.0, 0.7, 1.0)), "seed": rng.randint(0, 999)}
     form = rng.choices(("text", "schema", "tool"), (8, 1, 1))[0]
     limit, most = (rng.randint(1, 40), 40) if form == "text" else (200, 10)  # the tiny model's context is 512 tokens
@@ -56,15 +56,15 @@ def any_question(rng: random.Random) -> Question:
 
 @dataclass
 class Account:
-    """What became of the requests, by API and way; and what was seen meanwhile."""
+    """What became of the requests, by API and outcome, and other observations."""
 
     ends: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     seconds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     forms: Counter[str] = field(default_factory=Counter)
     compared: int = 0
-    """Answers, whole ones and beginnings, that were held against the text alone."""
+    """Answers, whole or partial, that were compared with the text alone."""
     memory: list[int] = field(default_factory=list)
-    """Bytes, at equal distances."""
+    """Bytes at regular intervals."""
     faults: list[str] = field(default_factory=list)
 
     def note(self, dialect: Dialect, stream: bool, end: str, seconds: float, fault: str = "") -> None:
@@ -77,7 +77,7 @@ class Account:
 
     @property
     def growth(self) -> float:
-        """The memory's median in the second half of the time, of that in the first, less 1."""
+        """Return the median memory in the second half divided by that in the first half, minus 1."""
         half = len(self.memory) // 2
         return statistics.median(self.memory[half:]) / statistics.median(self.memory[:half]) - 1
 
@@ -100,7 +100,7 @@ class Account:
 
 
 def resident(pid: int) -> int:
-    """Bytes in memory of a process and its children; what they share is counted once where the system tells it."""
+    """Return the bytes in memory of a process and its children. Shared memory counts once if the system reports it."""
     listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout
     rows = [[int(number) for number in line.split()] for line in listed.splitlines()]
     family = {pid}
@@ -110,18 +110,18 @@ def resident(pid: int) -> int:
 
 
 def _share(pid: int, kilobytes: int) -> int:
-    """Kilobytes of a process, pages that are shared divided by those that share them."""
+    """Return a process's kilobytes, with shared pages divided by the number of their users."""
     try:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-    except OSError:  # macOS, or it has ended
+    except OSError:  # on macOS, or if it has ended
         return kilobytes
     return next((int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")), 0)
 
 
 def texts_alone(base: str, asked: Sequence[Question]) -> dict[tuple[str, Question], str]:
-    """What each API says to each question when it is asked alone and nothing is drafted.
+    """Return each API's answer to each question, asked alone and without drafts.
 
-    Left out are questions in whose answers rounding could decide.
+    Questions are left out if rounding could decide their answer.
     """
     texts = {}
     with httpx.Client(base_url=base, timeout=PATIENCE) as http:
@@ -143,7 +143,7 @@ def _least_gap(http: httpx.Client, question: Question) -> float:
 
 
 async def crowd(base: str, clients: int, seconds: float, texts: Texts, memory: Callable[[], int]) -> Account:
-    """Let so many clients ask for so long, and wait for their last answers."""
+    """Run this many clients for this long, and wait for their last answers."""
     account, until = Account(), time.monotonic() + seconds
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
     async with httpx.AsyncClient(base_url=base, timeout=None, limits=limits) as http:
@@ -178,13 +178,13 @@ async def _client(http: httpx.AsyncClient, rng: random.Random, until: float, tex
                 end, said = "wrong text", f"{said!r}, and alone {alone!r}"
         account.note(dialect, stream, end, time.monotonic() - begun, said or "")
         if end == "refused":
-            await asyncio.sleep(1 + 2 * rng.random())  # as Retry-After says, and some longer
+            await asyncio.sleep(1 + 2 * rng.random())  # as Retry-After says, or a bit longer
 
 
 async def _whole(
     http: httpx.AsyncClient, dialect: Dialect, body: dict[str, object], leaves: bool, rng: random.Random
 ) -> tuple[str, str | None]:
-    """How a request ended, and what was said."""
+    """Return how a request ended, and its text."""
     try:
         async with asyncio.timeout(2 * rng.random() if leaves else None):
             got = await http.post(dialect.path, json=body)
@@ -198,7 +198,7 @@ async def _whole(
 async def _streamed(
     http: httpx.AsyncClient, dialect: Dialect, body: dict[str, object], leaves: bool, rng: random.Random
 ) -> tuple[str, str | None]:
-    """The same. Who leaves does so behind some of the answer's events."""
+    """The same for streams. A client that leaves does so after some events."""
     async with http.stream("POST", dialect.path, json=body) as got:
         if got.status_code != 200:
             return _refused(got.status_code), (await got.aread()).decode()

@@ -1,4 +1,4 @@
-"""One question in the words of three APIs, and their answers, whole and streamed, in words of one kind."""
+"""One question in three APIs' formats, and their answers, whole and streamed, in a common form."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Question:
 
 @dataclass
 class Answer:
-    """What has come of an answer so far."""
+    """What has been received of an answer."""
 
     text: str = ""
     calls: list[list[str]] = field(default_factory=list)
     """Name and arguments of each call."""
     has_ended: bool = False
-    """Its API's own end was met: without it, it was cut short."""
+    """Whether the API's own end was received. Without it, the answer was cut."""
     error: str = ""
 
     @property
     def said(self) -> str:
-        """Text and calls; the space in arguments is no part of them."""
+        """Return text and calls, without the white space in arguments."""
         return self.text + "".join(f"\n{name} {json.dumps(json.loads(given))}" for name, given in self.calls)
 
 
@@ -52,7 +52,7 @@ class Dialect:
     body: Callable[[Question], dict[str, Any]]
     whole: Callable[[dict[str, Any]], Answer]
     take: Callable[[Answer, dict[str, Any]], None]
-    """Adds what an event of a stream says."""
+    """Adds an event of a stream to an answer."""
 
 
 def _told(question: Question) -> list[dict[str, str]]:
@@ -149,7 +149,7 @@ DIALECTS = (CHAT, MESSAGES, RESPONSES)
 
 
 async def read(dialect: Dialect, lines: AsyncIterator[str], events: int | None = None) -> Answer:
-    """An answer from the lines of its stream; of so many events with content where a number is given."""
+    """Read an answer from the lines of its stream, up to a number of events with content if one is given."""
     answer, met = Answer(), 0
     async for line in lines:
         if not line.startswith("data: "):

@@ -28,7 +28,7 @@ DEPTH = 3
 
 
 def engine(mode: str = "ngram", max_batch: int = 4, context: int = 512, **settings: int | None) -> em.Engine:
-    """Greedy text of the tiny model repeats itself soon, so that n-grams are accepted, and refused, often."""
+    """Return an engine. The tiny model's greedy text soon repeats, so n-grams are often accepted and often rejected."""
     target = given_target()
     target.context_length = context
     proposer = {"none": lambda: None, "ngram": em.NgramProposer, "eagle": lambda: given_head(target)}[mode]()
@@ -36,20 +36,20 @@ def engine(mode: str = "ngram", max_batch: int = 4, context: int = 512, **settin
 
 
 def loaded_format(name: str, **settings: int | None) -> Loaded:
-    """A model with the chat format of this name, which drafts n-grams."""
+    """Return a model with the chat format of this name, which drafts n-grams."""
     target = given_target_of(name)
     made = em.Engine(target, em.NgramProposer(), policy=em.FixedPolicy(DEPTH), max_batch=4, **settings)  # type: ignore[arg-type]
     return Loaded(made, "ngram", DEPTH)
 
 
 class Live:
-    """A running server, and clients of it."""
+    """A running server and its clients."""
 
     def __init__(self, server: Server, base: str):
         self.server, self.base = server, base
         self.models = server.models
         self.service: Service = next(iter(server.models.services.values()))
-        """Of the one model, or the first of several."""
+        """The service of the only model, or of the first one."""
         key = self.models.settings.api_key
         self.http = httpx.Client(
             base_url=base, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=PATIENCE
@@ -57,7 +57,7 @@ class Live:
         self.openai = openai.OpenAI(base_url=f"{base}/v1", api_key=key or "none", max_retries=0)
 
     def until(self, true: Callable[[], bool], seconds: float = 20.0) -> float:
-        """Wait for something to come about, and tell how long that took."""
+        """Wait for a condition. Return how long it took."""
         began = time.monotonic()
         while not true():
             took = time.monotonic() - began
@@ -67,7 +67,7 @@ class Live:
 
     @contextmanager
     def slowed(self, seconds: float = 20.0) -> Iterator[None]:
-        """Let every step of the engine take so long at least, but none longer than this context."""
+        """Make every step of the engine take at least this long within the context."""
         loaded, over = self.service.worker.loaded, Event()
         assert loaded is not None
         step = loaded.engine.step
@@ -84,7 +84,7 @@ class Live:
             over.set()
 
     def terminate(self) -> None:
-        """As SIGTERM does."""
+        """End as on SIGTERM."""
         self.server.handle_exit(signal.SIGTERM, None)
 
     @property
@@ -97,7 +97,7 @@ def wide(limits: Limits | None = None, **settings: object) -> Settings:
 
 
 def one_model(load: Callable[[], Loaded], settings: Settings | None = None, name: str = NAME) -> Models:
-    """As `--target` serves it."""
+    """Return the model as `--target` serves it."""
     return Models(settings or wide(), [Source(name, load, max_batch=4)], at_start=True)
 
 
@@ -111,8 +111,7 @@ def live(
 ) -> Iterator[Live]:
     """Start a server, wait until it is ready, and end it.
 
-    unread_bytes: what the system keeps of an answer that is not read, where it is to be less than usual.
-    models: in place of the one that `load` gives.
+    unread_bytes: the system's buffer for unread answers, if smaller than usual. models: replaces the one from `load`.
     """
     load = load or (lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0}))
     server = Server(create_app(models or one_model(load, settings)))

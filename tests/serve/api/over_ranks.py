@@ -1,7 +1,6 @@
-"""The clients' tests with targets that several processes share (EAGLE_TEST_RANKS=2, tests/clients/README.md).
+"""Clients' tests with targets sharded over processes (EAGLE_TEST_RANKS=2, tests/clients/README.md).
 
-The tests' own process is rank 0, as a server is. The others are started with the first target, and have a part of each
-that the tests ask for.
+The tests run on rank 0, like a server. The other ranks start with the first target, and get a part of every target.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from eagle_mlx.ranks.follower import Follower
 from tests.processes import ROOT, free_ports, on_core
 
 RANKS = int(os.environ.get("EAGLE_TEST_RANKS", "1"))
-"""How many processes share a target."""
+"""Number of processes that share a target."""
 _NUMBERS = count()
 
 
 class Line:
-    """What is said of one of several targets, through the one channel that there is."""
+    """Messages for one of several targets over the only channel."""
 
     def __init__(self, channel: Channel, number: int):
         self.channel, self.number, self.closed = channel, number, False
@@ -49,12 +48,12 @@ class Line:
         self.channel.send({"of": self.number, **message})
 
     def close(self) -> None:
-        """The other targets are still talked about."""
+        """Keep the channel open for the other targets."""
         self.closed = True
 
 
 def led(whole: Callable[..., em.Target], *arguments: str) -> em.Target:
-    """A target that `whole` gives, of which each rank has a part."""
+    """Return a target from `whole`, sharded over the ranks."""
     channel, number = _channel(), next(_NUMBERS)
     line: Any = Line(channel, number)
     channel.send({"open": number, "whole": whole.__name__, "arguments": arguments})
@@ -69,7 +68,7 @@ def _part(target: em.Target, world: World) -> em.Target:
 
 @cache
 def _channel() -> Channel:
-    """To the other ranks, which this starts."""
+    """Start the other ranks and return the channel to them."""
     hosts = Path(tempfile.mkdtemp()) / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(RANKS)]))
     places = {"MLX_HOSTFILE": str(hosts), "PYTHONPATH": str(ROOT)}
@@ -94,7 +93,7 @@ def _end(channel: Channel, others: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _follow() -> None:
-    """The other ranks: read with their parts of whatever targets there are."""
+    """Run the other ranks with their parts of all targets."""
     from tests.serve.api import given
 
     world = World.init()

@@ -1,7 +1,7 @@
-"""What Claude Code and Codex CLI send, and how their APIs refuse, fail, and share a batch with chats.
+"""Requests of Claude Code and Codex CLI, and how their APIs refuse, fail, and share a batch with chats.
 
-The requests have the shapes of both programs in late 2026, as public issues and captures show them; their words are
-our own. Where: github.com/ggml-org/llama.cpp/pull/20623 (the header among the system blocks),
+The requests have the form of late 2026 in public issues and captures; the words are ours. Sources:
+github.com/ggml-org/llama.cpp/pull/20623 (the header among the system blocks),
 github.com/webai-at-home/webai-at-home/issues/214 (Codex's fields), github.com/ROCm/ATOM/pull/2178 (its tools).
 """
 
@@ -31,7 +31,7 @@ COMMAND = {
 
 
 def claude_code(turn: str) -> dict[str, Any]:
-    """A turn in which two tools have been called. turn: what its header says, which is new every time."""
+    """Return a turn after two tool calls. turn: the header's content, which changes every time."""
     calls = [
         {"type": "tool_use", "id": f"toolu_{i}", "name": "Bash", "input": {"command": command}}
         for i, command in enumerate(("ls", "cat a.py"))
@@ -68,7 +68,7 @@ def claude_code(turn: str) -> dict[str, Any]:
 
 
 def codex() -> dict[str, Any]:
-    """A turn after a command."""
+    """Return a turn after a command."""
     text = {"type": "input_text", "text": "<environment_context/>"}
     call = {"type": "function_call", "call_id": "c1", "name": "exec_command", "arguments": '{"command": "ls"}'}
     return {

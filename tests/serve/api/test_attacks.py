@@ -1,4 +1,4 @@
-"""What one client may do to the others: send much, send nothing, read nothing, ask for everything at once."""
+"""What one client can do to others: send much, send nothing, read nothing, request everything at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.serve.api.live import DEPTH, ELSEWHERE, Live, another_client, engine,
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SHORT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 MEGABYTES = "def f(x):\n    return x\n" * 100_000
-"""More than two of them."""
+"""More than two megabytes."""
 LONG = MEGABYTES[:200_000]
 
 
@@ -43,7 +43,7 @@ def request(path: str, body: Any, client: str = "127.0.0.1") -> bytes:
 
 
 def closed(raw: socket.socket) -> bool:
-    """Whether the server has closed a connection on which nothing has been said."""
+    """Return whether the server has closed an idle connection."""
     raw.setblocking(False)
     try:
         return raw.recv(1) == b""
@@ -59,7 +59,7 @@ def is_served(server: Live) -> bool:
 
 @pytest.fixture
 def unread() -> Iterator[Callable[[Live], socket.socket]]:
-    """Begins streams of megabytes that nobody reads."""
+    """Yield a function that starts streams of megabytes without reading them."""
     opened = []
     asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "n": 4, "stream": True}
     asked |= {"ignore_eos": True, "logprobs": True, "top_logprobs": 20}
@@ -82,7 +82,7 @@ def test_rows_that_have_ended_hold_no_place_though_nobody_reads_their_text(
         assert server.http.post(CHAT, json=SHORT).status_code == 429
         server.until(lambda: server.service.running == 0)
         server.until(lambda: is_served(server))
-        assert not server.service.idle  # the stream is still there
+        assert not server.service.idle  # the stream is still open
         assert 'eagle:queue{model_name="tiny"} 0.0' in server.http.get("/metrics").text
         raw.close()
         server.until(lambda: server.idle)
@@ -125,7 +125,7 @@ def test_who_reads_slowly_is_not_cut_off() -> None:
 
 def test_connections_that_do_not_send_a_request_are_closed() -> None:
     with live(settings=wide(Limits(head_seconds=0.3))) as server:
-        assert server.http.get("/health").status_code == 200  # and its connection is kept
+        assert server.http.get("/health").status_code == 200  # its connection stays open
         silent = [connect(server) for _ in range(10)]
         slow = [connect(server, b"POST /tokenize HTTP/1.1\r\nHost: x\r\n") for _ in range(10)]
         second = connect(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -165,7 +165,7 @@ def test_beyond_the_limit_connections_that_wait_longest_make_room() -> None:
 
 
 class LongTexts:
-    """Counts the long texts that are made into tokens, and keeps each until it may continue."""
+    """Counts the long texts that are tokenized, and holds each until it may continue."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = 0, Event()
@@ -190,7 +190,7 @@ def encoder(monkeypatch: pytest.MonkeyPatch) -> LongTexts:
 
 
 def unbounded() -> Loaded:
-    """A model with a context that a few megabytes of text could fit into."""
+    """Return a model with a context for several megabytes of text."""
     return Loaded(engine(context=1 << 22), "ngram", DEPTH, {"temperature": 0.0})
 
 
@@ -217,7 +217,7 @@ def test_long_texts_keep_nobody_waiting_and_are_forgotten_with_their_client(path
         server.until(lambda: server.idle)
         encoder.go_on.set()
         assert server.http.post("/tokenize", json={"prompt": LONG}).status_code == 200
-        assert encoder.begun == 2  # those who had left were not encoded
+        assert encoder.begun == 2  # texts of disconnected clients were not encoded
 
 
 def test_tokenizing_takes_a_place_in_the_queue(encoder: LongTexts) -> None:
@@ -254,7 +254,7 @@ def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(
 
 def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
     long = {"prompt": ["x"] * 40, "max_tokens": 20, "ignore_eos": True, "stream": True}
-    other = {"X-Forwarded-For": "192.0.2.7"}  # as a proxy on this machine says
+    other = {"X-Forwarded-For": "192.0.2.7"}  # from a proxy on this machine
     behind = wide(forwarded_allow_ips=("127.0.0.1",))
     with live(settings=behind) as server, server.http.stream("POST", COMPLETIONS, json=long) as many:
         pieces = many.iter_text()
@@ -290,7 +290,7 @@ def test_one_client_cannot_take_all_places(encoder: LongTexts) -> None:
             server.until(lambda: server.service.slots_taken == 15)
             encoder.go_on.set()
             assert waiting.recv(100).startswith(b"HTTP/1.1 200")
-            assert encoder.begun <= 4  # its turn was the second
+            assert encoder.begun <= 4  # it was second in turn
     server.until(lambda: server.idle)
 
 
@@ -302,7 +302,7 @@ def test_05_unread_streams_of_one_client_do_not_hold_up_another(unread: Callable
         server.until(lambda: server.service.running == 4)
         server.until(lambda: server.service.waiting >= 20)
         assert other.post(CHAT, json=SHORT | {"max_tokens": 4}).status_code == 200
-        assert server.service.slots_taken == 32  # none of theirs has ended
+        assert server.service.slots_taken == 32  # none of them has ended
         metrics = server.http.get("/metrics").text
         assert 'vllm:num_preemptions_total{model_name="tiny"} 1.0' in metrics
 
@@ -310,7 +310,7 @@ def test_05_unread_streams_of_one_client_do_not_hold_up_another(unread: Callable
 @ELSEWHERE
 def test_05_texts_of_a_client_that_gives_a_row_back_are_those_alone() -> None:
     asked = {"messages": [{"role": "user", "content": "def f"}], "n": 6, "temperature": 1.0, "seed": 3}
-    asked |= {"ignore_eos": True}  # and no max_tokens
+    asked |= {"ignore_eos": True}  # without max_tokens
 
     def texts(server: Live) -> list[str]:
         answer = server.http.post(CHAT, json=asked).json()

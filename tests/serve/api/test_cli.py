@@ -1,4 +1,4 @@
-"""eagle-serve: what it refuses before it serves, and its check."""
+"""eagle-serve: what it refuses before serving, and its check."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_check_fails_where_speculation_changes_the_text(models: tuple[str, s
     base = type(loaded.target)
 
     class Liar(base):  # type: ignore[misc, valid-type]
-        """Shifts its logits wherever it reads more than one token at once."""
+        """Changes its logits when it reads more than one token at once."""
 
         def forward(self, tokens: mx.array, *args: object, **kwargs: object) -> object:
             out = forward(tokens, *args, **kwargs)

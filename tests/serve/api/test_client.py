@@ -1,4 +1,4 @@
-"""What clients of OpenAI's API get: whole and streamed, alone and several, and the same text as from the engine."""
+"""OpenAI API answers: whole and streamed, one and several, with the same text as from the engine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.serve.api.live import DEPTH, NAME, Live, engine, live
 
 PROMPT = "def f(x):\n    return x"
 ENDLESS = {"ignore_eos": True}
-"""For what is said of a given number of tokens: a trained model would end before."""
+"""For answers with a fixed number of tokens: a trained model would end earlier."""
 MESSAGES: Any = [{"role": "user", "content": "def f(x):"}]
 
 
 @pytest.fixture(scope="module")
 def reference() -> em.Engine:
-    """The same model, decoded plainly and without a server."""
+    """The same model, decoded plainly without a server."""
     return engine("none")
 
 
@@ -54,7 +54,7 @@ def test_a_completion_is_the_engines(server: Live, reference: em.Engine) -> None
     speculation = answer.metrics["speculative_decoding"]  # type: ignore[attr-defined]
     assert timings["draft_n"] == speculation["num_draft_tokens"] > 0
     assert timings["draft_n_accepted"] == speculation["num_accepted_draft_tokens"] <= timings["draft_n"]
-    assert TARGET is not None or timings["draft_n_accepted"] > 0  # only a random model's text must repeat itself
+    assert TARGET is not None or timings["draft_n_accepted"] > 0  # only a random model is sure to repeat itself
     histogram = {int(length): count for length, count in speculation["acceptance_histogram"].items()}
     assert sum(histogram.values()) == speculation["num_spec_steps"]
     assert sum(length * count for length, count in histogram.items()) == speculation["num_accepted_draft_tokens"]
@@ -242,7 +242,7 @@ def test_completions_logprobs_with_the_prompt(server: Live, reference: em.Engine
     assert logprobs[0] is None
     assert plain.logprobs is not None
     assert logprobs[-6:] == pytest.approx([each.logprob for each in plain.logprobs], abs=1e-3)
-    # Of the prompt's tokens: what the engine gives where it is made to say them.
+    # The prompt's log probabilities equal those that the engine gives when forced to generate these tokens.
     assert reference.target.tokenizer is not None
     ids = reference.target.tokenizer.encode(PROMPT)
     for place in range(1, len(ids)):

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's and Anthropic's APIs expect beyond an answer: fields, ranges, errors, forms of HTTP."""
+"""What OpenAI's and Anthropic's clients expect besides an answer: fields, ranges, errors, forms of HTTP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ok(server: Live, path: str, **more: Any) -> dict[str, Any]:
 
 
 def refusal(server: Live, path: str, **more: Any) -> str:
-    """The field that a 400 is about: by name for OpenAI's clients, by the message for Anthropic's."""
+    """Return the field that a 400 is about: by name for OpenAI's clients, from the message for Anthropic's."""
     answer = server.http.post(path, json=BODIES[path] | more)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -58,7 +58,7 @@ def events(text: str) -> list[dict[str, Any]]:
 def test_21_completion_tokens_details_count_thoughts(thinker: Live) -> None:
     thinking = {"chat_template_kwargs": {"enable_thinking": True}, "seed": 3}
     used = ok(thinker, CHAT, max_tokens=20, **thinking)["usage"]
-    assert used["completion_tokens_details"] == {"reasoning_tokens": 20}  # a random model never ends its thought
+    assert used["completion_tokens_details"] == {"reasoning_tokens": 20}  # a random model never ends its reasoning
     assert CompletionUsage.model_validate(used).completion_tokens_details.reasoning_tokens == 20  # type: ignore[union-attr]
     streamed = BODIES[CHAT] | {"max_tokens": 20, "stream": True, "stream_options": {"include_usage": True}} | thinking
     last = events(thinker.http.post(CHAT, json=streamed).text)[-1]
@@ -212,7 +212,7 @@ def test_21_absolute_form_targets(server: Live) -> None:
         answer = raw(server, target, "other")
         assert answer.startswith(b"HTTP/1.1 200"), answer
         assert b'"object":"' in answer
-    assert b" 200 " in raw(server, "http://host", "x").split(b"\r\n")[0]  # without a path, it is the first page
+    assert b" 200 " in raw(server, "http://host", "x").split(b"\r\n")[0]  # without a path, it is the start page
     assert raw(server, "ftp://host/v1/models", "x").startswith(b"HTTP/1.1 404")
 
 
@@ -272,12 +272,12 @@ KNOWN = {
     "text_editor_20250728": ("str_replace_based_edit_tool", {"command": "view", "path": "b.txt"}),
     "memory_20250818": ("memory", {"command": "delete", "path": "/memories/c"}),
 }
-"""Tools that clients run by a schema that they do not send: name, and what a call may hold."""
+"""Tools that clients run without sending a schema: name, and an example of a call."""
 
 
 @pytest.fixture(scope="module")
 def user_of_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """With a model that calls the tool that it is offered."""
+    """A server with a model that calls the offered tool."""
     lines = [Line(f"'{name}' in names", call(name, **given)) for name, given in KNOWN.values()]
     plan = LoadConfig(scripted_target_folder(tmp_path_factory.mktemp("known"), lines), Speculation())
     with live(models=one_model(lambda: load(plan, lambda _: None))) as running:
@@ -295,7 +295,7 @@ def test_21_tools_that_clients_run_need_no_schema(user_of_tools: Live, kind: str
     blocks = events(user_of_tools.http.post(MESSAGES, json=BODIES[MESSAGES] | {"tools": [tool], "stream": True}).text)
     assert blocks[-1]["type"] == "message_stop"
 
-    # The model is told of the schema, as of one that the client writes out.
+    # The model gets the schema, as for one that the client sends.
     function = known_function(kind, name)  # type: ignore[arg-type]
     written = {"name": name, "description": function["description"], "input_schema": function["parameters"]}
     assert set(given) <= set(function["parameters"]["properties"])

@@ -1,4 +1,4 @@
-"""Long texts: their tokens are the tokenizer's own, and nobody encodes them for a client that has left."""
+"""Long texts: tokens equal the tokenizer's own, and texts of disconnected clients are not encoded."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ while not (forks and forks[0].pid):
 print(encoder.process.pid, forks[0].pid, flush=True)
 sys.stdin.read()
 """
-"""A program that tells which processes encode for it, and goes on."""
+"""A program that prints which processes encode for it, and continues."""
 
 
 def with_ends() -> Tokenizer:
-    """Adds a token in front of texts and one behind them, and composes letters."""
+    """Return a tokenizer that adds a token before and after texts, and composes letters."""
     made: Tokenizer = load_tokenizer(EMBEDDED_TARGET).backend_tokenizer
     made.normalizer = normalizers.NFC()
     made.add_special_tokens([AddedToken("<|user|>", lstrip=True, rstrip=True)])
@@ -102,7 +102,7 @@ class Reversing(PreTrainedTokenizerFast):
 
 
 class Lowering:
-    """A part of a backend in Python, as some classes give theirs."""
+    """A part of a backend in Python, as in some classes."""
 
     def normalize(self, text: Any) -> None:
         text.lowercase()
@@ -142,7 +142,7 @@ def exists(process: Process) -> bool:
 
 @pytest.fixture
 def forks(acknowledge: bool, monkeypatch: pytest.MonkeyPatch) -> list[Process]:
-    """The processes that have been forked."""
+    """Record the forked processes."""
     made: list[Process] = []
     fork = Process.fork
     monkeypatch.setattr(Process, "fork", lambda self: made.append(fork(self)) or made[-1])  # type: ignore[func-returns-value]
@@ -150,7 +150,7 @@ def forks(acknowledge: bool, monkeypatch: pytest.MonkeyPatch) -> list[Process]:
 
 
 def stop(server: Live, forks: list[Process]) -> None:
-    """Keep the encoding that has begun from ever ending by itself."""
+    """Stop the encoding under way, so that it never ends by itself."""
     server.until(lambda: bool(forks and forks[-1].pid))
     os.kill(forks[-1].pid, signal.SIGSTOP)
 
@@ -166,7 +166,7 @@ def test_who_leaves_while_a_long_text_is_encoded_ends_that(path: str, forks: lis
         raw.close()
         server.until(lambda: server.idle and not exists(forks[0]))
         assert server.http.post("/tokenize", json={"prompt": MEGABYTES}).status_code == 200
-        assert [fork.parent for fork in forks] == [first, first]  # which did not begin anew
+        assert [fork.parent for fork in forks] == [first, first]  # it did not start again
         server.until(lambda: not exists(forks[1]))
 
 

@@ -1,4 +1,4 @@
-"""Which requests are turned away at the door: other hosts' names, two lengths, wrong keys."""
+"""Requests that are refused at once: other hosts' names, two lengths, wrong keys."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_body_has_one_length(server: Live) -> None:
             answer += piece
     assert answer.startswith(b"HTTP/1.1 400")
     assert b"Transfer-Encoding" in answer
-    assert answer.count(b"HTTP/1.1") == 1  # what follows is not taken for a request
+    assert answer.count(b"HTTP/1.1") == 1  # the rest is not read as a request
 
 
 @pytest.mark.parametrize(

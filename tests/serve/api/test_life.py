@@ -1,4 +1,4 @@
-"""How requests end before their time, and how the server does."""
+"""Requests that end early, and the server's end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 POISON = 4000
-"""A token after which the poisoned model's logits are no numbers."""
+"""A token after which the poisoned model's logits are NaN."""
 
 
 def poisoned() -> Loaded:
@@ -49,7 +49,7 @@ def poisoned() -> Loaded:
 
 
 class Held:
-    """A stream that has begun."""
+    """A stream that has started."""
 
     def __init__(self, answer: httpx.Response):
         self.answer, self._pieces = answer, answer.iter_text()
@@ -60,7 +60,7 @@ class Held:
 
 
 def hold(server: Live, count: int) -> list[Held]:
-    """Streams of answers that have not ended."""
+    """Open streams that do not end."""
     held = []
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True, "stream": True}
     for _ in range(count):
@@ -130,7 +130,7 @@ def test_a_crowd_of_which_some_leave() -> None:
 
 
 def breakable(engine: em.Engine) -> Event:
-    """Once this is set, the next step raises, and it is cleared."""
+    """Return an event. When set, the next step raises and clears it."""
     broken, observer = Event(), engine.observer
 
     def fail(result: RoundResult) -> None:

@@ -1,4 +1,4 @@
-"""What the log has: times and levels, one line for each refusal, and no endless repeats."""
+"""The log: times and levels, one line per refusal, and no endless repeats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} (DEBUG|INFO|WARNING|
 
 
 class Log:
-    """A logger whose handler reads its clock here."""
+    """A logger whose handler uses this object's clock."""
 
     def __init__(self) -> None:
         self.now, self._stream = 0.0, io.StringIO()
@@ -29,7 +29,7 @@ class Log:
 
     @property
     def lines(self) -> list[str]:
-        """What was written since this was last asked, without times."""
+        """Return the lines since the last call, without times."""
         written = self.written.splitlines()
         self._stream.truncate(0)
         self._stream.seek(0)

@@ -1,4 +1,4 @@
-"""What clients of Anthropic's Messages API get: the text of Chat Completions, in their events and words."""
+"""Anthropic Messages API answers: the text of Chat Completions in Anthropic's events and fields."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ask(server: Live, **body: Any) -> dict[str, Any]:
 
 
 def events(server: Live, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream, each called as its type."""
+    """Return the events of a stream; each one's name is its type."""
     pieces = server.http.post(URL, json={**body, "stream": True}).text.split("\n\n")
     assert pieces.pop() == ""
     named = [piece.split("\n") for piece in pieces]
@@ -50,9 +50,9 @@ def events(server: Live, **body: Any) -> list[dict[str, Any]]:
 
 
 def streamed(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The blocks that events make up, and the last event but one; they come in their order.
+    """Return the blocks that events build, and the last event but one. Check the order of events.
 
-    A slow model's stream has further pings, at any place.
+    A slow model's stream has pings in any place.
     """
     assert [event["type"] for event in found[:2]] == ["message_start", "ping"]
     found = found[:2] + [event for event in found[2:] if event["type"] != "ping"]
@@ -127,7 +127,7 @@ def test_a_stop_sequence_is_reported_with_its_text(server: Live) -> None:
 
 
 def test_max_tokens_is_a_bound_that_the_context_may_undercut(server: Live) -> None:
-    """Agents ask for tens of thousands of tokens, whatever the model."""
+    """Agents request tens of thousands of tokens from any model."""
     message = ask(server, messages=USER, max_tokens=64_000, temperature=0)
     usage = message["usage"]
     used = usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"]
@@ -170,7 +170,7 @@ def test_a_tool_is_called_and_its_result_goes_back(caller: Live, choice: dict[st
     (block,), last = streamed(events(caller, **asked))
     assert block | {"id": call["id"]} == call
     assert last["delta"]["stop_reason"] == "tool_use"
-    # The next turn, as clients send it: the same prompt as the one of Chat Completions.
+    # The next turn has the same prompt as in Chat Completions.
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "sunny"}]}
     again = [*weather, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     function = {"name": call["name"], "arguments": json.dumps(call["input"])}
@@ -204,7 +204,7 @@ def test_thoughts_are_blocks_that_go_back(thinker: Live) -> None:
         ask(thinker, **hidden)["content"][0]["thinking"] == streamed(events(thinker, **hidden))[0][0]["thinking"] == ""
     )
     assert ask(thinker, **asked | {"thinking": {"type": "disabled"}})["content"][0]["type"] == "text"
-    # What was thought is in the prompt of the next turn.
+    # The prompt of the next turn contains the reasoning.
     redacted = {"type": "redacted_thinking", "data": "EmwK"}
     back = [*USER, {"role": "assistant", "content": [thought, redacted, {"type": "text", "text": "y"}]}, *USER]
     reasoning = {"role": "assistant", "content": "y", "reasoning_content": thought["thinking"]}
@@ -224,7 +224,7 @@ def test_a_client_that_leaves_frees_its_row(server: Live) -> None:
     body = {"messages": USER, "max_tokens": 400, "stream": True, "temperature": 0}
     with server.slowed(0.05):
         with server.http.stream("POST", URL, json=body) as answer:
-            pieces = answer.iter_text()  # which ends the stream when nothing holds it
+            pieces = answer.iter_text()  # closes the stream once nothing refers to it
             next(pieces)
             server.until(lambda: server.service.running > 0)
         assert not server.idle

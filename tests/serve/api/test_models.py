@@ -1,4 +1,4 @@
-"""Several models in one server: who asks for one gets it, whoever else is there, as far as memory allows."""
+"""Several models in one server: requests get the model that they name, as far as memory allows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SEEDS = {"a": 1, "b": 2, "c": 3}
 
 
 class Loads:
-    """Loads models by name, and counts how often. What `before` does may take its time, or raise."""
+    """Loads models by name, and counts the loads. `before` may take time or raise."""
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
@@ -60,7 +60,7 @@ def made(seed: int, proposer: em.NgramProposer | None = None) -> em.Engine:
 
 @contextmanager
 def serving(loads: Loads, room: int | None = None, settings: Settings | None = None) -> Iterator[Live]:
-    """The models of SEEDS, of which `room` have room."""
+    """Serve the models of SEEDS, of which `room` fit in memory."""
     sources = [Source(name, partial(loads, name), 4, lambda: 100) for name in SEEDS]
     with live(models=Models(settings or wide(), sources, None if room is None else 100 * room)) as server:
         yield server
@@ -76,7 +76,7 @@ def states(server: Live) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, str]:
-    """What each model says by itself, without drafts."""
+    """Return each model's own text, without drafts."""
     params = em.SamplingParams(max_tokens=24)
     return {name: made(seed).generate([PROMPT], params)[0].text for name, seed in SEEDS.items()}
 
@@ -155,13 +155,13 @@ def test_who_was_idle_for_longest_makes_room(wanted: dict[str, str]) -> None:
         assert loads.count == {"a": 1, "b": 2, "c": 1}
         numbers = samples(server, labelled=True)
         assert [numbers[f"eagle:loaded{{model_name={name}}}"] for name in SEEDS] == [1, 1, 0]
-        assert numbers["eagle:requests_total{model_name=c}{outcome=finished}"] == 1  # kept when it is unloaded
+        assert numbers["eagle:requests_total{model_name=c}{outcome=finished}"] == 1  # kept after unloading
 
 
 def test_memory_comes_back() -> None:
     taken: dict[str, int] = {}
     with serving(Loads(), room=1) as server:
-        for name in ("a", "b", "a", "b"):  # the first time each thread takes a few bytes that it keeps
+        for name in ("a", "b", "a", "b"):  # the first time, each thread takes a few bytes and keeps them
             before = taken.get(name)
             assert complete(server, name).status_code == 200
             gc.collect()
@@ -190,7 +190,7 @@ def test_a_model_with_requests_is_not_unloaded() -> None:
             assert int(late.headers["retry-after"]) > 0
             assert states(server) == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
         server.until(lambda: server.idle)
-        assert complete(server, "b").status_code == 200  # who left has made room
+        assert complete(server, "b").status_code == 200  # the disconnected client's model could be unloaded
 
 
 def test_who_has_no_room_waits_until_another_has_ended() -> None:
@@ -328,7 +328,7 @@ def test_a_stream_whose_model_is_being_loaded_gives_signs_of_life(fails: bool, m
 
 
 def complete_other(server: Live) -> bool:
-    """Others are answered meanwhile."""
+    """Other requests are answered meanwhile."""
     return server.http.get("/v1/models").status_code == 200
 
 

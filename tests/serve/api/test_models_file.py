@@ -1,4 +1,4 @@
-"""A file of models: what it says is what flags would say; what is wrong is named before anything is loaded."""
+"""A file of models has the meaning of the flags; errors are named before anything is loaded."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_check_tries_all_models(tmp_path: Path, target: Path, capsys: pytest
 
 
 def test_models_share_the_memory(tmp_path: Path, target: Path) -> None:
-    """Two that fit together stay; where there is room for one, they take turns."""
+    """Two models that fit both stay loaded; if only one fits, they take turns."""
     text = f"default: {{target: {target}, spec-decode: none, prefix-cache-gb: 0}}\na:\nb: {{kv-gb: 0.002}}"
     configs = read_models(written(tmp_path, text))
     weights = weights_bytes(configs["a"])

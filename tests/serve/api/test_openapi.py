@@ -1,7 +1,7 @@
-"""The published schema holds: nothing that it allows or forbids breaks the server, and answers are as it says.
+"""The published schema is true: no request, valid or not, breaks the server, and answers match the schema.
 
-The long run, over 5,000 cases: `SCHEMA_CASES=330 pytest -s tests/serve/api/test_openapi.py`. It tells how many of each
-route were answered with what.
+For the long run with over 5,000 cases: `SCHEMA_CASES=330 pytest -s tests/serve/api/test_openapi.py`. It prints the
+status codes for each route.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tests.serve.api.live import DEPTH, ELSEWHERE, NAME, Live, another_client, e
 
 LONG = "SCHEMA_CASES" in os.environ
 CASES = int(os.environ.get("SCHEMA_CASES", in_full("30", "6")))
-"""For each route and each kind of case, and conversations."""
+"""Cases for each route and kind, and for conversations."""
 ENOUGH = 5000
 STEPS = 6
-"""Of a conversation: a response, what comes of it, and what is done after it has been forgotten."""
+"""Steps of a conversation: a response, its continuations, and uses after it is deleted."""
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 BODIES = (
     "/v1/chat/completions",
@@ -65,13 +65,13 @@ sent: Counter[tuple[str, str, int]] = Counter()
 
 @pytest.fixture(scope="module")
 def short() -> Iterator[Live]:
-    """A server whose answers are short, whatever is asked."""
+    """A server whose answers are short for any request."""
     with live(lambda: Loaded(engine(context=40), "ngram", DEPTH), wide()) as running:
         yield running
 
 
 def tell(route: str, kind: str) -> None:
-    """How cases were answered, for the long run."""
+    """Print the status codes of the cases, for the long run."""
     statuses = {status: count for (*key, status), count in sorted(sent.items()) if key == [route, kind]}
     print(f"\n{route}, {kind}: {sum(statuses.values())} {statuses}; {sent.total()} so far")
 
@@ -104,7 +104,7 @@ def test_all_that_can_be_sent(short: Live, path: str, mode: Mode) -> None:
 
 
 def test_all_that_can_be_done_with_responses(short: Live) -> None:
-    """They are read, gone on from and forgotten, in any order and several times."""
+    """Read, continued and deleted in any order, and repeatedly."""
     schema = schemathesis.openapi.from_url(f"{short.base}/openapi.json").include(path_regex="^/v1/responses")
 
     class Conversation(schema.as_state_machine()):  # type: ignore[misc]
@@ -188,11 +188,11 @@ def test_05_answers_are_as_published_while_another_client_holds_every_row() -> N
         server.until(lambda: server.service.running == 4)
         answers_are_as_published(server.http)
         assert server.service.pauses >= 1
-        assert server.service.running + server.service.waiting == 8  # none of theirs has ended
+        assert server.service.running + server.service.waiting == 8  # none of them has ended
 
 
 def test_what_every_answer_has_is_published_as_required(short: Live) -> None:
-    """Clients made from the schema need no checks for fields that are always there, nor for items of requests."""
+    """Clients generated from the schema need no checks for fields that are always present, or for request items."""
     shapes = short.http.get("/openapi.json").json()["components"]["schemas"]
 
     def parts(answer: str, field: str) -> dict[str, set[str]]:

@@ -1,4 +1,4 @@
-"""Answers put together from their events: the same as the whole, however many tokens come at a time."""
+"""Answers joined from events equal the whole answer, for any number of tokens per event."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WRITTEN = f"<think>\nhm, é漢\n</think>\n\nso\n{CALL}\n{CALL}\n over"
 
 @pytest.fixture(scope="module")
 def written() -> tuple[Call, ChatAnswer, Output]:
-    """An answer with a part of every kind, as a model would write it."""
+    """An answer with parts of every kind, as a model would write it."""
     loaded = loaded_format("thinking")
     service = Service(wide(), Source("tiny", lambda: loaded))
     asked = loaded.engine.prepare([5], SamplingParams(max_tokens=500)).request
@@ -46,7 +46,7 @@ def written() -> tuple[Call, ChatAnswer, Output]:
 @settings(max_examples=some(40), deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
 def test_the_pieces_of_an_answer_make_up_the_whole(written: tuple[Call, ChatAnswer, Output], sizes: list[int]) -> None:
-    """However many tokens come at a time, for both APIs."""
+    """For any number of tokens at a time, and both APIs."""
     call, chat, output = written
     tokens, at, index, events = output.tokens, 0, 0, []
     while at < len(tokens):
@@ -84,7 +84,7 @@ def blocks_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def items_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """From the deltas alone, with all else as the items were when they were added."""
+    """Return the items built only from deltas, with other fields as they were when an item was added."""
     items: list[dict[str, Any]] = []
     for event in found:
         if event["type"] == "response.output_item.added":

@@ -1,4 +1,4 @@
-"""FairSemaphore go round among clients; who leaves takes none, and loses none for the others."""
+"""FairSemaphore serves clients in turns. A client that leaves holds none, and loses none for others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_clients_take_turns() -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.booleans()), max_size=12), st.sampled_from([1, 3])
 )
 def test_whoever_leaves_whenever_the_others_have_their_turns(asked: list[tuple[str, int, bool]], at_once: int) -> None:
-    """asked: the client, the steps of the event loop until it leaves, and whether it does."""
+    """asked: the client, the event loop's steps until it leaves, and whether it leaves."""
 
     async def run() -> None:
         semaphore, inside, served = FairSemaphore(at_once), 0, 0

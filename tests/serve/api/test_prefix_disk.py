@@ -1,4 +1,4 @@
-"""A server that is started again goes on where it was, with what it has in files."""
+"""A restarted server reuses the prefixes in its files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_files(folder: Path) -> Callable[[], Loaded]:
 
 
 def asked(running: Live, chat: list[dict[str, Any]]) -> tuple[str, int, int]:
-    """What is said, the prompt's tokens, and those of them that were taken over."""
+    """Return the answer, the prompt's tokens, and how many of them were reused."""
     body = {"model": NAME, "messages": chat, "max_tokens": 5}
     answer = running.http.post("/v1/chat/completions", json=body).json()
     usage = answer["usage"]

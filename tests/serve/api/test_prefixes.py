@@ -1,4 +1,4 @@
-"""What a server takes over of earlier chats, with a model that keeps states beside keys and values."""
+"""Reuse of earlier chats, with a model that has recurrent states besides keys and values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hybrid() -> Iterator[Live]:
 
 
 def asked(running: Live, *messages: dict[str, Any]) -> tuple[int, int]:
-    """Tokens of a chat's prompt, and those of them that were taken over."""
+    """Return the number of a chat's prompt tokens, and how many of them were reused."""
     body = {"model": NAME, "messages": list(messages), "max_tokens": 5}
     usage = running.http.post("/v1/chat/completions", json=body).json()["usage"]
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
@@ -79,7 +79,7 @@ TEXT = "The password of the door is 4711, and nobody else may know it. " * 3
 
 
 def cached_tokens(running: Live, path: str, key: str = "", **more: Any) -> int:
-    """Tokens of a prompt that were taken over, as this API tells it."""
+    """Return how many prompt tokens were reused, as this API reports it."""
     asked = {"input": TEXT} if path == RESPONSES else {"messages": [user(TEXT)], "max_tokens": 3}
     body = asked | ({"max_output_tokens": 3} if path == RESPONSES else {}) | more
     answer = running.http.post(path, json=body, headers={"x-api-key": key, "Authorization": ""}).json()

@@ -1,4 +1,4 @@
-"""What programs send, replayed: tests/clients/try_programs.py wrote it down while they ran, and cut it short."""
+"""Replay of real programs' requests, which tests/clients/try_programs.py recorded and shortened."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.serve.api.live import Live, live, one_model
 NAME = "scripted"
 RECORDED = Path(__file__).parent / "programs"
 FORMED = 60
-"""Tokens of an answer that has to follow a schema, which the scripted target fills with anything."""
+"""Tokens of answers with a schema, which the scripted target fills with anything."""
 Answer = tuple[str, list[tuple[str, Any]]]
 """The text, and the calls by name and arguments."""
 

@@ -1,4 +1,4 @@
-"""What is refused, in which words, and that nobody else suffers from it."""
+"""What is refused, with which messages, and that other requests are not affected."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def guarded() -> Iterator[Live]:
 
 
 def post(server: Live, path: str, body: Any) -> tuple[int, dict[str, Any]]:
-    """The status and the error of a request that must be refused in the server's own words."""
+    """Return the status and the error of a request that the server itself must refuse."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = server.http.post(path, content=content, headers={"content-type": "application/json"})
     assert answer.headers["content-type"] == "application/json"
@@ -295,7 +295,7 @@ def test_a_queue_that_is_full(guarded: Live) -> None:
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
     guarded.until(lambda: guarded.idle)
-    assert post(guarded, COMPLETIONS, {"prompt": ["x"] * 7})[0] == 400  # would never fit
+    assert post(guarded, COMPLETIONS, {"prompt": ["x"] * 7})[0] == 400  # could never fit
     still_serves(guarded)
 
 

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's Responses API get: the text of Chat Completions as items, in conversations that are kept."""
+"""OpenAI Responses API answers: the text of Chat Completions as items, in stored conversations."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def said(response: dict[str, Any]) -> str:
 
 
 def events(server: Live, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream: each is called as its type, and they are numbered."""
+    """Return the events of a stream; each one's name is its type, and they are numbered."""
     pieces = server.http.post(URL, json={**body, "stream": True}).text.split("\n\n")
     assert pieces.pop() == ""
-    named = [piece.split("\n") for piece in pieces if not piece.startswith(":")]  # signs of life of a slow model
+    named = [piece.split("\n") for piece in pieces if not piece.startswith(":")]  # a slow model's keep-alive comments
     found = [json.loads(data.removeprefix("data: ")) for _, data in named]
     assert [name.removeprefix("event: ") for name, _ in named] == [event["type"] for event in found]
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
@@ -45,7 +45,7 @@ def events(server: Live, **body: Any) -> list[dict[str, Any]]:
 
 
 def streamed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items that events make up by themselves, which are those that the last event has."""
+    """Return the items that events build, which equal those of the last event."""
     assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
     items: list[dict[str, Any]] = []
     text = ""
@@ -70,7 +70,7 @@ def streamed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def alike(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items without their ids, which no two answers share."""
+    """Return items without ids, which differ in every answer."""
     return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
 
 
@@ -133,7 +133,7 @@ def test_a_function_is_called_and_its_output_goes_back(caller: Live, choice: Any
     assert (call["type"], call["name"], response["status"]) == ("function_call", "get_weather", "completed")
     assert set(json.loads(call["arguments"])) >= set(WEATHER["function"]["parameters"]["required"])
     assert alike(streamed(events(caller, **asked))) == alike([call])
-    # The next turn: by what is kept, by all that was said, and by Chat Completions.
+    # The next turn: from the stored response, from the whole conversation, and from Chat Completions.
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
     parts = output | {"output": [{"type": "input_text", "text": "sunny"}]}
     function = {"name": call["name"], "arguments": call["arguments"]}
@@ -150,7 +150,7 @@ def test_a_function_is_called_and_its_output_goes_back(caller: Live, choice: Any
 
 
 def test_tools_of_other_kinds_are_functions_to_the_model(caller: Live) -> None:
-    """As Codex offers them; what OpenAI itself would run is left out."""
+    """As Codex offers them; tools that OpenAI itself would run are left out."""
     patch = {
         "type": "custom",
         "name": "apply_patch",
@@ -172,7 +172,7 @@ def test_tools_of_other_kinds_are_functions_to_the_model(caller: Live) -> None:
     found = ask(caller, **chosen)
     items = streamed(events(caller, **chosen))
     assert alike(items) == alike(found["output"])
-    # Both go back, each with its output.
+    # Both are sent back, each with its output.
     custom = {"type": "custom_tool_call", "call_id": "b", "name": "apply_patch", "input": "*** Begin Patch"}
     done = {"type": "custom_tool_call_output", "call_id": "b", "output": "Done"}
     clocked = {"type": "function_call_output", "call_id": clock["call_id"], "output": "noon"}
@@ -194,7 +194,7 @@ def test_thoughts_are_items_that_go_back(thinker: Live) -> None:
         ask(thinker, **asked | {"reasoning": {"effort": "none"}, "chat_template_kwargs": None})["output"][0]["type"]
         == "message"
     )
-    # A client may send back what it was shown, or what it takes for encrypted.
+    # A client may send back the reasoning in clear text, or as what it takes for encrypted content.
     told = [*USER, {"role": "assistant", "content": "y", "reasoning_content": chat["reasoning_content"]}, *USER]
     count = thinker.http.post("/tokenize", json={"messages": told}).json()["count"]
     shown = {"type": "reasoning", "id": "rs_1", "summary": [], "content": thought["content"]}
@@ -210,7 +210,7 @@ def test_a_conversation_goes_on_from_what_is_kept(server: Live) -> None:
     first = ask(server, input="def f(x):", instructions="Be brief.", max_output_tokens=9, seed=1)
     follow = {"input": "def g(x):", "max_output_tokens": 9, "seed": 2}
     second = ask(server, previous_response_id=first["id"], **follow)
-    # Instructions are not carried on, which OpenAI's documentation says too.
+    # Instructions are not carried over, as in OpenAI's documentation.
     whole = [*USER, {"role": "assistant", "content": said(first)}, {"role": "user", "content": "def g(x):"}]
     assert said(second) == said(ask(server, **follow | {"input": whole}))
     third = events(server, previous_response_id=second["id"], **follow)[-1]["response"]
@@ -221,7 +221,7 @@ def test_a_conversation_goes_on_from_what_is_kept(server: Live) -> None:
     server.openai.responses.delete(first["id"])
     with pytest.raises(openai.NotFoundError, match="deleted, or forgotten"):
         server.openai.responses.retrieve(first["id"])
-    # What came after stands for the whole.
+    # Later responses keep the deleted turn.
     assert said(ask(server, previous_response_id=second["id"], **follow)) == said(third)
 
 
@@ -247,7 +247,7 @@ def test_a_client_that_leaves_frees_its_row_and_leaves_nothing(server: Live) -> 
     body = {"input": USER, "max_output_tokens": 400, "stream": True, "temperature": 0}
     with server.slowed(0.05):
         with server.http.stream("POST", URL, json=body) as answer:
-            pieces = answer.iter_text()  # which ends the stream when nothing holds it
+            pieces = answer.iter_text()  # closes the stream once nothing refers to it
             next(pieces)
             server.until(lambda: server.service.running > 0)
         assert not server.idle

@@ -1,4 +1,4 @@
-"""Schemas that cost too much: they are refused, and no other client notices; the server ends in time whatever hangs."""
+"""Schemas that cost too much are refused, do not affect other clients, and do not delay the server's end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_who_asks_for_no_schema_does_not_wait_for_those_that_hang(monkeypatch: p
 
 
 def test_who_meets_a_limit_while_decoding_meets_it_alone() -> None:
-    """One pattern for all: the random model runs into the lexer's limit, and a bias lets it write what is allowed."""
+    """All share a pattern. The random model hits the lexer's limit; a bias makes the others write what is allowed."""
     pattern = {"type": "string", "pattern": ".{0,200}(a|e).{0,200}(t|s).{0,200}(red|blue)"}
     with live() as server:
         for seed in range(3):

@@ -1,4 +1,4 @@
-"""A server whose target two processes share: the same answers, one end for all, and no request without an answer."""
+"""A server with a target sharded over two processes: same answers, a common end, and every request is answered."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPT = "def median(values):"
 
 @dataclass
 class Shared:
-    """Two processes, the first of which listens."""
+    """Two processes; the first one listens."""
 
     processes: list[subprocess.Popen[str]]
     http: httpx.Client
@@ -41,7 +41,7 @@ class Shared:
         until = monotonic() + 90
         while monotonic() < until:
             assert all(process.poll() is None for process in self.processes), self.processes[0].stderr
-            with suppress(httpx.TransportError):  # nobody listens yet
+            with suppress(httpx.TransportError):  # not listening yet
                 if self.http.get("/health").status_code == 200:
                     return
             sleep(0.1)

@@ -1,7 +1,7 @@
-"""Sixty-four clients of three APIs at once, of whom a third leave: everybody gets an end, and nothing stays behind.
+"""Sixty-four clients of three APIs, a third of which disconnect: every request ends, and nothing is left over.
 
-For two seconds in the suite, three in full. `SOAK_SECONDS=120 pytest tests/serve/api/test_soak.py` is the long run: of
-`eagle-serve` as a process of its own, whose memory is watched. tests/clients/README.md says what it looks at.
+It takes two seconds, or three in full. `SOAK_SECONDS=120 pytest tests/serve/api/test_soak.py` is the long run, with
+`eagle-serve` as a separate process whose memory is observed. tests/clients/README.md lists its checks.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tests.serve.chat.formats import with_format
 LONG = float(os.environ.get("SOAK_SECONDS", 0))
 CLIENTS = int(os.environ.get("SOAK_CLIENTS", 64))
 QUEUE = 24
-"""Fewer than there are clients, so that some are refused."""
+"""Smaller than the number of clients, so that some are refused."""
 GROWTH = 0.05
-"""Of the memory, second half of the time against the first."""
+"""Allowed memory growth, second half of the time against the first."""
 
 
 def numbers(base: str) -> dict[str, float]:
-    """The server's metrics, summed over labels."""
+    """Return the server's metrics, summed over labels."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(httpx.get(f"{base}/metrics", timeout=20).text):
         for sample in family.samples:
@@ -58,9 +58,9 @@ def seconds_until_idle(base: str, most: float = 20.0) -> float:
 
 @contextmanager
 def process(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str], list[str]]]:
-    """eagle-serve with the given target and head, or the included ones: its address, itself, the lines that it says.
+    """Run eagle-serve with the given target and head, or the included ones; yield its address, process and output.
 
-    Its prefix cache holds some five texts, so that it is full before the memory is looked at; on disk some hundred.
+    Its prefix cache holds about five texts, so it is full before memory is measured; the disk holds about a hundred.
     """
     target = with_format(Path(TARGET or EMBEDDED_TARGET), "qwen", folder / "target")
     head = HEAD or EMBEDDED_TARGET.parent / "head"
@@ -86,7 +86,7 @@ def process(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str], list[str
 
 
 def soak(base: str, pid: int, seconds: float, asked: Sequence[Question]) -> Account:
-    """Let the crowd in, and look at what is left behind it."""
+    """Run the crowd, and check what it leaves behind."""
     account = asyncio.run(crowd(base, CLIENTS, seconds, texts_alone(base, asked), partial(resident, pid)))
     if (idle := seconds_until_idle(base)) > 1.0:
         account.faults.append(f"the last row was free {idle:.1f} s behind the last client")

@@ -1,4 +1,4 @@
-"""What the server says of itself, and what it makes of text."""
+"""What the server reports about itself, and how it counts text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = "def f(x):\n    return x\n" * 6
 
 
 def samples(server: Live, labelled: bool = False) -> dict[str, float]:
-    """All numbers of /metrics, by name and labels; `labelled` where the model's is to be among them."""
+    """Return all numbers of /metrics, by name and labels; `labelled` includes the model's label."""
     answer = server.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     return {
@@ -108,7 +108,7 @@ def test_memory_is_counted_and_who_never_fits_gets_a_400() -> None:
         assert "enough for 300 tokens" in refused.json()["error"]["message"]
         answer = server.http.post(COMPLETIONS, json={"prompt": PROMPT, "temperature": 0, "ignore_eos": True})
         usage = answer.json()["usage"]
-        assert usage["prompt_tokens"] + usage["completion_tokens"] == 300  # as if the context were that long
+        assert usage["prompt_tokens"] + usage["completion_tokens"] == 300  # as if the context were this long
         body = {"prompt": PROMPT, "max_tokens": 150, "temperature": 0, "n": 3, "ignore_eos": True}
         with server.openai.completions.with_streaming_response.create(
             model=NAME, prompt=PROMPT, max_tokens=150, stream=True

@@ -1,4 +1,4 @@
-"""The size of a text bounds its tokens from below, whatever the text and the tokenizer; or nothing is promised."""
+"""A text's size gives a lower bound of its tokens for any text and tokenizer, or no bound is given."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def byte_level(normalizer: Any = None) -> Tokenizer:
 
 
 def sentencepiece(model: Any = None, **flags: Any) -> Tokenizer:
-    """As Llama's: spaces written as a letter, and bytes for what is not in the vocabulary."""
+    """Return a tokenizer like Llama's: spaces become a letter, and unknown characters become bytes."""
     made = Tokenizer(model or models.BPE(unk_token="<unk>", fuse_unk=True, **flags))
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", *BYTES], show_progress=False)

@@ -1,4 +1,4 @@
-"""Single tokens: their bytes make up the text's, whatever characters they cut."""
+"""Single tokens: their bytes join to the text's bytes, even if they split characters."""
 
 from __future__ import annotations
 

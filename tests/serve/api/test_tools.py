@@ -1,4 +1,4 @@
-"""Tools, schemas and thoughts over HTTP, whole and streamed alike."""
+"""Tools, schemas and reasoning over HTTP, whole and streamed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USER: Any = [{"role": "user", "content": "How is the weather in Oslo?"}]
 
 
 def streamed(server: Live, asked: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The message that the pieces make up, and why it ended."""
+    """Return the message that the chunks build, and its finish reason."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     reason = ""
     for chunk in server.openai.chat.completions.create(**asked, stream=True):
@@ -99,7 +99,7 @@ def test_a_schema_that_cannot_be_kept_fails_alone(thinker: Live) -> None:
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """With a model that makes two calls, or one that does not fit the schema, whatever it is allowed."""
+    """A server with a model that tries to make two calls, or one that does not fit the schema."""
     two = "Let me see.\n" + call("get_weather", city="Rome", days=3) + "\n" + call("get_weather", city="Oslo", days=4)
     wrong = "Hm.\n" + call("get_weather", city="Bonn", days=99)
     script = [Line("'two' in messages[-1].content", two), Line("'wrong' in messages[-1].content", wrong)]
@@ -109,7 +109,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def told(server: Live, dialect: Dialect, body: dict[str, Any]) -> list[Answer]:
-    """The answer, whole and streamed."""
+    """Return the answer, whole and streamed."""
     whole = server.http.post(dialect.path, json=body)
     assert whole.status_code == 200, whole.text
     lines = server.http.post(dialect.path, json=body | {"stream": True}).text.split("\n")
@@ -122,7 +122,7 @@ def told(server: Live, dialect: Dialect, body: dict[str, Any]) -> list[Answer]:
 
 
 def asking(dialect: Dialect, text: str, **function: Any) -> dict[str, Any]:
-    """A question in the words of an API, with one tool and the choice left to the model."""
+    """Return a question in an API's format, with one tool that the model may call or not."""
     asked = dialect.body(Question((("user", text),), max_tokens=200))
     tool = {**WEATHER["function"], **function}
     if dialect is CHAT:
@@ -183,6 +183,6 @@ def test_17_strict_is_refused_where_calls_are_not_json(coder: Live, dialect: Dia
 
 @pytest.fixture(scope="module")
 def coder() -> Iterator[Live]:
-    """With a model whose calls are no JSON."""
+    """A server with a model whose calls are not JSON."""
     with live(lambda: loaded_format("coder")) as running:
         yield running

@@ -1,4 +1,4 @@
-"""What streams say while nothing of the answer is there, and what becomes of answers that take too long."""
+"""What streams send before the answer starts, and how answers that take too long end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Gate:
-    """Lets an engine make so many steps and no more."""
+    """Lets an engine make a given number of steps."""
 
     def __init__(self, server: Live):
         loaded = server.service.worker.loaded
@@ -39,9 +39,9 @@ class Gate:
         self.engine, self._real, self._allowed = loaded.engine, loaded.engine.step, Semaphore(0)
 
         self.submitted = 0
-        """HTTP requests that the engine's thread has been told of, and knows of after the step that it is in."""
+        """HTTP requests that the engine's thread will see after its current step."""
         self.ended: list[str] = []
-        """The clients of requests that have ended, in that order."""
+        """The clients of ended requests, in order."""
 
         def step() -> Any:
             self._allowed.acquire()
@@ -78,7 +78,7 @@ def gated(max_batch: int = 4, limits: Limits | None = None, **settings: object) 
 
 
 class Stream:
-    """A stream that is read as far as is asked."""
+    """A stream that is read step by step."""
 
     def __init__(self, server: Live, path: str, body: dict[str, Any]):
         self._context = server.http.stream("POST", path, json={**body, "stream": True})
@@ -89,12 +89,12 @@ class Stream:
         self.rest: list[str] = []
 
     def comment(self) -> str:
-        """The next one."""
+        """Return the next comment."""
         self.comments.append(next(line for line in self._lines if line.startswith(":")).removeprefix(": "))
         return self.comments[-1]
 
     def end(self) -> str:
-        """Everything else but comments."""
+        """Return everything except comments."""
         lines = list(self._lines)
         self.comments += [line.removeprefix(": ") for line in lines if line.startswith(":")]
         self._context.__exit__(None, None, None)
@@ -150,7 +150,7 @@ def test_a_short_prompt_says_nothing_while_it_is_read() -> None:
 
 
 def test_official_clients_do_not_mind_the_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a prompt is read, the engine waits with each step until the stream had something to say."""
+    """During prefill, the engine waits in each step until the stream has sent something."""
     told: list[str] = []
     looked, waits_for = Event(), Call.waits_for
 
@@ -198,7 +198,7 @@ def test_official_clients_do_not_mind_the_comments(monkeypatch: pytest.MonkeyPat
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that tests advance."""
 
     def __init__(self, server: Live):
         self.now = 1000.0
@@ -277,7 +277,7 @@ def test_official_clients_do_not_ask_again_when_the_time_was_over() -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES, RESPONSES])
 def test_a_request_may_bound_its_own_answers_time(path: str) -> None:
-    """From its first token: what comes before does not count."""
+    """From its first token; earlier time does not count."""
     most = "max_output_tokens" if path == RESPONSES else "max_tokens"
     asked: Any = {"input": "x"} if path == RESPONSES else {"messages": [{"role": "user", "content": "x"}]}
     body = {**(TEXT if path == COMPLETIONS else asked), most: 400, "t_max_predict_ms": 2000}
@@ -315,7 +315,7 @@ def test_a_time_that_is_none_is_refused(server: Live) -> None:
 
 
 def test_clients_are_told_apart_by_their_address() -> None:
-    """Behind a proxy on this machine, by the one that it names."""
+    """With a proxy on this machine, by the address that it names."""
     behind = {"forwarded_allow_ips": ("127.0.0.1",)}
     with ThreadPoolExecutor(6) as pool, gated(max_batch=1, **behind) as (server, gate):
         body = {"prompt": [5, 6, 7], "max_tokens": 3}

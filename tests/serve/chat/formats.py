@@ -1,4 +1,4 @@
-"""Targets with the chat formats of several models: their templates in short, their marks, one vocabulary."""
+"""Targets with several models' chat formats: short templates, their tags, one vocabulary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eagle_mlx.serve.chat import ChatFormat
 from tests.fakes import EMBEDDED_TARGET, TOKENIZER_FILES, tiny_target
 
 VOCAB = 4160
-"""The models' vocabularies are wider than their tokenizers', as real ones are."""
+"""The models' vocabularies are larger than their tokenizers', as in real models."""
 
 WIDE = 49_152
 
@@ -120,7 +120,7 @@ def by_schema(schema: Any, **more: Any) -> dict[str, Any]:
 def tokenizer_of(
     name: str, special: bool = False, parser: str | None = None, normalizer: str | None = None
 ) -> TokenizerWrapper:
-    """special: whether the added tags are special tokens, as they are in some models and in others not."""
+    """Return a tokenizer. special: whether the added tags are special tokens, which differs between models."""
     added, parser = ADDED.get(name, ()), parser or PARSERS.get(name)
     with tempfile.TemporaryDirectory() as folder:
         return _load(Path(folder), TEMPLATES[name], added, special, parser, normalizer)
@@ -160,23 +160,23 @@ def format_of(name: str, special: bool = False) -> ChatFormat:
 
 @cache
 def format_with_parser(parser: str) -> ChatFormat:
-    """The format of a model whose calls one of mlx-lm's parsers reads."""
+    """Return the format of a model whose calls this parser of mlx-lm reads."""
     target = tiny_target(layers=2)
     return ChatFormat.of(em.Target(target.model, tokenizer_of("qwen", parser=parser), name=parser))
 
 
 @cache
 def format_with_template(template: str, added: tuple[str, ...] = ()) -> ChatFormat:
-    """The format of a model with this template, and these tokens in its vocabulary, as mlx-lm tells it by itself."""
+    """Return the format that mlx-lm detects for this template and these added tokens."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = _load(Path(folder), template, added)
     return ChatFormat.of(em.Target(tiny_target(layers=2).model, tokenizer, name="told"))
 
 
 def with_format(source: Path, name: str, folder: Path) -> Path:
-    """A folder with the target of another folder and this chat format.
+    """Return a folder with another folder's target and this chat format.
 
-    The tags take the places of the tokens that were merged last, so that the vocabulary keeps its size and a head fits.
+    The tags replace the tokens of the last merges, so the vocabulary keeps its size and heads fit.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for file in (*source.glob("*config.json"), *source.glob("*.safetensors*")):
@@ -195,7 +195,7 @@ def with_format(source: Path, name: str, folder: Path) -> Path:
 
 @cache
 def wide_tokenizer() -> TokenizerWrapper:
-    """49,152 tokens, as many models have: bytes, pairs and triples of letters, with a blank before them or without."""
+    """Return a tokenizer of 49,152 tokens, a common size: bytes, and two or three letters with and without a space."""
     with tempfile.TemporaryDirectory() as folder:
         for file in TOKENIZER_FILES:
             shutil.copy(EMBEDDED_TARGET / file, Path(folder) / file)

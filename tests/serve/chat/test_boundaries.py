@@ -1,4 +1,4 @@
-"""Where chats part from those that come later, by what templates write of them."""
+"""Boundaries of chats: the prefixes that later chats share, by what templates write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORGETS = """
   {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>' }}{% endif %}"""
-"""Thoughts stay until the next question, as in Qwen3's template."""
+"""Reasoning stays until the next question, as in Qwen3's template."""
 
 
 def format_with(template: str) -> ChatFormat:
@@ -34,7 +34,7 @@ def format_with(template: str) -> ChatFormat:
 
 
 def beginnings(format: ChatFormat, messages: list[dict[str, Any]]) -> list[str]:
-    """What of the prompt is expected again."""
+    """Return the prefixes of the prompt that are expected to recur."""
     chat = format.chat(messages)
     prompt = chat.tokens()
     return [str(chat.tokenizer.decode(prompt[:end])) for end in chat.boundaries(prompt)]
@@ -47,7 +47,7 @@ def test_behind_the_system_prompt_and_behind_the_last_message() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "qwen", "thinking", "mistral"])
 def test_what_is_expected_again_comes_again(name: str) -> None:
-    """The prompt of another question, and that of the next turn; a prompt's end is a boundary in any case."""
+    """In the prompts of another question and of the next turn. A prompt's end is always a boundary."""
     format = format_of(name)
     system, tools = [] if name == "mistral" else [SYSTEM], [] if name == "plain" else [WEATHER]
     chat = [*system, *HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "and now?"}]

@@ -1,6 +1,6 @@
-"""The formats in which families of models call tools: told by their templates, and read however they are cut.
+"""Tool-call formats of model families: detected by template, and parsed however the text is cut.
 
-Each line of the table in docs/agents.md is a test here, and each parser of mlx-lm is in a line of it.
+Each line of the table in docs/agents.md is a test here, and each of mlx-lm's parsers is in one of its lines.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def dumps(value: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """Texts as they are, all else as JSON, as most templates write arguments."""
+    """Return text as it is and other values as JSON, as most templates write arguments."""
     return value if isinstance(value, str) else dumps(value)
 
 
@@ -56,7 +56,7 @@ def json_tools(calls: Calls) -> str:
 
 
 def qwen3_coder(calls: Calls) -> str:
-    """Numbers and truth values as Python writes them."""
+    """Write calls with numbers and booleans as in Python."""
     out = []
     for name, arguments in calls:
         values = {
@@ -186,18 +186,18 @@ def muse_spark(calls: Calls) -> str:
 
 @dataclass(frozen=True)
 class Family:
-    """Models whose templates say alike how to call."""
+    """Models whose templates describe calls in the same way."""
 
     parser: str | None
     template: str
-    """What is characteristic of it, in short."""
+    """Its characteristic part."""
     writers: tuple[Callable[[Calls], str], ...] = ()
-    """The forms in which such models write."""
+    """Functions that write calls in such models' forms."""
     vocabulary: tuple[str, ...] = ()
     nested: bool = True
-    """Whether an argument may be an object or a list, and a text hold a brace."""
+    """Whether an argument may be an object or a list, and a text may contain a brace."""
     dashes: bool = True
-    """Whether a function's name may hold one."""
+    """Whether a function's name may contain a dash."""
 
 
 def loop(text: str) -> str:
@@ -247,13 +247,13 @@ CALLING = [
 
 def format_of(name: str) -> ChatFormat:
     family = FAMILIES[name]
-    if name == "Laguna":  # its checkpoints name the parser; by its template it would be taken for GLM, which is alike
+    if name == "Laguna":  # its checkpoints name the parser; its template resembles GLM's
         return format_with_parser("laguna")
     return format_with_template(family.template or "{{ messages }}", family.vocabulary)
 
 
 def texts(more: str) -> st.SearchStrategy[str]:
-    """What does not begin or end with a blank, which some formats drop."""
+    """Return texts without spaces at their ends, which some formats drop."""
     return st.text(f"aé漢😀 '\"[],:\\\n<&(={more}", max_size=12).map(lambda text: f"x{text}x")
 
 
@@ -273,7 +273,7 @@ def arguments_of(family: Family) -> st.SearchStrategy[tuple[str, Arguments]]:
 
 
 def read(format: ChatFormat, parts: Sequence[str]) -> tuple[str, list[tuple[int, str, Arguments]]]:
-    """The text of an answer that comes in parts, and its calls as OpenAI's clients get them."""
+    """Return the text of an answer that comes in parts, and its calls as OpenAI's clients get them."""
     reader = AnswerParser(format, TOOLS)
     deltas: list[Delta] = [delta for part in parts for delta in reader.push(part)] + reader.finish()
     calls = [delta.tool_call for delta in deltas if delta.tool_call is not None]

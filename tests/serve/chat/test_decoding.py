@@ -1,4 +1,4 @@
-"""An engine that follows grammars, with speculation as without, and alone as in company."""
+"""An engine that follows grammars, with and without speculation, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def by_the_schema(text: str) -> bool:
 @pytest.mark.parametrize("case", in_full([*CASES], ["greedy", "filtered"]))
 @pytest.mark.parametrize("seed", in_full([0, 1], [0]))
 def test_speculation_changes_no_constrained_text(case: str, seed: int) -> None:
-    """Every text follows its grammar; a row without one is not touched by its company."""
+    """Every text follows its grammar; a row without a grammar is not affected by the others."""
     target = target_of("qwen", seed=seed)
     format = ChatFormat.of(target)
     free = CASES[case]
@@ -89,7 +89,7 @@ def test_speculation_changes_no_constrained_text(case: str, seed: int) -> None:
 
 
 def test_a_thinking_model_thinks_and_then_keeps_to_the_schema() -> None:
-    """A random model's thoughts would not end by themselves, so a bias helps."""
+    """A random model would not end its reasoning, so a bias helps."""
     target = target_of("thinking")
     format = ChatFormat.of(target)
     prompt = format.chat(HELLO, template_kwargs={"enable_thinking": True}).tokens()
@@ -106,7 +106,7 @@ def test_a_thinking_model_thinks_and_then_keeps_to_the_schema() -> None:
 
 
 def test_schemas_that_are_too_complex_to_follow_fail_alone() -> None:
-    """The chain passes the compiler, and has more open ends than a parser's row may have."""
+    """The chain compiles, but has more open ends than a parser's row allows."""
     chain: dict[str, Any] = {
         f"{i:x}": {"anyOf": [{"$ref": f"#/$defs/{i + 1:x}"}, {"type": "null"}]} for i in range(1_020)
     }
@@ -126,7 +126,7 @@ def test_schemas_that_are_too_complex_to_follow_fail_alone() -> None:
 
 
 def test_a_mask_of_a_wide_vocabulary_holds_no_other_row_up() -> None:
-    """The process that finds it is stopped, as if it had much to do, and continues when the other row has ended."""
+    """The process that computes it is paused, as if busy, and continues when the other row has ended."""
     target = em.Target(tiny_target(layers=2, vocab=WIDE).model, wide_tokenizer(), name="wide")
     grammars = Grammars(ChatFormat.of(target), WIDE, [2])
     params = SamplingParams(max_tokens=400, temperature=1.0, seed=4, grammar=grammars.grammar(by_schema(SCHEMA)))
@@ -156,7 +156,7 @@ def test_a_mask_of_a_wide_vocabulary_holds_no_other_row_up() -> None:
 
 
 MARKED = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "a<tool_call>b</tool_call>", "<", "e\u0301", "\u1112\u1161")
-"""Texts with tokens that a chat gives a meaning to, and letters that Unicode writes in two ways."""
+"""Texts with tokens that have a meaning in chats, and letters with two Unicode forms."""
 
 
 def only(value: str) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def only(value: str) -> dict[str, Any]:
 def test_a_text_that_looks_like_special_tokens_is_written_as_text(
     proposer: Any, special: bool, normalizer: str | None
 ) -> None:
-    """Such a text is forced: no part of it may be a token that stands for something else, or for the text's end."""
+    """Such a text is forced: none of its tokens may have another meaning or end the text."""
     target = target_of("qwen", special, normalizer=normalizer)
     grammars = Grammars.of(target)
     engine = em.Engine(target, proposer(), policy=FixedPolicy(3))

@@ -1,4 +1,4 @@
-"""Work on a client's text takes linear time, because the interpreter lock is held meanwhile and others wait."""
+"""Work on clients' texts takes linear time, because it holds the interpreter lock while others wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = "x-anthropic-billing-header: a="
 
 
 def is_linear(work: Callable[[int], Any], size: int) -> bool:
-    """Whether a text of ten times the size takes less than 40 times as long; quadratic time would be 100 times."""
+    """Return whether ten times the size takes less than 40 times as long; quadratic time would be 100 times."""
 
     def seconds(size: int) -> float:
         began = thread_time()
@@ -73,7 +73,7 @@ def test_2_a_message_of_many_blocks_takes_linear_time(add: Callable[[Conversatio
 )
 @pytest.mark.parametrize("body", ["call:f{", "{}"])
 def test_2_calls_without_an_end_take_linear_time(parser: str, answer: str, body: str) -> None:
-    """A schema can force a model to write them; the long ones took up to 19 s."""
+    """A schema can force a model to write them. The long ones took up to 19 s."""
     format = format_with_parser(parser)
 
     def parse(count: int) -> None:

@@ -1,4 +1,4 @@
-"""Answers taken apart: calls, thoughts and the rest, at once where they are certain, and the same in any pieces."""
+"""Parsed answers: calls, reasoning and text, returned as soon as they are certain, however the text is cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Piece = tuple[str, Any]
 
 
 def told(deltas: Sequence[Delta]) -> list[Piece]:
-    """What the deltas say, however many they are."""
+    """Join deltas, so that their number does not matter."""
     out: list[Piece] = []
     for delta in deltas:
         assert (delta.content != "") + (delta.reasoning != "") + (delta.tool_call is not None) == 1
@@ -144,7 +144,7 @@ def test_arguments_come_as_json_that_utf8_can_hold() -> None:
 def test_an_answer_cut_short_holds_no_half_call() -> None:
     cut = f'{ROME}\n<tool_call>\n{{"name": "clock", "arguments": {{'
     assert read(format_of("qwen"), cut) == [rome(), ("content", cut[len(ROME) + 1 :])]
-    # This parser takes half a call for a whole one.
+    # This parser accepts half a call as a whole one.
     half = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_k"
     assert read(format_with_parser("glm47"), half, complete=False) == [("content", half)]
 
@@ -260,7 +260,7 @@ def test_a_call_ends_a_thought_and_the_end_of_a_thought_what_looked_like_a_call(
 
 
 def test_states_of_a_templates_own() -> None:
-    """Headers are dropped, and marks that only give an answer its shape."""
+    """Headers and tags that only structure an answer are dropped."""
     marks = ReasoningTags(
         edges={
             "header": [("to=self|", "reasoning"), ("to=user|", "content")],
@@ -327,7 +327,7 @@ def test_the_same_comes_where_calls_have_no_end(text: list[str]) -> None:
 
 
 def bare(text: str) -> str:
-    """Without line breaks, think tags, however they come to stand together, and blanks before it all."""
+    """Return a text without line breaks, think tags in any combination, and leading spaces."""
     text = text.replace("\n", "").lstrip()
     while (less := text.replace("<think>", "").replace("</think>", "").lstrip()) != text:
         text = less

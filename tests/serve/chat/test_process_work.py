@@ -1,4 +1,4 @@
-"""Forced texts are encoded as they are written, whatever the tokenizer makes of such a text in a prompt."""
+"""Forced texts are encoded literally, however the tokenizer encodes such text in a prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def byte_level() -> Tokenizer:
-    """Of which merges make two of the special tokens, as converters of other formats write them."""
+    """Return a tokenizer whose merges make two of the special tokens, as converters of other formats write them."""
     made = Tokenizer(models.BPE())
     made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -67,7 +67,7 @@ def test_no_text_is_encoded_as_special_tokens_or_as_another_text(name: str, text
 
 
 SPARSE = ["<end>", "a", "b"]
-"""No x: a grammar that asks for one leads nowhere."""
+"""There is no x, so a grammar that requires one is a dead end."""
 END, A, B = range(3)
 
 
@@ -85,7 +85,7 @@ def tokens_of(masks: list[bytes]) -> list[list[int]]:
 
 
 def test_a_draft_that_leads_nowhere_ends_no_text() -> None:
-    """What a draft runs into is no matter of a text that goes elsewhere."""
+    """A dead end in a draft does not affect a text that continues differently."""
     process = followed('start: "a" ("b" "x" | "a" "b" "x"?)')
     assert tokens_of(process.masks(0, [A], [B, A])) == [[A, B], []]
     assert tokens_of(process.masks(0, [], [A, B])) == [[A, B], [B], [END]]

@@ -1,4 +1,4 @@
-"""Grammars: what they allow, what is refused, and what a matcher promises to the engine."""
+"""Grammars: what they allow and refuse, and the matcher's interface to the engine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def compiled(
 
 
 def allows(make: Callable[[], Grammar] | None, text: str, name: str = "plain", special: bool = False) -> bool:
-    """Whether the text may be written, token by token, and may end then."""
+    """Return whether the text can be written token by token, and can end there."""
     assert make is not None
     grammar = make()
     for token in tokenizer_of(name, special).encode(text, add_special_tokens=False):
@@ -147,7 +147,7 @@ def test_17_with_a_strict_tool_text_is_free_until_a_call_begins(name: str, speci
     def may(text: str) -> bool:
         return allows(make, text, name, special)
 
-    thought = "<think>\nhm <é\n</think>\n\nyes "  # ends in tokens of its own in one of the formats
+    thought = "<think>\nhm <é\n</think>\n\nyes "  # ends in separate tokens in one of the formats
     for free in ("", "a < b 漢\n", "<tool_cal", CALL, f"I see.\n{CALL}\nDone.", f"{CALL}{CALL}", f"{thought}{CALL}"):
         assert may(free), free
     for wrong in (
@@ -158,7 +158,7 @@ def test_17_with_a_strict_tool_text_is_free_until_a_call_begins(name: str, speci
     ):
         assert not may(wrong), wrong
     clock = '<tool_call>\n{"name": "clock", "arguments": {"any": [1]}}\n</tool_call>'
-    assert may(clock)  # it is not strict
+    assert may(clock)  # not strict
     assert not may(clock.replace("[1]", "[1"))
 
 
@@ -173,7 +173,7 @@ def test_17_bytes_that_are_no_text_are_free_too() -> None:
     make = GRAMMARS["qwen", False].grammar(None, ToolOffer.of([strict(WEATHER)]))
     assert make is not None
     vocab, grammar = tokenizer_of("qwen").get_vocab(), make()
-    first, second = "é".encode()  # as byte-level tokenizers write them: the characters of these numbers
+    first, second = "é".encode()  # byte-level tokenizers write each byte as a character
     assert all(grammar.advance(vocab[chr(byte)]) for byte in (first, first, second, second))
     assert grammar.advance(vocab["a"])
 
@@ -325,7 +325,7 @@ def masks_of(grammar: Grammar) -> Any:
 @settings(max_examples=some(25))
 @given(data=st.data())
 def test_a_matcher_that_went_back_is_like_a_fresh_one(data: st.DataObject) -> None:
-    """Tokens allowed and not, masks asked for or not, rollbacks of any length, also behind the end."""
+    """With legal and illegal tokens, masks requested or not, and rollbacks of any length, also from after the end."""
     which = data.draw(st.sampled_from(["schema", "calls", "thinking"]))
     make = {
         "schema": lambda: compiled(by_schema(SCHEMA), name="thinking"),
@@ -366,7 +366,7 @@ def test_a_walk_leaves_no_trace() -> None:
 
 
 def test_a_token_that_ends_the_text_is_not_taken() -> None:
-    """Also where the text could continue: a number may end after each digit."""
+    """Even if the text could continue: a number may end after each digit."""
     grammar = fresh(compiled(by_schema({"type": "integer"})), tokenizer_of("plain").encode("1"))
     before = masks_of(grammar)
     assert before[END]
@@ -388,7 +388,7 @@ def until_gone(*ids: int) -> None:
 
 @pytest.mark.parametrize("schema", [HANGS, HUNGRY], ids=["hangs", "hungry"])
 def test_what_compiles_without_end_is_killed_and_hurts_nobody(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nothing is known against it beforehand."""
+    """Even if no reason is known in advance."""
     monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
     monkeypatch.setattr("eagle_mlx.serve.chat.structured.COMPILE_SECONDS", 0.5)
     started: list[Process] = []
@@ -400,7 +400,7 @@ def test_what_compiles_without_end_is_killed_and_hurts_nobody(schema: Any, monke
 
     monkeypatch.setattr(Process, "fork", noted)
     grammars = GRAMMARS["plain", False]
-    # On a fast machine the hungry one meets the limit of memory first.
+    # On a fast machine the memory limit may come first.
     with pytest.raises(
         ConfigError, match=r"schema: too complex: (it was not compiled within 0\.5 s|to compile it takes)"
     ):
@@ -430,7 +430,7 @@ def until_it_fails(grammar: Grammar) -> None:
 
 
 def test_a_row_that_meets_the_lexers_limit_leaves_the_grammar_as_it_was() -> None:
-    """llguidance's copies of a matcher share a lexer, and with it the limit that one of them has met."""
+    """llguidance's copies of a matcher share a lexer, and so a limit that one of them has reached."""
     make = compiled(by_schema({"type": "string", "pattern": ".{0,200}(a|e).{0,200}(t|s).{0,200}(red|blue)"}))
     begun = fresh(make, tokenizer_of("plain").encode('"at', add_special_tokens=False))
     for _ in range(2):

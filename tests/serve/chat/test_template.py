@@ -1,4 +1,4 @@
-"""Prompts from messages: what templates get, what is refused and where, and what a tokenizer's format is."""
+"""Prompts from messages: what templates get, what is refused and where, and how a tokenizer's format is detected."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_prompt_is_what_the_engine_makes_of_plain_messages() -> None:
 
 
 class OfItsOwn(PreTrainedTokenizerFast):
-    """Makes a chat's tokens in a way of its own."""
+    """Makes the tokens of chats in its own way."""
 
     def apply_chat_template(self, *args: Any, tokenize: bool = True, **kwargs: Any) -> Any:
         text = super().apply_chat_template(*args, tokenize=False, **kwargs)

@@ -1,4 +1,4 @@
-"""What agents change in every request: the known parts are left out, and any other is named once."""
+"""What agents change in every request: known parts are removed, and other changes are reported once."""
 
 from __future__ import annotations
 
