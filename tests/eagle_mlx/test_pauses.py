@@ -1,4 +1,4 @@
-"""Requests that are paused and resumed: the same text, and rows shared fairly between clients."""
+"""Paused and resumed requests: the same text, and rows shared fairly between clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TARGET = tiny_target()
 RNG = np.random.default_rng(0)
 PROMPTS = [[int(t) for t in RNG.integers(3, 128, n)] for n in (5, 60, 17, 40, 2, 33)]
 OPEN = em.SamplingParams(max_tokens=1 << 30, ignore_eos=True)
-"""No limit: such a row ends where the context does."""
+"""No limit: such a row ends at the end of the context."""
 COUNT = 12
 
 
@@ -104,7 +104,7 @@ def test_05_what_a_pause_reads_again_is_not_counted_as_cached() -> None:
 
 
 def test_05_texts_without_a_seed_follow_the_target_though_rows_are_paused() -> None:
-    """By exact enumeration of two tokens."""
+    """Compared with an exact enumeration of two tokens."""
     target, draws = tiny_target(vocab=16, seed=4, layers=2), in_full(6000, 600)
     sampled = em.SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True)
     prompt, batch = [3, 7, 9], SamplingBatch.of([sampled], [0])
@@ -129,7 +129,7 @@ def submit(engine: em.Engine, client: str, prompt: list[int], params: em.Samplin
 
 
 def steps_until(engine: em.Engine, request: RequestState) -> int:
-    """Steps until the first token of a request."""
+    """Return how many steps it takes until a request's first token."""
     steps = 0
     while not request.tokens and request.finish_reason is None:
         engine.step()
@@ -144,7 +144,7 @@ def finish(engine: em.Engine) -> None:
 
 
 MOST_STEPS, SLICE = 4, 64
-"""Steps until another client's short prompt has its first token; rounds after which an only row is given back."""
+"""Steps until another client's short prompt has its first token; rounds after which the only row is paused."""
 
 
 def test_05_the_guide_states_the_numbers_that_are_measured_here() -> None:
@@ -169,7 +169,7 @@ def test_05_a_client_that_holds_every_row_gives_one_back(drafts: str, kept: int)
         while other.finish_reason is None:
             engine.step()
         assert other.tokens == em.Engine(target).generate([PROMPTS[turn][:5]], replace(OPEN, max_tokens=6))[0].tokens
-    assert engine.pauses == 3  # once for each, and no more
+    assert engine.pauses == 3  # once for each
     finish(engine)
     assert [request.tokens for request in greedy] == alone
     assert {request.finish_reason for request in greedy} == {"length"}
@@ -188,7 +188,7 @@ def test_05_rows_are_shared_out_and_nobody_is_paused_for_more_than_a_fair_share(
     before = engine.pauses
     for _ in range(40):
         engine.step()
-    assert engine.pauses == before  # no ping-pong
+    assert engine.pauses == before  # rows do not alternate
     assert [each.pauses for each in rows["a"][:1]] == [0]  # the newest was paused, not the oldest
     for requests in rows.values():
         for request in requests:
@@ -211,7 +211,7 @@ def test_05_the_only_row_is_given_back_after_some_rounds() -> None:
 
 
 def test_05_other_clients_are_not_held_up_by_a_request_that_does_not_fit() -> None:
-    """Of a client that has rows already; others pass it, more often than it may be passed by its own kind."""
+    """Its client already has rows. Other clients pass it, more often than requests of its own client may."""
     engine = em.Engine(TARGET, max_batch=4)
     size = engine.kv_budget.size
     engine = em.Engine(TARGET, max_batch=4, kv_bytes=size.nbytes(2, 300))
@@ -302,7 +302,7 @@ def test_07_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int
         engine = em.Engine(
             target, proposer(drafts), policy=em.FixedPolicy(2), max_batch=8, prefix_cache_bytes=kept, kv_bytes=allowed
         )
-        engine.kv_budget.open_end = 12  # so that all eight begin, as with a context far longer than what is set aside
+        engine.kv_budget.open_end = 12  # so that all eight begin, as if the context were much longer than the reserve
         rows = [engine.prepare(p, o) for p, o in zip(asked, each, strict=True)]
         for row in rows:
             engine.submit(row)

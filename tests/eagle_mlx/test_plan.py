@@ -1,4 +1,4 @@
-"""A round's plan and its result: plain numbers that can be sent, and what follows from them."""
+"""A round's plan and result: plain numbers that can be sent, and what follows from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens to draft: rules that fix it or follow the acceptance, and what costs are made of."""
+"""Draft lengths: fixed or by acceptance; and the parts of costs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_acceptance_average_by_hand() -> None:
     assert (policy.rate, policy.plan(Context(1, CHAINS))) == (0.7, Plan(4))
     policy.observe(result(Plan(4), [4, 4], [4, 2], 1.0))
     assert policy.rate == pytest.approx(0.7 + 0.1 * (6 / 8 - 0.7))
-    policy.observe(result(Plan(4), [0, 0], [0, 0], 1.0))  # nothing was found to draft
+    policy.observe(result(Plan(4), [0, 0], [0, 0], 1.0))  # no draft was found
     policy.observe(result(PLAIN, [0], [0], 1.0))
     assert policy.rate == pytest.approx(0.705)
 
@@ -107,7 +107,7 @@ def test_sizes_that_were_not_measured_follow_the_curve_and_what_drafting_adds() 
     assert [costs.estimate("chain", 1, depth) for depth in range(5)] == [1.0, 1.25, 1.5, 2.25, 3.0]
     measure(costs, "chain", 1, (1, 1.35), (2, 1.7))
     assert costs.estimate("chain", 1, 4) == pytest.approx(3.0 + 0.4)
-    assert costs.estimate("early exit", 1, 4) == pytest.approx(3.4)  # as chains, until it is measured
+    assert costs.estimate("early exit", 1, 4) == pytest.approx(3.4)  # like chains until measured
     assert costs.estimate("n-grams", 1, 4) == pytest.approx(3.4)
     measure(costs, "early exit", 1, (4, 3.7))
     assert (costs.estimate("early exit", 1, 4), costs.estimate("chain", 1, 4)) == (3.7, pytest.approx(3.4))
@@ -139,7 +139,7 @@ def test_an_accident_says_little_of_what_rounds_cost() -> None:
 
 
 def test_a_plain_round_takes_no_longer_than_rounds_that_read_more() -> None:
-    """Plain rounds that were timed while something else had the machine are not believed."""
+    """Plain rounds that were slowed by other load are not used."""
     costs = Costs()
     costs.curve = [(1, 1.0), (2, 1.44)]
     measure(costs, "plain", 1, (0, 1.6))
@@ -166,7 +166,7 @@ def test_acceptance_by_position_counts_what_was_reached() -> None:
     assert acceptance.expected_tokens(2) == 1.75
     for _ in range(300):
         acceptance.add(3, [3, 1])
-    # The first token is always kept, the second in one row of two, the third wherever the second was.
+    # The first token is always accepted, the second in one of two rows, the third whenever the second is.
     assert acceptance.expected_tokens(3) == pytest.approx(1 + 1 + 0.5 + 0.5, abs=0.02)
     assert acceptance.expected_tokens(5) > acceptance.expected_tokens(3)
     for _ in range(300):

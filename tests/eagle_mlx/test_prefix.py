@@ -1,4 +1,4 @@
-"""Pasts taken over from earlier requests: the same text and acceptance, and no more bytes than allowed."""
+"""Pasts reused from earlier requests: the same text and acceptance, within the limit on bytes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_any_common_beginning_is_safe(requests: list[tuple[int, list[int]]]) -> 
 
 @pytest.mark.parametrize("common", [0, LEAST, LEAST + 1, 30, 50, 62])
 def test_no_more_is_taken_over_than_is_the_same(common: int) -> None:
-    """The head's entry at a position is made with the token after it: the last common position is read again."""
+    """The head's entry at a position needs the token after it, so the last common position is read again."""
     busy = engine()
     [output] = busy.generate([LONG[:60]], em.SamplingParams(max_tokens=3))
     text = [*LONG[:60], *output.tokens]
@@ -185,7 +185,7 @@ def test_a_state_that_cannot_be_cut_is_taken_whole_or_not_at_all(name: str) -> N
     params = em.SamplingParams(max_tokens=24)
     first = [t % 16 + 1 for t in LONG[:50]]
     answer = em.Engine(target).generate([first], params)[0].tokens
-    for end in in_full(range(1, 8), (1, 3, 4)):  # wherever in a round the text ends
+    for end in in_full(range(1, 8), (1, 3, 4)):  # the text may end anywhere in a round
         oracle = Oracle({tuple(first): answer}, wrong=0.0)
         busy = em.Engine(target, oracle, policy=em.FixedPolicy(4), prefix_cache_bytes=MANY)
         stopped = replace(params, stop_token_ids=(answer[end],))

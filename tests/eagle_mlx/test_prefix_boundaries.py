@@ -1,4 +1,4 @@
-"""Prompts that part from earlier ones at a boundary: all before it is taken over, with any kind of cache."""
+"""Prompts that diverge from earlier ones at a boundary: everything before it is reused, with any kind of cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANY = 1 << 30
 SYSTEM = [(7 * i * i + 3 * i) % 90 + 1 for i in range(50)]
 CHAT = [*SYSTEM, *((5 * i * i + i) % 90 + 1 for i in range(40))]
 OPENING = [91, 92]
-"""What a template puts in front of an answer, and leaves out of the next turn's prompt."""
+"""The template adds this before an answer, and leaves it out of the next turn's prompt."""
 KINDS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_5", "mamba2", "rwkv7", "llama4_text"]
 PARAMS = em.SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -118,7 +118,7 @@ def test_a_state_is_kept_once_for_all_that_begin_alike() -> None:
     state = sum(x.nbytes for x in _states(which))
     for last in range(4):
         answered(busy, [*SYSTEM, *([last] * 20)], (len(SYSTEM),))
-    assert busy.prefixes.nbytes == (1 + 2 * 4) * state  # behind the system prompt, each prompt and each text
+    assert busy.prefixes.nbytes == (1 + 2 * 4) * state  # after the system prompt, each prompt and each text
     busy.prefixes.capacity = 3 * state
     busy.prefixes.trim()
     assert (busy.prefixes.nbytes, len(busy.prefixes)) == (3 * state, 3)

@@ -1,4 +1,4 @@
-"""Pasts that are cut back: whatever was drafted, cancelled or stopped before, the text is that of a cold engine."""
+"""Pasts that are cut back: after any drafts, cancels or stops, the text equals a cold engine's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.full import diagonal, in_full, in_turn
 LONG = [int(t) for t in np.random.default_rng(0).integers(0, VOCAB, 90)]
 MANY = 1 << 30
 MARGIN = 1e-3
-"""Scores closer than this may fall either way between forwards of different widths."""
+"""Scores closer than this may be decided by rounding between forwards of different widths."""
 
 
 @cache
@@ -37,7 +37,7 @@ def cold(which: em.Target, prompt: tuple[int, ...], params: em.SamplingParams) -
 
 
 def same(which: em.Target, prompt: list[int], got: list[int], wanted: list[int]) -> bool:
-    """Whether greedy texts agree up to where two tokens were as good."""
+    """Return whether greedy texts are equal up to a point where two tokens were equally good."""
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(got, wanted, strict=False)))
     if common == len(got) == len(wanted):
         return True
@@ -52,7 +52,7 @@ def busy(which: em.Target, proposer: object, depth: int, rows: int = 1) -> em.En
 
 
 def cancelled(engine: em.Engine, prompt: list[int], tokens: int, params: em.SamplingParams) -> None:
-    """Begin a request and give it up when it has so many tokens."""
+    """Start a request and cancel it after this many tokens."""
     row = engine.prepare(prompt, params)
     engine.submit(row)
     while len(row.tokens) < tokens and not row.finish_reason:
@@ -64,7 +64,7 @@ def cancelled(engine: em.Engine, prompt: list[int], tokens: int, params: em.Samp
     ("kind", "seeded"), diagonal([("gemma3_text", 32), ("gpt_oss", 32), ("gemma3_text", 128)], [False, True])
 )
 def test_drafts_that_went_round_the_ring_are_not_cut_into(kind: tuple[str, int], seeded: bool) -> None:
-    """Rejected drafts reach further than the text: the ring's first slots hold them, and not the text's start."""
+    """Rejected drafts reach further than the text: the ring's first slots hold them, not the start of the text."""
     params = em.SamplingParams(temperature=0.8 if seeded else 0.0, seed=3, max_tokens=12)
     name, window = kind
     ring = window + 16
@@ -81,7 +81,7 @@ def test_drafts_that_went_round_the_ring_are_not_cut_into(kind: tuple[str, int],
 
 
 def test_a_plain_round_ahead_of_a_stop_is_not_cut_into() -> None:
-    """The text ends as the ring is full, and a further entry has been written by then."""
+    """The text ends when the ring is full, and one more entry has been written by then."""
     which = target("gemma3_text", 32)
     params = em.SamplingParams(max_tokens=12)
     for length in range(38, 48):
@@ -99,10 +99,10 @@ def test_a_plain_round_ahead_of_a_stop_is_not_cut_into() -> None:
 
 
 def test_a_past_is_offered_as_far_as_its_windows_are_whole() -> None:
-    """Not only whole: where the ring still holds every entry that the shorter past sees, it is taken over."""
+    """Also a shorter past is reused if the ring still holds every entry that it sees."""
     which = target("gemma3_text", 32)
     params = em.SamplingParams(max_tokens=10)
-    # 69 positions went into 48 places: 21 to 68 are left, and beside them 10 to 57 of the prompt's end.
+    # 69 positions went into 48 slots: 21 to 68 remain, and separately 10 to 57 from the end of the prompt.
     for kept, known in ((66, 65), (53, 52), (52, 51), (42, 41), (41, 0), (30, 0)):
         engine = busy(which, None, 1)
         text = [*LONG[:60], *engine.generate([LONG[:60]], params)[0].tokens]
@@ -141,7 +141,7 @@ def test_any_history_and_any_cut_equal_a_cold_engine(name: str) -> None:
     def check(depth: int, wrong: float, requests: list[dict]) -> None:  # type: ignore[type-arg]
         oracle = Oracle({}, wrong)
         engine = busy(which, oracle if depth else None, max(depth, 1), rows)
-        if rows > 1:  # a longer row beside them
+        if rows > 1:  # with a longer row
             other = engine.prepare(LONG[:75], em.SamplingParams(max_tokens=99))
             oracle.texts[tuple(other.prompt)] = [0] * 99  # type: ignore[index]
             engine.submit(other)

@@ -1,4 +1,4 @@
-"""The disk tier's database: the limit of several servers, damage, what a killed process leaves, and what is found."""
+"""The disk tier's database: the limit of several servers, damage, leftovers of a killed process, and lookups."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ here.write(other, b"x" * 700, 1)
 
 
 def test_of_a_killed_process_nothing_is_left_that_counts(tmp_path: Path) -> None:
-    """It had deleted a file to have room, and written another one that has no row yet."""
+    """It had deleted a file to make space, and written another one that has no row yet."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert done.returncode == -9
     assert [path.stat().st_size for path in tmp_path.glob("*/*.safetensors")] == [700]
@@ -149,7 +149,7 @@ def test_19_without_a_database_nothing_is_written_and_that_is_said_once(
 
 
 def test_the_database_is_for_its_owner_alone(tmp_path: Path) -> None:
-    """It holds the tokens of prompts."""
+    """It contains the tokens of prompts."""
     put(opened(tmp_path / "cache"), 0, 100)
     modes = {path.name: path.stat().st_mode & 0o77 for path in (tmp_path / "cache").rglob("*")}
     assert len(modes) >= 3
@@ -162,7 +162,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=16), max_size=
 @settings(max_examples=in_full(100, 15))
 @given(TEXTS, st.lists(st.integers(0, 1), min_size=2, max_size=18), st.sampled_from(["positions", "windows", "states"]))
 def test_the_longest_beginning_is_found(texts: list[list[int]], prompt: list[int], kind: str) -> None:
-    """Of what can be cut anywhere, at its end alone, or up to a token before it within the last block."""
+    """Among snapshots that can be cut anywhere, only at their end, or up to a token before it in the last block."""
     keys, wanted, positional = keys_of(prompt), 0, kind == "positions"
     with pytest.MonkeyPatch.context() as patched, TemporaryDirectory() as name:
         patched.setattr("eagle_mlx.engine.disk.database.BLOCK", 4)

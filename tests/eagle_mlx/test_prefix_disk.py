@@ -1,4 +1,4 @@
-"""The disk tier: an engine goes on from files as if it had read the text itself, and never from damaged ones."""
+"""The disk tier: an engine continues from files as if it had read the text itself, and never from damaged ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.full import diagonal, in_full, in_turn
 
 @pytest.fixture(autouse=True)
 def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short texts have several."""
+    """Make blocks short, so that short texts have several."""
     monkeypatch.setattr("eagle_mlx.engine.disk.database.BLOCK", 32)
 
 
@@ -95,7 +95,7 @@ def test_others_decode_while_a_text_is_read_from_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     with_text(tmp_path, kind)
-    monkeypatch.setattr("eagle_mlx.engine.disk.tier.STEP_BYTES", 1)  # a block a step
+    monkeypatch.setattr("eagle_mlx.engine.disk.tier.STEP_BYTES", 1)  # one block per step
     again = engine(tmp_path, kind)
     other = again.prepare(TEXT[::-1][:20], em.SamplingParams(max_tokens=40, ignore_eos=True))
     row = again.prepare(TEXT, GREEDY)
@@ -151,7 +151,7 @@ def test_texts_that_begin_alike_share_files_and_a_longer_one_takes_the_place_of_
     answered(busy, [*TEXT[:66], 9, 9, 9])
     written(busy)
     starts = [int(path.name.split("-")[1]) for path in blocks(tmp_path)]
-    assert starts == [0, 32, 64, 64, 96]  # after 64 positions there are two ways to go on
+    assert starts == [0, 32, 64, 64, 96]  # after 64 positions there are two continuations
     assert disk(engine(tmp_path)).nbytes == nbytes(tmp_path)
 
 
@@ -224,7 +224,7 @@ def test_bytes_are_bounded_over_all_models_and_the_least_recently_used_go_first(
     cached = [answered(again, prompt, em.SamplingParams(max_tokens=1)).cached_tokens for prompt in prompts]
     assert cached[3] == cached[2] == len(TEXT) - 2
     assert cached[0] < len(TEXT) // 2 + 32
-    smaller = disk(engine(tmp_path, limit=int(1.2 * one)))  # a limit that is less at the next start holds from there on
+    smaller = disk(engine(tmp_path, limit=int(1.2 * one)))  # a smaller limit applies from the next start
     assert 0 < smaller.nbytes == nbytes(tmp_path) <= 1.2 * one
 
 
@@ -289,7 +289,7 @@ def test_19_two_engines_share_a_folder_and_what_one_has_written_the_other_finds(
 
 
 def test_19_what_somebody_has_deleted_is_written_again(tmp_path: Path) -> None:
-    """One missing block is met; those after it are missing too."""
+    """One missing block is noticed; the blocks after it are missing too."""
     with_text(tmp_path)
     before = [path.name for path in blocks(tmp_path)]
     again = engine(tmp_path)
@@ -363,7 +363,7 @@ def test_19_a_block_that_becomes_a_fifo_or_a_folder_is_passed_over(
 
 @pytest.fixture
 def read_only() -> Iterator[Callable[[], Path]]:
-    """Makes a folder with TEXT that this process may read and not write, even if it is root's."""
+    """Yield a function that makes a folder with TEXT that this process can read but not write, even as root."""
     root, user = Path(tempfile.mkdtemp()), os.geteuid()
     root.chmod(0o755)
 
@@ -448,7 +448,7 @@ def test_by_default_a_share_of_the_disk(tmp_path: Path) -> None:
 
 
 SICK = 95
-"""A token that `sickly` targets read as no number. It is not in TEXT."""
+"""A token that `sickly` targets read as NaN. It is not in TEXT."""
 
 
 def sickly(name: str) -> em.Target:
@@ -460,7 +460,7 @@ def sickly(name: str) -> em.Target:
 
 @pytest.mark.parametrize(("name", "after"), diagonal(["gemma3_text", "gpt_oss", "qwen3_next"], [1, 9, 40]))
 def test_3_nothing_is_kept_that_is_not_a_number(tmp_path: Path, name: str, after: int) -> None:
-    """A prompt goes on with a token that reads as none. Later prompts that begin like it read well, also from files."""
+    """A prompt continues with a token that reads as NaN. Later prompts with its prefix read well, also from files."""
     which = sickly(name)
     params = em.SamplingParams(max_tokens=8, ignore_eos=True, logit_bias={SICK: -1e4})
     wanted = answered(em.Engine(which), TEXT[:120], params).tokens
@@ -479,13 +479,13 @@ def test_3_nothing_is_kept_that_is_not_a_number(tmp_path: Path, name: str, after
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 def test_the_writer_has_a_lower_priority_than_its_process_has(tmp_path: Path) -> None:
-    """As under `nice -n 5`: with the same number as the others it would take its full share."""
+    """Also under `nice -n 5`: with the same value as the other threads it would take its full share."""
     found = list[int]()
 
     def begin() -> None:
         own = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + 5)
-        before = set(threading.enumerate())  # among them may be writers of tests before
+        before = set(threading.enumerate())  # may include writers of earlier tests
         tier = DiskTier(tmp_path, MANY, target("full"))
         [writer] = set(threading.enumerate()) - before
         assert writer.native_id is not None

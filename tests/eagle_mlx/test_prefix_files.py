@@ -1,4 +1,4 @@
-"""Files of the disk tier: what is read is what was written, and pieces are cut into blocks and joined again."""
+"""Files of the disk tier: reads equal writes, and pieces are cut into blocks and joined again."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_any_changed_byte_of_a_file_or_its_row_changes_the_checksum() -> None:
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), max_size=4),
 )
 def test_blocks_are_what_pieces_would_be(lengths: list[int], left_out: list[tuple[int, int]]) -> None:
-    """Entries tell their positions; a head's leave some out."""
+    """Entries hold their positions; a head's entries skip some."""
     total = sum(lengths)
     gone = {position for start, count in left_out for position in range(start, start + count)}
     there = [position for position in range(total) if position not in gone]

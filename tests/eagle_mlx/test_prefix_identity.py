@@ -1,4 +1,4 @@
-"""The disk tier tells weights apart by all their bytes."""
+"""The disk tier identifies weights by all of their bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine(target: em.Target, folder: Path | None, proposer: em.HeadProposer | N
 
 
 def answered(by: em.Engine) -> tuple[int, list[int]]:
-    """Answer TEXT, have it written, and return how many tokens were reused and what was said."""
+    """Answer TEXT and write it. Return how many tokens were reused, and the answer."""
     row = by.prepare(TEXT, GREEDY)
     by.submit(row)
     while row.finish_reason is None:
@@ -45,7 +45,7 @@ def embedding(target: em.Target) -> mx.array:
 
 
 def replace_row(target: em.Target, token: int) -> None:
-    """Change one row of the embedding, which is another array from then on."""
+    """Change one row of the embedding, which becomes a new array."""
     weight = embedding(target)
     rows = mx.arange(weight.shape[0])[:, None] == token
     target.model.model.embed_tokens.weight = mx.where(rows, 1 - weight, weight)  # type: ignore[union-attr]

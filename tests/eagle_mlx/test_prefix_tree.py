@@ -1,4 +1,4 @@
-"""The radix tree against a list of all texts that is looked through: whatever is kept, found and dropped."""
+"""The radix tree equals a list of all texts: what it keeps, finds and drops."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from eagle_mlx.engine.prefix_tree import PrefixTree
 from tests.full import in_full
 
 POSITION = 10
-"""Bytes of one."""
+"""Bytes per position."""
 
 
 @dataclass(frozen=True)
 class Letters:
-    """A piece that knows which positions it holds."""
+    """A piece that knows its positions."""
 
     keys: tuple[int, ...]
 
@@ -38,7 +38,7 @@ class Place:
     nbytes: int
 
     def serves(self, keys: tuple[int, ...]) -> int:
-        """Positions of a text for which it can be taken."""
+        """Return how many positions of a text it can serve."""
         common = next((at for at, pair in enumerate(zip(self.keys, keys)) if pair[0] != pair[1]), None)  # noqa: B905
         length = min(len(self.keys), len(keys)) if common is None else common
         return length if length >= self.shortest else 0
@@ -49,7 +49,7 @@ class Place:
 
 @dataclass
 class Naive:
-    """All places, the least recently used first."""
+    """All entries, the least recently used first."""
 
     places: list[Place] = field(default_factory=list)
 
@@ -143,7 +143,7 @@ def test_what_texts_have_in_common_is_kept_once() -> None:
 
 
 def test_a_text_of_very_many_pieces_is_found() -> None:
-    """As a conversation of so many turns leaves them."""
+    """As a conversation with as many turns leaves them."""
     tree = PrefixTree()
     for end in range(1, 400):
         keys = tuple(range(end))

@@ -1,4 +1,4 @@
-"""Penalties, bias, callables, grammars, stop strings and log probabilities: in any round as in plain decoding."""
+"""Penalties, bias, callables, grammars, stop strings and log probabilities work in any round as in plain decoding."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Guess:
-    """A proposer that knows the text which some rows will have, and is wrong at random."""
+    """A proposer that knows some rows' text and makes random errors."""
 
     name = "guess"
     abilities = Abilities()
@@ -90,7 +90,7 @@ class GuessState:
 
 
 def by_hand(logits: Array, params: SamplingParams, prompt: list[int], text: list[int]) -> Array:
-    """The logits [V] behind a text, from the definitions."""
+    """Compute the logits [V] after a text from the definitions."""
     out = logits.astype(np.float64)
     for token in {*prompt, *text}:
         out[token] *= 1 / params.repetition_penalty if out[token] > 0 else params.repetition_penalty
@@ -126,7 +126,7 @@ def row(params: SamplingParams, prompt: list[int], tokens: list[int]) -> Request
 def test_every_position_is_treated_as_plain_decoding_would(
     params: list[SamplingParams], width: int, rounds: int, data: st.DataObject
 ) -> None:
-    """Over several rounds, in which each row keeps another number of tokens."""
+    """Over several rounds with a different number of accepted tokens per row."""
     rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
     vocab, count = 9, len(params)
     texts = [
@@ -171,14 +171,14 @@ def test_rows_that_ask_for_nothing_pay_nothing() -> None:
 
 
 def halve_repeats(tokens: list[int], logits: mx.array) -> mx.array:
-    """In place, as mlx-lm's processors do."""
+    """Change logits in place, as mlx-lm's processors do."""
     assert logits.shape == (1, VOCAB)
     logits[:, mx.array(tokens[-4:])] *= 0.5
     return logits
 
 
 def by_length(tokens: list[int], logits: mx.array) -> mx.array:
-    """Something that any token missed or counted twice would change."""
+    """Depend on the number of tokens, so that missing or repeated tokens are noticed."""
     return logits + mx.where(mx.arange(VOCAB) % 7 == (len(tokens) + tokens[-1]) % 7, 1.0, 0.0)
 
 
@@ -210,7 +210,7 @@ def plain_text(prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 def mlx_lms_text(prompt: list[int], params: SamplingParams) -> list[int]:
-    """mlx-lm's greedy decoding with callables that spell the penalties out."""
+    """Decode greedily with mlx-lm and callables that implement the penalties."""
     steps = itertools.count()
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -242,7 +242,7 @@ KINDS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.9,
 
 @pytest.mark.parametrize(("asked", "kind"), diagonal(ASKING, KINDS))
 def test_speculation_and_company_change_nothing(asked: str, kind: str) -> None:
-    """Unless in full, half of the proposers draft for each text, in turns."""
+    """Unless in full, each text uses half of the proposers, alternately."""
     how = KINDS[kind]
     params = SamplingParams(max_tokens=LENGTH, **ASKING[asked], **how)
     company = [
@@ -301,7 +301,7 @@ def test_walking_a_draft_ends_at_its_first_illegal_token() -> None:
 
 
 class Short:
-    """Any three tokens, then none, not even one that ends the text."""
+    """Allows any three tokens, then none, not even a stop token."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -386,7 +386,7 @@ WORDED = tiny_target(tokenizer=True)
 
 
 def first_end(tokens: list[int], strings: tuple[str, ...]) -> int:
-    """How many tokens a text has when the first of the strings is complete."""
+    """Return the number of tokens when the first of the strings is complete."""
     assert WORDED.tokenizer is not None
     for count in range(1, len(tokens) + 1):
         if any(text in WORDED.tokenizer.decode(tokens[:count]) for text in strings):
@@ -422,7 +422,7 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(proposer: 
 @settings(max_examples=some(100), deadline=None)
 @given(st.text(min_size=1, max_size=30), st.integers(0, 29), st.integers(1, 8), st.integers(0, 30))
 def test_a_string_is_found_with_the_token_that_completes_it(text: str, start: int, length: int, noise: int) -> None:
-    """Characters of several tokens, and bytes that never become one, included."""
+    """Includes characters of several tokens, and bytes that never become a character."""
     tokenizer = WORDED.tokenizer
     assert tokenizer is not None
     tokens = list(tokenizer.encode(text, add_special_tokens=False))
@@ -462,7 +462,7 @@ def test_a_round_that_is_cancelled_was_never_counted() -> None:
 
 
 class Misshapen(Steps):
-    """Its masks have another shape than they should have."""
+    """Its masks have the wrong shape."""
 
     def __init__(self, shape: Callable[[mx.array], Any]):
         super().__init__()
@@ -474,7 +474,7 @@ class Misshapen(Steps):
 
 
 class MisshapenLate(Misshapen):
-    """The same of one that answers."""
+    """The same for a grammar with `answer`."""
 
     def ask(self, draft: Sequence[int]) -> None: ...
 
@@ -483,7 +483,7 @@ class MisshapenLate(Misshapen):
 
 
 class Answers(MisshapenLate):
-    """Its whole answer is something else."""
+    """Its whole answer is of another type."""
 
     def answer(self, seconds: float) -> Any:
         return self.shape(mx.zeros(0))
@@ -499,7 +499,7 @@ SHAPES: dict[str, tuple[Callable[[mx.array], Any], str]] = {
 
 
 def fails_alone(params: SamplingParams, message: str, drafts: bool) -> None:
-    """Between two rows that say what they say alone."""
+    """Check that the request fails while two others get the same text as alone."""
     free = SamplingParams(max_tokens=LENGTH)
     wanted = [plain_text(prompt, free) for prompt in PROMPTS]
     proposer = Guess([[*p, *t] for p, t in zip(PROMPTS, wanted, strict=True)]) if drafts else None

@@ -1,4 +1,4 @@
-"""Long prompts and short ones: nobody is held up by two chunks in a row of a prompt that is longer than its own."""
+"""Long and short prompts: no request waits for two chunks in a row of a prompt longer than its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def submit(busy: em.Engine, length: int, client: str = "", tokens: int = 4, at: 
 
 
 def steps_until(busy: em.Engine, request: RequestState) -> int:
-    """Steps until the first token of a request."""
+    """Return how many steps it takes until a request's first token."""
     steps = 0
     while not request.tokens:
         busy.step()
@@ -89,7 +89,7 @@ def test_of_two_long_prompts_the_shorter_one_ends_first_and_neither_waits_for_al
 
 
 def test_a_prompt_as_long_waits_for_the_one_before_it() -> None:
-    """To read both in turns would give the first its tokens later, and the second no sooner."""
+    """Alternating would delay the first prompt's tokens without making the second's earlier."""
     busy = engine()
     first = submit(busy, 81, "a")
     busy.step()
@@ -101,7 +101,7 @@ def test_a_prompt_as_long_waits_for_the_one_before_it() -> None:
 
 
 def test_one_client_with_fifty_long_requests_does_not_hold_up_anothers_short_one() -> None:
-    """What it waits for is one chunk, and the first row that ends where all are taken."""
+    """It waits for one chunk, and for the first row that ends if all are taken."""
     busy = engine(max_batch=2)
     crowd = [submit(busy, 120, "many", tokens=20) for _ in range(50)]
     busy.step()
@@ -148,7 +148,7 @@ def test_what_waits_for_memory_is_not_passed_for_ever_by_short_prompts() -> None
 def test_whoever_comes_and_goes_all_say_what_they_would_say_alone(
     events: list[tuple[str, int, int, bool]], cached: bool
 ) -> None:
-    """events: the client, the prompt's length, the steps before the next one comes, and whether somebody leaves."""
+    """events: the client, the prompt's length, the steps before the next event, and whether a request is cancelled."""
     busy = engine(max_batch=3, prefix_cache_bytes=(1 << 22) * cached)
     rows: list[RequestState] = []
     for client, length, steps, leaves in events:

@@ -1,4 +1,4 @@
-"""Proposers: what they draft, against slow references; the target's text never shows a bad draft, only these do."""
+"""Proposers' drafts equal slow references. The target's text never shows a bad draft, so only these tests do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADS = {"all": tiny_head(TARGET), "some": tiny_head(TARGET, draft_vocab=40)}
 
 
 def slow_draft(head_name: str, text: list[int], depth: int, params: SamplingParams, seed: int) -> list[int]:
-    """Draft behind a text with no cache at all: every step runs the head over the whole sequence."""
+    """Draft after a text without a cache: every step runs the head over the whole sequence."""
     head, batch = HEADS[head_name], SamplingBatch.of([params], [seed])
     tokens, length = list(text), len(text)
     features = head.features(TARGET.forward(mx.array([text[:-1]]), aux_layers=head.config.aux_layers).aux)
@@ -39,7 +39,7 @@ def slow_draft(head_name: str, text: list[int], depth: int, params: SamplingPara
 
 
 def observation(head_name: str, text: list[int], start: int, stop: int) -> tuple[list[int], tuple[mx.array, ...]]:
-    """What the target gives for positions start..stop-1 of a text, and the tokens that follow them."""
+    """Return the target's outputs for positions start..stop-1 of a text, and the tokens after them."""
     aux = TARGET.forward(mx.array([text[:stop]]), aux_layers=HEADS[head_name].config.aux_layers).aux
     return text[start + 1 : stop + 1], tuple(x[:, start:] for x in aux)
 
@@ -55,9 +55,7 @@ def observation(head_name: str, text: list[int], start: int, stop: int) -> tuple
 def test_drafts_equal_those_of_a_head_without_a_cache(
     head: str, gains: list[list[int]], depth: int, seed: int, stop_below: float | None
 ) -> None:
-    """After any number of rounds in which rows of different lengths kept different numbers of tokens, and in which the
-    chain may have ended early.
-    """
+    """After rounds in which rows of different lengths kept different numbers of tokens, with or without early exits."""
     rng, rounds = np.random.default_rng(seed), min(map(len, gains))
     texts = [[int(t) for t in rng.integers(0, 128, 4 + 3 * i + sum(row))] for i, row in enumerate(gains)]
     params = [SamplingParams(), SamplingParams(temperature=0.8, seed=seed), SamplingParams(temperature=1.2, seed=1)]
@@ -115,7 +113,7 @@ def test_a_chain_ends_where_its_confidence_falls_below_what_the_plan_says(
 
 
 def test_a_chain_says_how_sure_it_is() -> None:
-    """The product of the chances of the likeliest tokens at each row's temperature, whatever was drawn."""
+    """The product of the likeliest tokens' probabilities at each row's temperature, whatever was drawn."""
     params = [SamplingParams(), SamplingParams(temperature=0.5, seed=1)]
     text = [5, 6, 7, 8]
     tokens, aux = observation("some", text, 0, 3)
@@ -169,7 +167,7 @@ def test_a_row_whose_prompt_is_one_token_waits_a_round() -> None:
 
 
 def told(text: list[int], start: int, stop: int, at_once: int) -> HeadState:
-    """A state that was given the first three positions as a prompt, 3 and start..stop-1 as they were decoded."""
+    """Return a state that got the first three positions in prefill, and 3 and start..stop-1 in decoding."""
     proposer = em.HeadProposer(HEADS["all"])
     proposer.bind(TARGET)
     state = proposer.open([text[:4]])
@@ -184,14 +182,14 @@ def told(text: list[int], start: int, stop: int, at_once: int) -> HeadState:
 
 
 def test_a_head_that_is_not_asked_reads_nothing_and_then_only_what_is_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding plainly for long must cost nothing, and nothing unread may pile up."""
+    """Long plain decoding must cost nothing, and no unread positions may accumulate."""
     batch, at = SamplingBatch.of([SamplingParams()], [0]), mx.array([206])
     text = [int(t) for t in np.random.default_rng(2).integers(0, 128, 210)]
     reads: list[int] = []
     forward = Eagle3Head.__call__
     monkeypatch.setattr(Eagle3Head, "__call__", lambda s, e, *rest: reads.append(e.shape[1]) or forward(s, e, *rest))
     state = told(text, 4, 205, at_once=1)
-    assert reads == [4]  # the prompt, with the position that gave the first token
+    assert reads == [4]  # the prompt, with the position of the first token
     drafted = state.draft(Plan(3), batch, at).tokens.tolist()
     newest = reads[1]
     assert newest <= 32
@@ -252,7 +250,7 @@ def test_ngram_drafts_are_no_wider_than_the_longest_match() -> None:
 
 
 def followers(text: list[int], depth: int, most: int, least: int) -> list[list[int]]:
-    """All that followed any n-gram that the text ends with."""
+    """Return all continuations of any n-gram that ends the text."""
     return [
         text[start + n : start + n + depth]
         for n in range(least, min(most, len(text)) + 1)
@@ -281,7 +279,7 @@ def test_ngram_trees_hold_what_followed_before(text: list[int], depth: int, more
     assert all(any(found[: len(branch)] == branch for found in known) for branch in branches)
     first = chain.tokens[0].tolist()[: chain.lengths.tolist()[0]]  # type: ignore[index, misc]
     assert branches[1] == first[:1]
-    assert first in branches  # the likeliest chain is a branch, where there is room
+    assert first in branches  # the likeliest chain is a branch if it fits
 
 
 def test_branches_that_begin_alike_share_their_nodes() -> None:

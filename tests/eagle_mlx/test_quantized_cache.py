@@ -1,4 +1,4 @@
-"""Keys and values in few bits: as mlx-lm's own, whatever is drafted and whoever is beside."""
+"""Quantized keys and values: the same as mlx-lm's, for any drafts and other rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MARGIN = 1e-3
 
 @cache
 def mlx_lms_own(prompt: tuple[int, ...], bits: int) -> list[int]:
-    """Up to the first token that rounding could decide otherwise."""
+    """Decode with mlx-lm up to the first token that rounding could change."""
     caches = [QuantizedKVCache(group_size=64, bits=bits) for _ in TARGET.model.layers]
     tokens = []
     for (token, logprobs), _ in zip(

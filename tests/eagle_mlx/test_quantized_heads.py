@@ -1,4 +1,4 @@
-"""Heads in fewer bits: the text stays the target's, folders go there and back, and nothing else is quantised."""
+"""Quantized heads: the text stays the target's, folders survive a round trip, and nothing else is quantized."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IN_4_BITS = {"group_size": 32, "bits": 4}
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
-    """The texts of plain decoding."""
+    """Return the texts of plain decoding."""
     return [em.Engine(TARGET).generate([p], q)[0].tokens for p, q in zip(PROMPTS, PARAMS, strict=True)]
 
 
@@ -82,7 +82,7 @@ def test_the_text_of_trees_is_that_of_plain_decoding(kind: str, plain: list[list
     assert [output.tokens for output in outputs] == plain[:3]
 
 
-# What is quantised, and what is not
+# What is quantized, and what is not
 
 
 def test_norms_and_ids_stay_and_the_projections_do_not() -> None:
@@ -119,7 +119,7 @@ def test_a_head_of_which_nothing_fits_is_said_to_be_one() -> None:
     assert quantization_of(head) is None
 
 
-# By default, and as asked
+# Defaults and options
 
 
 @pytest.mark.parametrize(("of_target", "asked", "bits"), [
@@ -183,7 +183,7 @@ def test_a_quantised_head_comes_back_as_it_went(kind: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("make", "kind"), [(eagle, EagleHead), (eagle3, Eagle3Head)])
 def test_packed_weights_do_not_hide_the_kind_of_a_head(make: Any, kind: type, tmp_path: Path) -> None:
-    """EAGLE-1 and EAGLE-3 are told apart by the width of the first layer, which packing changes."""
+    """The first layer's width distinguishes EAGLE-1 and EAGLE-3, and packing changes it."""
     head = make(TARGET)
     quantize(head, 4, 32)
     folder = save(head, tmp_path / "head")

@@ -1,4 +1,4 @@
-"""A target that is divided says what the whole one says, whatever drafts and whoever comes and goes."""
+"""A sharded target gives the same text as the whole one, for any proposer and history of requests."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ DIVIDED = (
     *("glm4_moe", "exaone_moe", "deepseek_v2", "mistral4", "ministral3", "glm4_moe_lite", "longcat_flash"),
     *("deepseek_v32", "kimi_k25", "qwen3"),
 )
-"""Of mlx-lm's files those that are compared: full attention, states, windows, latents and experts come first."""
+"""The mlx-lm files to compare: first full attention, recurrent states, windows, latents and experts."""
 PIPELINES = (
     *("qwen2", "qwen3_5", "ministral3", "deepseek_v3", "qwen3_moe", "deepseek_v2", "deepseek_v32", "glm4_moe"),
     *("glm4_moe_lite", "mistral4", "qwen3_next", "bailing_hybrid"),
 )
-"""Those whose layers are compared on several ranks."""
+"""Architectures whose layers are compared on several ranks."""
 
 
 EVERY_WAY = [
@@ -80,7 +80,7 @@ IDLE = (2, "idle")
 
 @cache
 def ranks(count: int) -> list[dict[str, Any]]:
-    """What each of so many ranks has found in all of the cases above: they are started once."""
+    """Return the results of each rank for all of the cases above. The ranks are started once."""
     cases = [case for number, case in [*EVERY_WAY, *ARCHITECTURES, *LIVES, IDLE] if number == count]
     with TemporaryDirectory() as folder:
         said = printed(count, Path(folder), WORKER, *cases, seconds=in_full(3600, 600))
@@ -107,7 +107,7 @@ def test_every_way_to_decode_gives_the_text_of_one_process(count: int, case: str
 @needs_mpi
 @pytest.mark.parametrize(("count", "shard"), in_full([(2, "pipeline"), (3, "tensor")], [(2, "tensor")]))
 def test_messages_over_mpi_give_the_same_text(count: int, shard: str) -> None:
-    """What carries the messages is MLX's affair: nothing here knows of rings."""
+    """MLX carries the messages; this project does not depend on rings."""
     model = "qwen3" if shard == "tensor" else "qwen2"
     case = f"every_way {shard} {model}"
     found = json.loads(printed_over_mpi(count, WORKER, case, seconds=900))[case]
@@ -164,21 +164,21 @@ def test_a_rank_that_has_come_to_other_numbers_ends_the_run(tmp_path: Path) -> N
 
 @needs_ring
 def test_ranks_rest_while_there_is_nothing_to_do() -> None:
-    """MLX waits for a message without resting, which took a core of each machine."""
+    """MLX waits for messages by spinning, which took a core of each machine."""
     count, case = IDLE
     assert ranks(count)[1][case]["worked"] < 0.3
 
 
 TIMEOUT = 8.0
 FAULTS = in_full([(seed, "tensor") for seed in range(200)], [(2, "tensor"), (13, "tensor")])
-"""Seeds. Of those of `make test`, one kills rank 0 of two, and one stops rank 1 of three."""
+"""Seeds. In `make test`, one kills rank 0 of two, and one stops rank 1 of three."""
 PIPELINE_FAULTS = in_full([(seed, "pipeline") for seed in range(40)], [])
 
 
 @needs_ring
 @pytest.mark.parametrize(("seed", "shard"), [*FAULTS, *PIPELINE_FAULTS])
 def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) -> None:
-    """Killed, stopped, ended, or only late: no text is wrong, and nobody waits for ever."""
+    """Killed, stopped, ended, or only late: no text is wrong, and no rank waits forever."""
     count = 2 + seed % 2
     fault = Fault.drawn(seed, count)
     processes = start(count, tmp_path, WORKER, f"faulty {seed} {TIMEOUT} {shard}")
@@ -205,7 +205,7 @@ def test_all_ranks_end_where_one_is_gone(seed: int, shard: str, tmp_path: Path) 
 
 
 def test_a_rank_ends_where_nobody_reads_what_it_says() -> None:
-    """As when mlx.launch has been killed, to whose pipes all ranks write."""
+    """As after mlx.launch, to whose pipes all ranks write, has been killed."""
     code = (
         "import threading, time; from eagle_mlx.ranks.channel import end_process; input();"
         "threading.Thread(target=end_process, args=['rank 0 is gone']).start(); time.sleep(20)"
@@ -236,14 +236,14 @@ def test_arguments_of_calls_survive_their_way() -> None:
 
 
 def test_all_that_changes_a_cache_is_told() -> None:
-    """A method that the others are not told of must leave the cache as it is."""
+    """A method that is not broadcast must leave the cache unchanged."""
     read_only = {"of", "local", "shortest", "count", "index"}
     methods = {name for name in dir(RaggedCache) if not name.startswith("_") and callable(getattr(RaggedCache, name))}
     assert methods - read_only == set(CACHE_CALLS)
 
 
 class Silent:
-    """A channel to nobody, which keeps what was said."""
+    """A channel without other ranks that records messages."""
 
     lost: str | None = None
     closed = False
@@ -319,7 +319,7 @@ def test_outputs_of_layers_must_be_readable() -> None:
 
 
 class Group:
-    """As MLX's, of processes that are not there: to divide a model takes no messages."""
+    """Like MLX's, for processes that do not exist: sharding a model needs no messages."""
 
     def __init__(self, size: int):
         self._size = size

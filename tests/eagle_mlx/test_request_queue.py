@@ -1,4 +1,4 @@
-"""Whose turn it is: clients one after the other, short prompts before long ones, and nobody passed over for ever."""
+"""The queue's order: clients in turns, short prompts before long ones, and no request is passed forever."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_where_everybody_fits_the_first_is_the_next(rows: list[tuple[str, int]])
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60), st.booleans()), max_size=60))
 def test_nobody_is_lost_and_nobody_waits_longer_than_promised(events: list[tuple[str, int, bool]]) -> None:
-    """A row goes after at most so many turns of its own client as those before it can be passed."""
+    """A request waits at most as many turns of its client as those before it can be passed."""
     waiting, order, ahead = RequestQueue(CHUNK), [], {}
     taken: Counter[str] = Counter()
 

@@ -1,4 +1,4 @@
-"""The progress of a request changes by its own methods alone."""
+"""Only a request's own methods change its progress."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from eagle_mlx.sampling_params import SamplingParams
 ROOT = Path(__file__).parents[2]
 FIELDS = frozenset(vars(RequestState(Request([1], SamplingParams(), 0, 1, frozenset())))) - {"request"}
 OTHERS = {"progress", "report", "timings", "totals"}
-"""Names of objects of other classes, which have fields of the same names. Many have a `request`."""
+"""Names of other classes' objects with fields of the same names. Many have a `request`."""
 CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "sort", "reverse"}
-"""Methods of lists."""
+"""Methods of lists that change them."""
 
 
 def changed(tree: ast.AST) -> Iterator[ast.Attribute]:
-    """Yield the attributes that the code assigns, deletes or changes in place, but for those of `self`."""
+    """Yield attributes that the code assigns, deletes or changes in place, except those of `self`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             found: ast.expr = node

@@ -1,4 +1,4 @@
-"""Positions one by one: each input is turned as its module would turn it alone, whatever the kind of module."""
+"""Per-row positions: each input is rotated as its module would rotate it alone, for any kind of module."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,7 +23,7 @@ KINDS = {
 
 
 class OwnRope(nn.Module):
-    """Mixes all numbers, as no rotary embedding does, by the position."""
+    """Mixes all numbers depending on the position, unlike any rotary embedding."""
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         at = mx.array(offset).reshape(-1, *(1,) * (x.ndim - 1)) + mx.arange(x.shape[-2])[:, None]
@@ -62,7 +62,7 @@ def test_each_input_is_turned_as_if_alone(kind: str, dtype: mx.Dtype, heads: tup
             one = x[row : row + 1, ..., place : place + 1, :]
             alone = plain(one, offset=int(at[row, place].item()))
             got = turned[row : row + 1, ..., place : place + 1, :]
-            close = 1e-3 if kind == "own" else 2e-5  # the one makes numbers of some hundreds, the others none
+            close = 1e-3 if kind == "own" else 2e-5  # the former makes numbers of several hundred, the others do not
             np.testing.assert_allclose(
                 np.array(got.astype(mx.float32)), np.array(alone.astype(mx.float32)), rtol=1e-5, atol=close
             )
@@ -102,7 +102,7 @@ def test_angles_are_found_once_for_all_layers_while_they_are_shared() -> None:
     modules = [CountingRope() for _ in range(3)]
     angles = layers(*modules)
     x = mx.ones((1, 2, 4, 16))
-    for module in modules:  # learns what it does
+    for module in modules:  # finds out how it works
         with angles.sharing():
             module(x, offset=1)
     CountingRope.calls = 0

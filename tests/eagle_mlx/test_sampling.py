@@ -1,4 +1,4 @@
-"""The distribution that sampling parameters define, and noise that depends on seed and position alone."""
+"""The distribution of sampling parameters, and noise that depends only on seed and position."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import SamplingParams
 from tests.full import some
 
-VOCAB = 37  # odd, so that no row begins at a multiple of a vector register
+VOCAB = 37  # odd, so that rows do not begin at multiples of a vector register
 
 some_params = st.builds(
     SamplingParams,
@@ -129,7 +129,7 @@ def test_flags_say_what_some_row_needs() -> None:
     assert (batch.any_greedy, batch.any_filtered, batch.any_coupled, batch.any_rejection) == (False, True, True, True)
     with pytest.raises(ValueError, match="zip"):
         SamplingBatch.of([greedy, greedy], [1])
-    whole = SamplingBatch.of([SamplingParams(temperature=1, top_p=1, min_p=1)], [1])  # integers where floats may be
+    whole = SamplingBatch.of([SamplingParams(temperature=1, top_p=1, min_p=1)], [1])  # integers in place of floats
     assert {array.dtype for array in (whole.temperature, whole.filters.top_p, whole.filters.min_p)} == {mx.float32}
     empty = SamplingBatch.of([], [])
     assert (empty.all_greedy, empty.any_greedy, empty.any_filtered) == (True, False, False)
@@ -149,10 +149,10 @@ def test_flags_say_what_some_row_needs() -> None:
         ({"top_p": 1e-300}, [1, 0, 0, 0]),
         ({"min_p": 0.4}, [2 / 3, 1 / 3, 0, 0]),
         ({"min_p": 1.0}, [1, 0, 0, 0]),
-        # top_p reads what top_k left: 2/3 alone reaches 0.6, which 0.5 of the whole does not.
+        # top_p applies after top_k: 2/3 alone reaches 0.6, but 0.5 of the whole does not.
         ({"top_k": 2, "top_p": 0.6}, [1, 0, 0, 0]),
         ({"top_p": 0.6}, [2 / 3, 1 / 3, 0, 0]),
-        # temperature comes before top_p: 0.25 / 0.345 reaches 0.7.
+        # temperature applies before top_p: 0.25 / 0.345 reaches 0.7.
         ({"temperature": 0.5, "top_p": 0.7}, [1, 0, 0, 0]),
         ({"temperature": 0.0}, [1, 0, 0, 0]),
         ({"top_k": 1}, [1, 0, 0, 0]),
@@ -178,7 +178,7 @@ def test_tokens_masked_before_sampling_stay_out() -> None:
 
 
 def numpy_distribution(logits: np.ndarray[Any, Any], params: SamplingParams) -> np.ndarray[Any, Any]:
-    """The definition in float64, token by token; an example too near a cut to call is dropped."""
+    """Compute the definition in float64, token by token. Examples too close to a cut are dropped."""
     if params.rule == "greedy":
         return np.array(np.arange(len(logits)) == np.argmax(logits), float)
     order = np.argsort(-logits)

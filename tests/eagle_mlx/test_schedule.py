@@ -1,4 +1,4 @@
-"""Requests that come and go: prompts in chunks between rounds, cancels, failures that stay one row's own."""
+"""Requests that come and go: prefill in chunks between rounds, cancels, and failures of one row."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_prompts_of_all_lengths_are_read_in_chunks(chunk: int) -> None:
 def test_no_forward_reads_more_than_a_chunk_over_all_rows(
     positions_read: list[int], lengths: list[int], chunk: int, later: int, prefixes: int
 ) -> None:
-    """Eight prompts of a chunk each, side by side, would take eight times the memory that was asked for."""
+    """Eight prompts with a chunk each would take eight times the intended memory."""
     busy = em.Engine(TARGET, max_batch=4, prefill_chunk=chunk, prefix_cache_bytes=prefixes)
     prompts = [PROMPTS[1][:length] for length in lengths]
     rows = [busy.prepare(prompt, em.SamplingParams(max_tokens=2, ignore_eos=True)) for prompt in prompts]
@@ -128,7 +128,7 @@ def test_each_row_has_its_own_limit_of_drafts() -> None:
 
 
 def poisoned(token: int) -> em.Target:
-    """A target that reads one of its tokens as no number, and can still say it."""
+    """Return a target that reads one token as NaN, and can still emit it."""
     args = qwen3.ModelArgs(**{**tiny_config(vocab=16), "tie_word_embeddings": False})  # type: ignore[arg-type]
     model = qwen3.Model(args)
     randomize(model, 0, 0.2)
@@ -157,7 +157,7 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone(drafts: bool, sick: int) 
 
 
 class Steep(qwen3.Model):
-    """Logits that are all right, and of which no sum in their type is a number: some are infinite, others large."""
+    """Valid logits whose sum is not a number in their type: some are infinite, others large."""
 
     def __call__(self, *args: Any, **options: Any) -> mx.array:
         logits = super().__call__(*args, **options)
@@ -170,7 +170,7 @@ class Steep(qwen3.Model):
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("how", ["plain", "chains", "trees"])
 def test_infinite_logits_are_no_nan(how: str) -> None:
-    """Inf less inf in a sum would be one, so every logit is looked at by itself."""
+    """Inf minus inf in a sum would be NaN, so every logit is checked by itself."""
     model = Steep(qwen3.ModelArgs(**tiny_config()))  # type: ignore[arg-type]
     randomize(model, 0, 0.2)
     model.set_dtype(mx.float16)
@@ -220,7 +220,7 @@ def test_an_engine_goes_on_after_a_step_that_raised() -> None:
 
 
 def test_a_row_that_ends_does_not_cost_the_others_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds that were launched ahead are thrown away only where nobody is left to want them."""
+    """Rounds that were dispatched ahead are dropped only if no row needs them."""
     thrown_away = []
     cancel = Round.cancel
     monkeypatch.setattr(Round, "cancel", lambda self: (thrown_away.append(self), cancel(self)))
@@ -257,7 +257,7 @@ def roomy() -> em.Target:
 def test_06_a_chunk_takes_no_longer_than_asked_while_others_decode(
     positions_read: list[int], speed: int, chunk: int
 ) -> None:
-    """By a clock on which the model reads so many positions a second. At least 128, at most all that memory allows."""
+    """On a clock where the model reads a given number of positions per second: from 128 to what fits memory."""
     busy = em.Engine(roomy(), prefill_chunk=1024, prefill_ms=400)
     busy.schedule.clock = lambda: sum(positions_read) / speed
     params = em.SamplingParams(max_tokens=400, ignore_eos=True)
@@ -270,7 +270,7 @@ def test_06_a_chunk_takes_no_longer_than_asked_while_others_decode(
     while not reading.tokens:
         busy.step()
     chunks = [count for count in positions_read[begun:] if count > 2]
-    assert chunks[0] == 128  # nothing has been timed before
+    assert chunks[0] == 128  # nothing has been timed yet
     assert set(chunks[1:-1]) <= {chunk - 1, chunk}
     assert sum(chunks) in (26 * 100 - 1, 26 * 100)
 

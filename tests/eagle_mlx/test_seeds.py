@@ -1,4 +1,4 @@
-"""A request with a seed says the same every time: at any depth, in any batch, whatever drafts."""
+"""A request with a seed gets the same text at any depth, in any batch, with any proposer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH = 20
 
 
 def params_of(index: int) -> em.SamplingParams:
-    """Every request asks for something else."""
+    """Return different parameters for every request."""
     return em.SamplingParams(
         max_tokens=LENGTH - index % 7,
         seed=index,
@@ -41,7 +41,7 @@ PARAMS = [params_of(index) for index in range(COUNT)]
 
 @cache
 def expected() -> list[list[int]]:
-    """Alone, and nothing drafted."""
+    """Return each request's text alone, without drafts."""
     plain = em.Engine(TARGET, max_batch=1)
     return [plain.generate([p], each)[0].tokens for p, each in zip(PROMPTS, PARAMS, strict=True)]
 
@@ -86,7 +86,7 @@ class OnTime(Steps):
 
 
 class Late(OnTime, LateSteps):
-    """The same, some rounds later."""
+    """The same, with masks some rounds later."""
 
 
 @cache
@@ -101,7 +101,7 @@ def expected_of_grammars(seeds: tuple[int, ...]) -> list[list[int]]:
 
 @pytest.mark.parametrize(("proposer", "depth", "seeded"), diagonal(PROPOSERS, [3, 5], [True, False, False]))
 def test_1_the_same_tokens_though_masks_are_late(proposer: str, depth: int, seeded: bool) -> None:
-    """A request without a seed says what the seed says that it was given when it was prepared."""
+    """A request without a seed follows the seed that it gets when it is prepared."""
     made: list[Late] = []
 
     def late() -> Late:

@@ -1,4 +1,4 @@
-"""Shards: what is written is read, and no damage goes unnoticed."""
+"""Shards: reads equal writes, and all damage is noticed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_is_written_is_read(
 
 
 def states(rows: int, layers: int, hidden: int, seed: int, spread: float) -> np.ndarray:
-    """Values of all magnitudes, zeros and a few outliers among them."""
+    """Return values of all magnitudes, with zeros and a few outliers."""
     rng = np.random.default_rng(seed)
     values = rng.normal(size=(rows, layers * hidden)) * 10 ** rng.uniform(-spread, spread, (rows, layers * hidden))
     values[rng.random(values.shape) < 0.1] = 0

@@ -1,4 +1,4 @@
-"""Shards that were not finished, and shards that have been damaged: nothing whole is lost, nothing else is trusted."""
+"""Unfinished and damaged shards: valid data is never lost, and invalid data never used."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def interrupt(folder: Path, after: int, overwrite: bool = False) -> None:
 
 
 def fill(shards: ShardWriter, folder: Path, name: str) -> None:
-    """Write, with a disk that is full when it comes to this file."""
+    """Write until the disk is full at this file."""
     (folder / f"{name}{files.PART}").symlink_to("/dev/full")
     write_some(shards)
 
@@ -214,7 +214,7 @@ def test_a_full_disk_at_any_moment_keeps_what_was_written(
 
 
 def killed(run: Callable[[], None], moment: int) -> bool:
-    """Run in a forked process that is killed with SIGKILL at its nth write to the disk; whether it was."""
+    """Run in a forked process that gets SIGKILL at its nth write. Return whether it was killed."""
     child = os.fork()
     if child == 0:
         synced, calls = files.sync, 0
@@ -244,7 +244,7 @@ def test_killed_at_every_moment(tmp_path: Path, whole: dict[str, bytes]) -> None
     moment = 1
     while killed(run, moment):
         part = unfinished_folder(folder)
-        if (folder / MANIFEST).exists():  # the last write of all is the folder's new name
+        if (folder / MANIFEST).exists():  # the very last write renames the folder
             assert not part.exists()
         else:
             run()

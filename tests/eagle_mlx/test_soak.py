@@ -1,4 +1,4 @@
-"""Many requests of all kinds that come and go: all end, nothing stays behind."""
+"""Many requests of all kinds that come and go: all end, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def random_params(rng: np.random.Generator) -> em.SamplingParams:
 
 
 def serve(engine: em.Engine, count: int, rng: np.random.Generator) -> list[RequestState]:
-    """Decode so many requests, which arrive a few at a time and of which some are cancelled."""
+    """Decode this many requests. A few arrive at a time, and some are cancelled."""
     rows: list[RequestState] = []
     while len(rows) < count or not engine.idle:
         if len(rows) < count and engine.waiting < 8:

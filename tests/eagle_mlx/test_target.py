@@ -1,4 +1,4 @@
-"""Targets: captured hidden states, the parts that are found, and what is refused."""
+"""Targets: captured hidden states, the parts that are found, and refused models."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_folder_that_is_no_model_is_an_error_that_names_it(tmp_path: Path, mis
 
 
 def test_the_logits_of_one_position_a_row_are_those_of_all_cut() -> None:
-    """In the first such forward, which finds out whether the final norm can be cut, and in those after it."""
+    """In the first such forward, which tests whether the final norm can be cut, and in later ones."""
     tokens = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
     target = tiny_target()
     whole = target.forward(tokens).logits

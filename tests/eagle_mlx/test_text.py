@@ -1,4 +1,4 @@
-"""Text streams: nothing too early, nothing lost, whatever the cuts between tokens."""
+"""Streams of text: nothing too early and nothing lost, for any tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_may_become_a_stop_string_waits(text: str, stop: list[str]) -> None
 
 
 def byte_tokens() -> list[int]:
-    """The tokens of single bytes, by byte; those that text never has are left out."""
+    """Return the tokens of single bytes, by byte, without bytes that never occur in text."""
     assert TOKENIZER is not None
     texts = {TOKENIZER.decode([token]): token for token in range(TOKENIZER.vocab_size)}
     found = {text.encode()[0]: token for text, token in texts.items() if len(text.encode()) == 1}
@@ -55,7 +55,7 @@ ANY = st.one_of(
     st.lists(st.integers(0, 4095), max_size=40),
     st.lists(st.one_of(st.sampled_from(BYTES), st.integers(0, 5000)), max_size=60),
 )
-"""Any tokens, those of bytes that are no character and ids that the tokenizer does not have included."""
+"""Any tokens, including parts of characters and ids that the tokenizer does not have."""
 
 
 @settings(max_examples=some(300))
@@ -86,7 +86,7 @@ def test_what_is_streamed_is_the_text_and_no_stop_string_is_missed(
 
 
 def test_bytes_that_never_become_a_character_are_shown_and_let_go() -> None:
-    """For as many tokens as they are: what is decoded again stays short, and what is certain is not held back."""
+    """At any length: little is decoded again, and certain text is not held back."""
     assert TOKENIZER is not None
     rng = np.random.default_rng(0)
     tail = [token for token in BYTES if TOKENIZER.decode([token]) == "\ufffd"]

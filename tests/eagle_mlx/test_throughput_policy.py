@@ -1,4 +1,4 @@
-"""Three properties of the default policy in simulated worlds: never slower, finds what pays, recovers. No clock."""
+"""Three properties of the default policy in simulations: never slower, finds what pays, recovers. No clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TREES = [Plan(levels_for(nodes), nodes) for nodes in (8, 16, 32)]
 
 
 def policy_for(curve: str, known: bool = True, **settings: Any) -> ThroughputPolicy:
-    """A new policy, with the cost curve that is measured at load or without."""
+    """Return a new policy, with or without the cost curve measured at load."""
     policy = ThroughputPolicy(**settings)
     if known:
         policy.costs.curve = World(curve).curve_at(1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32)
@@ -31,7 +31,7 @@ def policy_for(curve: str, known: bool = True, **settings: Any) -> ThroughputPol
 def speeds(
     start: int, rounds: int = ROUNDS, rows: int = 1, known: bool = True, seeds: Any = SEEDS, **world: Any
 ) -> Any:
-    """Tokens per second relative to plain decoding, seed by seed, of the rounds from number `start` on."""
+    """Return tokens per second relative to plain decoding, by seed, for the rounds from `start` on."""
     found = []
     for seed in seeds:
         made = World(seed=seed, **world)
@@ -45,7 +45,7 @@ def speeds(
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("curve", CURVES)
 def test_a_useless_head_costs_at_most_three_percent(curve: str, known: bool) -> None:
-    """From the first round on, with every way to draft there is: chains, early exits, trees and n-grams."""
+    """From the first round on, with all ways to draft: chains, early exits, trees and n-grams."""
     for can in (EARLY_EXITS, ALL):
         assert speeds(0, curve=curve, known=known, chance=0.0, can=can).mean() > 0.97
     assert speeds(0, curve=curve, known=known, chance=0.0, can=EARLY_EXITS, share=0.5, ngrams=0.0).mean() > 0.97
@@ -143,7 +143,7 @@ def test_it_recovers_after_a_change_of_the_text(curve: str) -> None:
 
 
 def test_it_recovers_after_a_change_of_the_machine() -> None:
-    """As when the context grows, and every token of a verify costs more."""
+    """For example, the context grows and every token of a verify costs more."""
     for seed in SEEDS:
         world, policy = World("M5 Max", 0.8, seed=seed), policy_for("M5 Max")
         world.run(policy, ROUNDS)
@@ -161,7 +161,7 @@ def test_another_number_of_rows_begins_with_what_is_known() -> None:
 
 
 def test_each_group_explores_for_itself_and_both_learn() -> None:
-    """Seven rows, for which drafts are dear, and one, for which they are cheap, in turn."""
+    """Alternate between seven rows, whose drafts are expensive, and one, whose drafts are cheap."""
     world, policy, plans = World("M4 Pro", 0.85), policy_for("M4 Pro"), {7: list[Plan](), 1: list[Plan]()}
     for _ in range(300):
         for group, rows in ((0, 7), (1, 1)):
@@ -172,7 +172,7 @@ def test_each_group_explores_for_itself_and_both_learn() -> None:
 
 
 def test_plain_rounds_are_timed_by_the_mean_of_a_run() -> None:
-    """Of a run, the first round is alone on the device, and the last one's seconds include the next dispatch."""
+    """A run's first round is alone on the device, and its last round's time includes the next dispatch."""
     policy = ThroughputPolicy()
     for seconds in (9.0, 0.5, 1.0, 1.5):
         assert policy.costs.known("plain", 1, 0) is None
@@ -192,7 +192,7 @@ def test_a_plan_says_whether_it_explores_and_asking_changes_nothing() -> None:
 
 
 def test_n_grams_that_find_nothing_are_no_exploration() -> None:
-    """Plain decoding leads and n-grams are due: they stay so until they have drafted something."""
+    """Plain decoding leads and n-grams are due. They stay due until they have drafted something."""
     policy = policy_for("M5 Max")
     World(chance=0.0).run(policy, 200)
     while policy.plan(Context(1)) == PLAIN:
@@ -244,7 +244,7 @@ def test_short_drafts_do_not_exit_early() -> None:
 
 
 def test_a_plain_round_that_was_dispatched_ahead_belongs_to_the_exploration() -> None:
-    """The engine plans it before the round in front of it is read."""
+    """The engine plans it before the previous round is read."""
     world, policy = World(chance=0.9), policy_for("M5 Max")
     world.run(policy, 400)
     for _ in range(2000):

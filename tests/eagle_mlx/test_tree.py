@@ -1,4 +1,4 @@
-"""Draft trees: masks and depths follow from the parents, and of a tree one branch at most is kept, the target's own."""
+"""Draft trees: parents define masks and depths, and at most one branch is accepted, the target's own."""
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +11,7 @@ from tests.full import some
 
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[list[list[int]], int]:
-    """Parents of some rows' nodes, as many in each row, and how deep they may lie."""
+    """Draw parents of some rows' nodes, equally many in each row, and their maximum depth."""
     levels, count = draw(st.integers(1, 5)), draw(st.integers(1, 12))
     rows = []
     for _ in range(draw(st.integers(1, 3))):
@@ -24,7 +24,7 @@ def trees(draw: st.DrawFn) -> tuple[list[list[int]], int]:
 
 
 def branch(parents: list[int], node: int) -> list[int]:
-    """From the newest token down to a node."""
+    """Return the path from the newest token to a node."""
     return [*branch(parents, parents[node - 1]), node] if node else [0]
 
 
@@ -51,7 +51,7 @@ def test_the_branch_that_the_target_draws_is_kept(grown: tuple[list[list[int]], 
     samples = rng.integers(0, 4, (len(rows), count + 1))
     drafts = np.zeros((len(rows), count), np.int64)
     for row, parents in enumerate(rows):
-        for node in range(count):  # siblings are never the same token
+        for node in range(count):  # siblings always differ
             taken = {int(drafts[row, other]) for other in range(node) if parents[other] == parents[node]}
             drafts[row, node] = rng.choice([token for token in range(20) if token not in taken][:5])
     valid = rng.random((len(rows), count)) < 0.9
@@ -94,13 +94,13 @@ def test_states_are_taken_along_a_path() -> None:
 @settings(max_examples=some(200), deadline=None)
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32 - 1))
 def test_nodes_deeper_than_a_tree_says_are_lost_and_no_others(levels: int, count: int, seed: int) -> None:
-    """And equal siblings are one node."""
+    """Equal siblings are one node."""
     rng = np.random.default_rng(seed)
     parents = np.where(rng.random(count) < 0.6, np.arange(count), rng.integers(0, np.arange(1, count + 1)))
     drafts = rng.integers(0, 2, count)
 
     def text(node: int) -> list[int]:
-        """The draft tokens down to a node."""
+        """Return the draft tokens on the path to a node."""
         return [*text(int(parents[node - 1])), int(drafts[node - 1])] if node else []
 
     drawn = {tuple(text(node)): int(rng.integers(0, 2)) for node in range(count + 1)}
@@ -109,7 +109,7 @@ def test_nodes_deeper_than_a_tree_says_are_lost_and_no_others(levels: int, count
     arrays = (mx.array(x[None], mx.int32) for x in (samples, drafts))
     path = walk(*arrays, mx.ones((1, count), mx.bool_), tree, tree.branches())
     accepted, nodes = int(path.accepted.item()), np.array(path.nodes)[0]
-    longest: list[int] = []  # what plain decoding says, as far as there is a node for it
+    longest: list[int] = []  # plain decoding's text, as far as the tree has nodes for it
     while len(longest) < levels and tuple(longest) in drawn:
         longest.append(drawn[tuple(longest)])
     texts = [text(node) for node in range(count + 1)]

@@ -1,4 +1,4 @@
-"""Acceptance: by hand, against loops that spell the rules out, and as whole decoding."""
+"""Acceptance: examples by hand, loops that implement the rules, and whole decoding."""
 
 import math
 from dataclasses import dataclass, replace
@@ -42,17 +42,17 @@ def test_rejection_by_hand() -> None:
     p = mx.array([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.2, 0.7, 0.1]])
     q = mx.array([[0.25, 0.25, 0.5], [0.5, 0.5, 0.0]])
     drafts = mx.array([0, 1])
-    least_token_first = mx.array([[9.0, 0.0, -9.0]])  # the noise that picks the first token left
+    least_token_first = mx.array([[9.0, 0.0, -9.0]])  # this noise picks the first remaining token
     cases = [
-        # p/q is 2 for the first draft and 0.2 for the second; what is left of p - q then is token 2 alone.
+        # p/q is 2 for the first draft and 0.2 for the second; then p - q leaves only token 2.
         ([0.99, 0.19], 2, q, [0, 1, 0]),
         ([0.99, 0.21], 2, q, [0, 2]),
-        ([0.99, 0.99], 1, q, [0, 0]),  # one draft: the next token is from p at index 1, the second draft is not read
+        ([0.99, 0.99], 1, q, [0, 0]),  # one draft: the next token is from p at index 1; the second draft is not read
         ([0.99, 0.01], 0, q, [0]),
         # Without q the first draft passes with p = 0.5, the second with 0.1.
         ([0.49, 0.09], 2, None, [0, 1, 0]),
         ([0.49, 0.11], 2, None, [0, 0]),
-        ([0.51, 0.0], 2, None, [1]),  # the refused draft, token 0, cannot come back
+        ([0.51, 0.0], 2, None, [1]),  # the rejected draft, token 0, cannot return
     ]
     for u, length, given_q, expected in cases:
         verdict = rejection(
@@ -88,7 +88,7 @@ def test_threshold_by_hand() -> None:
     for drafts, length, least, expected in [
         ([0, 2], 2, 0.3, [0, 2, 1]),
         ([1, 2], 2, 0.3, [1, 2, 1]),
-        ([2, 2], 2, 0.3, [2]),  # too unlikely, though it is the sample: what is emitted then is the sample all the same
+        ([2, 2], 2, 0.3, [2]),  # too unlikely, although it is the sample; the sample is emitted anyway
         ([0, 0], 2, 0.3, [0, 0]),
         ([0, 2], 1, 0.3, [0, 0]),
         ([0, 2], 0, 0.3, [2]),
@@ -99,7 +99,7 @@ def test_threshold_by_hand() -> None:
 
 
 def rejection_by_loop(p: Array, q: Array | None, drafts: Array, lengths: Array, u: Array, gumbel: Array) -> Any:
-    """One row and one token at a time."""
+    """Apply the rule to one row and one token at a time."""
     rows = []
     for b in range(len(drafts)):
         row: list[int] = []
@@ -157,7 +157,7 @@ def test_match_emits_the_samples_up_to_the_first_difference(data: st.DataObject,
 
 @dataclass(frozen=True)
 class Round:
-    """The arguments of `verify` for some rows, with drafts near to what the target says."""
+    """The arguments of `verify` for some rows, with drafts close to the target's text."""
 
     params: list[SamplingParams]
     seeds: list[int]
@@ -237,7 +237,7 @@ def test_a_row_of_nan_hurts_no_other(params: SamplingParams) -> None:
 
 
 def test_the_argmax_is_over_the_whole_vocabulary() -> None:
-    """A draft that is best among the tokens the proposer knows, but not among all."""
+    """A draft can be the best of the tokens that the proposer knows, but not of all."""
     logits = mx.array([[[1.0, 2.0, 0.0, 5.0], [4.0, 0.0, 0.0, 0.0]]])
     batch, positions = SamplingBatch.of([GREEDY], [0]), mx.array([[0, 1]])
     assert emitted(verify(logits, mx.array([[1]]), mx.array([1]), None, batch, positions)) == [[3]]
@@ -247,7 +247,7 @@ def test_the_argmax_is_over_the_whole_vocabulary() -> None:
 @settings(max_examples=some(50), deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 9), st.booleans())
 def test_9_a_draft_judged_later_is_drawn_as_the_target_draws(seed: int, vocab: int, sparse: bool) -> None:
-    """Over all draft tokens, as likely as they are drafted, the mixture is the target's distribution."""
+    """Averaged over all draft tokens by their probability, the result is the target's distribution."""
     rng = np.random.default_rng(seed)
     p, q = rng.dirichlet(np.full(vocab, 0.5), 2)
     if sparse:

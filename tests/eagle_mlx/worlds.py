@@ -12,7 +12,7 @@ from eagle_mlx.policy import Policy
 from tests.full import in_full
 
 ASKED_TWICE = in_full(1, 9)
-"""Of so many rounds one is planned twice: asking changes nothing."""
+"""One in this number of rounds is planned twice, because planning must not change anything."""
 CHAINS, EARLY_EXITS = Abilities(), Abilities(early_exit=True)
 
 CURVES: dict[str, list[tuple[float, float]]] = {
@@ -24,9 +24,10 @@ CURVES: dict[str, list[tuple[float, float]]] = {
     "steps": [(1, 1.0), (2, 1.1), (3, 1.2), (4, 1.5), (5, 1.55), (6, 2.1), (7, 2.15), (8, 2.7), (9, 2.75)],
     "a jump": [(1, 1.0), (2, 1.9), (9, 2.4)],
 }
-"""Tokens that a forward reads, and its time relative to one token: published, the first five (DESIGN, platform facts).
+"""Tokens that a forward reads, and its time relative to one token.
 
-Between two points and beyond the last on a line. On M1 and M2 each token has a kernel of its own.
+The first five are published (DESIGN, platform facts). Values are interpolated linearly, and extrapolated
+after the last. On M1 and M2 each token has its own kernel.
 """
 
 
@@ -40,51 +41,51 @@ def verify_seconds(curve: str, tokens: int) -> float:
 
 @dataclass
 class World:
-    """Rounds of a target with a published cost curve, a proposer that is right so often, and a machine with noise."""
+    """Rounds of a target with a published cost curve, a proposer with given accuracy, and a machine with noise."""
 
     curve: str = "M5 Max"
     chance: float = 0.7
-    """That a draft token is kept, if those before it are."""
+    """Probability that a draft token is accepted if those before it are."""
     hard: float | None = None
-    """The same in every other round; None: as in all."""
+    """The same for every other round; None: no difference."""
     insight: float = 1.0
-    """1: confidences tell which rounds are hard; 0: they tell nothing."""
+    """1: confidences show which rounds are hard; 0: they show nothing."""
     waiting: float = 0.03
-    """Plain rounds that a look at the confidences takes."""
+    """Cost of reading the confidences, in plain rounds."""
     drafting: float = 0.05
-    """Plain rounds that drafting a token takes."""
+    """Cost of drafting a token, in plain rounds."""
     side: float = 0.0
-    """A tree's node beyond its chain adds this, divided by its rank, to the chance of one more token."""
+    """A tree's node beyond its chain adds this, divided by its rank, to the probability of one more token."""
     can: Abilities = CHAINS
     share: float = 0.0
-    """The share of rounds in which n-grams could draft; they cost nothing."""
+    """Share of rounds in which n-grams can draft, at no cost."""
     ngrams: float = 0.8
-    """The chance of each of their tokens."""
+    """Probability that each of their tokens is accepted."""
     there: float | None = None
-    """That of the model's in these rounds; None: as in all."""
+    """Probability for the model's tokens in these rounds; None: as in all."""
     noise: float = 0.03
     busy: float = 1.0
-    """How much longer rounds take during every other 50 of them."""
+    """Factor by which rounds are slower during every other 50 rounds."""
     turning: float = 0.0
     """How much longer a round takes after one of another shape, as a share."""
     compiling: int = 0
-    """Rounds at first in which drafts take eight times as long, because kernels are compiled for them."""
+    """First rounds in which drafts take eight times as long, because kernels are compiled."""
     seed: int = 0
     rounds: int = field(default=0, init=False)
     tokens: float = field(default=0.0, init=False)
     seconds: float = field(default=0.0, init=False)
-    """Of a quiet machine."""
+    """Seconds that an idle machine would take."""
     plans: list[Plan] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
 
     def curve_at(self, *tokens: int) -> list[tuple[int, float]]:
-        """What is measured at load."""
+        """Return the cost curve that is measured at load."""
         return [(count, verify_seconds(self.curve, count)) for count in tokens]
 
     def run(self, policy: Policy, rounds: int, rows: int = 1, group: int = 0) -> float:
-        """Decode so many rounds; return the tokens per second and row, relative to plain decoding of these rows."""
+        """Decode rounds. Return tokens per second and row relative to plain decoding of these rows."""
         tokens, seconds = self.tokens, self.seconds
         for _ in range(rounds):
             self._round(policy, rows, group)
@@ -113,7 +114,7 @@ class World:
         self.plans.append(plan)
 
     def _drafted(self, plan: Plan, chances: Sequence[float]) -> tuple[int, list[list[float]]]:
-        """How deep a plan drafts, and the confidences that it looked at."""
+        """Return the depth that a plan drafts, and the confidences that it reads."""
         depth, confidences = plan.depth, list[list[float]]()
         if plan.stop_below is not None:
             mean = (self.chance + (self.chance if self.hard is None else self.hard)) / 2
@@ -130,7 +131,7 @@ class World:
         return next((at for at, drawn in enumerate(self.rng.random(depth).tolist()) if drawn >= chance), depth)
 
     def _path(self, plan: Plan, kept: int) -> list[int]:
-        """The chain is the first ranks of a tree."""
+        """Return the ranks of accepted nodes. The chain has the first ranks of a tree."""
         others = range(plan.depth, plan.nodes)
         return [*range(min(kept, plan.depth)), *(rank for rank in others if self.rng.random() < self.side / (rank + 1))]
 
@@ -142,7 +143,7 @@ class World:
         return self.hard if is_hard and self.hard is not None else self.chance
 
     def expected(self, plan: Plan, depth: int, chance: float) -> float:
-        """Tokens to be expected of a row."""
+        """Return the expected tokens of a row."""
         chain = sum(chance**i for i in range(depth + 1))
         return chain + (sum(self.side / (rank + 1) for rank in range(plan.depth, plan.nodes)) if plan.is_tree else 0.0)
 
@@ -151,7 +152,7 @@ class World:
         return verify_seconds(self.curve, rows * (size + 1)) + (0.0 if plan.lookup else self.drafting * levels)
 
     def best(self, rows: int = 1, most: int = 8, trees: Sequence[Plan] = ()) -> float:
-        """The speed of the best fixed arm, or of the best for each sort of place, relative to plain decoding."""
+        """Return the speed of the best fixed arm, or of the best for each kind of round, relative to plain decoding."""
         here = [PLAIN, *map(Plan, range(1, most + 1)), *trees]
         there = [*here, *(replace(plan, lookup=True) for plan in here[1:])]
         places = [(self._best(rows, here, False), 1 - self.share), (self._best(rows, there, True), self.share)]
@@ -159,7 +160,7 @@ class World:
         return tokens / seconds * self.cost(rows, PLAIN, 0)
 
     def _best(self, rows: int, plans: Sequence[Plan], repeats: bool) -> tuple[float, float]:
-        """Tokens of a row and seconds of the fastest plan."""
+        """Return a row's tokens and the seconds of the fastest plan."""
         found = []
         for plan in plans:
             chances = [self.chance_of(is_hard, repeats, bool(plan.lookup)) for is_hard in (False, True)]
@@ -169,7 +170,7 @@ class World:
 
 
 def alike(plan: Plan) -> tuple[int, int, bool]:
-    """What a plan drafts, wherever its chain ends."""
+    """Return a plan's depth and nodes, and whether it may exit early, at any threshold."""
     return plan.depth, plan.nodes, plan.stop_below is not None
 
 
@@ -182,6 +183,6 @@ def result(
     confidences: Sequence[Sequence[float]] = (),
     group: int = 0,
 ) -> RoundResult:
-    """A round of rows that go on."""
+    """Return a round of rows that continue."""
     taken = [kept + 1 for kept in accepted]
     return RoundResult(plan, drafted, accepted, taken, seconds, paths=paths, confidences=confidences, group=group)

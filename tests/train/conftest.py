@@ -1,4 +1,4 @@
-"""What runs of eagle-train begin with: a tiny target in a folder, and chats in a file."""
+"""Inputs for runs of eagle-train: a tiny target in a folder, and chats in a file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.train.empty_pictures import leave_empty_pictures
 
 @pytest.fixture(autouse=True)
 def _few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs leave empty files for pictures, unless in full: drawing seven takes four times as long as a tiny run.
+    """Replace pictures by empty files, unless in full: drawing seven takes four times as long as a tiny run.
 
-    A test with `usefixtures("pictures")` has them drawn.
+    A test with `usefixtures("pictures")` draws them.
     """
     if not FULL and "pictures" not in request.fixturenames:
         monkeypatch.setattr(loop, "write_plots", leave_empty_pictures)
@@ -25,7 +25,7 @@ def _few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def pictures() -> None:
-    """The pictures of runs are drawn."""
+    """Draw the pictures of runs."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Empty files in place of a run's pictures: drawing seven takes four times as long as a tiny run."""
+"""Replace a run's pictures by empty files: drawing seven takes four times as long as a tiny run."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ H, N = 4, 3
 
 
 def make_samples(lengths: list[int], seed: int = 0) -> list[Example]:
-    """Samples whose states spell out their tokens, so that a mix-up shows."""
+    """Return samples whose states encode their tokens, so that a mix-up is noticed."""
     rng = np.random.default_rng(seed)
     samples = []
     for length in lengths:
@@ -223,7 +223,7 @@ def test_an_error_in_a_reading_thread_arrives(tmp_path: Path) -> None:
 
 
 def test_reading_ahead_leaves_the_blas_its_threads() -> None:
-    """A product's last bits depend on them, so a run in which they change could not be repeated."""
+    """The last bits of a product depend on the threads, so a run with changing threads could not be repeated."""
     before = blas_threads()
     if not before:
         pytest.skip("not OpenBLAS")

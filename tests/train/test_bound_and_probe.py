@@ -1,4 +1,4 @@
-"""What a run takes: its least memory from shapes alone, then what a few steps take."""
+"""A run's memory: the minimum from shapes alone, then the measurement of a few steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.full import in_full
 
 CONFIG = TrainConfig.of(target="tiny", rows=2, length=32, unroll=2, draft_vocab=64, lanes=1)
 INFO_64 = {"memory_size": 64 << 30, "max_recommended_working_set_size": 51_539_607_552}
-"""Of a Mac of 64 GB, as llama.cpp prints it: recommendedMaxWorkingSetSize = 51539.61 MB."""
+"""On a Mac of 64 GB, as llama.cpp prints it: recommendedMaxWorkingSetSize = 51539.61 MB."""
 MAC_64 = device_memory(INFO_64) or 0
 
 

@@ -1,4 +1,4 @@
-"""eagle-train from the command line to the files, on a tiny target with the embedded tokenizer."""
+"""eagle-train from the command line to its files, on a tiny target with the embedded tokenizer."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_a_run_leaves(target: Path, chats: Path, tmp_path: Path, capsys: An
 def test_the_best_head_of_a_run_is_found_by_its_target(
     target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, least: float
 ) -> None:
-    """A run of two steps makes a head that gains nothing, and says that no command offers it."""
+    """A run of two steps makes a useless head, and says that no command offers it."""
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("eagle_mlx.train.cli.LEAST", least)
     assert run(target, chats, tmp_path / "out", "--max-steps", "2") == 0

@@ -1,4 +1,4 @@
-"""The comparison of the kinds, on a tiny target: all are trained on the same tokens, and all figures are written."""
+"""The comparison of kinds on a tiny target: all train on the same tokens, and all figures are written."""
 
 from __future__ import annotations
 

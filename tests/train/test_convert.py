@@ -1,4 +1,4 @@
-"""eagle-convert: exact from layout to layout, MTP heads out of published models, and nothing left after a refusal."""
+"""eagle-convert: exact between layouts, MTP heads from published models, and no files left after an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 
 def same_files(a: Path, b: Path) -> bool:
-    """The same config, and the same tensors bit for bit."""
+    """Return whether the configs are equal and the tensors equal bit for bit."""
     mine, theirs = read_tensors(a), read_tensors(b)
     return (
         json.loads((a / "config.json").read_text()) == json.loads((b / "config.json").read_text())
@@ -66,7 +66,7 @@ ROPES: list[dict[str, Any] | None] = [
 
 @st.composite
 def flags(draw: st.DrawFn) -> dict[str, Any]:
-    """What a head can be and speculators can say."""
+    """Draw options of a head that speculators' format can express."""
     norm = draw(st.sampled_from(["norm_before_fc", "fc_norm", None]))
     which = draw(st.sampled_from(["qk_norm", "mlp_bias", None]))
     layers = draw(st.sampled_from([1, 2]))
@@ -112,7 +112,7 @@ def test_mtp_to_speculators_and_back_every_bit_is_the_same(model: str, dtype: st
     head = mtp(TARGET, model_type=model, norm_output=True, target_norm=dtype == "float16")
     kind = {"qwen3_5": "qwen3_5_text"}.get(model, model)
     head.config = type(head.config)(**{**vars(head.config), "layer": {**head.config.layer, "model_type": kind}})
-    head.norm.weight = head.norm.weight * 5  # a mean by which norms of this layout would be taken for plain ones
+    head.norm.weight = head.norm.weight * 5  # with this mean, norms of this layout would be taken for plain ones
     head.enorm.weight = head.enorm.weight * mx.array([1e-3, 1.0] * 16)
     save_mtp(head, tmp_path / "a", target_name="org/model", extra={"step": 3}, dtype=DTYPES[dtype])
     convert(tmp_path / "a", "speculators", tmp_path / "b")
@@ -192,7 +192,7 @@ def test_a_card_that_says_nothing(card: str, tmp_path: Path) -> None:
 
 
 def quantized(folder: Path, original: Path) -> Path:
-    """What `mlx_lm.convert` makes of a model of the hub."""
+    """Write what `mlx_lm.convert` makes of a model from the hub."""
     mlx_lm.convert(str(original), mlx_path=str(folder), quantize=True, q_group_size=32)
     (folder / "README.md").write_text(f"---\n{json.dumps(CARD | {'base_model': ORIGINAL})}\n---\n")
     return folder
@@ -203,7 +203,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def written_by_torch(folder: Path) -> Path:
-    """The same numbers with the mark of another framework."""
+    """Write the same numbers with another framework's mark."""
     mx.save_safetensors(str(folder / "model.safetensors"), read_tensors(folder), metadata={"format": "pt"})
     return folder
 
@@ -333,7 +333,7 @@ def test_an_eagle_1_head_of_pytorchs_becomes_plain(tmp_path: Path, monkeypatch: 
 
 
 def damaged(folder: Path, how: str) -> Path:
-    """A portable EAGLE-3 head with something wrong."""
+    """Write a portable EAGLE-3 head with an error."""
     save_eagle3(eagle3(TARGET, draft_vocab=40), folder)
     weights = folder / "model.safetensors"
     if how == "cut":
@@ -396,7 +396,7 @@ def test_a_damaged_head_is_refused_and_nothing_written(
 
 
 def refused(message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line that names what is wrong, and nothing new on the disk."""
+    """Check for one line that names the error, and no new files."""
     said = capsys.readouterr()
     errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1

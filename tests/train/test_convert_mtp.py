@@ -1,4 +1,4 @@
-"""eagle-convert mtp: from the shards of a model's makers, here or on the hub, to a head that drafts as published."""
+"""eagle-convert mtp: from a publisher's shards, local or on the hub, to a head that drafts as published."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODELS = [name for name in golden.NAMES if golden.published(name)]
 
 
 def sharded(folder: Path, name: str) -> Path:
-    """A golden model in two shards and an index, among a third shard that is not here."""
+    """Write a golden model as two shards and an index that also names a missing shard."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     golden.written(folder, name)
     tensors = read_tensors(folder)
@@ -44,7 +44,7 @@ def sharded(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_head_of_a_published_model(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From the shards of its makers to logits of the reference."""
+    """From the publisher's shards to the reference's logits."""
     source = sharded(tmp_path / "model", name)
     out = tmp_path / "out"
     assert main(["mtp", "--source", str(source), "--output", str(out), "--dtype", "float32"]) == 0
@@ -130,7 +130,7 @@ def test_a_model_that_is_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @contextmanager
 def hub_of(folder: Path, asked: list[str]) -> Iterator[str]:
-    """What of the hub's web server a download needs, over a folder of `user/name` folders."""
+    """Serve what downloads need of the hub's web server, from a folder of `user/name` folders."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:

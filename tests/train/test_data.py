@@ -1,4 +1,4 @@
-"""What a run learns from: sources with weights, maps and filters, and held-out prompts of the same reading."""
+"""A run's data: sources with weights, maps and filters, and held-out prompts from the same reader."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_26_answers_that_the_template_does_not_render_are_not_learned(tmp_path: 
 
 
 def places(data: TrainData) -> dict[tuple[int, ...], list[NDArray[np.float16]]]:
-    """Every sample's states by its tokens."""
+    """Return every sample's states by its tokens."""
     found = {}
     for index in range(len(data.samples.lengths)):
         sample = data.samples[index]
@@ -115,10 +115,10 @@ def test_states_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.Monke
     for tokens, states in places(in_memory).items():
         assert all(np.array_equal(a, b) for a, b in zip(states, held[tokens], strict=True))
     monkeypatch.setattr(storage, "free_disk", lambda folder: 0)
-    assert training_data(TARGET, settings).place == "disk"  # what is there already needs no more room
+    assert training_data(TARGET, settings).place == "disk"  # existing files need no more space
     elsewhere = settings.changed(cache_dir=str(tmp_path / "none"))
     assert training_data(TARGET, elsewhere).place == "online"
-    assert training_data(TARGET, config(source)).place == "online"  # a cache of nothing
+    assert training_data(TARGET, config(source)).place == "online"  # an empty cache
     monkeypatch.setattr(storage, "free_memory", lambda: 10**9)
     assert training_data(TARGET, elsewhere).place == "memory"
     assert training_data(TARGET, elsewhere, reserve=10**9).place == "online"
@@ -158,7 +158,7 @@ def test_a_capture_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytes
 
 def test_a_place_that_is_asked_for_is_kept_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = chats(tmp_path, "a", 20)
-    assert training_data(TARGET, config(source, states="memory")).place == "memory"  # whatever --cache-gb is
+    assert training_data(TARGET, config(source, states="memory")).place == "memory"  # for any --cache-gb
     assert training_data(TARGET, config(source, states="online", cache_bits=8)).place == "online"
     monkeypatch.setattr(storage, "free_memory", lambda: 1000)
     monkeypatch.setattr(storage, "free_disk", lambda folder: 1000)

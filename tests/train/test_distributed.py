@@ -1,4 +1,4 @@
-"""Processes that train together do what one does with all their rows."""
+"""Distributed training gives the same result as one process with all rows."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.train.worker import CONFIG, conversations, learnt, whole_run
 
 
 def together(count: int, folder: Path, *arguments: str) -> list[Any]:
-    """What each of `count` processes of worker.py prints."""
+    """Return the output of each of `count` processes of worker.py."""
     return [json.loads(out.splitlines()[-1]) for out in printed(count, folder, "tests.train.worker", *arguments)]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A folder, and what two processes of worker.py print that make a run there."""
+    """Return a folder, and the output of two processes of worker.py that make a run there."""
     folder = tmp_path_factory.mktemp("pair")
     return folder, together(2, folder, str(folder), "3")
 
@@ -59,7 +59,7 @@ def test_processes_learn_as_one_with_all_their_rows(tmp_path: Path, pair: tuple[
 
 @needs_ring
 def test_two_processes_make_the_run_of_one_with_twice_the_rows(tmp_path: Path, pair: tuple[Path, list[Any]]) -> None:
-    """Also where the second of them is asked to stop, and the run continues later."""
+    """Also if the second process is asked to stop, and the run continues later."""
     compared = ("step", "tokens", "loss", "grad_norm")
     (tmp_path / "alone").mkdir()
     alone = whole_run(tmp_path / "alone", World.single(), 2 * CONFIG.optimization.rows)

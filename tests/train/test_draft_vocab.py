@@ -1,4 +1,4 @@
-"""The draft vocabulary: frequent tokens, special ones always."""
+"""The draft vocabulary: frequent tokens, and always the special tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes in 16 bits over weights and moments in float32."""
+"""Forward and backward passes in 16 bits with weights and moments in float32."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_float32_but_for_rounding(target_in_memory: Targe
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_moments_stay_in_float32(target_in_memory: Target, kind: str) -> None:
-    """Steps far below what 16 bits can tell apart still add up."""
+    """Steps far below the resolution of 16 bits still add up."""
     target = target_in_memory
     config, head, rows = begun(target, kind, dtype="bfloat16", lr=1e-6, weight_decay=0.0)
     before = {name: mx.array(value) for name, value in weights_of(head).items()}

@@ -1,4 +1,4 @@
-"""The unroll for heads of any make: against the EAGLE-3 one, and against heads of every kind as they draft."""
+"""The unroll for any kind of head equals the EAGLE-3 one, and how heads of every kind draft."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 4
 
 
 def drafted(head: DraftHead, target: Target, tokens: list[int], index: int, steps: int) -> list[mx.array]:
-    """The outputs [H] at `index` and of the steps behind it, as a proposer comes by them: read, then fed back."""
+    """Return the outputs [H] at `index` and of the next steps, as in a proposer: prefill, then feedback."""
     cache = RaggedCache(head.cache_layers, 1)
     ids = mx.array([tokens], mx.int32)
     aux = target.forward(ids[:, : index + 1], aux_layers=head.aux_layers).aux
@@ -40,7 +40,7 @@ def drafted(head: DraftHead, target: Target, tokens: list[int], index: int, step
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_is_trained_on_what_it_drafts_with(name: str) -> None:
-    """Two conversations share a row and a third has one of its own; behind the last of them is padding."""
+    """Two conversations share a row, a third has its own row, and padding follows the last one."""
     head = KINDS[name](TARGET)
     head.attach(TARGET)
     rng = np.random.default_rng(0)
@@ -89,7 +89,7 @@ def test_it_equals_the_unroll_that_knows_eagle3(seed: int, steps: int, length: i
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_gradient_reaches_the_keys_of_earlier_steps(name: str) -> None:
-    """The last step's output depends on every weight, also by what earlier steps left in the cache."""
+    """The last step's output depends on every weight, also through the cache entries of earlier steps."""
     head = KINDS[name](TARGET)
     head.attach(TARGET)
     rng = np.random.default_rng(1)
@@ -97,7 +97,7 @@ def test_the_gradient_reaches_the_keys_of_earlier_steps(name: str) -> None:
     g = mx.array(rng.normal(size=(1, 8, head.hidden_size)), mx.float32)
 
     def last_key(start: mx.array) -> mx.array:
-        """Only the first step's keys differ by what is at index 1; index 4 sees them alone of it."""
+        """At index 1 only the first step's keys differ, and only they affect index 4."""
         return mx.sum(unroll_feedback(head, head.embed(tokens), start, segments, mx.array([[4]]), 3)[-1])
 
     gradient = dict(tree_flatten({"g": mx.grad(last_key)(g)}))["g"]

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite changes nothing, and whose fault it is, is said."""
+"""A loss or gradient that is not finite changes nothing, and its cause is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--hours`: data and learning in turns, with a clock of its own that counts forwards and tokens."""
+"""`--hours`: data and training in turns, with a clock that counts forwards and tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SHORT = partial(MakeConfig, user_tokens=30, max_tokens=12)
 
 
 class Clock:
-    """Time that goes by with the work that is done, so that every run of a test has the same."""
+    """Time that passes only with work, so that every run of a test takes the same time."""
 
     def __init__(self, patch: pytest.MonkeyPatch, forward: float = 0.06, token: float = 1 / 150):
         self.now = 0.0
@@ -74,10 +74,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Random models loop when they are greedy, up to the end of a turn. Heads are registered for this file alone."""
+    """Shorten turns, because random models loop to a greedy turn's end. Heads are registered only for this file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portions, "MakeConfig", SHORT)
-        patch.setattr(synthesis_loop, "FIRST_ROWS", 8)  # so that portions are larger than what is under way
+        patch.setattr(synthesis_loop, "FIRST_ROWS", 8)  # so that portions exceed the rows in progress
         patch.setattr(loop, "write_plots", leave_empty_pictures)
         patch.setenv("EAGLE_MLX_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -93,7 +93,7 @@ def config_of(output: Path, **more: Any) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], float]:
-    """A run that nothing interrupted: its folder, its report, the time that it took."""
+    """Return the folder, the report and the time of an uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "head"
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock(patch)
@@ -137,11 +137,11 @@ def test_what_the_head_drafted_is_what_the_target_says_alone(
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """Stands for the process being killed."""
 
 
 class Ends:
-    """Ends a run where it is told to: `held-out`, `00`, … at a row of that file, `learn` and `stop` at a step."""
+    """Ends a run on request: `held-out`, `00`, … at a row of that file, `learn` and `stop` at a step."""
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.at, self.left = "", 0
@@ -172,7 +172,7 @@ class Ends:
 def test_it_continues_at_the_phase_behind_any_end(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while prompts and portions are made and while it learns, and stopped while it learns."""
+    """Killed while prompts and portions are made and during training, and stopped during training."""
     out = tmp_path / "head"
     clock, ends = Clock(monkeypatch), Ends(monkeypatch)
     config, resume = config_of(out, hours=HOURS / 2), None
@@ -181,7 +181,7 @@ def test_it_continues_at_the_phase_behind_any_end(
         with pytest.raises((Killed, Stopped)):
             train_for_hours(target, config, resume=resume, watch=Stopwatch(clock))
         resume = out
-        clock.now += 9999  # what passes meanwhile does not count
+        clock.now += 9999  # time in between does not count
         for name, held in made.items():
             assert (out / "made" / name).read_bytes() == held, "what is whole is not made again"
         made = {file.name: file.read_bytes() for file in (out / "made").glob("*.jsonl")}
@@ -198,7 +198,7 @@ def test_it_continues_at_the_phase_behind_any_end(
 def test_states_that_do_not_fit_are_captured_anew(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first portion fits the cache, the second does not: nothing of it is kept, and all is read for batches."""
+    """The first portion fits the cache, the second does not: none of it is kept, and batches are captured anew."""
     clock, out, seen = Clock(monkeypatch), tmp_path / "head", []
     learn = Stepper.__call__
 
@@ -226,7 +226,7 @@ def metrics_of(out: Path, kind: str) -> list[dict[str, Any]]:
 def test_23_what_is_made_is_learned_though_making_slows_down(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float, after: float
 ) -> None:
-    """From a share of the time on, each forward of the making takes so many times as long."""
+    """After a share of the time, each forward of data generation takes several times as long."""
     clock, out = Clock(monkeypatch), tmp_path / "head"
     step, total = Engine.step, 3600 * HOURS
 
@@ -256,7 +256,7 @@ def test_23_what_is_made_is_learned_though_making_slows_down(
 def test_23_the_rate_falls_and_only_what_was_learned_counts_though_measuring_takes_the_time(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slower: float
 ) -> None:
-    """Learning slows down in the middle of the last phase, so that much of its data remains unlearned."""
+    """Training slows down in the middle of the last phase, so much of its data is not used."""
     clock, out = Clock(monkeypatch), tmp_path / "head"
     learn, total = Stepper.__call__, 3600 * HOURS
 
@@ -305,7 +305,7 @@ def test_23_the_rate_falls_though_a_measurement_takes_all_the_time(
 
 
 def is_found(out: Path, target: Target) -> bool:
-    """Whether whoever serves the target finds the head."""
+    """Return whether commands that serve the target find the head."""
     return any(record.head == str(out / "best") for record in records_for(("tiny",), fingerprint(target)))
 
 
@@ -393,7 +393,7 @@ def test_where_no_more_comes_the_rest_of_the_time_is_for_learning(
 
 
 def test_from_the_command_line(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The time is up at once: what was begun is still ended, learned from and measured. Such a head gains nothing."""
+    """The time is up at once, but the current phase is finished, trained on and measured. Such a head gains nothing."""
     out = tmp_path / "out"
     line = ["--target", target.name, "--output", str(out), "--hours", "0.00001", "--head", "eagle", "--length", "64"]
     assert main([*line, "--eval-prompts", "2", "--eval-tokens", "4", "--eval-depth", "2"]) == 0

@@ -1,4 +1,4 @@
-"""What holds for every kind of head: it learns, with any number of streams the same, and drafts the same when saved."""
+"""Every kind of head learns, gives the same result for any number of streams, and drafts the same when saved."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_loss_falls_and_the_target_stays_as_it_is(target: Target, name: str,
     config = config_of(name, lr=1e-2, **more)
     _, results = trained(target, config, 40)
     assert np.all(np.isfinite([result.loss for result in results]))
-    assert results[-1].loss < results[0].loss - 0.25  # what is left is the entropy of the target itself
+    assert results[-1].loss < results[0].loss - 0.25  # the rest is the target's own entropy
     assert min(results[-1].accuracy_by_step) > 0.5 > max(results[0].accuracy_by_step)
     assert len(results[-1].accuracy_by_step) == config.optimization.unroll
     for key, value in weights_of(target.model).items():
@@ -126,7 +126,7 @@ def test_the_same_seed_gives_the_same_weights(target: Target, name: str) -> None
 
 @pytest.mark.parametrize("name", in_full(list(KINDS), ["mtp"]))
 def test_what_is_saved_drafts_the_same(target: Target, tmp_path: Path, name: str) -> None:
-    """Weights of bfloat16 are near enough for the greedy drafts of a trained head to be the same, nearly all."""
+    """Weights in bfloat16 are precise enough for nearly all greedy drafts of a trained head."""
     head, _ = trained(target, config_of(name, lr=1e-2), 30)
     kind_of(head).save(head, tmp_path / "head", "tiny", {"step": 30})
     loaded = load_head(tmp_path / "head", target)
@@ -209,7 +209,7 @@ def test_a_new_head_begins_with_a_layer_that_adds_nothing(target: Target, name: 
 
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_a_new_eagle3_head_sees_the_newest_token_first(target: Target, sharing: int) -> None:
-    """Nothing else brings it to the head: over 30 positions of one text each gets most of its own attention."""
+    """It has no other source for the newest token: over 30 positions, each gives itself the most attention."""
     head: Any = new(target, config_of("eagle3", heads=4, kv_heads=4 // sharing))
     tokens = mx.array(np.random.default_rng(0).permutation(target.vocab_size)[None, :30])
     g = mx.array(np.random.default_rng(1).normal(size=(1, 30, 32)), mx.float32)

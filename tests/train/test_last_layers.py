@@ -1,4 +1,4 @@
-"""Heads of several layers, which begin as the target's own last ones."""
+"""Heads of several layers, which start as the target's last layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def head_of(target: Target, samples: list[Example], read: tuple[int, ...], **mor
 
 
 def turning_neighbours() -> Target:
-    """A target whose rotary positions turn neighbouring channels, as llama.cpp's files have it."""
+    """Return a target whose RoPE rotates neighboring channels, as in llama.cpp's files."""
     target = tiny_target(architecture="llama")
     for layer in target.layers:
         layer.self_attn.rope.traditional = True
@@ -81,7 +81,7 @@ def test_the_copies_make_the_guess_better(name: str) -> None:
     samples = samples_of(target, (0, 1, 2), 120)
     head = head_of(target, samples, (0, 1, 2), layers=3)
     begun = right(head, target, samples)
-    for layer in head.layers:  # which then add nothing
+    for layer in head.layers:  # they then add nothing
         layer.self_attn.o_proj.weight = mx.zeros_like(layer.self_attn.o_proj.weight)
         layer.mlp.down_proj.weight = mx.zeros_like(layer.mlp.down_proj.weight)
     assert begun > 1.1 * right(head, target, samples)

@@ -1,4 +1,4 @@
-"""The order of the trainer's folders in docs/structure.md is that of their imports."""
+"""The order of the trainer's folders in docs/structure.md follows their imports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ TRAIN = ROOT / "train"
 
 
 def listed() -> list[str]:
-    """The files and folders of train/ as the document lists them."""
+    """Return the files and folders of train/ in the document."""
     tree = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8").split("## `train/`")[1].split("```")[1]
     return re.findall(r"^train/(\w+)(?:\.py|/) ", tree, re.MULTILINE)
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Which other files and folders of train/ a file imports from."""
+    """Return the other files and folders of train/ that a file imports."""
     package = file.relative_to(TRAIN).parts[:-1]
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:

@@ -1,4 +1,4 @@
-"""A new head begins as the best linear guess of the target's next state."""
+"""A new head starts as the best linear prediction of the target's next state."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def started(target: Target, samples: list[Any], **more: Any) -> Any:
 
 
 def right(head: Any, target: Target, samples: list[Example]) -> float:
-    """How often the head's first draft is the target's most likely token."""
+    """Return how often the head's first draft is the target's likeliest token."""
     hits = count = 0
     for sample in samples:
         tokens, last = mx.array(sample.tokens)[None], mx.array(sample.states.last)[None].astype(mx.float32)
@@ -88,11 +88,11 @@ def test_the_first_drafts_are_often_right_before_any_step(
 def test_states_that_are_not_kept_are_read_again(target: Target, samples: list[Example]) -> None:
     bare = [Example(sample.tokens, sample.loss_mask) for sample in samples[:20]]
     kept, read = started(target, samples[:20]), started(target, bare)
-    assert mx.allclose(kept.fc.weight, read.fc.weight, atol=0.02)  # kept ones are float16
+    assert mx.allclose(kept.fc.weight, read.fc.weight, atol=0.02)  # saved ones are float16
 
 
 def test_a_target_that_has_to_read_reads_less(target: Target, samples: list[Example]) -> None:
-    """Fewer tokens for each number of the guess than are taken from states that are kept."""
+    """It uses fewer tokens for each number of the prediction than with saved states."""
 
     class Counted(InMemory):
         taken = 0
@@ -150,7 +150,7 @@ def test_a_single_piece_gives_a_cautious_map() -> None:
     x = mx.random.normal((20, 4), key=mx.random.key(0))
     found = best_map([(x, x)])
     assert found is not None
-    assert np.abs(found[0] - np.eye(4) / 1.1).max() < 0.1  # pulled towards zero by the strongest ridge, a tenth
+    assert np.abs(found[0] - np.eye(4) / 1.1).max() < 0.1  # shrunk by the strongest ridge, a tenth
 
 
 def test_solving_leaves_the_moments_as_they_were() -> None:
@@ -162,7 +162,7 @@ def test_solving_leaves_the_moments_as_they_were() -> None:
 
 
 def test_the_memory_of_the_search_is_what_is_foretold() -> None:
-    """Arrays alone; a LAPACK's own work is small beside them."""
+    """Counts arrays only; LAPACK's own memory is small in comparison."""
     inputs, outputs = 1024, 256
     x, y = mx.zeros((512, inputs)), mx.zeros((512, outputs))
     x[mx.arange(512), mx.arange(512)] = 1.0

@@ -1,4 +1,4 @@
-"""Less memory for the same step: parts of a batch one after the other, and nothing kept that can be computed again."""
+"""Less memory for the same step: parts of a batch in sequence, and recomputation in place of storage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCAB = 128
 
 
 def random_rows(count: int, length: int, seed: int = 0) -> Rows:
-    """Two conversations in each row, of which the second is shorter in every other row."""
+    """Return rows of two conversations; the second is shorter in every other row."""
     rng = np.random.default_rng(seed)
     segments = np.repeat([[1, 2]], length // 2, axis=1).repeat(count, axis=0).astype(np.int32)
     segments[::2, -4:] = 0
@@ -74,7 +74,7 @@ def test_the_step_is_the_same(target: Target, head: str, how: dict[str, Any]) ->
 
 
 def test_a_compiled_step_is_the_same(target: Target) -> None:
-    """Compiled in full alone: that is 26 kernels."""
+    """Compiled only in full, because there are 26 kernels."""
     plain, rows = CONFIG.changed(unroll=2), random_rows(4, 16)
     config = plain.changed(accumulate=2, grad_checkpoint=True)
     stepper = Stepper(new(target, config), target, config)
@@ -116,7 +116,7 @@ def test_the_chunked_loss_in_parts_of_any_size(target: Target, logits: int) -> N
     weights = mx.array(rng.uniform(size=(3, 13)), mx.float32)
 
     def plain(outputs: list[mx.array]) -> tuple[mx.array, mx.array, mx.array]:
-        """All labels of a step at once, and MLX's own gradient."""
+        """Compute all labels of a step at once, with MLX's own gradient."""
         labels = soft_labels(target, last, head.token_ids)
         read = [h.reshape(-1, 32)[select[step]] for step, h in enumerate(outputs)]
         found = [step_loss(head, x, labels, weights[step]) for step, x in enumerate(read)]
@@ -146,7 +146,7 @@ def test_a_recomputed_step_leaves_the_module_as_it_was() -> None:
 
 
 def peak(target: Target, config: TrainConfig, rows: Rows) -> int:
-    """The memory that a step takes on top of what it begins with."""
+    """Return the memory that a step adds."""
     stepper = Stepper(new(target, config), target, config)
     stepper(rows, 1.0)
     mx.clear_cache()
@@ -157,9 +157,9 @@ def peak(target: Target, config: TrainConfig, rows: Rows) -> int:
 
 
 def test_the_peak_is_lower(target: Target) -> None:
-    """The bounds leave room for what MLX allocates ahead of time: measured were 26 %, 33 % and 68 %.
+    """The bounds allow for MLX's early allocations: the measured values are 26%, 33% and 68%.
 
-    The vocabulary is small: logits are never kept, so that there is nothing to gain on them.
+    The vocabulary is small, so there is nothing to gain on logits, which are never kept.
     """
     rows, config = random_rows(8, 64), CONFIG.changed(unroll=7, length=64, intermediate_size=256)
     whole = peak(target, config, rows)
@@ -169,7 +169,7 @@ def test_the_peak_is_lower(target: Target) -> None:
 
 
 def test_no_logits_are_kept(target: Target) -> None:
-    """Seven draft steps over 496 labels of 2,048 tokens: 87 MB when the logits of all steps were kept, now 56."""
+    """Seven draft steps over 496 labels of 2,048 tokens: 87 MB with the logits of all steps, now 56."""
     wide = tiny_target(vocab=2048)
     assert peak(wide, CONFIG.changed(unroll=7, length=64), random_rows(8, 64)) < 65e6
 

@@ -1,4 +1,4 @@
-"""A toy kind of head that two registrations make known: trained, loaded, drafted with, converted, published."""
+"""A toy kind of head, added by two registrations: trained, loaded, used, converted, published."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ToyConfig:
 
 
 class ToyHead(HeadBase[ToyConfig]):
-    """A layer over the sum of embedding and feature."""
+    """One layer over the sum of embedding and feature."""
 
     cache_layers = 1
 
@@ -115,7 +115,7 @@ class ToyRecipe(Kind[ToyHead]):
 
 @pytest.fixture
 def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two registrations."""
+    """Make the two registrations."""
     monkeypatch.setitem(heads.KINDS, "toy", TOY)
     monkeypatch.setitem(kinds.KINDS, "toy", ToyRecipe())
 

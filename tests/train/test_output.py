@@ -64,7 +64,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bad_places(tmp_path: Path) -> dict[str, Path]:
-    """Outputs that cannot be made, not even by root."""
+    """Return output paths that not even root can create."""
     (tmp_path / "afile").write_text("")
     return {"is a file, so": tmp_path / "afile" / "x", "cannot be written": Path("/proc/eagle/x")}
 
@@ -97,7 +97,7 @@ def test_25_output_is_checked_before_anything_is_loaded(
 def test_25_the_second_run_in_a_folder_ends_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
-    """The first one has made the folder, and nothing in it yet; the second one takes nothing away."""
+    """The first run has created the folder, which is still empty; the second run removes nothing."""
     out, line = tmp_path / "out", ["--target", "tiny", "--data", "x.jsonl", "--output", str(tmp_path / "out"), *more]
     with claim(out, False) as folder:
         assert main(line) == 2

@@ -15,7 +15,7 @@ def rows_of(segments: list[list[int]], mask: list[list[int]]) -> Rows:
 
 
 def pairs(plan: Plan, rows: Rows, step: int) -> list[tuple[int, int, int]]:
-    """(row, t, u) of every position that carries loss in a step, read out of the plan."""
+    """Return (row, t, u) of every position with loss in a step, from the plan."""
     length, count = rows.tokens.shape[1], plan.positions.shape[1]
     found = []
     for n, u in enumerate(plan.labels):
@@ -27,7 +27,7 @@ def pairs(plan: Plan, rows: Rows, step: int) -> list[tuple[int, int, int]]:
 
 
 def expected(rows: Rows, step: int) -> list[tuple[int, int, int]]:
-    """The definition, place by place: t reads up to t+1+j, and the token t+2+j is one to learn, all in one segment."""
+    """Return the definition's positions: t reads up to t+1+j and predicts token t+2+j, in one segment."""
     found = []
     width, length = rows.tokens.shape
     for row in range(width):

@@ -38,7 +38,7 @@ def test_plots_are_pictures(tmp_path: Path, muon: bool) -> None:
 def test_29_every_curve_has_a_name_that_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """Few names stand within the picture. Many stand to its right, in a wider picture, over no curve."""
+    """A few names fit into the picture. Many are to its right, in a wider picture, and cover no curve."""
     drawn: dict[str, Figure] = {}
     monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: drawn.update({file.name: self}))
     rows = [

@@ -26,7 +26,7 @@ def test_the_bar_tells_how_long_a_run_will_take(capsys: Any) -> None:
 @pytest.mark.parametrize("span", [Cosine(steps=1000), Cosine(seconds=1000.0)])
 def test_a_run_that_goes_on_does_not_count_what_it_did_before_as_done_now(span: Cosine, capsys: Any) -> None:
     with Bar(span, done=500) as bar:
-        bar.bar.start_t -= 100  # 100 steps or seconds have taken 100 seconds since
+        bar.bar.start_t -= 100  # 100 steps or seconds took 100 seconds since then
         bar.show(Progress(step=600), 600.0, RESULT, [])
     assert "600/1000" in (shown := capsys.readouterr().err)
     assert "<06:4" in shown or "<06:3" in shown, "400 more at the same rate"

@@ -1,4 +1,4 @@
-"""eagle-publish, from a head on disk to a head that others load by its id; against a stand-in of the hub."""
+"""eagle-publish: from a head on disk to a head that others load by id, with a stand-in of the hub."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PLOTS = {"loss.png", "accuracy.png", "acceptance_by_position.png", "acceptance_l
 
 
 class Made:
-    """A target, the output of a training run for it, and figures of its head."""
+    """A target, the output of a training run for it, and its head's figures."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -326,7 +326,7 @@ def test_the_card_says_what_the_hub_and_people_want_to_know(made: Made, online: 
         f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {REPO}",
         f'\'{{"method": "eagle3", "model": "{REPO}", "num_speculative_tokens": ',
         f"| tokens trained on | {report['tokens']:,} |",
-        # test 23: two steps of two rows reach a part of the data, and only that counts
+        # Two steps of two rows use a part of the data, and only that part counts.
         f"| data | chats.jsonl: {report['data']['learned_conversations']:,} conversations, "
         f"{report['data']['learned_tokens']:,} tokens |",
         "| draft steps | 2",

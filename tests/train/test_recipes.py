@@ -1,4 +1,4 @@
-"""Recipes: each is a config that its model can have, and each makes a plan with no network and no weights."""
+"""Recipes: each is valid for its model, and makes a plan without a network or weights."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ BILLIONS = {
     "qwen3.5-27b": 26.9,
     "qwen3.5-35b-a3b": 34.66,
 }
-"""Parameters as published (of the language model alone), which what a recipe says of its model must come to."""
+"""Published parameter counts (of the language model only), which a recipe's model must match."""
 SMALL = ("--draft-vocab", "512", "--rows", "1", "--accumulate", "1", "--length", "16")
-"""A batch that is measured at once."""
+"""A batch that is quick to measure."""
 
 
 def test_every_recipe_is_known() -> None:
@@ -106,7 +106,7 @@ def test_27_a_known_target_is_planned_without_a_network(
     recipe: bool,
     weights: int,
 ) -> None:
-    """By a bare name, as another conversion, and as its makers published it: nothing is tried twice."""
+    """By a short name, as another conversion, and as published. Nothing is retried."""
     hub_server.use(monkeypatch, "http://127.0.0.1:9", tmp_path / "huggingface")
     assert main(["--target", target, *(["--recipe"] if recipe else []), "--dry-run", "--max-steps", "7"]) == 0
     said = capsys.readouterr()
@@ -201,7 +201,7 @@ def test_flags_go_over_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path: 
     config = load_config(tmp_path / "own.yaml", {"rows": 5}, load_recipe("qwen3-0.6b").settings)
     assert (config.optimization.lr, config.optimization.rows, config.optimization.unroll) == (5e-4, 5, 7)
     assert main(["--recipe", "qwen3-32b", "--dry-run", "--target", str(EMBEDDED_TARGET), *SMALL]) == 0
-    assert "14 layers of 192" in capsys.readouterr().out  # another target than the recipe's is read itself
+    assert "14 layers of 192" in capsys.readouterr().out  # for a target without a recipe, its own config is read
 
 
 def test_a_target_at_hand_needs_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of draft steps are added as they come: the same gradients, and never those of all steps at once."""
+"""Draft steps' gradients are added one by one: the sum is the same, and they are never all in memory."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_the_gradient_is_what_mlx_makes_of_all_steps_at_once(
 
 @pytest.mark.parametrize(("kind", "again"), diagonal(TRAINED, [False, True]))
 def test_the_gradients_of_draft_steps_are_not_kept(kind: str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wide head over few tokens, so that its weights W are what counts.
+    """A wide head over few tokens, so that its weights W dominate.
 
-    Measured over 8 steps were 1.6 to 2.4 W, of which the gradient itself is one, and 4 to 7 W where all steps' are
-    kept. Those are compared as well, so that the bound cannot be met by a head that is too small.
+    Over 8 steps the measured values are 1.6 to 2.4 W, one of which is the gradient itself, and 4 to 7 W if all steps'
+    gradients are kept. The latter are compared too, so that a head that is too small cannot meet the bound.
     """
     wide = tiny_target(hidden=512, vocab=512)
     config = resolved(TrainConfig.of(target="tiny", head=kind))
@@ -94,7 +94,7 @@ def test_the_gradients_of_draft_steps_are_not_kept(kind: str, again: bool, monke
 
 
 def test_an_update_takes_little_besides_the_gradient() -> None:
-    """The optimizer's intermediate values are there for one weight at a time: 2.9 W were measured with all at once."""
+    """The optimizer's intermediate values exist for one weight at a time: with all at once, 2.9 W were measured."""
     wide = tiny_target(hidden=512, vocab=512)
     config = resolved(TrainConfig.of(target="tiny", head="eagle", lanes=1, rows=1, length=12))
     stepper = Stepper(TRAINED["eagle"].new(wide, config, None, ()), wide, config)

@@ -17,7 +17,7 @@ TAUS = {0: 1.0, 10: 1.8, 20: 1.6}
 
 
 def make_run(folder: Path, finished: bool, steps: int = 20, **settings: Any) -> Path:
-    """A run as the trainer leaves it; τ is best at step 10."""
+    """Write a run as the trainer leaves it; τ is best at step 10."""
     folder.mkdir(parents=True)
     config = TrainConfig.of(target="some/target", data=("a.jsonl",), **settings)
     config_values = json.loads(json.dumps(config.flat()))

@@ -1,4 +1,4 @@
-"""A run that was cut short continues as if nothing had happened."""
+"""An interrupted run continues as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def flags(target: Path, chats: Path, output: Path, *more: str) -> list[str]:
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """Let the so-manieth look for a signal find one. A run looks before each step and before each measurement."""
+    """Make the n-th check for a signal find one. A run checks before each step and before each measurement."""
     looked = 0
 
     def check(self: Stop) -> None:
@@ -48,7 +48,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """The metrics without what depends on the clock or the machine."""
+    """Return the metrics without values that depend on the clock or machine."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     told = {"kind", "step", "epoch", "tokens", "loss", "loss_by_step", "accuracy_by_step", "grad_norm", "rounds"}
     return [{key: value for key, value in row.items() if key in told} for row in rows]
@@ -77,7 +77,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
     with monkeypatch.context() as patch:
         save_at_the_end(patch)
         assert main(flags(target, chats, tmp_path / "whole", *more)) == 0
-        looks = 2 + STEPS  # before the first measurement, the steps, the one after four
+        looks = 2 + STEPS  # before the first measurement, the steps, and the measurement after four
         stops = in_full(range(3, looks + 2), (4, 9)) if kind == "eagle3" else in_full((5, 8), (5,))
         for at in stops:
             out = tmp_path / f"stopped-{at}"
@@ -96,7 +96,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
 
 
 def save_at_the_end(patch: pytest.MonkeyPatch) -> None:
-    """Save the state once more before a run is finished, for the tests to look at."""
+    """Save the state once more before a run is finished, so that tests can read it."""
     from eagle_mlx.train.run.loop import Run
 
     finish = Run.finish
@@ -192,7 +192,7 @@ def test_a_full_disk_leaves_the_state_before(
 def test_a_disk_that_fills_while_a_state_is_written_leaves_the_state_before(
     target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit on the size of files stands for the full disk: the system refuses to write on in the same way."""
+    """A limit on file sizes stands for the full disk: the system refuses writes in the same way."""
     out, check, limits = tmp_path / "out", state.check_room, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def check_and_fill(run: Path, checkpoint: state.Checkpoint) -> None:
@@ -214,7 +214,7 @@ def test_a_disk_that_fills_while_a_state_is_written_leaves_the_state_before(
 
 
 class Process:
-    """eagle-train in a process of its own."""
+    """eagle-train in its own process."""
 
     def __init__(self, *args: str):
         command = [sys.executable, "-m", "eagle_mlx.train.cli", *args]
@@ -262,7 +262,7 @@ def test_a_second_signal_stops_at_once() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "busy\n"
     process.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):  # it continues to its next good moment
+    with pytest.raises(subprocess.TimeoutExpired):  # it continues to the next safe point
         process.wait(0.5)
     process.send_signal(signal.SIGTERM)
     assert process.wait(5) == -signal.SIGTERM

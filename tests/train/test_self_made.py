@@ -1,4 +1,4 @@
-"""`--data self`: from a target alone to a head, with conversations that it makes up first."""
+"""`--data self`: train a head from a target alone, with conversations that it generates first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALL = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_turns() -> Iterator[None]:
-    """Random models loop when they are greedy, up to the end of a turn."""
+    """Shorten turns, because random models loop to the end of a greedy turn."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "MakeConfig", partial(MakeConfig, user_tokens=30, max_tokens=12))
         yield
@@ -50,7 +50,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The output of a run that nothing interrupted, and what it said."""
+    """Return the output folder and the printed text of an uninterrupted run."""
     out, said = tmp_path_factory.mktemp("whole") / "out", io.StringIO()
     with contextlib.redirect_stderr(said):
         ended = main(command(talker, out))
@@ -59,7 +59,7 @@ def whole(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 def copied(run: Path, out: Path) -> Path:
-    """The file of one run as that of another; what it was made from comes along."""
+    """Copy one run's file for another, with its sources."""
     for end in (".self.jsonl", ".self.jsonl.from.json"):
         shutil.copy(f"{run}{end}", f"{out}{end}")
     return Path(f"{out}.self.jsonl")
@@ -84,7 +84,7 @@ def test_from_a_target_alone_to_a_head(talker: Path, whole: tuple[Path, str]) ->
 def test_the_states_are_those_of_the_forwards_that_made_the_data(
     talker: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is read again, and a head learns the same as from states that are."""
+    """The text is not read again, and a head learns the same as from captured states."""
     out, said = whole
     assert f"states: those of the forwards that made them, in {out}.shards" in said
     target = load_target(talker)
@@ -103,7 +103,7 @@ def test_the_states_are_those_of_the_forwards_that_made_the_data(
         assert np.allclose(one.states.last[:-1], other.states.last[:-1], rtol=2e-3, atol=2e-3)
     losses = []
     for name, data in (("made", made), ("again", replace(made, samples=InMemory(again)))):
-        config = config_of(talker, tmp_path / name).changed(start="random")  # least squares magnify rounding
+        config = config_of(talker, tmp_path / name).changed(start="random")  # least squares amplify rounding
         losses.append(train(target, data, heldout_prompts(target, config_of(talker, out)), config)["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
@@ -113,7 +113,7 @@ def not_called(*_: object, **__: object) -> None:
 
 
 def config_of(target: Path, output: Path) -> TrainConfig:
-    """The settings of `command`."""
+    """Return the settings of `command`."""
     return new_run(None, None, vars(flags_parser().parse_args(command(target, output))))[0]
 
 
@@ -143,7 +143,7 @@ def test_interrupted_making_is_continued(
     assert not {json.loads(line.split(b"\t")[0])[0] for line in begun[1:]} & set(continued), "no try is made twice"
     assert Path(f"{out}.self.jsonl").read_bytes() == Path(f"{whole[0]}.self.jsonl").read_bytes()
     losses = [json.loads((run / "report.json").read_text())["loss"] for run in (out, whole[0])]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # states in other company differ by rounding
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # states in another batch differ by rounding
 
 
 def test_a_resumed_run_makes_again_what_is_gone(

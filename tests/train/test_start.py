@@ -1,4 +1,4 @@
-"""Training that starts from an existing head: the same head, or a refusal that names what does not fit."""
+"""Training from an existing head: the same head, or an error that names what does not fit."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_shards_must_hold_the_layers_that_the_head_reads(tmp_path: Path) -> None
 
 
 def test_a_head_reads_any_layers_of_several_folders_of_shards(tmp_path: Path) -> None:
-    """The last layer is among them: its states are kept for the labels. The order of the layers is the head's."""
+    """The last layer is one of them: its states are kept for the labels. The head's order of layers is used."""
     for name, layers, count in (("a", (0, 1), 2), ("b", (1, 2, 0), 1)):
         capture_to_shards(TARGET, layers, [CONVERSATION] * count, tmp_path / name)
     shards = [str(tmp_path / name) for name in "ab"]

@@ -31,7 +31,7 @@ CONFIG = TrainConfig.of(target="tiny", rows=4, length=32, unroll=3, lr=3e-3, lan
 
 
 def conversations(target: Target, count: int = 12) -> list[tuple[list[int], list[int]]]:
-    """Greedy continuations of random prompts: text that the target finds likely, so that a head can learn it."""
+    """Return greedy continuations of random prompts: likely text that a head can learn."""
     rng = np.random.default_rng(0)
     rows = mx.array(rng.integers(0, target.vocab_size, (count, 4)), mx.int32)
     for _ in range(16):
@@ -68,7 +68,7 @@ def test_the_loss_falls_on_few_samples(target: Target, optimizer: str) -> None:
     stepper, rows = Stepper(head, target, config), batch(target)
     results = [result for result in (stepper(rows, 1.0) for _ in range(60)) if result is not None]
     assert np.all(np.isfinite([result.loss for result in results]))
-    assert results[-1].loss < results[0].loss - 1.0  # what is left is the entropy of the target itself
+    assert results[-1].loss < results[0].loss - 1.0  # the rest is the target's own entropy
     assert min(results[-1].accuracy_by_step) > 0.5 > max(results[0].accuracy_by_step)
 
 
@@ -173,7 +173,7 @@ def test_steps_of_muon_are_as_large_as_those_of_adamw(shape: tuple[int, int]) ->
         moved = optimizers.together.apply_gradients(gradient, start)["fc"]["weight"]
         return float(mx.sqrt(mx.mean(moved * moved)).item())
 
-    # An orthogonal matrix [A, B] has a mean square of 1 / max(A, B); five Newton-Schulz steps come near one.
+    # An orthogonal matrix [A, B] has a mean square of 1 / max(A, B); five Newton-Schulz steps come close to one.
     assert first_step(optimizer="muon") == pytest.approx(0.2e-3, rel=0.25)
     assert first_step(optimizer="muon", muon_lr=0.02) == pytest.approx(
         0.02 * max(1, shape[0] / shape[1]) ** 0.5 / max(shape) ** 0.5, rel=0.25
@@ -205,7 +205,7 @@ def test_a_restored_stepper_goes_on_bit_by_bit(
     mx.save_safetensors(files[0], weights_of(whole.head))
     mx.save_safetensors(files[1], whole.state())
     resumed = begun(1)
-    resumed(rows, 0.5)  # what it had done before must not show
+    resumed(rows, 0.5)  # its earlier state must not matter
     resumed.head.load_weights(files[0])
     resumed.restore(mx.load(files[1]))
     for _ in range(2):
@@ -230,7 +230,7 @@ def test_a_state_of_another_optimizer_or_head_is_refused(target: Target) -> None
 @settings(max_examples=some(8), deadline=None)
 @given(st.lists(st.integers(3, 20), min_size=2, max_size=8), st.integers(0, 9))
 def test_packing_changes_no_loss(target: Target, lengths: list[int], seed: int) -> None:
-    """Every conversation learns what it would alone, whatever shares its row: nothing is seen of the others."""
+    """Every conversation has the same loss as alone, whatever shares its row, because it cannot see the others."""
     rng = np.random.default_rng(seed)
     rendered = [(rng.integers(0, target.vocab_size, n).tolist(), [0] + [1] * (n - 1)) for n in lengths]
     samples, head = list(capture(target, (0, 2, 3), rendered)), tiny_head(target)

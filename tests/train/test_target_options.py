@@ -1,4 +1,4 @@
-"""eagle-train for a target that is loaded as in mlx-lm: with adapters, a template of its own, more ends of a text."""
+"""eagle-train with mlx-lm's options for a target: adapters, its own template, more stop tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def command(target: Path, chats: Path, out: Path, *more: str) -> list[str]:
 
 
 def stop_at(look: int, patch: pytest.MonkeyPatch) -> None:
-    """Stop a run when it looks for a signal for that time."""
+    """Stop a run at its n-th check for a signal."""
     looks = 0
 
     def check(self: Stop) -> None:
@@ -47,7 +47,7 @@ def stop_at(look: int, patch: pytest.MonkeyPatch) -> None:
 def test_a_head_for_a_target_with_adapters(
     target: Path, chats: Path, adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """It learns from what the target says with them, goes on with them and with no others, and its card names them."""
+    """It learns from the target's text with them, resumes only with the same ones, and its card names them."""
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "out"
     with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ from eagle_mlx.train.run.tracker import Tracker
 
 
 def a_run(folder: Path, steps: range, resume_step: int | None = None) -> list[int]:
-    """Log a line for each step and an evaluation every third; returns the steps that the tracker knows of."""
+    """Log a line per step and an evaluation every third step. Return the steps that the tracker has."""
     with Tracker(folder, TrainConfig(), resume_step) as tracker:
         for step in steps:
             tracker.log("train", step, {"tokens": 10 * step, "loss": 1 / step})
@@ -87,7 +87,7 @@ def test_a_file_that_ends_anywhere_can_be_gone_on_with(tmp_path: Path) -> None:
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
     for size in range(0, len(whole) + 1, 7):
         file.write_bytes(whole[:size])
-        complete = sum(end <= size for end in ends) + (size + 1 in ends)  # a line that only lacks its end counts
+        complete = sum(end <= size for end in ends) + (size + 1 in ends)  # a line that lacks only its end counts
         assert truncate(file, 3) == [row for row in rows[:complete] if row["step"] <= 3]
         assert truncate(file, 3) == read_rows(file), "once more changes nothing"
 

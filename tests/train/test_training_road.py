@@ -1,4 +1,4 @@
-"""The training road of docs/structure.md: the files that a line of jsonl passes through before it is a loss."""
+"""The training road of docs/structure.md: the files that turn a line of jsonl into a loss."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.fakes import tiny_target
 ROOT = Path(data_pipelines.__file__).parents[1]
 TARGET = tiny_target(vocab=4096, tokenizer=True)
 COMPUTES = ("heads/", "cpu/", "kinds/", "unroll", "target.py", "hooks.py", "memory.py", "progress.py")
-"""What the target and the head are made of, which no line of data is known to."""
+"""The parts of target and head, which know nothing of lines of data."""
 MOST_FILES, MOST_FORMS = 15, 6
 
 
 def passed(row: dict[str, Any], folder: Path) -> set[str]:
-    """The project's files in which something is called while one row of a file becomes a loss."""
+    """Return the project's files whose functions are called to turn one row of a file into a loss."""
     file, layers = folder / "chats.jsonl", (0, 1, 3)
     file.write_text(json.dumps(row) + "\n", encoding="utf-8")
     config = TrainConfig.of(target="tiny", data=(str(file),), rows=1, length=64, unroll=2, aux_layers=layers)

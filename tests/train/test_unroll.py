@@ -1,4 +1,4 @@
-"""The unroll against the head as inference runs it: a cache over the true prefix, then its own outputs fed back."""
+"""The unroll equals inference: a cache over the true prefix, then the head's own outputs fed back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.full import some
 
 
 class PlainCache:
-    """The shortest cache that the head's attention takes: keys and values concatenated, one row."""
+    """A minimal cache for the head's attention: keys and values concatenated, one row."""
 
     def __init__(self) -> None:
         self.offset = 0
@@ -36,7 +36,7 @@ class PlainCache:
 def sequential(
     head: Eagle3Head, target: Target, tokens: list[int], g: mx.array, index: int, steps: int
 ) -> list[mx.array]:
-    """The head's outputs [H] at `index` and for the steps behind it: prefill the prefix, then feed back one by one."""
+    """Return the head's outputs [H] at `index` and for the next steps: prefill, then feedback one by one."""
     cache: Any = PlainCache()
     read = mx.array(tokens[1 : index + 2])[None]
     h = head(target.embed(read), g[:, : index + 1], cache, "causal")[:, -1:]
@@ -55,7 +55,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module", params=["output", "normed"])
 def head(target: Target, request: pytest.FixtureRequest) -> Eagle3Head:
-    """A head that hands on its output, and one that hands on what is behind its final norm."""
+    """A head that feeds back its output, and one that feeds back its final norm's output."""
     plain = tiny_head(target, seed=4)
     head = Eagle3Head(dataclasses.replace(plain.config, norm_output=request.param == "normed"), plain.d2t)
     head.update(plain.parameters())

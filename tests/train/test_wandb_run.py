@@ -1,4 +1,4 @@
-"""Weights & Biases for real, offline: what a run sends is read back from the files that it leaves."""
+"""Real Weights & Biases, offline: what a run sends is read back from its files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = [{"prompt": "def add(", "text": "a, b):\n    return a + b", "tokens": 12
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
-    """No account and no network; the settings are read anew."""
+    """Use no account and no network. Settings are read again."""
     end_service(30)
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_PROJECT", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -136,7 +136,7 @@ def test_a_failure_later_is_told_once_and_the_run_goes_on(folder: Path, capsys: 
     with Tracker(folder, CONFIG) as tracker:
         tracker.log("train", 1, {"loss": 3.0})
         assert wandb.run is not None
-        wandb.run.finish()  # as if its process had died
+        wandb.run.finish()  # as if the process had died
         for step in (2, 3):
             tracker.log("train", step, {"loss": 2.0})
         tracker.summarize({"loss": 2.0})

@@ -1,4 +1,4 @@
-"""One process of a distributed run, started by test_distributed.py: trains a few steps and prints what came of them."""
+"""One process of a distributed run, started by test_distributed.py: train a few steps and print the results."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ CONFIG = resolved(TrainConfig.of(target="tiny", head="eagle", rows=2, length=24,
 
 
 def conversations(silent: int = 1) -> list[Example]:
-    """Thirteen rows of 24 tokens, so that the last batch has one. A third of them has nothing to learn, the last one
-    included where `silent` is 1 and not where it is 2."""
+    """Return thirteen rows of 24 tokens, so that the last batch has one row.
+
+    A third of them has no labels. This includes the last row if `silent` is 1, but not if it is 2.
+    """
     rng = np.random.default_rng(0)
     return [
         Example(rng.integers(0, 128, n).astype(np.int32), np.full(n, i % 3 != silent, np.uint8))
@@ -40,7 +42,7 @@ def conversations(silent: int = 1) -> list[Example]:
 
 
 def learnt(config: TrainConfig, world: World, seed: int = 0) -> dict[str, Any]:
-    """Losses, norms and tokens of every step, the order of the tokens, and a digest of the weights."""
+    """Return losses, norms and tokens of every step, the order of the tokens, and a digest of the weights."""
     target = tiny_target()
     head = KINDS[config.head.kind].new(target, config.changed(seed=seed), None, ())
     stepper = Stepper(head, target, config, world)
@@ -63,7 +65,7 @@ def learnt(config: TrainConfig, world: World, seed: int = 0) -> dict[str, Any]:
 
 
 class StopAt(Stop):
-    """A signal comes before the command of that number."""
+    """Simulates a signal before the n-th command."""
 
     def __init__(self, checks: int):
         super().__init__()
@@ -78,7 +80,7 @@ class StopAt(Stop):
 def whole_run(
     folder: Path, world: World, rows: int = CONFIG.optimization.rows, stop: Stop | None = None
 ) -> list[dict[str, Any]]:
-    """A run into `folder`/out, or its rest where it was begun; the metrics of its steps, in the first process."""
+    """Make or resume a run in `folder`/out. Return the metrics of its steps, in the first process."""
     out, stop = folder / "out", stop or Stop()
     settings = {"max_steps": 6, "eval_steps": 4, "eval_tokens": 4, "eval_prompts": 2, "eval_batch": 2, "log_steps": 1}
     config = CONFIG.changed(**settings, output=str(out), rows=rows)
