@@ -24,11 +24,7 @@ WORKER = Path(__file__).resolve().parent / "speculators_worker.py"
 GLIBC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_ARENA_MAX": "1"}
 """`tune_process` asks glibc for this: keep freed memory. It saves torch page faults as well."""
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Torch's threads sleep while they wait for each other.
-
-Spinning, the default, costs several times the CPU time if other processes run. Sleeping costs nothing: a step then
-takes as much CPU time on one thread as on two.
-"""
+"""Torch's threads sleep while they wait. Spinning, the default, costs several times the CPU time on a busy machine."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The programs that are tried: what each is given to know of a server, and what is typed."""
+"""The programs to try: how each one finds the server, and its prompt."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.clients.scripted_target import Line, call
 ASKED = "Read note.txt and tell me its word."
 NOTE = "The word is heron.\n"
 SAID = "It says so in the note. All is done."
-"""What the scripted target says when a tool has answered."""
+"""The scripted target's answer after a tool result."""
 SHORT = "A short answer to whom nothing is offered."
-"""What it says to a program that offers no tools, and where one wants a title."""
+"""Its answer to programs without tools, and to requests for a title."""
 PATCH = "*** Begin Patch\n*** Update File: note.txt\n@@\n-The word is heron.\n+The word is heron!\n*** End Patch\n"
 READ = {"command": "cat note.txt", "description": "Read it"}
 
@@ -25,25 +25,25 @@ class Program:
 
     name: str
     program: str
-    """The file that is run."""
+    """The file to run."""
     api: str
     ask: Sequence[str]
-    """What follows on the command line."""
+    """Its arguments."""
     calls: tuple[str, Mapping[str, Any]] | None = None
-    """A tool that it offers, and arguments that it can be called with."""
+    """A tool that it offers, and valid arguments."""
     without_tools: Sequence[str] | None = None
-    """`ask` for models that know no tools; None where it always offers some."""
+    """`ask` for models without tools; None if the program always offers some."""
     first: Sequence[str] = ()
-    """What has to be run before."""
+    """Commands to run before."""
     variables: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
-    """In its home folder, which is also where it works."""
+    """Files in its home folder, which is also its working folder."""
     too_long: str = "maximum context length"
-    """What it says of a prompt that is longer than the context."""
+    """Its message for a prompt longer than the context."""
     model: str = "scripted"
-    """What the model is called, where a program asks otherwise for names that it knows."""
+    """The model's name. Some programs send other requests for names that they know."""
     file: str = ""
-    """Where its requests are kept, if not under the name of what is run."""
+    """The name for recorded requests, if not the program's."""
 
     @property
     def recorded(self) -> str:
@@ -86,7 +86,7 @@ MODELS = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_
 
 
 def opencode() -> str:
-    """With an agent that has no tools, for models that know none."""
+    """Return a configuration with an agent that has no tools, for models without them."""
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": "@URL@/v1", "apiKey": "none"},
@@ -184,8 +184,8 @@ PROGRAMS = (
 
 
 def script() -> list[Line]:
-    """A call of each program's tool, and the same end for all."""
+    """Return lines that call each program's tool, with the same end for all."""
     offered = dict(each.calls for each in PROGRAMS if each.calls is not None)
-    names = sorted(offered, key=lambda name: name != "apply_patch")  # beside which Codex has another
+    names = sorted(offered, key=lambda name: name != "apply_patch")  # Codex offers another tool besides it
     calls = [Line(f"'{name}' in names", call(name, **offered[name])) for name in names]
     return [Line("'tool' in roles", SAID), *calls, Line("true", SHORT)]

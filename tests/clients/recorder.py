@@ -1,4 +1,4 @@
-"""A proxy that writes down what a program asks a server, and how it was answered."""
+"""A proxy that records a program's requests to a server, and the answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 PIECE = 1 << 16
 HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host"}
-"""Headers that are about one connection."""
+"""Headers that belong to one connection."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Exchange:
 
 @dataclass
 class Recorder:
-    """Where to ask, and what was asked there."""
+    """The proxy's address, and the recorded exchanges."""
 
     address: str
     exchanges: list[Exchange] = field(default_factory=list)
@@ -44,12 +44,12 @@ class _Proxy(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of programs that leave before they were answered; what they asked is written down."""
+        """Ignore programs that disconnect before the answer; their requests are recorded."""
 
 
 @contextmanager
 def recording(server: str) -> Iterator[Recorder]:
-    """A proxy in front of the server at this address, such as http://127.0.0.1:8000."""
+    """Run a proxy for the server at this address, such as http://127.0.0.1:8000."""
     host = urlsplit(server).netloc
     recorder = Recorder("")
 
@@ -67,7 +67,7 @@ def recording(server: str) -> Iterator[Recorder]:
             exchange.status = answer.status
             try:
                 exchange.answer = self._give(answer).decode(errors="replace")
-            except ConnectionError:  # the program has left
+            except ConnectionError:  # the program has disconnected
                 self.close_connection = True
             finally:
                 connection.close()
@@ -91,7 +91,7 @@ def recording(server: str) -> Iterator[Recorder]:
             return bytes(given)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing: the exchanges tell."""
+            """Log nothing, because exchanges are recorded."""
 
         do_GET = do_POST = do_HEAD = do_DELETE = do_OPTIONS = do_PUT = _pass_on
 
@@ -108,7 +108,7 @@ def recording(server: str) -> Iterator[Recorder]:
 
 
 def _read(body: bytes) -> Any:
-    """As JSON where it is."""
+    """Parse a body as JSON if possible."""
     try:
         return json.loads(body)
     except ValueError:

@@ -1,8 +1,8 @@
-"""A target that says what it was written to say: a folder that every command loads, with real weights.
+"""A target that says given texts: a folder with real weights, which every command can load.
 
-Each piece of a text is a token of its own, and the weights lead from each of these tokens to the next. Which text it
-is, the chat template decides: it ends the prompt with the token that the text begins behind. So a server reads, drafts,
-verifies and streams as ever, and programs get answers that make sense to them.
+Each piece of a text has its own token, and the weights map each of these tokens to the next. The chat template selects
+the text: it ends the prompt with the token before the text's start. So a server reads, drafts, verifies and streams as
+usual, and programs get meaningful answers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tests.fakes import EMBEDDED_TARGET, TOKENIZER_FILES
 
 CONTEXT = 131_072
-"""Room for the prompts of every agent."""
+"""Enough for every agent's prompts."""
 CERTAIN = 10.0
-"""Times the length of a hidden state, what a token that follows gets more than others: samples are certain too."""
+"""The logit advantage of the next token, in units of a hidden state's length, so that samples are certain too."""
 PIECE = 12
-"""Characters of a token, or more where another token has them already."""
+"""Characters of a token; more if another token has them already."""
 END = 2
 """`<|im_end|>` of the embedded tokenizer."""
 
@@ -53,20 +53,20 @@ _TURNS = """
 
 @dataclass(frozen=True)
 class Line:
-    """A text, and when it is said."""
+    """A text, and its condition."""
 
     when: str
-    """An expression of the chat template, which knows `messages`, their `roles`, and the `names` of the tools."""
+    """An expression of the chat template over `messages`, their `roles`, and the tools' `names`."""
     text: str
 
 
 def call(name: str, **arguments: Any) -> str:
-    """A tool call as Qwen's models write it."""
+    """Return a tool call in the format of Qwen's models."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def scripted_target_folder(folder: Path, lines: Sequence[Line], context: int = CONTEXT) -> Path:
-    """A target that says the text of the first line whose condition holds, and nothing where none does."""
+    """Write a target that says the first line whose condition holds, and nothing if none does."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in TOKENIZER_FILES:
         shutil.copy(EMBEDDED_TARGET / file, folder / file)
@@ -90,12 +90,12 @@ def scripted_target_folder(folder: Path, lines: Sequence[Line], context: int = C
 
 
 def _start(index: int) -> str:
-    """The token behind which a text begins."""
+    """Return the token before a text's start."""
     return f"<|line:{index}|>"
 
 
 def _pieces(text: str, taken: Mapping[str, int]) -> list[str]:
-    """A text cut into tokens that are nobody else's, as byte-level tokenizers write them."""
+    """Cut a text into tokens that no other text uses, in the spelling of byte-level tokenizers."""
     ((whole, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     pieces = [whole[at : at + PIECE] for at in range(0, len(whole), PIECE)]
     while (twice := _first_known(pieces, taken)) is not None:
@@ -111,7 +111,7 @@ def _first_known(pieces: Sequence[str], taken: Mapping[str, int]) -> int | None:
 
 
 def _save(folder: Path, chains: Sequence[Sequence[int]], vocab: int, context: int) -> None:
-    """One layer that adds nothing. The first value of a state says that a token is none of a text's."""
+    """Save one layer that adds nothing. A state's first value marks tokens that are not part of a text."""
     steps = [step for chain in chains for step in itertools.pairwise(chain)]
     hidden = -(-(len(steps) + 1) // 32) * 32
     settings = {

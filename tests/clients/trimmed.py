@@ -1,4 +1,4 @@
-"""What programs sent, in short: every field and type of it, but hardly a word of its texts and nothing personal."""
+"""Shorten recorded requests: keep all fields and types, but few words of their texts and nothing personal."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from tests.clients.recorder import Exchange
 
 PROSE = {"text", "content", "description", "instructions", "definition", "output"}
-"""Fields that hold texts."""
+"""Fields with texts."""
 SHORT_TEXT = 40
-"""Characters of a text that is left as it is, such as the question and what a tool gave."""
+"""Texts of up to this many characters stay, such as the question and tool results."""
 PERSONAL = {"metadata", "client_metadata", "prompt_cache_key"}
-"""Fields that hold ids of people, machines and sessions."""
+"""Fields with ids of people, machines and sessions."""
 HEADERS = ("user-agent", "anthropic-", "x-stainless-", "x-app", "accept", "content-type", "originator")
 KNOWN = "x-anthropic-billing-header:"
-"""The beginning of a text that the server knows, and leaves out."""
+"""The start of a text that the server removes."""
 
 
 def trimmed(exchanges: Sequence[Exchange], called: str | None) -> list[dict[str, Any]]:
-    """Requests as the tests replay them. called: a tool that must stay."""
+    """Return requests as the tests replay them. called: a tool that must stay."""
     return [
         {
             "method": each.method,
@@ -53,7 +53,7 @@ def _text(text: str) -> str:
 
 
 def _tool(tool: dict[str, Any], known: set[str], called: str | None) -> dict[str, Any] | None:
-    """A tool without what adds no field and no word of JSON Schema to those before it; None where nothing is left."""
+    """Return a tool without parts that repeat known fields and JSON Schema words; None if nothing is left."""
     name = tool.get("name") or tool.get("function", {}).get("name")
     if name != called and not set(_words(tool)) - known:
         return None
@@ -86,7 +86,7 @@ def _word(name: str, value: Any) -> Iterator[str]:
 
 
 def _words(value: Any) -> Iterator[str]:
-    """Names of fields and of types, without the names of a tool's own parameters."""
+    """Yield names of fields and types, except a tool's own parameters."""
     if isinstance(value, list):
         for each in value:
             yield from _words(each)

@@ -12,7 +12,7 @@ QUESTION = "def add(a, b):"
 
 
 class Point(BaseModel):
-    """What the model is asked to fill in: small, so that even a small model ends."""
+    """The object that the model fills in, small enough for small models."""
 
     x: int = Field(ge=0, le=99)
     axis: str = Field(pattern="^(left|right)$")

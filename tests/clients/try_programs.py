@@ -23,22 +23,22 @@ from tests.clients.trimmed import trimmed
 
 SCRIPTED = "scripted"
 SMALL = 3000
-"""Tokens of a context that every agent's own prompt is longer than."""
+"""A context that is shorter than any agent's own prompt."""
 LONG = ASKED + " Look again." * SMALL
 CONTEXT = 32_768
-"""What programs are told of the context: so much that they send what they have."""
+"""The context size that programs are given, large enough to send their whole prompt."""
 START_SECONDS = 600
 RUN_SECONDS = 240
 ANSWER_SECONDS = 45
-"""For an answer: agents ask for tens of thousands of tokens, and a small model may talk as long."""
+"""Limit for an answer: agents request tens of thousands of tokens, and small models may use all of them."""
 SHOWN = 12
-"""Lines of what a program says, and requests of it, that are printed."""
+"""Maximum lines printed of a program's output and requests."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a program did."""
+    """The result of a program's run."""
 
     code: int
     said: str
@@ -47,7 +47,7 @@ class Run:
 
 @contextmanager
 def serving(name: str, target: str, head: str | None, context: int | None, log: Path) -> Iterator[str]:
-    """The address of an eagle-serve."""
+    """Run an eagle-serve and yield its address."""
     ask = [sys.executable, "-m", "eagle_mlx.serve.api.cli", "--port", "0", "--served-model-name", name]
     ask += ["--request-seconds", str(ANSWER_SECONDS)]
     ask += ["--target", target] if target != "embedded" else []
@@ -72,7 +72,7 @@ def _ready(server: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def run(program: Program, file: str, ask: Sequence[str], server: str) -> Run:
-    """Run a program in a home folder of its own, with nothing of this machine's settings."""
+    """Run a program in its own home folder, without this machine's settings."""
     with recording(server) as recorder, tempfile.TemporaryDirectory(prefix="home-") as home:
 
         def filled(text: str) -> str:
@@ -102,13 +102,13 @@ def _end_of(command: Sequence[str], variables: dict[str, str], home: str) -> tup
 
 
 def file_of(program: Program, folder: Path) -> str | None:
-    """The file of a program that npm or pip has installed in the folder, or in one of its folders."""
+    """Return the program's file in a folder where npm or pip installed it, or below."""
     places = (f"{place}{program.program}" for place in ("node_modules/.bin/", "*/node_modules/.bin/", "bin/", "*/bin/"))
     return next((str(found) for place in places for found in folder.glob(place)), None)
 
 
 def why_wrong(program: Program, ran: Run, mode: str) -> str | None:
-    """What did not go as it should, or None."""
+    """Return what went wrong, or None."""
     answered = [each for each in ran.exchanges if each.method == "POST" and each.status == 200]
     if mode == "too-long":
         return None if program.too_long in ran.said else "does not say that the prompt is too long"
@@ -147,7 +147,7 @@ def main() -> int:
 
 
 def _try(program: Program, args: argparse.Namespace, server: str) -> bool:
-    """Run one program, say how it went, and tell whether it failed."""
+    """Run one program, print the result, and return whether it failed."""
     file = file_of(program, args.programs)
     ask = program.without_tools if args.mode == "plain" else program.ask
     if args.mode == "too-long":
@@ -168,7 +168,7 @@ def _try(program: Program, args: argparse.Namespace, server: str) -> bool:
 
 
 def _recorded(program: Program, ran: Run) -> Iterator[str]:
-    """A line for each request."""
+    """Yield a line per request."""
     for each in trimmed(ran.exchanges, program.calls[0] if program.calls else None):
         yield json.dumps(each, separators=(",", ":")) + "\n"
 

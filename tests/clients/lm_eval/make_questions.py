@@ -1,4 +1,4 @@
-"""Multiple-choice questions from the standard library: which body belongs to this function?"""
+"""Make multiple-choice questions from the standard library: which body belongs to this function?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODULES = (
 
 
 def bodies() -> list[tuple[str, str]]:
-    """Signatures and short bodies of functions."""
+    """Return signatures and short bodies of functions."""
     found = []
     for name in MODULES:
         source = inspect.getsource(__import__(name))
@@ -31,7 +31,7 @@ def bodies() -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Write a row for each function, its own body among three of others."""
+    """Write a row per function, with its own body and three others."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("questions.jsonl"))
     parser.add_argument("--seed", type=int, default=0)
