@@ -91,7 +91,7 @@ def test_the_help_says_each_default_once(capsys: pytest.CaptureFixture[str]) -> 
     assert "--no-force" not in said
     assert "--keep, --no-keep whether it is kept (default: on)" in said
     assert "--sizes N [N ...] sizes (default: 1)" in said
-    assert "inner: What is within." in said
+    assert "inner: An inner group." in said
 
 
 def test_commands_of_a_command() -> None:
