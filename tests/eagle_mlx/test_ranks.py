@@ -169,7 +169,7 @@ def test_ranks_rest_while_there_is_nothing_to_do() -> None:
     assert ranks(count)[1][case]["worked"] < 0.3
 
 
-TIMEOUT = 8.0
+TIMEOUT = in_full(8.0, 5.0)
 FAULTS = in_full([(seed, "tensor") for seed in range(200)], [(2, "tensor"), (13, "tensor")])
 """Seeds. In `make test`, one kills rank 0 of two, and one stops rank 1 of three."""
 PIPELINE_FAULTS = in_full([(seed, "pipeline") for seed in range(40)], [])

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -85,7 +86,7 @@ def descriptors() -> set[tuple[int, int, int]]:
     """Return this process's open descriptors, each with what it refers to. Other tests' may close meanwhile."""
     gc.collect()
     found = set()
-    for number in map(int, os.listdir("/dev/fd")):
+    for number in [int(path.name) for path in Path("/dev/fd").iterdir()]:
         with contextlib.suppress(OSError):  # the one that listed the others
             status = os.fstat(number)
             found.add((number, status.st_dev, status.st_ino))
