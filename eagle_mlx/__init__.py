@@ -25,6 +25,7 @@ except KeyboardInterrupt:
 
 if TYPE_CHECKING:
     from eagle_mlx.engine import Engine
+    from eagle_mlx.engine.cost_curve import learn_costs
     from eagle_mlx.errors import EagleError, HeadWarning
     from eagle_mlx.head_check import load_head
     from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, HybridPolicy, ThroughputPolicy
@@ -52,6 +53,7 @@ __all__ = [
     "SamplingParams",
     "Target",
     "ThroughputPolicy",
+    "learn_costs",
     "load_head",
     "load_target",
 ]
@@ -72,6 +74,7 @@ _HOMES = {
     "SamplingParams": "sampling_params",
     "Target": "target",
     "ThroughputPolicy": "policy",
+    "learn_costs": "engine.cost_curve",
     "load_head": "head_check",
     "load_target": "target",
 }
