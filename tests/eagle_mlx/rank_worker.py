@@ -353,7 +353,7 @@ def main() -> None:
     for each in sys.argv[1:]:
         name, *arguments = each.split(" ")
         found[each] = cases[name](world, *arguments)
-    print(json.dumps(found))
+    print(json.dumps(found if any(result is not None for result in found.values()) else None))
 
 
 if __name__ == "__main__":
