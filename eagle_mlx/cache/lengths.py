@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TypeVar
 
 import mlx.core as mx
 
 from eagle_mlx.decoding.draft import Branches
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -223,7 +226,7 @@ def ring_positions(newest: mx.array, size: int) -> mx.array:
     return newest[:, None] - (newest[:, None] - mx.arange(size)) % size
 
 
-def swap_removed(values: Sequence[int], row: int) -> list[int]:
+def swap_removed(values: Sequence[_T], row: int) -> list[_T]:
     """Remove one row's value; the last value takes its place."""
     last = len(values) - 1
     return [values[last if index == row else index] for index in range(last)]

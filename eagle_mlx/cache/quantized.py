@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from eagle_mlx.cache.full import RaggedKV
-from eagle_mlx.cache.lengths import Moves, RowLengths
+from eagle_mlx.cache.lengths import RowLengths
+from eagle_mlx.cache.recurrent import RaggedList
 from eagle_mlx.errors import TargetError
 
 GROUPS = (64, 32)
@@ -15,7 +18,7 @@ Triple = tuple[mx.array, ...]
 """Packed numbers [B, heads, L, D * bits / 32] uint32, scales and biases [B, heads, L, D / group_size]."""
 
 
-class RaggedQuantized:
+class RaggedQuantized(RaggedList):
     """Keys and values of one attention layer, returned as by mlx-lm's QuantizedKVCache.
 
     The packed numbers, the scales and the biases are stored as plain keys and values are. Each entry is quantized
@@ -23,67 +26,41 @@ class RaggedQuantized:
     """
 
     def __init__(self, lengths: RowLengths, bits: int):
+        super().__init__([RaggedKV(lengths) for _ in range(3)])
         self.bits, self.group_size = bits, 0
-        self.parts = [RaggedKV(lengths) for _ in range(3)]
 
     @property
     def offset(self) -> int | mx.array:
-        return self.parts[0].offset
+        offset: int | mx.array = self.caches[0].offset
+        return offset
 
     @property
     def keys(self) -> mx.array | None:
         """The packed keys. mlx-lm's pipelines make them depend on a rank's send, so that computing them sends."""
-        return self.parts[0].keys
+        keys: mx.array | None = self.caches[0].keys
+        return keys
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        self.parts[0].keys = keys
+        self.caches[0].keys = keys
 
-    def make_mask(
-        self, count: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
-        return self.parts[0].make_mask(count, return_array, window_size)
+    def make_mask(self, *args: Any, **kwargs: Any) -> mx.array | str | None:
+        """Return the mask of `RaggedKV.make_mask`."""
+        mask: mx.array | str | None = self.caches[0].make_mask(*args, **kwargs)
+        return mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Triple, Triple]:
         """Write [B, heads, L, D] after each row's length. Raises TargetError if no group size fits the heads."""
         if not self.group_size:
             self.group_size = _group_size(keys.shape[-1], values.shape[-1])
         quantized = (mx.quantize(x, group_size=self.group_size, bits=self.bits) for x in (keys, values))
-        shown = [part.update_and_fetch(k, v) for part, k, v in zip(self.parts, *quantized, strict=True)]
+        shown = [part.update_and_fetch(k, v) for part, k, v in zip(self.caches, *quantized, strict=True)]
         return tuple(k for k, _ in shown), tuple(v for _, v in shown)
 
-    def keep(self, moves: Moves) -> None:
-        for part in self.parts:
-            part.keep(moves)
-
-    def append(self, other: RaggedQuantized) -> None:
+    def append(self, other: RaggedList) -> None:
+        assert isinstance(other, RaggedQuantized)
         self.group_size = self.group_size or other.group_size
-        for mine, theirs in zip(self.parts, other.parts, strict=True):
-            mine.append(theirs)
-
-    def remove(self, row: int, last: RaggedQuantized | None) -> None:
-        for index, part in enumerate(self.parts):
-            part.remove(row, None if last is None else last.parts[index])
-
-    def fit(self) -> list[mx.array]:
-        return [x for part in self.parts for x in part.fit()]
-
-    def fork(self, row: int, length: int, lengths: RowLengths) -> RaggedQuantized:
-        other = RaggedQuantized(lengths, self.bits)
-        other.group_size = self.group_size
-        other.parts = [part.fork(row, length, lengths) for part in self.parts]
-        return other
-
-    def shortest(self, row: int) -> int:
-        return self.parts[0].shortest(row)
-
-    def zero(self, row: int, start: int = 0) -> None:
-        for part in self.parts:
-            part.zero(row, start)
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [x for part in self.parts for x in part.state]
+        super().append(other)
 
 
 def _group_size(*widths: int) -> int:

@@ -13,7 +13,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from eagle_mlx.cache.full import RaggedChunked, RaggedKV, copied, most_slots
 from eagle_mlx.cache.kinds import ragged
 from eagle_mlx.cache.lengths import Moves, RowLengths, SavedLengths
-from eagle_mlx.cache.quantized import RaggedQuantized
 from eagle_mlx.cache.recurrent import RaggedList, RecurrentState
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.decoding.draft import Branches
@@ -86,17 +85,12 @@ class RaggedCache(Sequence[Any]):
 
     def _hold(self, lengths: RowLengths, layers: list[Any]) -> None:
         self.lengths, self.layers = lengths, layers
-        parts = self.parts
-        self.recurrent = [part for part in parts if isinstance(part, RecurrentState)]
-        self.windows = [part for part in parts if isinstance(part, RaggedWindow)]
-        split = [part for cache in parts for part in (cache.parts if isinstance(cache, RaggedQuantized) else (cache,))]
-        self.positional = [x for x in split if isinstance(x, RaggedKV) and not isinstance(x, RaggedWindow)]
-        """The caches that keep every position and can be cut anywhere."""
-
-    @property
-    def parts(self) -> list[Any]:
+        self.parts: list[Any] = RaggedList(layers).parts
         """The caches of all layers, with lists of caches flattened."""
-        return [part for layer in self.layers for part in (layer.caches if isinstance(layer, RaggedList) else (layer,))]
+        self.recurrent = [part for part in self.parts if isinstance(part, RecurrentState)]
+        self.windows = [part for part in self.parts if isinstance(part, RaggedWindow)]
+        self.positional = [x for x in self.parts if isinstance(x, RaggedKV) and not isinstance(x, RaggedWindow)]
+        """The caches that keep every position and can be cut anywhere."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -152,8 +146,7 @@ class RaggedCache(Sequence[Any]):
     @property
     def may_branch(self) -> bool:
         """Whether draft trees can be read: every layer keeps keys and values, and none uses chunks."""
-        kinds = (RaggedKV, RaggedQuantized)
-        return all(isinstance(part, kinds) and not isinstance(part, RaggedChunked) for part in self.parts)
+        return all(isinstance(part, RaggedKV) and not isinstance(part, RaggedChunked) for part in self.parts)
 
     def sync(self, lengths: Sequence[int]) -> None:
         """Set the rows' exact lengths, which the host now knows."""
@@ -267,7 +260,7 @@ class CacheSize:
         for part in cache.parts:
             if isinstance(part, RaggedWindow):
                 windows.append((part.ring, _slot_bytes(part.state)))
-            elif isinstance(part, (RaggedKV, RaggedQuantized)):
+            elif isinstance(part, RaggedKV):
                 position += _slot_bytes(part.state)
             else:
                 row += sum(x.nbytes for x in part.state)

@@ -14,8 +14,9 @@ called token by token, and each row takes the state after its last accepted toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -194,6 +195,11 @@ class RaggedList(CallListener):
     def __init__(self, caches: Sequence[Any]):
         self.caches = tuple(caches)
 
+    @property
+    def parts(self) -> list[Any]:
+        """The caches in this list and in the lists in it."""
+        return [part for each in self.caches for part in (each.parts if isinstance(each, RaggedList) else [each])]
+
     def __getitem__(self, index: int) -> Any:
         return self.caches[index]
 
@@ -217,8 +223,10 @@ class RaggedList(CallListener):
     def fit(self) -> list[mx.array]:
         return [x for cache in self.caches for x in cache.fit()]
 
-    def fork(self, row: int, length: int, lengths: RowLengths) -> RaggedList:
-        return RaggedList([cache.fork(row, length, lengths) for cache in self.caches])
+    def fork(self, row: int, length: int, lengths: RowLengths) -> Self:
+        other = copy(self)
+        other.caches = tuple(cache.fork(row, length, lengths) for cache in self.caches)
+        return other
 
     def shortest(self, row: int) -> int:
         longest: int = max(cache.shortest(row) for cache in self.caches)

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.cache import RaggedCache, without_row
+from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize, KVPiece
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
@@ -25,64 +26,20 @@ from eagle_mlx.target import Target, digest_of, nbytes_of
 
 
 @dataclass(frozen=True)
-class Gap:
-    """Positions missing in a cache."""
-
-    slot: int
-    """Index of the cache entry after the gap."""
-    count: int
-
-
-@dataclass(frozen=True)
 class HeadPiece:
-    """The head's cache entries for consecutive positions."""
+    """The head's cache entries for consecutive positions of a row."""
 
     entries: KVPiece
-    gaps: list[Gap]
-    """Relative to the first of these entries."""
-    length: int
-    """Number of positions, including gaps."""
-
-    @property
-    def slots(self) -> int:
-        return slots_before(self.gaps, self.length)
+    known: bytes
+    """For each position, 1 if it has an entry, or 0 if the head has not read it."""
 
     @property
     def arrays(self) -> list[mx.array]:
         return self.entries.arrays
 
     def split(self, at: int) -> tuple[HeadPiece, HeadPiece]:
-        first, second = self.entries.split(slots_before(self.gaps, at))
-        return (
-            HeadPiece(first, gaps_between(self.gaps, 0, at), at),
-            HeadPiece(second, gaps_between(self.gaps, at, self.length), self.length - at),
-        )
-
-
-def joined_gaps(pieces: Sequence[HeadPiece], length: int) -> list[Gap]:
-    """Return the gaps in the first `length` positions of the concatenated pieces."""
-    slots, gaps = 0, list[Gap]()
-    for piece in pieces:
-        gaps += [Gap(slots + gap.slot, gap.count) for gap in piece.gaps]
-        slots += piece.slots
-    return gaps_between(gaps, 0, length)
-
-
-def slots_before(gaps: Sequence[Gap], length: int) -> int:
-    """Return the number of cache entries for the first `length` positions."""
-    return length - sum(gap.count for gap in gaps_between(gaps, 0, length))
-
-
-def gaps_between(gaps: Sequence[Gap], start: int, end: int) -> list[Gap]:
-    """Return the gaps within positions `start` to `end`, relative to the first entry there."""
-    before, found, left_out = 0, list[Gap](), 0
-    for gap in gaps:
-        first = gap.slot + left_out  # first position of the gap
-        last, left_out = first + gap.count, left_out + gap.count
-        before += max(0, min(last, start) - first)
-        if (count := min(last, end) - max(first, start)) > 0:
-            found.append(Gap(gap.slot - (start - before), count))
-    return found
+        first, second = self.entries.split(self.known.count(1, 0, at))
+        return HeadPiece(first, self.known[:at]), HeadPiece(second, self.known[at:])
 
 
 class HeadProposer:
@@ -128,10 +85,9 @@ class HeadProposer:
 
     def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> HeadState:
         ours = [piece for piece in pieces if isinstance(piece, HeadPiece)]
-        state, gaps = HeadState(self, 1), joined_gaps(ours, length)
-        slots = length - sum(gap.count for gap in gaps)
-        state.cache = state.cache.joined([piece.entries for piece in ours], slots)
-        state._lengths, state._gaps = [slots], [gaps]
+        state, known = HeadState(self, 1), bytearray(b"".join(piece.known for piece in ours)[:length])
+        state._known, state._lengths = [known], [known.count(1)]
+        state.cache = state.cache.joined([piece.entries for piece in ours], state._lengths[0])
         return state
 
     @property
@@ -214,7 +170,9 @@ class HeadState:
         self.proposer, self.head, self.target = proposer, proposer.head, proposer.target
         self.cache = RaggedCache(self.head.cache_layers, rows)
         self._lengths = [0] * rows
-        self._gaps: list[list[Gap]] = [[] for _ in range(rows)]
+        """The number of cache entries of each row."""
+        self._known = [bytearray() for _ in range(rows)]
+        """As in `HeadPiece`, for each row."""
         self._pending: _Pending | None = None
         self._in_prompts = False
         """Whether the pending positions belong to prompts."""
@@ -234,9 +192,8 @@ class HeadState:
             return
         if pending.longest > _MOST_UNREAD and pending.even:
             dropped = pending.drop_oldest(_KEPT_UNREAD)
-            for gaps, slot in zip(self._gaps, self._lengths, strict=True):
-                before = gaps.pop().count if gaps and gaps[-1].slot == slot else 0
-                gaps.append(Gap(slot, before + dropped))
+            for known in self._known:
+                known.extend(bytes(dropped))
 
     def _append_pending(self, seen: Observation) -> _Pending:
         """Append new positions to the pending ones."""
@@ -264,6 +221,8 @@ class HeadState:
             self.hidden = mx.where(kept[:, None, None] > 0, newest, self.hidden)
             self.cache.lengths.advance(kept, at_most=pending.longest)
         self._lengths = [a + b for a, b in zip(self._lengths, counts, strict=True)]
+        for known, count in zip(self._known, counts, strict=True):
+            known.extend(b"\1" * count)
         self.cache.lengths.sync(self._lengths)
         if self._in_prompts:
             mx.async_eval(self.hidden, self.cache.state)
@@ -326,15 +285,13 @@ class HeadState:
         other._read_pending()
         self.cache.append(other.cache)
         self._lengths.extend(other._lengths)
-        self._gaps.extend(other._gaps)
+        self._known.extend(other._known)
         self.hidden = mx.concatenate([self.hidden, other.hidden], axis=0)
 
     def remove(self, row: int) -> None:
         self._read_pending()
         self.cache.remove(row)
-        self._lengths[row], self._gaps[row] = self._lengths[-1], self._gaps[-1]
-        self._lengths.pop()
-        self._gaps.pop()
+        self._lengths, self._known = swap_removed(self._lengths, row), swap_removed(self._known, row)
         self.hidden = without_row(self.hidden, row)
 
     def take(self, row: int) -> HeadState:
@@ -346,13 +303,13 @@ class HeadState:
         return taken
 
     def length(self, row: int) -> int:
-        """Return the number of positions read, including gaps."""
+        """Return the number of positions, including those that the head has not read."""
         self._read_pending()
-        return self._lengths[row] + sum(gap.count for gap in self._gaps[row])
+        return len(self._known[row])
 
     def piece(self, row: int, start: int, end: int) -> HeadPiece:
         """Return a copy of the entries without the newest hidden state; the next reader reads at least one position."""
         self._read_pending()
-        gaps = self._gaps[row]
-        entries = self.cache.piece(row, slots_before(gaps, start), slots_before(gaps, end))
-        return HeadPiece(entries, gaps_between(gaps, start, end), end - start)
+        known = self._known[row]
+        entries = self.cache.piece(row, known.count(1, 0, start), known.count(1, 0, end))
+        return HeadPiece(entries, bytes(known[start:end]))

@@ -80,7 +80,7 @@ class Rows:
     def check(self, wide: int = 0) -> None:
         """Check the rows' content and that buffers are little larger. `wide`: positions read and dropped."""
         layer = self.cache[0]
-        for part in layer.parts if isinstance(layer, RaggedQuantized) else [layer]:
+        for part in layer.caches if isinstance(layer, RaggedQuantized) else [layer]:
             longest = max(map(len, self.texts)) + wide
             used = min(longest, layer.ring) if isinstance(layer, RaggedWindow) else longest
             assert slots(part) <= bound(len(self.texts), used)
@@ -92,7 +92,7 @@ class Rows:
     def held(self, row: int, length: int) -> list[float]:
         layer = self.cache[0]
         if isinstance(layer, RaggedQuantized):
-            keys = mx.dequantize(*(part.keys[row, 0, :length] for part in layer.parts), layer.group_size, 8)
+            keys = mx.dequantize(*(part.keys[row, 0, :length] for part in layer.caches), layer.group_size, 8)
         elif isinstance(layer, RaggedWindow):
             keys = layer.keys[row, 0, mx.arange(max(0, length - WINDOW), length) % layer.ring]
         else:
@@ -215,7 +215,6 @@ def check(engine: em.Engine) -> None:
         rows, longest = len(batch.requests), max(request.length for request in batch.requests)
         assert isinstance(batch.state, HeadState)
         for caches in (batch.cache, batch.state.cache):
-            for part in caches.parts:
-                for each in part.parts if isinstance(part, RaggedQuantized) else [part]:
-                    assert slots(each) <= bound(rows, longest + DEPTH + 1)
-                    assert each.keys is None or each.keys.shape[0] <= engine.max_batch
+            for each in caches.parts:
+                assert slots(each) <= bound(rows, longest + DEPTH + 1)
+                assert each.keys is None or each.keys.shape[0] <= engine.max_batch

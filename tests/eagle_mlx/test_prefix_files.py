@@ -14,7 +14,7 @@ from eagle_mlx.cache.ragged import KVPiece
 from eagle_mlx.engine.disk.database import Entry
 from eagle_mlx.engine.disk.snapshot_file import Content, content_of, cut, decode, joined, piece_from
 from eagle_mlx.engine.prefix_tree import PrefixPiece
-from eagle_mlx.proposers.head import Gap, HeadPiece
+from eagle_mlx.proposers.head import HeadPiece
 
 TYPES = [mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.int8, mx.bool_]
 
@@ -65,8 +65,8 @@ def test_blocks_are_what_pieces_would_be(lengths: list[int], left_out: list[tupl
         x = mx.array(positions, mx.float32).reshape(1, 1, -1, 1)
         return KVPiece([[x, x + 0.5], []])
 
-    gaps = [Gap(sum(p < position for p in there), 1) for position in range(total) if position in gone]
-    whole = content_of(PrefixPiece(entries(list(range(total))), HeadPiece(entries(there), gaps, total)))
+    known = bytes(position not in gone for position in range(total))
+    whole = content_of(PrefixPiece(entries(list(range(total))), HeadPiece(entries(there), known)))
     pieces, start = list[PrefixPiece](), 0
     for length in lengths:
         pieces.append(piece_from(*decode(cut(whole, start, start + length).encode())))
@@ -76,6 +76,5 @@ def test_blocks_are_what_pieces_would_be(lengths: list[int], left_out: list[tupl
         assert isinstance(found.state, HeadPiece)
         assert found.target.layers[0][0].reshape(-1).tolist() == wanted
         assert found.state.entries.layers[0][0].reshape(-1).tolist() == [p for p in wanted if p not in gone]
-        assert found.state.slots == sum(p not in gone for p in wanted)
-        assert found.state.length == total - first
+        assert found.state.known == known[first:]
         assert found.target.layers[1] == []

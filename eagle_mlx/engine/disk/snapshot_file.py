@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.ragged import KVPiece
 from eagle_mlx.engine.prefix_tree import PrefixPiece
-from eagle_mlx.proposers.head import Gap, HeadPiece, gaps_between, joined_gaps, slots_before
+from eagle_mlx.proposers.head import HeadPiece
 
-FORMAT = "eagle-mlx-prefix-2"
+FORMAT = "eagle-mlx-prefix-3"
 """Format version of the files. It is part of the name of a model's folder, so no other version is ever read."""
 Layers = list[list[mx.array]]
 """For each layer, arrays [1, heads, L, D], as in `KVPiece`."""
@@ -78,11 +78,11 @@ def decode(content: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
 def content_of(piece: PrefixPiece) -> Content:
     """Return the file content for some positions of a text: the target's keys and values, and the head's."""
     parts = {"target": piece.target.layers}
-    about: dict[str, Any] = {"gaps": []}
+    about: dict[str, Any] = {"known": ""}
     if piece.state is not None:
         assert isinstance(piece.state, HeadPiece)
         parts["head"] = piece.state.entries.layers
-        about["gaps"] = [[gap.slot, gap.count] for gap in piece.state.gaps]
+        about["known"] = piece.state.known.hex()
     about["layers"] = {part: list(map(len, layers)) for part, layers in parts.items()}
     named = {f"{p}.{i}.{j}": x for p, layers in parts.items() for i, of in enumerate(layers) for j, x in enumerate(of)}
     return Content.of(about, named)
@@ -90,11 +90,10 @@ def content_of(piece: PrefixPiece) -> Content:
 
 def cut(content: Content, start: int, end: int) -> Content:
     """Return positions `start` to `end` of a content from `content_of`, without a copy."""
-    gaps = [Gap(*gap) for gap in content.about["gaps"]]
-    spans = {"target": slice(start, end), "head": slice(slots_before(gaps, start), slots_before(gaps, end))}
-    ours = [[gap.slot, gap.count] for gap in gaps_between(gaps, start, end)]
+    known = bytes.fromhex(content.about["known"])
+    spans = {"target": slice(start, end), "head": slice(known.count(1, 0, start), known.count(1, 0, end))}
     arrays = {name: x[:, :, spans[name.split(".")[0]]] for name, x in content.arrays.items()}
-    return Content({**content.about, "gaps": ours, "length": end - start}, arrays)
+    return Content({**content.about, "known": known[start:end].hex()}, arrays)
 
 
 def piece_from(about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> PrefixPiece:
@@ -103,8 +102,8 @@ def piece_from(about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Pref
         part: KVPiece([[arrays[f"{part}.{i}.{j}"] for j in range(count)] for i, count in enumerate(counts)])
         for part, counts in about["layers"].items()
     }
-    gaps = [Gap(*gap) for gap in about["gaps"]]
-    return PrefixPiece(parts["target"], HeadPiece(parts["head"], gaps, about["length"]) if "head" in parts else None)
+    head = HeadPiece(parts["head"], bytes.fromhex(about["known"])) if "head" in parts else None
+    return PrefixPiece(parts["target"], head)
 
 
 def joined(pieces: Sequence[PrefixPiece]) -> PrefixPiece:
@@ -113,9 +112,8 @@ def joined(pieces: Sequence[PrefixPiece]) -> PrefixPiece:
     target = KVPiece(_joined([piece.target.layers for piece in pieces]))
     if not heads:
         return PrefixPiece(target, None)
-    length = sum(head.length for head in heads)
     entries = KVPiece(_joined([head.entries.layers for head in heads]))
-    return PrefixPiece(target, HeadPiece(entries, joined_gaps(heads, length), length))
+    return PrefixPiece(target, HeadPiece(entries, b"".join(head.known for head in heads)))
 
 
 def _joined(pieces: Sequence[Layers]) -> Layers:
