@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from operator import itemgetter
 
 from eagle_mlx.request_state import RequestState
 
@@ -17,45 +18,34 @@ _REMEMBERED = 1024
 
 @dataclass
 class _Client:
-    """The waiting requests of one client, by number of prefill chunks, each list in order of arrival."""
+    """The waiting requests of one client: paused ones first, then in order of arrival."""
 
-    lines: dict[int, deque[tuple[int, RequestState]]] = field(default_factory=dict)
-    """Requests with ascending numbers. No list is empty."""
+    waiting: list[tuple[int, RequestState]] = field(default_factory=list)
+    """Each with its number of prefill chunks."""
     skips: int = 0
     """How often other requests passed the oldest one."""
     passed: int = 0
     """Clients that arrived later and passed this one since its last turn."""
 
-    @property
-    def oldest(self) -> int:
-        return min(self.lines, key=lambda chunks: self.lines[chunks][0][0])
+    def take(self, request: RequestState) -> None:
+        self.skips, self.passed = 0 if self.waiting[0][1] is request else self.skips + 1, 0
+        self.remove(request)
 
-    @property
-    def following(self) -> int:
-        return self.oldest if self.skips >= MOST_SKIPS else min(self.lines)
+    def remove(self, request: RequestState) -> None:
+        del self.waiting[next(at for at, (_, each) in enumerate(self.waiting) if each is request)]
 
-    def __len__(self) -> int:
-        return sum(map(len, list(self.lines.values())))
-
-    def take(self, chunks: int, request: RequestState) -> None:
-        self.skips, self.passed = 0 if chunks == self.oldest else self.skips + 1, 0
-        self.remove(chunks, request)
-
-    def remove(self, chunks: int, request: RequestState) -> None:
-        line = self.lines[chunks]
-        del line[next(index for index, (_, each) in enumerate(line) if each is request)]
-        if not line:
-            del self.lines[chunks]
-
-    def before(self, request: RequestState) -> int | None:
-        """Return how many requests of this client are ahead of one; None if it does not wait. Thread-safe."""
-        copy = _Client({chunks: deque(line) for chunks, line in list(self.lines.items()) if line}, self.skips)
-        for place in range(len(copy)):
-            chunks = copy.following
-            if (first := copy.lines[chunks][0][1]) is request:
-                return place
-            copy.take(chunks, first)
-        return None
+    def in_order(self) -> Iterator[RequestState]:
+        """Yield the requests in the order in which they are served if no others arrive. Thread-safe."""
+        waiting, skips, done = list(self.waiting), self.skips, set[RequestState]()
+        oldest, shortest = deque(waiting), deque(sorted(waiting, key=itemgetter(0)))
+        while oldest:
+            _, following = (oldest if skips >= MOST_SKIPS else shortest)[0]
+            yield following
+            skips = 0 if following is oldest[0][1] else skips + 1
+            done.add(following)
+            for line in (oldest, shortest):
+                while line and line[0][1] in done:
+                    line.popleft()
 
 
 class RequestQueue:
@@ -78,49 +68,38 @@ class RequestQueue:
         """The number of each client's last turn, oldest first."""
 
     def __len__(self) -> int:
-        return sum(map(len, self.clients.values()))
+        return sum(len(client.waiting) for client in list(self.clients.values()))
 
     def __iter__(self) -> Iterator[RequestState]:
-        lists = (waiting for client in self.clients.values() for waiting in client.lines.values())
-        return (request for waiting in lists for _, request in waiting)
+        return (request for client in list(self.clients.values()) for _, request in list(client.waiting))
 
     def append(self, request: RequestState) -> None:
         if request.client not in self.clients:
             self._enter(request.client)
-        line = self.clients[request.client].lines.setdefault(self.chunks(request), deque())
-        number = next(self._numbers)
-        if request.paused:
-            line.appendleft((-number, request))  # the newest is paused first, and resumed last
-        else:
-            line.append((number, request))
+        waiting, each = self.clients[request.client].waiting, (self._chunks(request), request)
+        waiting.insert(0 if request.paused else len(waiting), each)  # the newest is paused first, and resumed last
 
     def peek(self) -> RequestState:
         """Return the next request. The queue must not be empty."""
-        client = self._in_turn()[0][1]
-        return client.lines[client.following][0][1]
+        return next(self._in_turn()[0].in_order())
 
     def first(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
         """Return the first request that fits: clients in turn, for each its next request, then short before long.
 
         Of a client's prompts with the same number of chunks, only the oldest is checked.
         """
-        for _, client in self._in_turn():
-            for chunks in (client.following, *sorted(client.lines)):
-                if fits(request := client.lines[chunks][0][1]):
+        for client in self._in_turn():
+            oldest = dict(reversed(client.waiting))
+            for request in (next(client.in_order()), *(oldest[chunks] for chunks in sorted(oldest))):
+                if fits(request):
                     return request
         return None
-
-    def pop(self) -> RequestState:
-        """Remove and return the next request. Its client goes to the end of the line."""
-        request = self.peek()
-        self.take(request)
-        return request
 
     def take(self, request: RequestState) -> None:
         """Remove a request returned by `peek` or `first`. Its client goes to the end of the line."""
         client = self.clients.pop(request.client)
-        client.take(self.chunks(request), request)
-        if client.lines:
+        client.take(request)
+        if client.waiting:
             self.clients[request.client] = client
         self._last_turns.pop(request.client, None)
         self._last_turns[request.client] = next(self._numbers)
@@ -130,10 +109,10 @@ class RequestQueue:
     def remove(self, request: RequestState) -> None:
         """Remove a waiting request. Raises KeyError or StopIteration if it does not wait."""
         client = self.clients[request.client]
-        if client.lines[client.oldest][0][1] is request:
+        if client.waiting[0][1] is request:
             client.skips = 0
-        client.remove(self.chunks(request), request)
-        if not client.lines:
+        client.remove(request)
+        if not client.waiting:
             del self.clients[request.client]
 
     def before(self, request: RequestState) -> int | None:
@@ -141,17 +120,18 @@ class RequestQueue:
 
         Any thread may call this; the result is then approximate.
         """
-        clients = self._in_turn()  # an atomic copy, as are the other reads here
-        at = next((at for at, (name, _) in enumerate(clients) if name == request.client), None)
-        own = clients[at][1].before(request) if at is not None else None
-        if at is None or own is None:
-            return None
-        lengths = [len(client) for _, client in clients]
-        return own + sum(min(length, own + (other < at)) for other, length in enumerate(lengths) if other != at)
+        clients = self._in_turn()  # a copy
+        for at, client in enumerate(clients):
+            for own, each in enumerate(client.in_order()):
+                if each is request:
+                    lengths = [len(other.waiting) for other in clients]
+                    others = (min(n, own + (other < at)) for other, n in enumerate(lengths) if other != at)
+                    return own + sum(others)
+        return None
 
-    def _in_turn(self) -> list[tuple[str, _Client]]:
+    def _in_turn(self) -> list[_Client]:
         held = self._held()
-        return sorted(self.clients.items(), key=lambda named: held.get(named[0], 0))
+        return [client for _, client in sorted(self.clients.items(), key=lambda named: held.get(named[0], 0))]
 
     def clear(self) -> None:
         self.clients.clear()
@@ -166,7 +146,7 @@ class RequestQueue:
             clients[at][1].passed += 1
         self.clients = dict([*clients[:at], (name, _Client()), *clients[at:]])
 
-    def chunks(self, request: RequestState) -> int:
+    def _chunks(self, request: RequestState) -> int:
         """Return the number of steps to read its prompt without the last token, which the first round reads.
 
         Return 0 for a paused request: most of its text is in the prefix cache, and it has already waited.

@@ -142,8 +142,8 @@ def test_19_without_a_database_nothing_is_written_and_that_is_said_once(
 ) -> None:
     make(tmp_path / NAME)
     heard = list[str]()
-    database = opened(tmp_path, say=said_of(["is no regular file; delete it"], heard))
-    with pytest.raises(OSError, match="no regular file"):
+    database = opened(tmp_path, say=said_of(["is not a regular file; delete it"], heard))
+    with pytest.raises(OSError, match="not a regular file"):
         put(database, 0, 100)
     assert (database.nbytes(), len(heard)) == (0, 1)
 

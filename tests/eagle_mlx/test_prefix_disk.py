@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -171,7 +168,7 @@ def test_damaged_files_are_named_and_do_no_harm(data: st.DataObject) -> None:
             content[at] ^= data.draw(st.integers(1, 255))
         path.write_bytes(content)
         heard = list[str]()
-        again = engine(folder, kind, drafts, say=said_of(["passed over and deleted"], heard))
+        again = engine(folder, kind, drafts, say=said_of(["skipped and deleted"], heard))
         prompt = [*TEXT, *said, 1, 2]
         assert answered(again, prompt).tokens == cold(tuple(prompt), kind, drafts)
         if path.name.startswith("block") or disk(again).passed_over:
@@ -200,7 +197,7 @@ def test_files_of_another_text_under_a_texts_name_are_passed_over(tmp_path: Path
     a, b = blocks(tmp_path)[:2]
     a.write_bytes(b.read_bytes())
     heard = list[str]()
-    again = engine(tmp_path, say=said_of(["passed over and deleted"], heard))
+    again = engine(tmp_path, say=said_of(["skipped and deleted"], heard))
     for text in (TEXT, TEXT[::-1]):
         assert answered(again, text).tokens == cold(tuple(text))
     assert len(heard) == disk(again).passed_over == 1
@@ -260,7 +257,7 @@ def test_a_file_that_cannot_be_opened_now_stays(tmp_path: Path, monkeypatch: pyt
         def exhausted(*_: object) -> bytes:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-        patched.setattr("eagle_mlx.engine.disk.tier.read", exhausted)
+        patched.setattr("pathlib.Path.read_bytes", exhausted)
         assert answered(again, TEXT).tokens == cold(tuple(TEXT))
     assert len(heard) == disk(again).passed_over > 0
     written(again)
@@ -323,8 +320,7 @@ def test_19_two_engines_keep_one_limit(tmp_path: Path) -> None:
         assert one < nbytes(tmp_path) <= 2.5 * one
 
 
-def test_19_fifos_and_folders_with_a_blocks_name_are_skipped_and_named_once(tmp_path: Path) -> None:
-    heard, say = list[str](), "no regular file"
+def test_19_fifos_and_folders_with_the_name_of_a_block_are_skipped(tmp_path: Path) -> None:
     with_text(tmp_path)
     first, second, third = blocks(tmp_path)[:3]
     second.unlink()
@@ -332,16 +328,13 @@ def test_19_fifos_and_folders_with_a_blocks_name_are_skipped_and_named_once(tmp_
     third.unlink()
     third.mkdir()
     (third / "mine").touch()
-    again = engine(tmp_path, say=said_of([say], heard))
-    assert len(heard) == 1
-    assert f"{second.name} and 1 more" in heard[0]
+    again = engine(tmp_path)
     assert answered(again, TEXT).cached_tokens == 32
     assert disk(again).bytes_read == first.stat().st_size
     written(again)
     assert (third / "mine").exists()
     assert second.is_file(), "the block is written again, in the FIFO's place"
-    assert answered(engine(tmp_path, say=said_of([say], heard)), TEXT).cached_tokens == 64
-    assert len(heard) == 2
+    assert answered(engine(tmp_path), TEXT).cached_tokens == 64
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
@@ -350,7 +343,7 @@ def test_19_a_block_that_becomes_a_fifo_or_a_folder_is_passed_over(
 ) -> None:
     heard = list[str]()
     with_text(tmp_path)
-    again = engine(tmp_path, say=said_of(["no regular file"], heard))
+    again = engine(tmp_path, say=said_of(["not a regular file"], heard))
     block = blocks(tmp_path)[1]
     block.unlink()
     make(block)
@@ -392,7 +385,7 @@ def test_19_a_read_only_folder_is_read_and_reported_once(read_only: Callable[[],
     assert answered(again, [*TEXT, 5, 6, 7]).cached_tokens >= len(TEXT) - 2
     written(again)
     [said] = heard
-    assert f"cannot {'delete files in' if share < 1 else 'write to'} {folder}" in said
+    assert f"cannot write to or delete files in {folder}" in said
     assert nbytes(folder) == before
 
 
@@ -436,7 +429,7 @@ def test_what_a_third_partys_proposer_keeps_is_refused_at_the_start(tmp_path: Pa
 
     which = target("full")
     DiskTier(tmp_path, MANY, which, Other(tiny_head(which)))
-    with pytest.raises(ConfigError, match="what foreign keeps of a text cannot be written"):
+    with pytest.raises(ConfigError, match="the state of the proposer .foreign. cannot be saved"):
         DiskTier(tmp_path, MANY, which, Foreign())  # type: ignore[arg-type]
 
 
@@ -475,26 +468,3 @@ def test_3_nothing_is_kept_that_is_not_a_number(tmp_path: Path, name: str, after
     assert (again.error, again.tokens) == (None, wanted), again.cached_tokens
     assert again.cached_tokens > 0
     written(second)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
-def test_the_writer_has_a_lower_priority_than_its_process_has(tmp_path: Path) -> None:
-    """Also under `nice -n 5`: with the same value as the other threads it would take its full share."""
-    found = list[int]()
-
-    def begin() -> None:
-        own = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + 5)
-        before = set(threading.enumerate())  # may include writers of earlier tests
-        tier = DiskTier(tmp_path, MANY, target("full"))
-        [writer] = set(threading.enumerate()) - before
-        assert writer.native_id is not None
-        deadline = time.monotonic() + 20
-        while len(set(found)) < 2 and time.monotonic() < deadline:
-            found[:] = [os.getpriority(os.PRIO_PROCESS, each) for each in (own, writer.native_id)]
-        tier.close(60)
-
-    thread = threading.Thread(target=begin)
-    thread.start()
-    thread.join()
-    assert found[1] == min(19, found[0] + 10)

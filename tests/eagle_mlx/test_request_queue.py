@@ -30,16 +30,20 @@ def queue(*rows: RequestState) -> RequestQueue:
     return made
 
 
+def pop(waiting: RequestQueue) -> RequestState:
+    first = waiting.peek()
+    waiting.take(first)
+    return first
+
+
 def drained(waiting: RequestQueue) -> list[RequestState]:
     order = []
     while waiting:
-        first = waiting.peek()
-        assert waiting.pop() is first
-        order.append(first)
+        order.append(pop(waiting))
     return order
 
 
-def test_one_client_with_prompts_of_like_size_is_served_in_order() -> None:
+def test_one_client_with_prompts_of_similar_size_is_served_in_order() -> None:
     rows = [row(length=1 + n % CHUNK) for n in range(20)]
     assert drained(queue(*rows)) == rows
 
@@ -50,7 +54,7 @@ def test_clients_take_turns() -> None:
     assert drained(queue(*many, late, later))[:4] == [many[0], late, later, many[1]]
 
 
-def test_short_prompts_go_before_long_ones_so_many_times() -> None:
+def test_short_prompts_pass_a_long_one_a_limited_number_of_times() -> None:
     long, short = row(length=100), [row() for _ in range(MOST_SKIPS + 3)]
     assert drained(queue(long, *short)) == [*short[:MOST_SKIPS], long, *short[MOST_SKIPS:]]
 
@@ -67,7 +71,7 @@ def test_a_row_that_leaves_takes_no_turn() -> None:
     assert list(waiting) == []
 
 
-def test_a_client_of_which_nobody_fits_keeps_its_turn() -> None:
+def test_a_client_without_a_request_that_fits_keeps_its_turn() -> None:
     big, small, other = row("a", 50), row("b", 5), row("c", 5)
     waiting = queue(big, small, other)
     for wanted in (small, other):
@@ -80,11 +84,11 @@ def test_a_client_of_which_nobody_fits_keeps_its_turn() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60)), min_size=1, max_size=40))
-def test_where_everybody_fits_the_first_is_the_next(rows: list[tuple[str, int]]) -> None:
+def test_if_all_fit_the_first_is_the_next(rows: list[tuple[str, int]]) -> None:
     waiting = queue(*(row(client, length) for client, length in rows))
     while waiting:
         assert waiting.first(lambda _: True) is waiting.peek()
-        waiting.pop()
+        pop(waiting)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60), st.booleans()), max_size=60))
@@ -94,7 +98,7 @@ def test_nobody_is_lost_and_nobody_waits_longer_than_promised(events: list[tuple
     taken: Counter[str] = Counter()
 
     def take() -> None:
-        each = waiting.pop()
+        each = pop(waiting)
         order.append(each)
         taken[each.client] += 1
         depth, before = ahead[id(each)]
@@ -122,25 +126,25 @@ def test_between_two_turns_of_a_client_every_other_has_one(clients: list[str]) -
         assert {each.client for each in order[j:]} <= between | {first.client}
 
 
-def test_who_comes_goes_before_those_who_have_had_a_turn_since_its_own() -> None:
+def test_a_new_client_goes_before_those_served_since_its_own_last_turn() -> None:
     first, second, *more = [row("a") for _ in range(6)]
     waiting = queue(first, second, *more)
-    assert waiting.pop() is first
+    assert pop(waiting) is first
     new = row("b")
     waiting.append(new)
-    assert waiting.pop() is new
+    assert pop(waiting) is new
     again = row("b")
     waiting.append(again)
-    assert [waiting.pop() for _ in range(3)] == [second, again, more[0]]
+    assert [pop(waiting) for _ in range(3)] == [second, again, more[0]]
 
 
-def test_a_client_is_not_passed_for_ever_by_those_who_come() -> None:
+def test_new_clients_do_not_pass_a_client_forever() -> None:
     waiting = queue(row("a"), row("a"))
-    waiting.pop()
+    pop(waiting)
     order = []
     for number in range(40):
         waiting.append(row(f"new {number}"))
-        order.append(waiting.pop().client)
+        order.append(pop(waiting).client)
     assert order.index("a") == MOST_SKIPS
 
 
@@ -151,7 +155,7 @@ def test_a_request_is_told_how_many_go_before_it(events: list[tuple[str, int, bo
     for client, length, pops in events:
         waiting.append(row(client, length))
         if pops:
-            waiting.pop()
+            pop(waiting)
     places = {id(each): waiting.before(each) for each in waiting}
     assert [places[id(each)] for each in drained(waiting)] == list(range(len(places)))
 

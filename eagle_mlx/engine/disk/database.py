@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,7 @@ mlx-lm's growing caches use this block length too.
 _VERSION = 1
 """Version of the tables. A database of another version is replaced."""
 _WAIT_SECONDS = 30.0
-"""How long to wait for another server, which writes one file at a time."""
+"""How long to wait for other servers. Each holds the database while it writes one file."""
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS files (
     path TEXT PRIMARY KEY, model TEXT NOT NULL, kind TEXT NOT NULL, parent TEXT NOT NULL, start INTEGER NOT NULL,
@@ -47,8 +47,8 @@ CREATE INDEX IF NOT EXISTS oldest ON files (used, start DESC, nbytes);
 CREATE INDEX IF NOT EXISTS sizes ON files (model, nbytes);
 PRAGMA user_version = {_VERSION};
 """
-_FILE = re.compile(r"(block|state|place)-\d{8}-[0-9a-f]{32}\.safetensors")
-"""Names of our files. `place` is from an earlier layout; such files are removed."""
+_FILE = re.compile(r"(block|state)-\d{8}-[0-9a-f]{32}\.safetensors")
+"""Names of our files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,35 +144,29 @@ class Database:
         self.root, self.limit, self._say = root, limit, say
         self._ignored: set[str] = set()
         """Files that this process does not use, although they may have rows."""
-        self._said = False
+        self._reported = False
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
-        """None if nothing can be written at present. The reader is separate, so that reads never wait for writes."""
+        """None if nothing can be written now. The reader is separate, so that reads never wait for writes."""
         self._inode = 0
         """The inode of the database, which may be deleted with its folder at any time."""
         self._reading, self._writing = threading.Lock(), threading.Lock()
         try:
             with self._transaction():
-                odd = self._remove_orphans()
+                self._remove_orphans()
                 self._make_room(0)
         except OSError as e:
             self.report(e)
-        else:
-            if odd:
-                more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-                say(f"{min(odd)}{more} in the prefix cache {root} are no regular files; they are skipped: delete them")
 
     def report(self, e: OSError) -> None:
         """Report once that nothing can be written."""
-        if self._said:
-            return
-        self._said = True
-        used = self.nbytes()
-        self._say(
-            f"the prefix cache cannot {'delete files in' if used > self.limit else 'write to'} {self.root} "
-            f"({e.strerror or e}): {gb(used)} are there, of {gb(self.limit)}. The server reads them, and tries again "
-            "every minute to write: see to the permissions and the space, or name another --prefix-cache-dir"
-        )
+        if not self._reported:
+            self._reported = True
+            self._say(
+                f"the prefix cache cannot write to or delete files in {self.root} ({e.strerror or e}). It has "
+                f"{gb(self.nbytes())} of {gb(self.limit)}, which the server still reads. It tries to write again every "
+                "minute. Check the folder's permissions and free space, or choose another --prefix-cache-dir"
+            )
 
     def nbytes(self, model: str = "%") -> int:
         """Return the total size of a model's files, or of all files."""
@@ -267,17 +261,14 @@ class Database:
             with self._transaction() as database:
                 database.executemany("UPDATE files SET used = ? WHERE path = ?", paths)
 
-    def drop(self, entry: Entry, delete: bool) -> None:
-        """Stop using a file. `delete`: it is damaged, so remove it for all servers."""
+    def drop(self, entry: Entry, damaged: bool) -> None:
+        """Stop using a file. If it is `damaged`, delete it; otherwise remove the rows of all files that are gone."""
         self._ignored.add(entry.path)
-        if delete:
-            with suppress(OSError), self._transaction():
-                self._delete([entry.path])
-
-    def drop_missing(self) -> None:
-        """Remove the rows of all files that no longer exist: files are rarely deleted one by one."""
         with suppress(OSError), self._transaction():
-            self._remove_orphans()
+            if damaged:
+                self._delete([entry.path])
+            else:
+                self._remove_orphans()
 
     def close(self) -> None:
         """Close the database; nothing is found afterward."""
@@ -316,7 +307,7 @@ class Database:
             self._writer = None
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
-            raise OSError(f"{NAME} is no regular file; delete it")
+            raise OSError(f"{NAME} is not a regular file; delete it")
         try:
             self._writer = _connected(path)
         except (OSError, sqlite3.OperationalError):
@@ -357,24 +348,15 @@ class Database:
             (self.root / path).unlink(missing_ok=True)
             self._writer.execute("DELETE FROM files WHERE path = ?", (path,))
 
-    def _remove_orphans(self) -> list[str]:
-        """Remove files without rows (from a killed process) and rows without files, within a transaction. Returns the
-        FIFOs and folders that have names of our files; they are not removed."""
+    def _remove_orphans(self) -> None:
+        """Remove files without rows (from a killed process) and rows without files, within a transaction."""
         assert self._writer is not None
         rows = {path for (path,) in self._writer.execute("SELECT path FROM files").fetchall()}
-        there, odd = set[str](), list[str]()
-        for path in self.root.glob("*/*.safetensors"):
-            name = f"{path.parent.name}/{path.name}"
-            if not _FILE.fullmatch(path.name):
-                continue
-            if not path.is_file():
-                odd.append(name)
-            elif name in rows:
-                there.add(name)
-            else:
-                path.unlink(missing_ok=True)
-        self._writer.executemany("DELETE FROM files WHERE path = ?", [(path,) for path in rows - there])
-        return odd
+        files = [path for path in self.root.glob("*/*.safetensors") if _FILE.fullmatch(path.name) and path.is_file()]
+        found = {f"{path.parent.name}/{path.name}" for path in files}
+        for name in found - rows:
+            (self.root / name).unlink(missing_ok=True)
+        self._writer.executemany("DELETE FROM files WHERE path = ?", [(path,) for path in rows - found])
 
 
 def _connected(path: Path) -> sqlite3.Connection:
@@ -404,11 +386,10 @@ def _reader(path: Path, how: str = "") -> sqlite3.Connection:
 
 def _write_synced(path: Path, content: bytes) -> None:
     """Write a file that only its owner can read, and sync it to disk. Raises OSError."""
-    path.unlink(missing_ok=True)  # a FIFO, or a leftover of a killed process
-    with closing(os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)) as file:
-        view = memoryview(content)
-        while view:
-            view = view[file.write(view) :]
+    path.unlink(missing_ok=True)  # a leftover of a killed process
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(content)
+        file.flush()
         sync(file.fileno())
     sync_folder(path.parent)
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
 import mlx.core as mx
@@ -53,16 +50,6 @@ class Content:
         """Return the bytes of a safetensors file."""
         arrays = {name: np.ascontiguousarray(x) for name, x in self.arrays.items()}
         return safetensors.numpy.save(arrays, {"about": json.dumps(self.about)})
-
-
-def read(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError for other files: opening a FIFO would wait for data."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError("it is no regular file")
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read()
 
 
 def decode(content: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:

@@ -23,10 +23,9 @@ from eagle_mlx.engine.disk.snapshot_file import (
     decode,
     joined,
     piece_from,
-    read,
     state_from,
 )
-from eagle_mlx.engine.disk.writer import Job, Writer
+from eagle_mlx.engine.disk.writer import Writer
 from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import PART, write_whole
@@ -37,10 +36,7 @@ from eagle_mlx.target import Target
 
 log = logging.getLogger("eagle_mlx.prefixes")
 STEP_BYTES = 128 << 20
-"""Bytes read in one step of the engine, while other requests decode: 0.1 s if disk and checksum take 1.3 GB/s.
-
-On a busy machine with two cores, such a step took 0.65 s of CPU time, mostly for new memory.
-"""
+"""Bytes read in one step of the engine, while other requests decode: 0.1 s if disk and checksum take 1.3 GB/s."""
 _TEXTS_AHEAD = 4
 """The most texts that may be partly read; prompts take turns, so a few are enough. The oldest is dropped."""
 _WAITING_BYTES = 1 << 30
@@ -82,8 +78,8 @@ class DiskTier:
         model = model_of(proposer)
         if model is not None and model.aux_layers and not isinstance(model, HeadProposer):
             raise ConfigError(
-                f"what {model.name} keeps of a text cannot be written; leave --prefix-cache-dir out, or draft with "
-                "a head, a draft model or n-grams"
+                f"the state of the proposer {model.name!r} cannot be saved to disk; omit --prefix-cache-dir, or draft "
+                "with a head, a draft model or n-grams"
             )
         self._target, self._kv_bits, self._say, self.limit = target, kv_bits, say, limit
         self._positional = RaggedCache.of(target.model, 1, kv_bits).is_positional
@@ -177,26 +173,24 @@ class DiskTier:
 
     def _read(self, entry: Entry) -> bytes:
         """Return a file's verified content. Raises PassedOverError."""
-        path, why, damaged = self.folder / entry.path.rpartition("/")[2], "", False
+        path, damaged = self.folder / entry.path.rpartition("/")[2], False
         try:
-            content = read(path)
-            damaged = entry.checksum_of(content) != entry.checksum
-            if not damaged:
+            if not path.is_file() and path.exists():
+                raise OSError("it is not a regular file")
+            content = path.read_bytes()
+            if entry.checksum_of(content) == entry.checksum:
                 self.bytes_read += entry.nbytes
                 return content
-            why = "its checksum is not that of what was written"
-        except FileNotFoundError as e:
-            self._database.drop(entry, delete=False)
-            self._database.drop_missing()
-            raise PassedOverError(str(e)) from e
+            why, damaged = "its checksum does not match", True
         except OSError as e:
             why = e.strerror or str(e)
-        self.passed_over += 1
-        self._database.drop(entry, delete=damaged)
-        self._say(
-            f"{path} of the prefix cache is passed over{' and deleted' if damaged else ''}: {why}; its text is read "
-            "again. If this happens often, check the disk"
-        )
+        self._database.drop(entry, damaged)
+        if damaged or path.exists():
+            self.passed_over += 1
+            self._say(
+                f"{path} in the prefix cache was skipped{' and deleted' if damaged else ''}: {why}. Its text is "
+                "computed again. If this happens often, check the disk"
+            )
         raise PassedOverError(why)
 
     def stop(self) -> None:
@@ -207,7 +201,7 @@ class DiskTier:
         """Record that `positions` of a match were moved to memory; `complete`: the prompt can continue from it."""
         self.hits += complete
         self.tokens += positions
-        self._writer.submit(Job(match.entries))
+        self._writer.submit(match.entries)
 
     def offer(self, keys: Keys, past: Past, outline: RaggedCache) -> None:
         """Write the part of a text in memory that the files lack. `outline`: the boundary state at its end.
@@ -230,7 +224,7 @@ class DiskTier:
         for entry in missing[len(blocks) :]:
             files.append((entry, content_of_state(outline)))
             nbytes += files[-1][1].nbytes
-        self._writer.submit(Job(here, files, nbytes))
+        self._writer.submit(here, files, nbytes)
 
     def close(self, seconds: float) -> bool:
         """Wait at most `seconds` for writing to finish; return whether it did. Nothing is found afterward."""
