@@ -110,17 +110,17 @@ def make_request(
     tokens = encode(target, prompt)
     context = target.context_length
     if not tokens:
-        raise PromptError("a prompt is empty; give at least one token")
+        raise PromptError("the prompt is empty; give at least one token")
     if len(tokens) >= context:
         raise PromptError(
             f"a prompt of {len(tokens)} tokens does not fit the target's context of {context}; shorten it"
         )
     if not (0 <= min(tokens) and max(tokens) < target.vocab_size):
-        raise PromptError(f"a prompt holds a token id outside the target's vocabulary of {target.vocab_size}")
+        raise PromptError(f"the prompt has a token id outside the target's vocabulary of {target.vocab_size}")
     if max(params.logit_bias, default=0) >= target.vocab_size:
-        raise PromptError(f"logit_bias names a token id outside the target's vocabulary of {target.vocab_size}")
+        raise PromptError(f"logit_bias has a token id outside the target's vocabulary of {target.vocab_size}")
     if outside := [boundary for boundary in boundaries if not 0 <= boundary <= len(tokens)]:
-        raise PromptError(f"boundaries names {outside[0]}, but the prompt has {len(tokens)} tokens")
+        raise PromptError(f"boundary {outside[0]} is outside the prompt of {len(tokens)} tokens")
     if params.stop and target.tokenizer is None:
         raise PromptError("this target has no tokenizer; give stop_token_ids instead of stop")
     ignores_eos = params.ignore_eos and params.grammar is None

@@ -52,14 +52,11 @@ class RequestState:
         self.drafted_by_position: list[int] = []
         self.accepted_by_position: list[int] = []
         self.finish_reason: str | None = None
-        """`stop`, `length`, `cancelled` or `error`; None until the request ends."""
+        """None until the request ends. For this and the next four, see `Output`."""
         self.error: str | None = None
         self.refused = False
-        """Whether the request itself, not the engine, caused the error."""
         self.cut_off: str | None = None
-        """What cut the text off early, such as `time`."""
         self.cached_tokens = 0
-        """Prompt tokens taken from the prefix cache."""
         self.read_tokens = 0
         """Prompt tokens in the KV caches, including cached ones. Updated after each chunk. Thread-safe."""
         self.asked: list[int] | None = None
@@ -73,17 +70,13 @@ class RequestState:
         self.overran = False
         """Whether the caches hold tokens of the last round that the request did not take."""
         self.paused = False
-        """Whether it is paused, because another request got its row or memory ran short."""
         self.pauses = self.rounds_before = self.tokens_before = 0
         """The number of pauses, and the rounds and tokens at the time of the last admission."""
         self._history = [*request.prompt, *tokens] if request.params.logits_processors else []
 
     @classmethod
     def open(cls, request: Request, tokenizer: TokenizerWrapper | None) -> RequestState:
-        """Return the state of a new request, with its own grammar and stop watcher if its params ask for them.
-
-        Raises whatever their constructors raise.
-        """
+        """Return the state of a new request, with its own grammar and stop watcher. Raises what these raise."""
         params = request.params
         grammar = params.grammar() if params.grammar else None
         if isinstance(grammar, AsyncGrammar) and params.rule == "rejection":
@@ -148,15 +141,15 @@ class RequestState:
             del text[length:]
 
     def admit(self) -> None:
-        """Note that the request leaves the queue and its text is read next."""
+        """Leave the queue; the text is read next."""
         self.paused, self.rounds_before, self.tokens_before = False, self.rounds, len(self.tokens)
 
     def read(self, positions: int) -> None:
-        """Note that the caches hold this many positions of its text."""
+        """Record that the caches hold this many positions of the text."""
         self.read_tokens = min(positions, len(self.request.prompt))
 
-    def begin_with(self, cached: int) -> None:
-        """Note the number of prompt tokens from the prefix cache."""
+    def reuse(self, cached: int) -> None:
+        """Record the number of prompt tokens from the prefix cache."""
         self.cached_tokens = cached
 
     def pause(self) -> None:
@@ -165,9 +158,9 @@ class RequestState:
         self.pauses += 1
 
     def take(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = ()) -> int:
-        """Append a round's tokens up to the first that ends the request. Return the number of tokens taken.
+        """Append a round's tokens up to the first that ends the request. Return how many were taken.
 
-        `tokens` is empty if the row skipped the round. Only tokens that are taken are counted.
+        `tokens` is empty if the row skipped the round.
         """
         if self.finish_reason or not tokens:
             self.overran = bool(tokens)
@@ -219,7 +212,7 @@ class RequestState:
         return asked
 
     def reread(self, without_draft: bool, pending: Pending | None) -> None:
-        """Note that a draft led to NaN. `without_draft`: draft nothing next round. `pending`: its unjudged tokens."""
+        """Record that a draft led to NaN. `without_draft`: draft nothing next round. `pending`: its unjudged tokens."""
         self.rereads, self.pending = without_draft, self.pending or pending
 
     def finish(self, reason: str) -> None:
@@ -284,7 +277,7 @@ class RequestState:
             if ends and mask[token].item():
                 return True
             if mask.any().item():
-                self.fail(f"the grammar does not take token {token}, though the text may not end there")
+                self.fail(f"the grammar rejected token {token}, which its own mask allowed")
             else:
                 self.finish_reason = "stop"
         except Exception as e:  # a grammar may raise anything, and other rows must go on

@@ -35,8 +35,8 @@ StopWatcher = Callable[[int], bool]
 class Grammar(Protocol):
     """The tokens allowed next in one row. Matchers of llguidance and xgrammar need three lines to adapt.
 
-    Between rounds, it has seen the row's accepted tokens. In a round, it advances over the draft, gives a mask at each
-    position, and is rolled back. Matchers are expensive to copy but cheap to roll back.
+    Between rounds, it has seen the row's accepted tokens. In a round, it advances over the draft, returns a mask at
+    each position, and is rolled back, because matchers are expensive to copy.
     """
 
     def mask(self) -> mx.array:
@@ -56,8 +56,8 @@ class Grammar(Protocol):
 class AsyncGrammar(Grammar, Protocol):
     """A grammar that computes its masks in a thread or process while the target reads the draft.
 
-    If a row's masks are late, it sits out the round while the others continue. Between `ask` and an answer that is not
-    None, nothing else is called.
+    A row with late masks skips the round while others continue. Between `ask` and an answer that is not None, nothing
+    else is called.
     """
 
     def ask(self, draft: Sequence[int]) -> None:
@@ -67,8 +67,7 @@ class AsyncGrammar(Grammar, Protocol):
     def answer(self, seconds: float) -> list[mx.array] | None:
         """Return the masks [V] bool at the draft's positions, up to its first illegal token, with the state unchanged.
 
-        Returns None if they are not ready within `seconds`. It may be called again in both cases. An empty answer, or a
-        mask of another shape, ends the request with an error.
+        Returns None if they are not ready within `seconds`. It may be called again in both cases.
         """
         ...
 
@@ -99,12 +98,10 @@ class SamplingParams:
     acceptance: Acceptance = "auto"
     """How drafts are accepted when sampling. `auto` is coupled with a seed, rejection without; both are lossless.
 
-    With an `AsyncGrammar`, rejection becomes coupled, because drafts may be dropped while masks are late; a request
-    without a seed gets a random one. That costs 7 to 9 % of a model's accepted drafts, and none of n-grams' (simulated
-    over peaked distributions of 1,000 tokens).
+    With an `AsyncGrammar`, rejection becomes coupled with a random seed, because drafts may be dropped while masks are
+    late. In a simulation, that cost 7 to 9 % of a model's accepted drafts, and none of n-grams'.
 
-    `threshold` is **not** lossless: it keeps every draft token that the target finds likely enough, so the text depends
-    on the draft.
+    `threshold` is **not** lossless: it keeps draft tokens that the target finds likely enough.
     """
     num_speculative_tokens: int | None = None
     """Maximum number of draft tokens per round, if lower than the policy's; 0 drafts none."""
@@ -117,10 +114,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the text, which is cut before the earliest. The token that completes it is the last."""
     stop_watcher: Callable[[], StopWatcher] | None = None
-    """Creates a watcher that can end the text. It sees only accepted tokens, so it needs no extra sync.
-
-    The text keeps the token that ends it. A watcher that raises ends its own request with an error.
-    """
+    """Creates a watcher that can end the text. A watcher that raises ends its own request with an error."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or text (CTRL, 2019); 1 is off."""
     presence_penalty: float = 0.0
@@ -134,8 +128,7 @@ class SamplingParams:
     grammar: Callable[[], Grammar] | None = None
     """Creates the grammar that the text must follow. Costs a second sync per round, as processors do.
 
-    The finish reason is `stop` only if the grammar allowed the text to end. A grammar that contradicts its own mask
-    ends the request with an error.
+    A grammar that contradicts its own mask ends the request with an error.
     """
     logprobs: bool = False
     """Report each token's log probability, from the target's unmodified logits."""
@@ -149,11 +142,11 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         self._check_numbers()
         if not all(isinstance(text, str) and text for text in self.stop):
-            raise ConfigError(f"stop must be strings that are not empty; got {self.stop!r}")
+            raise ConfigError(f"stop must be non-empty strings; got {self.stop!r}")
         if not all(callable(each) for each in (*self.logits_processors, self.grammar or dict)):
-            raise ConfigError("logits_processors must be callables, and grammar one that makes a grammar")
+            raise ConfigError("logits_processors must be callables, and grammar one that returns a grammar")
         if not callable(self.stop_watcher or dict):
-            raise ConfigError("stop_watcher must be a callable that makes a watcher")
+            raise ConfigError("stop_watcher must be a callable that returns a watcher")
         if self.acceptance not in get_args(Acceptance):
             raise ConfigError(f"acceptance must be one of {', '.join(get_args(Acceptance))}; got {self.acceptance!r}")
 
@@ -164,17 +157,13 @@ class SamplingParams:
         _require("min_p", self.min_p, float, 0, 1, "a number from 0 (keeps all) to 1")
         _require("threshold", self.threshold, float, 1e-6, 1, "a probability, a number above 0 and at most 1")
         _require("max_tokens", self.max_tokens, int, 1, math.inf, "an integer of at least 1")
-        if self.num_speculative_tokens is not None:
-            _require(
-                "num_speculative_tokens", self.num_speculative_tokens, int, 0, _MOST_ID, "an integer from 0, or None"
-            )
+        if (most := self.num_speculative_tokens) is not None:
+            _require("num_speculative_tokens", most, int, 0, _MOST_ID, "an integer of at least 0, or None")
         if self.seed is not None:
             _require("seed", self.seed, int, -(2**63), 2**64 - 1, "an integer of 64 bits, or None")
         for token in self.stop_token_ids:
             _require("stop_token_ids", token, int, 0, _MOST_ID, "token ids, integers of at least 0")
-        _require(
-            "repetition_penalty", self.repetition_penalty, float, 1e-3, 1e3, "a number from 0.001 to 1000 (1: off)"
-        )
+        _require("repetition_penalty", self.repetition_penalty, float, 1e-3, 1e3, "a number from 0.001 to 1000")
         for name in ("presence_penalty", "frequency_penalty"):
             _require(name, getattr(self, name), float, -100, 100, "a number from -100 to 100 (0: off)")
         for token, bias in self.logit_bias.items():

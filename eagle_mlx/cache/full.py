@@ -13,15 +13,10 @@ from eagle_mlx.cpu import use_shortcuts
 STEP = 256
 """The smallest step by which a buffer grows, in positions, as in mlx-lm's caches."""
 _GROWTH = 8
-"""New buffers are an eighth larger than needed, in whole steps.
-
-Growing to n tokens then copies about 8 n entries in all; reading them takes n²/2.
-"""
+"""New buffers are an eighth larger than needed: growing to n tokens then copies only about 8 n entries in all."""
 _MOST = 1.3
-"""When rows leave, a buffer is copied if it has more than this many times the slots in use, plus STEP per row.
-
-With `_GROWTH`, one row of eight can leave and another join without a copy.
-"""
+"""When rows leave, a buffer is copied if it has more than this many times the slots in use, plus STEP per row: with
+`_GROWTH`, one row of eight can leave and another join without a copy."""
 
 
 def capacity(slots: int) -> int:
@@ -136,7 +131,7 @@ class RaggedKV:
     def _moved(self, buffer: mx.array, moves: Moves) -> mx.array:
         if buffer.shape[0] == 1:
             start, end = moves.start, moves.start + moves.new.shape[1]
-            buffer[:, :, start:end] = mx.take(buffer, moves.old_of_first, axis=2)
+            buffer[:, :, start:end] = mx.take(buffer, moves.old[0], axis=2)
             return buffer
         moving = mx.take_along_axis(buffer[: moves.old.shape[0]], moves.old[:, None, :, None], axis=2)
         return scattered(buffer, moving, moves.new)
@@ -150,22 +145,17 @@ class RaggedKV:
         if not mine:
             self.keys, self.values = other.keys, other.values
             return
-        # If one side is still empty, its rows still need slots.
-        like_keys, like_values = self._like(other)
-        if like_keys is None or like_values is None:
+        like = self if other.keys is None else other  # rows of an empty side need slots too
+        if like.keys is None or like.values is None:
             return
         end = self._used(other.lengths.upper)
         slots = max(1, end, self._used(self.lengths.upper))
-        self.keys = room(self.keys, like_keys, mine + theirs, slots, self._most)
-        self.values = room(self.values, like_values, mine + theirs, slots, self._most)
+        self.keys = room(self.keys, like.keys, mine + theirs, slots, self._most)
+        self.values = room(self.values, like.values, mine + theirs, slots, self._most)
         if other.keys is not None and other.values is not None:
             self.keys[mine : mine + theirs, :, :end] = other.keys[:theirs, :, :end]
             self.values[mine : mine + theirs, :, :end] = other.values[:theirs, :, :end]
         self._zero(slice(mine, mine + theirs), end if other.keys is not None else 0)
-
-    def _like(self, other: RaggedKV) -> tuple[mx.array | None, mx.array | None]:
-        """Return keys and values of the right shape, from the cache that has some."""
-        return (self.keys, self.values) if other.keys is None else (other.keys, other.values)
 
     def _used(self, length: int) -> int:
         """Return the number of slots that rows of at most this length use."""
@@ -177,7 +167,7 @@ class RaggedKV:
         return None
 
     def fit(self) -> list[mx.array]:
-        """Free the memory of rows that have left if it is much; return the new buffers."""
+        """Free the memory of rows that left, if it is worth a copy; return the new buffers."""
         if self.keys is None or self.values is None:
             return []
         before, slots = (self.keys, self.values), max(1, self._used(self.lengths.upper))

@@ -23,26 +23,26 @@ from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.errors import TargetError
 
 ONE_ROW = {
-    "afm7": "its layers that share keys take their positions from the number of keys",
-    "gpt_bigcode": "its learned positions are counted for one sequence",
-    "llama4": "its chunk masks and attention scales are those of one sequence",
-    "minimax_m3_vl": "it chooses blocks of keys by their place in one sequence",
-    "recurrent_gemma": "its first token is read differently from every other",
+    "afm7": "its layers with shared keys take positions from the number of keys",
+    "gpt_bigcode": "it counts its learned positions for a single sequence",
+    "llama4": "it computes chunk masks and attention scales for a single sequence",
+    "minimax_m3_vl": "it selects blocks of keys by their position in a single sequence",
+    "recurrent_gemma": "it treats the first token differently",
 }
 """mlx-lm model files that cannot decode rows of different lengths together, and why."""
 
 OWN_POSITIONS = {
-    "gpt2": "its learned positions follow one another",
-    "ministral3": "it scales its queries by positions of its own",
-    "mistral4": "it scales its queries by positions of its own",
+    "gpt2": "its learned positions are always consecutive",
+    "ministral3": "it scales queries by positions that it counts itself",
+    "mistral4": "it scales queries by positions that it counts itself",
 }
 """mlx-lm model files that use positions outside their RoPE modules and therefore cannot read draft trees."""
 
 REFUSED = {
-    "kimi_k3": "its layers add to sums that they share, so that none can be called twice",
-    "longcat_flash_ngram": "its embedding keeps the last tokens, which are no layer's to roll back",
-    "phi3small": "its block-sparse layers show a token what comes after it wherever several are read at once",
-    "plamo3": "a prompt's tokens see one position further back than later ones, so that no verify reads like decoding",
+    "kimi_k3": "its layers add to shared sums, so no layer can be called twice",
+    "longcat_flash_ngram": "its embedding remembers the last tokens, which cannot be rolled back",
+    "phi3small": "its block-sparse attention lets a token see later ones if several are read at once",
+    "plamo3": "prompt tokens attend one position further back than later tokens, so a verify differs from decoding",
 }
 """mlx-lm model files for which speculative decoding cannot be exact, and why."""
 
@@ -69,8 +69,8 @@ def ragged(cache: Any, lengths: RowLengths, model: nn.Module, kv_bits: int | Non
     if kind is CacheList:
         return RaggedList([ragged(part, lengths, model, kv_bits) for part in cache.caches])
     raise TargetError(
-        f"this model keeps a {kind.__name__}, which cannot be rolled back row by row; "
-        "decode it with mlx_lm, or choose a model of docs/architectures.md"
+        f"this model uses a {kind.__name__}, which cannot be rolled back row by row; "
+        "decode it with mlx_lm, or choose a model from docs/architectures.md"
     )
 
 
@@ -78,9 +78,9 @@ def check_cacheable(model: nn.Module, rows: int = 1, kv_bits: int | None = None)
     """Raise TargetError if this model cannot decode `rows` rows together exactly, or not with `kv_bits`."""
     file = model_file(model)
     if file in REFUSED:
-        raise TargetError(f"models of type {file} cannot be sped up: {REFUSED[file]}; decode them with mlx_lm")
+        raise TargetError(f"models of type {file} cannot be decoded speculatively: {REFUSED[file]}; use mlx_lm")
     if rows > 1 and file in ONE_ROW:
-        raise TargetError(f"models of type {file} decode one row at a time: {ONE_ROW[file]}; give max_batch=1")
+        raise TargetError(f"models of type {file} decode one row at a time: {ONE_ROW[file]}; set max_batch=1")
     for index, cache in enumerate(make_prompt_cache(model)):
         try:
             ragged(cache, RowLengths(rows), model)
@@ -95,11 +95,11 @@ def _check_quantizable(model: nn.Module, kv_bits: int) -> None:
     lengths = RowLengths(1)
     caches = [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)]
     if not any(isinstance(cache, RaggedQuantized) for cache in caches):
-        raise TargetError(f"models of type {model_file(model)} keep nothing that kv_bits could quantise; leave it out")
+        raise TargetError(f"models of type {model_file(model)} have no cache that kv_bits can quantize; omit it")
     try:
         model(mx.zeros((1, 1), mx.int32), cache=caches)
     except Exception as e:  # the model knows nothing of such a cache, so any error is possible
-        raise TargetError(f"this model cannot decode with quantised keys and values ({e}); leave kv_bits out") from e
+        raise TargetError(f"this model cannot decode with a quantized KV cache ({e}); omit kv_bits") from e
 
 
 def may_pad(model: nn.Module) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TypeVar
 
 import mlx.core as mx
@@ -22,8 +21,6 @@ class Moves:
     """[B, D] int32"""
     new: mx.array
     """[B, D] int32, consecutive in each row."""
-    old_of_first: mx.array
-    """[D] int32, `old` of the first row."""
     start: int
     """The first row's first new position."""
 
@@ -35,14 +32,12 @@ class Moves:
         """
         depth = max(map(len, kept), default=0)
         paths = [[*nodes, *range(len(nodes), depth)] for nodes in kept]
-        right = min((sum(1 for _ in takewhile(lambda x: x[0] == x[1], enumerate(path))) for path in paths), default=0)
+        right = next((place for place in range(depth) if any(path[place] != place for path in paths)), depth)
         if right == depth:
             return None
-        places = range(right, depth)
-        old = [[start + 1 + path[place] for place in places] for path, start in zip(paths, starts, strict=True)]
-        new = [[start + 1 + place for place in places] for start in starts]
-        start = starts[0] + 1 + right
-        return cls(mx.array(old, mx.int32), mx.array(new, mx.int32), mx.array(old[0], mx.int32), start)
+        old = [[start + 1 + node for node in path[right:]] for path, start in zip(paths, starts, strict=True)]
+        new = [[start + 1 + place for place in range(right, depth)] for start in starts]
+        return cls(mx.array(old, mx.int32), mx.array(new, mx.int32), new[0][0])
 
 
 SavedLengths = tuple[int, list[int], bool, mx.array | None]
@@ -135,52 +130,51 @@ class RowLengths:
         self.upper = max(self.bounds, default=0)
         self._offset = offset
 
+    def _once(self, key: tuple[str | int, ...], compute: Callable[[], mx.array]) -> mx.array:
+        """Return an array that is computed once for all layers of a forward."""
+        if key not in self._memo:
+            self._memo[key] = compute()
+        return self._memo[key]
+
     def places(self, count: int) -> mx.array:
         """Return the next `count` positions of each row, [B, count] int32; always the same array within a forward."""
-        if self.branches is None:
+        tree = self.branches
+        if tree is None:
             return self.positions(count)
-        if ("places",) not in self._memo:
-            start = self.upper if self.uniform else self.offset[:, None]
-            self._memo["places",] = start - self.branches.before + self.branches.asking
-        return self._memo["places",]
+        start = self.upper if self.uniform else self.offset[:, None]
+        return self._once(("places",), lambda: start - tree.before + tree.asking)
 
     def positions(self, count: int) -> mx.array:
         """Return the next `count` positions of each row as for a chain, [B, count] int32."""
-        key = ("positions", count)
-        if key not in self._memo:
-            self._memo[key] = self.offset[:, None] + mx.arange(count)
-        return self._memo[key]
+        return self._once(("positions", count), lambda: self.offset[:, None] + mx.arange(count))
 
     def slots(self, count: int, size: int) -> mx.array:
         """Return the ring slots of the next `count` entries of each row, [B, count] int32."""
-        key = ("slots", count, size)
-        if key not in self._memo:
-            self._memo[key] = self.positions(count) % size
-        return self._memo[key]
+        return self._once(("slots", count, size), lambda: self.positions(count) % size)
 
     def mask(self, count: int, window: int | None = None) -> mx.array:
         """Return which entries each new position sees, [B, 1, count, upper + count] bool: at most the last `window`."""
-        key = ("mask", count, window or 0)
-        if key not in self._memo:
+
+        def compute() -> mx.array:
             keys, queries = mx.arange(self.upper + count), self.places(count)[..., None]
             if self.branches is None:
-                self._memo[key] = self._causal(keys, queries, window)
-            elif self.uniform and window is None:
-                self._memo[key] = self._uniform_tree_mask(self.branches)
-            else:
-                self._memo[key] = self._tree_mask(keys[None], queries, window, self.branches, self.upper + count)
-        return self._memo[key]
+                return self._causal(keys, queries, window)
+            if self.uniform and window is None:
+                return self._uniform_tree_mask(self.branches)
+            return self._tree_mask(keys[None], queries, window, self.branches, self.upper + count)
+
+        return self._once(("mask", count, window or 0), compute)
 
     def ring_mask(self, count: int, window: int, size: int) -> mx.array:
         """Return the mask [B, 1, count, size] bool for a ring, where position p is in slot p mod size."""
-        key = ("ring", count, window, size)
-        if key not in self._memo:
+
+        def compute() -> mx.array:
             keys, queries = ring_positions(self.offset + (count - 1), size), self.places(count)[..., None]
             if self.branches is None:
-                self._memo[key] = self._causal(keys[:, None], queries, window) & (keys >= 0)[:, None, None]
-            else:
-                self._memo[key] = self._tree_mask(keys, queries, window, self.branches, size)
-        return self._memo[key]
+                return self._causal(keys[:, None], queries, window) & (keys >= 0)[:, None, None]
+            return self._tree_mask(keys, queries, window, self.branches, size)
+
+        return self._once(("ring", count, window, size), compute)
 
     @staticmethod
     def _causal(keys: mx.array, queries: mx.array, window: int | None) -> mx.array:
@@ -214,11 +208,10 @@ class RowLengths:
         """Return which of the next forward's entries are real, [B, count] bool; None if all of them certainly are."""
         if self.valid is None and count == 1:
             return None
-        key = ("valid", count)
-        if key not in self._memo:
-            valid = mx.full((self.rows,), count) if self.valid is None else self.valid
-            self._memo[key] = mx.arange(count) < valid[:, None]
-        return self._memo[key]
+        valid = mx.array([count]) if self.valid is None else self.valid
+        return self._once(
+            ("valid", count), lambda: mx.broadcast_to(mx.arange(count) < valid[:, None], (self.rows, count))
+        )
 
 
 def ring_positions(newest: mx.array, size: int) -> mx.array:

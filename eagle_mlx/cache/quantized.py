@@ -67,4 +67,6 @@ def _group_size(*widths: int) -> int:
     for size in GROUPS:
         if all(width and width % size == 0 for width in widths):
             return size
-    raise TargetError(f"heads of {' and '.join(map(str, widths))} numbers cannot be cut into groups of {GROUPS[-1]}")
+    raise TargetError(
+        f"heads of {' and '.join(map(str, widths))} numbers do not divide into quantization groups of {GROUPS[-1]}"
+    )

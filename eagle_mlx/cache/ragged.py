@@ -184,7 +184,7 @@ class RaggedCache(Sequence[Any]):
         mx.async_eval([x for layer in self.layers for x in layer.fit()])
 
     def fork(self, row: int, length: int) -> RaggedCache:
-        """Return a cache with the first `length` positions of one row; `length` must be at least `shortest(row)`."""
+        """Return a cache with the first `length` positions of one row, at least `shortest(row)`."""
         other = RaggedCache.__new__(RaggedCache)
         lengths = RowLengths(1)
         lengths.sync([length])
@@ -223,10 +223,8 @@ class RaggedCache(Sequence[Any]):
         return max((layer.shortest(row) for layer in self.layers), default=0)
 
     def zero(self, row: int, start: int = 0) -> None:
-        """Zero a row from position `start` on: a mask multiplies by 0, but NaN remains NaN.
-
-        Use it after a rejected draft has produced NaN. `append` clears the slots of rows that have left.
-        """
+        """Zero a row from position `start` on, after a rejected draft led to NaN: a mask multiplies by 0, which keeps
+        NaN. `append` clears the slots of rows that have left."""
         for layer in self.layers:
             layer.zero(row, start)
 
@@ -241,10 +239,7 @@ class RaggedCache(Sequence[Any]):
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Bytes that the caches of a batch need, by the number of rows and the longest of them.
-
-    It is computed from the cache of one row.
-    """
+    """Bytes that the caches of a batch need, by the number of rows and the longest of them."""
 
     position: int = 0
     """Bytes per row and position, over all layers of full attention."""

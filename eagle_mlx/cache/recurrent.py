@@ -3,9 +3,8 @@
 Unlike keys, a state cannot be cut: after a verify it includes all the draft tokens. So we keep the state from before,
 which costs nothing because arrays are immutable. Once it is known how many tokens each row accepts, we call the layer
 again from there with the same arguments, for the accepted tokens only. MLX evaluates lazily: the second call computes
-only the state, not the layer's output, its output projection, its MLP or any other layer. The projections before the
-recurrence are kept during a round and not computed again. The alternative, reading the accepted tokens again in front
-of the next verify, makes every layer read them twice, and they pile up until a whole draft is accepted.
+only the state, not the layer's output, its MLP or any other layer, and reuses the projections of the first call. The
+alternative, reading the accepted tokens again with the next verify, makes every layer read them twice.
 
 If a layer respects the lengths of rows (`MASKED`), one call gives every row its own state. Otherwise the layer is
 called token by token, and each row takes the state after its last accepted token.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
@@ -42,37 +40,25 @@ def why_no_trees(target: Target, kv_bits: int | None = None) -> str | None:
     if not RaggedCache.of(target.model, 1, kv_bits).may_branch:
         return "it keeps a state or chunks, which cannot be rolled back to a branch"
     try:
-        readings = _read_all(target, kv_bits)
+        tree, chains, last_chain, steps = _read_all(target, kv_bits)
     except Exception as e:  # a model that cannot use the tree's positions may raise anything
         return f"it cannot read one: {e}"
-    off, rounding = _distance(readings.tree, readings.chains), _distance(readings.steps, readings.last_chain)
-    size = _distance(readings.chains, np.zeros_like(readings.chains))
+    off, rounding = _distance(tree, chains), _distance(steps, last_chain)
+    size = _distance(chains, np.zeros_like(chains))
     room = np.maximum(_ROUNDING * rounding, _LEAST * float(mx.finfo(target.dtype).eps) * size)
     if np.sum(off <= room) > _DRAWS // 2:
         return None
     differ = f"off by {np.median(off):.1e}, by rounding {np.median(rounding):.1e}"
-    return f"it reads one otherwise than its branches ({differ})"
+    return f"its logits for a tree differ from those for the tree's branches ({differ})"
 
 
-@dataclass(frozen=True)
-class _Readings:
-    """Logits [_DRAWS, N, V]."""
-
-    tree: Logits
-    """The two branches and a token after the second, read as a tree."""
-    chains: Logits
-    """The same tokens read as chains."""
-    last_chain: Logits
-    """The second chain."""
-    steps: Logits
-    """The second chain read token by token."""
-
-
-def _read_all(target: Target, kv_bits: int | None) -> _Readings:
+def _read_all(target: Target, kv_bits: int | None) -> tuple[Logits, Logits, Logits, Logits]:
+    """Return logits [_DRAWS, N, V] of two branches and a token after the second, read as a tree and as chains; and of
+    the second chain, read at once and token by token."""
     rng = np.random.default_rng(0)
-    text, nodes, behind = (rng.integers(0, target.vocab_size, (_DRAWS, n)) for n in (_TEXT, len(_PARENTS) + 1, 1))
+    text, nodes, following = (rng.integers(0, target.vocab_size, (_DRAWS, n)) for n in (_TEXT, len(_PARENTS) + 1, 1))
     first, second = (nodes[:, list(branch)] for branch in _BRANCHES)
-    longer = np.concatenate([second, behind], axis=1)
+    longer = np.concatenate([second, following], axis=1)
     cache = RaggedCache.of(target.model, _DRAWS, kv_bits)
     _read(target, cache, text)
     begun = cache.save()
@@ -86,9 +72,9 @@ def _read_all(target: Target, kv_bits: int | None) -> _Readings:
     grown = _numbers(target.forward(mx.array(nodes, mx.int32), cache).logits)
     cache.keep([[node - 1 for node in _BRANCHES[1][1:]]] * _DRAWS, [_TEXT] * _DRAWS)
     cache.advance(len(_BRANCHES[1]))
-    tree = [*(grown[:, list(branch)] for branch in _BRANCHES), _read(target, cache, behind)]
+    tree = [*(grown[:, list(branch)] for branch in _BRANCHES), _read(target, cache, following)]
     as_tree, as_chains, as_steps = (np.concatenate(parts, axis=1) for parts in (tree, chains, steps))
-    return _Readings(as_tree, as_chains, chains[-1], as_steps)
+    return as_tree, as_chains, chains[-1], as_steps
 
 
 def _read(target: Target, cache: RaggedCache, tokens: NDArray[np.int64]) -> Logits:

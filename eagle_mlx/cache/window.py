@@ -19,11 +19,8 @@ class RaggedWindow(RaggedKV):
 
     The entry of position p is in slot p mod `ring`, in a buffer that grows up to `ring` slots. A forward of L positions
     from position p on overwrites entries up to p + L - 1 - ring. Even if all of them are rejected, the next query looks
-    back at most window - 1 positions. So with ring >= window + L - 1 no visible entry is ever lost, and the lengths
-    alone determine what each slot holds.
-
-    A row that is cut back further needs earlier entries. Whether they are still there depends on the furthest position
-    ever written, rejected or not, so we keep track of it.
+    back at most window - 1 positions. So with ring >= window + L - 1 no visible entry is ever lost. Whether a row can
+    be cut back further depends on the furthest position ever written, rejected or not (`displaced`).
     """
 
     def __init__(self, lengths: RowLengths, window: int):
@@ -38,7 +35,7 @@ class RaggedWindow(RaggedKV):
     ) -> mx.array | str | None:
         window = self.window if window_size is None else window_size
         if window > self.window:
-            raise TargetError(f"this model sees {window} positions in a prompt but keeps {self.window}: never the same")
+            raise TargetError(f"this model attends to {window} positions in prompts but caches only {self.window}")
         ring = self._ring_for(count)
         if self.lengths.upper + count > ring:
             return self.lengths.ring_mask(count, window, ring)

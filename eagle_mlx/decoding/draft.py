@@ -72,21 +72,15 @@ class Tree:
         return Branches(mx.where(whole[..., None], seen, itself), mx.where(whole, depths, 0))
 
 
-@dataclass(frozen=True)
-class Path:
-    """The accepted nodes of each row: one branch, from the newest token down."""
-
-    nodes: mx.array
-    """[B, levels + 1] int32; those after `accepted` are meaningless."""
-    accepted: mx.array
-    """[B] int32, the number of draft tokens on the path."""
-
-
-def walk(samples: mx.array, drafts: mx.array, valid: mx.array, tree: Tree, branches: Branches) -> Path:
+def walk(
+    samples: mx.array, drafts: mx.array, valid: mx.array, tree: Tree, branches: Branches
+) -> tuple[mx.array, mx.array]:
     """Follow the tree down while a child equals the token that the target draws at its parent.
 
     samples: [B, n+1] int32, the target's draw at every node; drafts: [B, n] int32; valid: [B, n] bool, which drafts are
     real. Siblings are distinct, so at most one branch is accepted: the text that plain decoding would have emitted.
+    Returns the accepted branch's nodes from the newest token down, [B, levels + 1] int32, and the number of draft
+    tokens on it, [B] int32; nodes after these are meaningless.
     """
     drawn = mx.take_along_axis(samples, tree.parents, axis=1)
     stands = mx.pad((drafts == drawn) & valid, [(0, 0), (1, 0)], constant_values=mx.array(True))
@@ -98,12 +92,7 @@ def walk(samples: mx.array, drafts: mx.array, valid: mx.array, tree: Tree, branc
     branch = mx.take_along_axis(branches.seen, deepest[:, None, None], axis=1)  # [B, 1, n+1]
     levels = mx.arange(tree.levels + 1, dtype=mx.int32)
     at_level = branch & (branches.depths[:, None] == levels[:, None])
-    return Path(mx.argmax(at_level, axis=-1).astype(mx.int32), accepted)
-
-
-def along(states: Sequence[mx.array], nodes: mx.array) -> tuple[mx.array, ...]:
-    """Return the hidden states [B, n+1, H] at the nodes [B, D] of a path, [B, D, H] each."""
-    return tuple(mx.take_along_axis(x, nodes[..., None], axis=1) for x in states)
+    return mx.argmax(at_level, axis=-1).astype(mx.int32), accepted
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ Let W(t) be the number (top-k) or the total mass (top-p) of the tokens above t. 
 the limit: k, or top_p times the total mass. W falls as t rises, so the tokens kept are those from some logit on. Tied
 tokens are kept or removed together.
 
-There are two ways to find that logit. The row's own parameters determine which one is used, so that no bit of the
-result depends on the other rows. A top_k up to MOST_CANDIDATES reads the logits twice, including top_p. Otherwise we
-bisect the representable numbers: 16 steps for 16 bits, 32 for 32, each with one sum over the vocabulary.
+There are two ways to find that logit, chosen by the row's own parameters, so that no bit of the result depends on other
+rows. A top_k up to MOST_CANDIDATES reads the logits twice, including top_p. Otherwise we bisect the representable
+numbers: 16 steps for 16 bits, 32 for 32, each with one sum over the vocabulary.
 """
 
 from __future__ import annotations
@@ -188,9 +188,8 @@ _HEIGHT = 64
 def largest(x: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """Return the `count` largest entries along the last axis and their indices, both [..., count], in any order.
 
-    We cut the axis into columns and find each column's maximum in one pass. The `count` columns with the largest maxima
-    contain the `count` largest entries, so only these columns are partitioned. If x cannot be cut into enough short
-    columns, all of it is. `count` is at most the length of the axis.
+    The `count` columns with the largest maxima, which one pass finds, contain the `count` largest entries, so only
+    these are partitioned; all of x is if it cannot be cut into enough short columns. `count` is at most the axis.
     """
     if not has_columns(x.shape[-1], count):
         return _partitioned(x, count)

@@ -62,7 +62,14 @@ def logprobs_of(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array,
     logits = logits.astype(mx.float32)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
-    return chosen, *_likeliest(logprobs, min(top, logits.shape[-1]))
+    count = min(top, logits.shape[-1])
+    if not count:
+        none = mx.zeros((*logprobs.shape[:-1], 0))
+        return chosen, none.astype(mx.int32), none
+    ids = mx.argpartition(-logprobs, count - 1, axis=-1)[..., :count]
+    values = mx.take_along_axis(logprobs, ids, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    return chosen, mx.take_along_axis(ids, order, axis=-1).astype(mx.int32), mx.take_along_axis(values, order, axis=-1)
 
 
 def listed(
@@ -77,14 +84,3 @@ def listed(
         TokenLogprob(token, chosen[i], tuple(zip(ids[i][:top], values[i][:top], strict=True)))
         for i, token in enumerate(tokens)
     ]
-
-
-def _likeliest(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """Return the ids [..., count] int32 and values of the largest entries in descending order. logprobs: [..., V]."""
-    if not count:
-        none = mx.zeros((*logprobs.shape[:-1], 0))
-        return none.astype(mx.int32), none
-    ids = mx.argpartition(-logprobs, count - 1, axis=-1)[..., :count]
-    values = mx.take_along_axis(logprobs, ids, axis=-1)
-    order = mx.argsort(-values, axis=-1)
-    return mx.take_along_axis(ids, order, axis=-1).astype(mx.int32), mx.take_along_axis(values, order, axis=-1)

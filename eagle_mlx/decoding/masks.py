@@ -86,10 +86,10 @@ def _found(request: RequestState, draft: list[int], vocab: int, seconds: float) 
 def _check(masks: object, by: str, vocab: int) -> None:
     """Raise ValueError unless these are masks, at least one; with none, the row would be decoded without masks."""
     if not isinstance(masks, list) or not masks:
-        raise ValueError(f"{by} gave {said(masks)}; give a list of masks, one for each position of the draft")
+        raise ValueError(f"{by} returned {said(masks)}; return a list of masks, one per draft position")
     for mask in masks:
         if not isinstance(mask, mx.array) or mask.shape != (vocab,):
-            raise ValueError(f"{by} gave {said(mask)} as a mask; give [{vocab}] bool, whether each token may come next")
+            raise ValueError(f"{by} returned {said(mask)} as a mask; return [{vocab}] bool, the tokens allowed next")
 
 
 def said(value: object) -> str:

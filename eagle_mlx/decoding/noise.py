@@ -1,9 +1,9 @@
 """Noise for any token at any position, and the argmax of logits with noise: the Gumbel-max trick.
 
-The noise is a hash of a key, the position and the token's id (counter-based: Salmon et al. 2011, Random123), so that
-one can compute the noise of a few tokens alone and get the same numbers. Gumbel-max: Gumbel 1954, Maddison et al. 2014.
-A GPU computes the noise of all tokens in one kernel. On a CPU two logarithms per token are too slow, so we compute it
-only for the tokens that rank highest by an upper bound of the noise, which needs no logarithm.
+The noise is a hash of a key, the position and the token's id (counter-based: Salmon et al. 2011, Random123), so it can
+be computed for a few tokens alone. Gumbel-max: Gumbel 1954, Maddison et al. 2014. A GPU computes the noise of all
+tokens in one kernel. On a CPU two logarithms per token are too slow, so we compute it only for the tokens that rank
+highest by an upper bound of the noise, which needs no logarithm.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def mixed_bits(before: mx.array, between: mx.array, tokens: mx.array) -> mx.arra
 def _gumbel_of(bits: mx.array) -> mx.array:
     """Return minus the logarithm of an exponential variate, which is minus the logarithm of the upper 24 bits.
 
-    The lower 8 bits fill the gaps of 2^-24 between its values and so resolve variates near 0, with which unlikely
-    tokens win. All products are exact, so that fusing them with sums cannot change the result.
+    The lower 8 bits resolve variates near 0, with which unlikely tokens win. All products are exact, so that fusing
+    them with sums cannot change the result.
     """
     upper = (bits | 255).astype(mx.float32) * 2.0**-32  # in (0, 1], in steps of 2^-24 near 1
     lower = (bits & 255).astype(mx.float32) * 2.0**-32 + 2.0**-33  # in (0, 2^-24)

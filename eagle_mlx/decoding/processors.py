@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.decoding.draft import Draft
-from eagle_mlx.decoding.masks import PATIENCE, RequestMasks, ask, collect, may_decode, said
+from eagle_mlx.decoding.masks import PATIENCE, RequestMasks, ask, collect, said
 from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.request_state import RequestState
 
@@ -36,7 +36,6 @@ class Processors:
         not even its next token can be drawn. None if all can be verified."""
         self.spoiled: mx.array | None = None
         """[B, n+1] bool, where the last round's processors made NaN of numbers; None if no row has processors."""
-        self._all_requests = requests
         self._rows = [requests[index] for index in self.on_host]
         self._count = len(requests)
 
@@ -47,10 +46,6 @@ class Processors:
             request.params.penalizes or request.params.logit_bias or request.params.needs_host for request in requests
         )
         return cls(requests, vocab) if any(asking) else None
-
-    def may_decode(self, patience: float) -> bool:
-        """Return whether some row has its masks, or gets them within `patience` seconds."""
-        return may_decode(self._all_requests, patience)
 
     def apply(self, logits: mx.array, draft: Draft, patience: float = PATIENCE) -> mx.array:
         """Return the logits with every row's changes, [B, n+1, V] float32. logits: [B, n+1, V].
@@ -199,7 +194,7 @@ def _called(logits: mx.array, request: RequestState, draft: list[int]) -> mx.arr
                 part = processor(text, part)
                 if not isinstance(part, mx.array) or part.shape != (1, logits.shape[-1]):
                     name = getattr(processor, "__name__", repr(processor))
-                    raise ValueError(f"{name} gave {said(part)}; give [1, {logits.shape[-1]}], as it was given")
+                    raise ValueError(f"{name} returned {said(part)}; return [1, {logits.shape[-1]}]")
             parts.append(part.astype(mx.float32))
         return mx.concatenate([*parts, logits[len(parts) :]])
     except Exception as e:  # a request's own processor may raise anything, which must not affect other rows

@@ -13,7 +13,7 @@ import numpy as np
 
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.decoding.filters import Filters
-from eagle_mlx.decoding.noise import gumbel_noise, noise_words, noisy_argmax, uniform_noise
+from eagle_mlx.decoding.noise import gumbel_noise, noise_words, noisy_argmax
 from eagle_mlx.sampling_params import Rule, SamplingParams
 
 
@@ -21,11 +21,10 @@ class Stream(IntEnum):
     """The purpose of noise; draws of different streams are independent."""
 
     TOKEN = 0
-    """The target's own tokens."""
     DRAFT = 1
-    """The proposer's tokens; in coupled rows this is deliberately the same noise as TOKEN."""
+    """In coupled rows this is deliberately the same noise as TOKEN."""
     ACCEPT = 2
-    """The uniforms of the rejection test."""
+    """The rejection test's uniforms."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +83,8 @@ def gumbel(batch: SamplingBatch, positions: mx.array, vocab: int, stream: Stream
     return gumbel_noise(batch.keys[:, stream], positions, mx.arange(vocab))
 
 
-def uniform(batch: SamplingBatch, positions: mx.array, stream: Stream = Stream.ACCEPT) -> mx.array:
-    """Return uniform noise in [0, 1), keyed as in `gumbel`. positions: [B, n] int32. Returns [B, n] float32."""
-    return uniform_noise(batch.keys[:, stream], positions)
-
-
 def filtered(logits: mx.array, batch: SamplingBatch) -> tuple[mx.array, SamplingBatch]:
-    """Return logits [B, n, V] with minus infinity for the tokens that filters remove, and the batch without filters.
-
-    Use it before sampling from logits and computing their distribution.
-    """
+    """Return logits [B, n, V] with minus infinity for the tokens that filters remove, and the batch without filters."""
     return _filtered(logits, batch), replace(batch, any_filtered=False)
 
 
@@ -167,7 +158,6 @@ def draft_scores(
     scores = _filtered(logits, batch)
     if batch.all_greedy:
         return scores
-    # For the tokens that can be drafted, and no others.
     tokens = mx.arange(vocab) if token_ids is None else token_ids
     noise = gumbel_noise(batch.keys[:, Stream.DRAFT], positions, tokens)
     return scores / _divisor(batch) + mx.where(batch.temperature[:, None, None] > 0, noise, 0.0)
@@ -176,10 +166,9 @@ def draft_scores(
 def surprise_of(logits: mx.array, batch: SamplingBatch) -> mx.array:
     """Return minus the log probability of the most likely token, at each row's temperature (1 in greedy rows).
 
-    Filters are ignored. logits: [B, n, Vd]. Returns [B, n] float32, 0 if the token is certain. In bfloat16 a confidence
-    of 0.992 would be 1.
+    Filters are ignored. logits: [B, n, Vd]. Returns [B, n] float32, 0 if the token is certain.
     """
-    logits = logits.astype(mx.float32)
+    logits = logits.astype(mx.float32)  # in bfloat16, a confidence of 0.992 would be 1
     scores = logits if batch.all_greedy else logits / _divisor(batch)
     return fastmath.log_sum_exp(scores)[..., 0] - mx.max(scores, axis=-1)
 

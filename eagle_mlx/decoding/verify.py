@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from eagle_mlx.decoding.draft import Branches, Tree, walk
-from eagle_mlx.decoding.sampling import SamplingBatch, distribution, filtered, gumbel, sample, uniform
+from eagle_mlx.decoding.noise import uniform_noise
+from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, filtered, gumbel, sample
 from eagle_mlx.request_state import Pending
 
 
@@ -48,7 +49,8 @@ def verify(
     if batch.any_rejection:
         # Each round starts at a new position, so its noise, keyed by that position, has never been used.
         noise = gumbel(batch, positions[:, :1], logits.shape[-1])
-        verdict = rejection(p, q, drafts, lengths, uniform(batch, positions[:, :-1]), noise)
+        u = uniform_noise(batch.keys[:, Stream.ACCEPT], positions[:, :-1])
+        verdict = rejection(p, q, drafts, lengths, u, noise)
     if not rejects_all:
         samples = sample(logits, batch, positions)
         others = match(samples, drafts, lengths)
@@ -76,8 +78,8 @@ def verify_tree(
     """
     levels = positions[:, :1] + mx.arange(tree.levels + 1, dtype=mx.int32)
     samples = sample(logits, batch, levels, branches.depths)  # one draw per depth, not per node
-    path = walk(samples, drafts, valid, tree, branches)
-    return Verdict(path.accepted, mx.take_along_axis(samples, path.nodes, axis=1), path.nodes)
+    nodes, accepted = walk(samples, drafts, valid, tree, branches)
+    return Verdict(accepted, mx.take_along_axis(samples, nodes, axis=1), nodes)
 
 
 def _chosen(rows: mx.array, these: Verdict, those: Verdict) -> Verdict:
@@ -135,12 +137,10 @@ def threshold(p: mx.array, samples: mx.array, drafts: mx.array, lengths: mx.arra
 def cut_at_nan(verdict: Verdict, nan: mx.array, may_reread: mx.array) -> Verdict:
     """Keep only the tokens drawn before the first position whose logits are NaN.
 
-    The last of these becomes the row's newest token, and the next round reads it again. If the first position is NaN, a
-    draft after it may be the cause, because masked attention multiplies by 0. A row that may be read again then skips
-    the round (-1 accepted), and must draft nothing in the next. Other rows stay as they are.
-
-    In a row with the rejection rule, dropping the rest of the draft because of its content would bias the text. The
-    rest is verified later, by `judge_pending`.
+    The next round reads the last of these again. If the first position is NaN, a draft after it may be the cause,
+    because masked attention multiplies by 0: a row that may be read again then skips the round (-1 accepted), and must
+    draft nothing in the next. With the rejection rule, dropping the rest of the draft because of its content would
+    bias the text, so `judge_pending` verifies it later.
 
     nan: [B, n+1] bool; may_reread: [B] bool.
     """
@@ -171,10 +171,9 @@ def mixture(p: mx.array, q: mx.array, drafts: mx.array) -> mx.array:
 def judge_pending(
     logits: mx.array, batch: SamplingBatch, pending: Sequence[Pending | None]
 ) -> tuple[mx.array, SamplingBatch]:
-    """Verify the first pending draft token of some rows in their next draw.
+    """Verify the first pending draft token of some rows in their next draw; these rows draft nothing.
 
-    These rows have the rejection rule and draft nothing, so that `verify` draws their token from the first logits
-    alone. logits: [B, n+1, V]; pending: for each row. Returns filtered logits [B, n+1, V] float32 and the batch without
+    logits: [B, n+1, V]; pending: for each row. Returns filtered logits [B, n+1, V] float32 and the batch without
     filters, as `filtered` does.
     """
     logits, batch = filtered(logits, batch)

@@ -25,18 +25,16 @@ _READS_PER_ROUND = 8
 class Admission:
     """Admits requests in turn and reads their prompts in chunks, so that long prompts do not hold up the others.
 
-    Prompts that fit into one chunk together are read in one batch. This bounds the memory of a forward. A longer
-    prompt, or one that starts with a cached prefix, is read alone.
-
-    Chunks of a long prompt alternate with chunks of shorter prompts, including those that still wait. So a shorter
-    prompt never waits for two chunks of a long one in a row, and the long prompt takes at most twice as many steps.
+    Prompts that fit into one chunk together are read in one batch, which bounds the memory of a forward. A longer
+    prompt, or one that starts with a cached prefix, is read alone. Its chunks alternate with those of shorter prompts,
+    including prompts that still wait: a shorter prompt never waits for two chunks of a long one in a row.
 
     A request waits if its KV cache does not fit. Up to `MOST_SKIPS` other requests that fit may pass it; after that,
     none may. The prefix cache gives up memory for rows.
 
-    If a request cannot join, it may replace a row of a client that has at least two more rows than its own client; the
-    newest row is paused first. After `_SLICE` rounds, a client's only row may be paused for a client without rows. If
-    rows outgrow the memory, all but one may be paused.
+    If a request cannot join, it may replace the newest row of a client that has at least two more rows than its own.
+    After `_SLICE` rounds, a client's only row may be paused for a client without rows. If rows outgrow the memory, all
+    but one may be paused.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class Admission:
         self.kv_bits, self.budget = kv_bits, budget
         self.waiting = RequestQueue(chunk, self._held)
         self.to_pause: list[RequestState] = []
-        """Requests to pause even if no others wait."""
         self._size = ChunkSize(chunk, prefill_ms / 1000)
         self._now, self._just_read = chunk, 0
         """The size limit of the latest chunk, and the positions it read."""
@@ -66,7 +63,7 @@ class Admission:
         self._others_are_due = False
         """Whether the last chunk belonged to the oldest prefill."""
         self._entering: list[RequestState] = []
-        """Requests that left the queue but are not yet, or no longer, in a prefill."""
+        """Requests that left the queue and are about to enter a prefill or a group."""
         self._admitted: list[RequestState] = []
         self._passed: RequestState | None = None
         """The request that was next when others passed it."""
@@ -91,7 +88,7 @@ class Admission:
         return not self.waiting.clients and not self.prefilling
 
     def wants_in(self, room: int, groups: Sequence[Sequence[RequestState]]) -> bool:
-        """Return whether a request could join or should be paused. room: free rows."""
+        """Return whether a request could join, or should be paused. room: free rows."""
         joins = bool(self.prefills) or (room > 0 and self.following() is not None)
         return joins or bool(self.yielding(room, groups))
 
@@ -105,7 +102,7 @@ class Admission:
         return wanted or self._outgrown(groups) or self._in_the_way(room)
 
     def pause(self, requests: Sequence[RequestState]) -> None:
-        """Put requests back in the queue, ahead of their clients' others. The caller removes rows from batches."""
+        """Return requests to the queue, ahead of their clients' others. The caller removes rows from batches."""
         self.to_pause = [request for request in self.to_pause if request not in requests]
         self._admitted = [request for request in self.admitted if request not in requests]
         self.prefills = [each for each in self.prefills if set(requests).isdisjoint(each.batch.requests)]
@@ -125,7 +122,7 @@ class Admission:
         return gone
 
     def _in_the_way(self, room: int) -> list[RequestState]:
-        """Return the rows to pause so that the next request can join; none if not needed or not sufficient."""
+        """Return the rows to pause so that the next request can join; none if that is unnecessary or not enough."""
         if not self.waiting.clients:
             return []
         turn, gone = self.turn(), list[RequestState]()
@@ -201,7 +198,7 @@ class Admission:
         return prefill.batch
 
     def joined(self) -> None:
-        """Note that the requests returned by `has_read` now decode."""
+        """Record that the requests returned by `has_read` now decode."""
         self._entering = []
 
     def withdraw(self, request: RequestState) -> None:
@@ -249,7 +246,7 @@ class Admission:
         if not requests:
             return None
         if known is not None and not requests[0].pauses:
-            requests[0].begin_with(known.length)
+            requests[0].reuse(known.length)
         batch = Batch(self.target, self.proposer, requests, known, self.kv_bits)
         begun = Prefill(batch, known.length if known is not None else 0, self.prefixes)
         self.prefills.append(begun)

@@ -11,22 +11,14 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.decoding.draft import Draft, Tree
-from eagle_mlx.decoding.masks import PATIENCE
+from eagle_mlx.decoding.masks import PATIENCE, may_decode
 from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict, judge_pending, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_tree import Past
 from eagle_mlx.plan import PLAIN, Abilities, Plan
-from eagle_mlx.proposers.base import (
-    Asked,
-    CanJoin,
-    Movable,
-    Proposer,
-    ProposerState,
-    Separable,
-    check_draft,
-)
+from eagle_mlx.proposers.base import CanJoin, Movable, Proposer, ProposerState, Separable, check_draft
 from eagle_mlx.proposers.hybrid import HybridState
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Forward, Target
@@ -40,8 +32,7 @@ class Checkpoint:
 
     cache: Saved
     newest: mx.array
-    counts: mx.array | None
-    """The processors' counts."""
+    counts: mx.array | None  # of the processors
 
 
 class Batch:
@@ -117,7 +108,7 @@ class Batch:
 
     def may_decode(self, patience: float) -> bool:
         """Return whether a round can decode. It cannot if all requests' masks are late after `patience` seconds."""
-        return self.processors is None or self.processors.may_decode(patience)
+        return may_decode(self.requests, patience)
 
     def checkpoint(self) -> Checkpoint:
         """Return the state that a round will change, for `restore`."""
@@ -139,12 +130,13 @@ class Batch:
             draft = self.state.draft(plan, self.sampling, self._positions(1)[:, 0])
         except Exception:
             log.exception(
-                "the proposer %r raised; its %d rows go on without drafts", self.proposer.name, len(self.requests)
+                "the proposer %r raised; its %d rows continue without drafts", self.proposer.name, len(self.requests)
             )
             self.state = None
             return self.no_draft()
-        asked = Asked(self.proposer.name, plan, self.rooms(plan), self.target.vocab_size)
-        return check_draft(draft, asked, self.newest, self.sampling.rejects if self.sampling.any_rejection else None)
+        rejects = self.sampling.rejects if self.sampling.any_rejection else None
+        by, vocab = self.proposer.name, self.target.vocab_size
+        return check_draft(draft, by, plan, self.rooms(plan), vocab, self.newest, rejects)
 
     def forward(self, draft: Draft) -> Forward:
         """Run the target over each row's newest token and its draft."""
@@ -236,14 +228,9 @@ class Batch:
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Split off some rows, but not all, as a new batch. No round may be in progress."""
-        taken: Batch | None = None
-        for row in sorted(rows, reverse=True):
-            alone = self._alone(row)
-            if taken is None:
-                taken = alone
-            else:
-                taken.append(alone)
-        assert taken is not None
+        taken, *others = [self._alone(row) for row in sorted(rows, reverse=True)]
+        for other in others:
+            taken.append(other)
         self._after_leaving()
         return taken
 
@@ -278,23 +265,21 @@ class Batch:
         self.requests.extend(other.requests)
         self._gather()
 
-    def release(self) -> list[RequestState]:
-        """Remove and return the requests that ended or are paused. The last row fills each gap."""
+    def release(self) -> None:
+        """Remove the requests that ended or are paused. The last row fills each gap."""
         ended = [index for index, request in enumerate(self.requests) if request.leaves]
-        released = [self.requests[index] for index in ended]
-        for request in released:
-            if request.finish_reason is not None:
-                request.close()
+        for index in ended:
+            if self.requests[index].finish_reason is not None:
+                self.requests[index].close()
         if len(ended) == len(self.requests):
             self.requests = []
-            return released
+            return
         for index in reversed(ended):
             if self.state is not None:
                 self.state.remove(index)
             self._remove(index)
         if ended:
             self._after_leaving()
-        return released
 
     def _remove(self, row: int) -> None:
         """Remove a row, except from the proposer's state. The last row takes its place."""

@@ -33,9 +33,9 @@ Curve = list[tuple[int, float]]
 def learn_costs(engine: Engine, folder: Path | None = None) -> bool:
     """Give the engine's policy its target's cost curve. Return whether it has one now.
 
-    The curve is read from a file for this machine and target, or measured and saved. The file may be deleted at any
-    time, and read and write errors are ignored. Only `ThroughputPolicy` uses the curve. Call this before the first
-    request, while the machine is idle. `folder`: by default `costs` in the cache folder.
+    The curve is read from a file for this machine and target, or measured and saved; file errors are ignored. Only
+    `ThroughputPolicy` uses it. Call this before the first request, while the machine is idle. `folder`: by default
+    `costs` in the cache folder.
     """
     policy = engine.policy
     if engine.proposer is None or not isinstance(policy, ThroughputPolicy):

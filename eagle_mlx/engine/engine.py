@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import mlx.core as mx
 
@@ -13,7 +14,7 @@ from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.engine.admission import Admission
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.groups import Groups, RoundReads
-from eagle_mlx.engine.kv_budget import GROUPS, KVBudget, check_memory, check_sizes, size_of
+from eagle_mlx.engine.kv_budget import GROUPS, KVBudget, check_settings, size_of
 from eagle_mlx.engine.prefill import PREFILL_CHUNK, PREFILL_MS, Prefill
 from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.round import Round
@@ -39,17 +40,17 @@ class Snapshot:
     prefilling: tuple[RequestState, ...]
     waiting: tuple[RequestState, ...]
     kv_used: int
-    """Upper bound of the KV bytes of decoding and prefilling requests."""
+    """Upper bound of the KV bytes of decoding and prefilling requests now."""
     kv_reserved: int
-    """KV bytes reserved for these requests as they grow."""
+    """The same for the longest that they may become."""
     kv_bytes: int
-    """Limit of bytes for these requests and the prefix cache together."""
+    """Limit for these requests and the prefix cache together."""
     prefix_bytes: int
 
     @property
     def requests(self) -> list[RequestState]:
         """All requests, in the order of the fields."""
-        return [*(request for group in self.groups for request in group), *self.prefilling, *self.waiting]
+        return [*chain(*self.groups), *self.prefilling, *self.waiting]
 
 
 class Engine:
@@ -83,14 +84,12 @@ class Engine:
     ):
         """`prefill_chunk`: maximum prompt positions per forward, over all requests.
         `prefill_ms`: maximum milliseconds that a chunk delays decoding requests, unless 128 positions take longer.
-        `prefix_cache_bytes`: size of the prefix cache.
         `kv_bytes`: limit for KV caches and prefix cache together; by default a share of the free memory.
-        A request waits if its KV cache does not fit now; `prepare` refuses it if it can never fit.
         `groups`: 1 keeps all rows in one batch, for comparison. A proposer with states that are not `Movable` does too.
         `kv_bits`: 4 or 8 to quantize the KV cache. The text then equals this engine's text without a proposer.
         """
-        check_sizes(max_batch, prefill_chunk, prefix_cache_bytes, prefill_ms)
-        check_memory(kv_bits, kv_bytes, groups)
+        sizes = {"max_batch": max_batch, "prefill_chunk": prefill_chunk, "prefix_cache_bytes": prefix_cache_bytes + 1}
+        check_settings(sizes if kv_bytes is None else {**sizes, "kv_bytes": kv_bytes}, prefill_ms, kv_bits, groups)
         check_cacheable(target.model, max_batch, kv_bits)
         if proposer is not None:
             proposer.bind(target)
@@ -115,7 +114,6 @@ class Engine:
 
     @property
     def pauses(self) -> int:
-        """The number of pauses so far."""
         return self.schedule.pauses
 
     @property
@@ -153,12 +151,12 @@ class Engine:
         """Decode all prompts and return their outputs in the same order.
 
         Raises PromptError before decoding anything if a prompt is empty or too long, or if the target does not support
-        the params. If a step raises, these prompts are withdrawn. If a step of another caller raised, the outputs of
-        prompts that it ended have an `error`.
+        the params. If a step raises, these prompts are withdrawn. Prompts that another caller's failed step ended have
+        an `error` in their outputs.
         """
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
-            raise ConfigError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one for each")
+            raise ConfigError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one per prompt")
         requests = [self.prepare(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         for request in requests:
             self.submit(request)
@@ -276,7 +274,10 @@ class Engine:
         if joining is None:
             return []
         joined = list(joining.requests)
-        self._report_first_tokens(joined, seconds)
+        taken = [len(request.tokens) - request.tokens_before for request in joined]
+        if self.observer is not None and any(taken):  # the prefill also drew first tokens
+            nothing = [0] * len(joined)
+            self.observer(RoundResult(PLAIN, nothing, nothing, taken, seconds))
         self.schedule.join(joining)
         return [request for request in joined if request.finish_reason]
 
@@ -291,13 +292,6 @@ class Engine:
         for each in self.groups.batches:
             self.schedule.release(each)
         return [request for request in decoding if request.finish_reason]
-
-    def _report_first_tokens(self, requests: Sequence[RequestState], seconds: float) -> None:
-        """Report tokens that came with the prefill to the observer. For the policy this is not a round."""
-        taken = [len(request.tokens) - request.tokens_before for request in requests]
-        if self.observer is not None and any(taken):
-            nothing = [0] * len(requests)
-            self.observer(RoundResult(PLAIN, nothing, nothing, taken, seconds))
 
     def _plan(self, batch: Batch, group: int) -> Plan:
         """Return the plan for a group's next round."""

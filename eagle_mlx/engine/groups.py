@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.masks import PATIENCE
@@ -43,10 +44,7 @@ class RoundReads:
         return cls(target.weight_bytes + drafts + _ROUND, size.position)
 
 
-@dataclass(frozen=True)
-class Row:
-    """The length and group of a row."""
-
+class Row(NamedTuple):
     length: int
     """Positions in the caches; 0 during prefill, because rounds do not read them."""
     reach: int
@@ -103,10 +101,6 @@ class Groups:
         self._settled: list[tuple[RequestState, int]] | None = None
         """The assignment at the last check that moved no row."""
         self._slots: list[Batch | None] = [None] * GROUPS
-
-    def weigh(self, reads: RoundReads) -> None:
-        """Use other costs from now on."""
-        self.reads, self._settled = reads, None
 
     @property
     def batches(self) -> list[Batch]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -59,23 +60,15 @@ def size_of(target: Target, proposer: Proposer | None, kv_bits: int | None) -> C
 class KVBudget:
     """Limit of bytes for the KV caches of rows and of the prefix cache.
 
-    All rows of a group take as much memory as the longest. So a new request fits if the groups with it fit: one group
-    if possible, else the long rows separate from the short ones.
+    All rows of a group take as much memory as the longest, so long and short rows may fit only in separate groups.
     """
 
     def __init__(self, nbytes: int, size: CacheSize, context: int, groups: int = 1):
         self.nbytes, self.size, self.groups = nbytes, size, groups
         self.open_end = _OPEN_END
         """Tokens reserved beyond the current length of a request without a limit of its own."""
-        self.longest = self._longest(context)
+        self.longest = bisect_right(range(1, context + 1), nbytes, key=lambda length: size.nbytes(1, length))
         """Maximum positions of a single row."""
-
-    def _longest(self, context: int) -> int:
-        low, high = 0, context
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.size.nbytes(1, middle) <= self.nbytes else (low, middle - 1)
-        return low
 
     def limited(self, request: Request) -> Request:
         """Return the request with a limit that fits. Raises PromptError if it does not fit even alone.
@@ -87,9 +80,9 @@ class KVBudget:
             wanted = prompt if _is_open(request) else prompt + request.limit
             more = "" if _is_open(request) else f" and {request.limit} to generate"
             raise PromptError(
-                f"a prompt of {prompt} tokens{more} takes {gb(self.size.nbytes(1, wanted))} of keys and values, but "
-                f"there are {gb(self.nbytes)} for them, enough for {self.longest} tokens; ask for less, or let there "
-                "be more with kv_bytes (--kv-gb)"
+                f"a prompt of {prompt} tokens{more} needs a KV cache of {gb(self.size.nbytes(1, wanted))}, but the "
+                f"limit is {gb(self.nbytes)}, enough for {self.longest} tokens; shorten the request, or raise the "
+                "limit with kv_bytes (--kv-gb)"
             )
         return replace(request, limit=min(request.limit, self.longest - prompt))
 
@@ -125,25 +118,17 @@ class KVBudget:
         return [group for group in split if group]
 
 
-def check_sizes(max_batch: int, prefill_chunk: int, prefix_cache_bytes: int, prefill_ms: float) -> None:
-    """Raise ConfigError if a size is too small."""
+def check_settings(sizes: Mapping[str, int], prefill_ms: float, kv_bits: int | None, groups: int) -> None:
+    """Raise ConfigError if a setting of the engine is invalid. `sizes`: values that must be at least 1, by name."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name} must be at least 1; got {size}")
     if not prefill_ms > 0:
         raise ConfigError(f"prefill_ms must be above 0; got {prefill_ms}")
-    if max_batch < 1 or prefill_chunk < 1 or prefix_cache_bytes < 0:
-        raise ConfigError(
-            f"max_batch ({max_batch}) and prefill_chunk ({prefill_chunk}) must be at least 1, prefix_cache_bytes "
-            f"({prefix_cache_bytes}) at least 0"
-        )
-
-
-def check_memory(kv_bits: int | None, kv_bytes: int | None, groups: int) -> None:
-    """Raise ConfigError if a memory setting is invalid."""
     if not 1 <= groups <= GROUPS:
         raise ConfigError(f"groups must be 1 or {GROUPS}; got {groups!r}")
     if kv_bits not in (None, 4, 8):
         raise ConfigError(f"kv_bits must be 4, 8 or None; got {kv_bits!r}")
-    if kv_bytes is not None and kv_bytes < 1:
-        raise ConfigError(f"kv_bytes must be at least 1, or None for a share of the free memory; got {kv_bytes}")
 
 
 def _is_open(request: Request | RequestState) -> bool:

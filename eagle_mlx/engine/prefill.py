@@ -17,34 +17,29 @@ from eagle_mlx.target import Forward
 PREFILL_CHUNK = 2048
 """Prompt positions per forward, over all rows: mlx-lm's `prefill_step_size` (0.32, `generate_step`)."""
 PREFILL_MS = 400
-"""Milliseconds that a chunk may take while others decode. A chunk and a round together then take less than the one
-second that interrupts a reader's flow of thought (Nielsen 1993, Usability Engineering, chapter 5).
-"""
+"""Milliseconds that a chunk may take while others decode. With a round, that is less than the one second after which
+a reader loses the train of thought (Nielsen 1993, Usability Engineering, chapter 5)."""
 LEAST_CHUNK = 128
 """Minimum positions of a chunk. With fewer, reading the weights would cost too much per position."""
 _FIRST_TOKENS = 128
-"""Maximum positions, over all rows, of a forward that also draws the first tokens. Up to this size, its extra cost in
-the last layer is less than that of another forward for the last token.
-"""
+"""Maximum positions, over all rows, of a forward that also draws the first tokens. For more, reading the last token in
+another forward is cheaper."""
 
 
 class ChunkSize:
-    """Size of the next chunk: as many positions as fit the time if others decode, else the maximum.
-
-    The speed is measured on the latest chunk of at least `LEAST_CHUNK` positions.
-    """
+    """Size of the next chunk: as many positions as fit the time if others decode, else the maximum."""
 
     def __init__(self, most: int, seconds: float):
         self.most, self.seconds = most, seconds
         self._speed = 0.0
-        """Positions per second; 0 until a chunk has been timed."""
+        """Positions per second of the latest chunk of at least `LEAST_CHUNK` positions; 0 before."""
 
     def now(self, decoding: bool) -> int:
         """Return the size of the next chunk, in positions over all rows."""
         return min(self.most, max(LEAST_CHUNK, int(self._speed * self.seconds))) if decoding else self.most
 
     def took(self, positions: int, seconds: float) -> None:
-        """Update the speed from a chunk. Short chunks are ignored: most of their time goes to reading the weights."""
+        """Update the speed. Short chunks are ignored: most of their time goes to reading the weights."""
         if positions >= min(LEAST_CHUNK, self.most) and seconds > 0:
             self._speed = positions / seconds
 
@@ -59,7 +54,6 @@ class Prefill:
         """
         self.batch = batch
         self._texts = [request.text for request in batch.requests]
-        """Each request's prompt, plus its generated tokens if it was paused."""
         self._read = known
         self._prefixes = None if batch.cache.is_positional else prefixes
         self._stops = [

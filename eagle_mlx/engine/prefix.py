@@ -38,11 +38,9 @@ class PrefixCache:
     """Caches keys and values of texts without duplicates, with snapshots of windows and states at some positions.
 
     Keys and values can be cut anywhere. Sliding windows and recurrent states cannot, so they are kept for the ends of
-    texts and for boundaries that requests name. Above `capacity` bytes, the least recently used entries are evicted.
-
-    A prompt only reuses texts of its own namespace (`Request.namespace`).
-
-    The proposer's state is cached with the target's: a head that has not read the prompt drafts worse.
+    texts and for requests' boundaries. Above `capacity` bytes, the least recently used entries are evicted. A prompt
+    only reuses texts of its own namespace. The proposer's state is cached too: a head that has not read the prompt
+    drafts worse.
     """
 
     def __init__(self, capacity: int, proposer: Proposer | None = None):
@@ -104,7 +102,7 @@ class PrefixCache:
                 self._tree = PrefixTree()  # it may be inconsistent
                 if not isinstance(e, Exception):
                     raise
-                log.exception("what files hold of a prompt could not be taken over; it is read anew")
+                log.exception("cached files of a prompt could not be loaded; the prompt is computed again")
                 return True
             complete = now.length == match.length
             if kept:
@@ -138,7 +136,7 @@ class PrefixCache:
         try:
             kept = self._tree.insert(keys, snapshot, piece, self._limit, past.namespace, check)
         except _NotNumbersError:  # raised before the tree is changed
-            log.warning("a text is not kept for later prompts: its keys and values are not numbers (NaN)")
+            log.warning("a text is not cached for later prompts because its KV cache contains NaN")
             return
         except BaseException:
             self._tree = PrefixTree()  # it may be inconsistent

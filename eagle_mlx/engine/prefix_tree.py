@@ -98,7 +98,6 @@ class Found:
     """A cached prefix of a text."""
 
     length: int
-    """Positions that can be reused."""
     pieces: list[PrefixPiece]
     """Pieces with these positions, and possibly later ones."""
     snapshot: Snapshot
@@ -108,15 +107,13 @@ class PrefixTree:
     """Pieces of texts, and snapshots at the ends of pieces. The least recently used snapshot is evicted first.
 
     A snapshot serves any text that shares at least its first `shortest` positions. A piece stays while a snapshot at
-    its end or below it does. Costs do not depend on the number of texts.
-
-    Namespaces share nothing except the limit of bytes.
+    its end or below it does. Namespaces share only the limit of bytes.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._roots: dict[str, _Node] = {}
-        """Roots with texts, by namespace."""
+        """By namespace."""
         self._used: OrderedDict[_Node, None] = OrderedDict()
         """Nodes with a snapshot, least recently used first."""
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from eagle_mlx.decoding.draft import Draft, along
+from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.logprobs import Logprobs
 from eagle_mlx.decoding.verify import Verdict, cut_at_nan
 from eagle_mlx.engine.batch import Batch
@@ -92,10 +92,11 @@ class Round:
         self._answer = [_nan_in(out.logits, verdict, spoiled), verdict.accepted, drafted, verdict.tokens, *path]
         self._draft = draft
         outputs = (out.logits, *out.aux)
-        logits, *aux = outputs if verdict.path is None else along(outputs, verdict.path)
-        self._aux = tuple(aux)
+        if verdict.path is not None:
+            outputs = tuple(mx.take_along_axis(x, verdict.path[..., None], axis=1) for x in outputs)
+        logits, self._aux = outputs[0], outputs[1:]
         self._logprobs = Logprobs.of(batch.requests, logits, verdict.tokens) if batch.wants_logprobs else None
-        mx.async_eval(*self._answer, batch.newest, *aux, *(self._logprobs.arrays if self._logprobs else ()))
+        mx.async_eval(*self._answer, batch.newest, *self._aux, *(self._logprobs.arrays if self._logprobs else ()))
         mx.async_eval(batch.cache.recurrent_state)  # after the answer, which does not wait for it
 
     def collect(self) -> RoundResult:
@@ -114,7 +115,7 @@ class Round:
             if answer.nan == NaN.KEPT:
                 request.fail("the model's logits are not numbers (NaN)")
             elif answer.nan == NaN.PROCESSED:
-                request.fail("a logits processor gave NaN; use minus infinity for tokens that may not come")
+                request.fail("a logits processor returned NaN; use minus infinity for tokens that are not allowed")
             taken.append(request.take(answer.tokens, answer.drafted, logprobs.get(index, ())))
             if answer.nan == NaN.REJECTED:
                 judges = request.params.rule == "rejection" and not request.pending

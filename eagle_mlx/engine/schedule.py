@@ -1,4 +1,4 @@
-"""The schedule: decides what the engine does next, and dispatches, collects, cancels and times rounds."""
+"""The schedule: chooses the engine's next work, and dispatches, collects, cancels and times rounds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Schedule:
         self._drafting = 0
         """The number of drafting rounds so far."""
         self._draft_share = 0.0
-        """The share of a round's time spent on drafting, as last measured."""
+        """The fraction of a round spent on drafting, as last measured."""
         self._lap_began = 0.0
 
     @property
@@ -63,7 +63,7 @@ class Schedule:
             self.working_on = None
 
     def next(self, max_batch: int) -> Prefill | Round | None:
-        """Return a chunk of prompts to read, or the round to collect next; None if nothing can be done now."""
+        """Return the prompts to read a chunk of, or the round to collect next; None if nothing can be done now."""
         return self._next_prefill(max_batch) or self.next_round()
 
     def next_round(self) -> Round | None:
@@ -75,7 +75,7 @@ class Schedule:
         return self._planned(batch) if batch is not None else None
 
     def _next_prefill(self, max_batch: int) -> Prefill | None:
-        """Pause requests if needed, and return the prefill to read next. Do nothing while a round is in progress."""
+        """Pause requests if needed, and return the prefill to read next. While a round is in progress, do nothing."""
         if self._rounds:
             return None
         if yielding := self.admission.yielding(self._places(max_batch), self.groups.decoding):

@@ -1,8 +1,7 @@
 """The protocol between a proposer and the engine, and the validation of drafts.
 
 All batches share one proposer; it opens a state for each batch's rows. In each round, the engine calls `draft`,
-verifies, and calls `observe` with the result. Your own proposer needs no base class, only these methods; `ngram.py` is
-the shortest example.
+verifies, and calls `observe`. Your own proposer needs no base class, only these methods; see `ngram.py`.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ class ProposerState(Protocol):
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         """Draft what the plan asks for after each row, or the closest that this proposer can, with depth >= 1.
 
-        With `plan.stop_below`, a chain ends when the rows' mean confidence falls below it. The confidence is that of
-        the token `CONFIDENCE_LAG` before the newest. All tokens drafted by then are kept: if a token's value decided
-        whether it is kept, sampled text would change.
-
-        `positions` [B] int32 is the index of each row's first draft token in its sequence; it keys the noise.
+        With `plan.stop_below`, a chain ends when the rows' mean confidence in the token `CONFIDENCE_LAG` before the
+        newest falls below it. All tokens drafted by then are kept: if a token's value decided whether it is kept,
+        sampled text would change. `positions` [B] int32 is the index of each row's first draft token in its sequence;
+        it keys the noise.
         """
 
     def observe(self, seen: Observation) -> None:
@@ -141,50 +139,40 @@ _SUM_TOLERANCE = 1e-3
 """Maximum error of the sum of a distribution; float32 over a large vocabulary is much more accurate."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request for a draft, for validation."""
-
-    proposer: str
-    """The proposer's name, for errors."""
-    plan: Plan
-    rooms: Sequence[int]
-    """The maximum chain length for each row."""
-    vocab: int
-
-
-def check_draft(draft: Draft, asked: Asked, last: mx.array, rejects: mx.array | None) -> Draft:
+def check_draft(
+    draft: Draft, by: str, plan: Plan, rooms: Sequence[int], vocab: int, last: mx.array, rejects: mx.array | None
+) -> Draft:
     """Return the draft without unusable parts, so that the text is the target's own whatever was drafted.
 
     A row's draft ends before the first id outside the vocabulary and before the first position with invalid
     probabilities. Lengths are clipped, and surplus tokens are cut. Values are checked on the device without a sync.
 
-    last: [B, 1] int32, each row's newest token, used as padding; rejects: [B] bool, the rows verified by rejection
-    sampling, or None. Raises ProposerError if shapes or dtypes are unusable.
+    by: the proposer's name, for errors; rooms: the maximum chain length of each row; last: [B, 1] int32, each row's
+    newest token, used as padding; rejects: [B] bool, the rows verified by rejection sampling, or None. Raises
+    ProposerError if shapes or dtypes are unusable.
     """
-    _check_arrays(draft, asked)
-    width = min(draft.tokens.shape[1], asked.plan.size)
+    _check_arrays(draft, by, plan, len(rooms), vocab)
+    width = min(draft.tokens.shape[1], plan.size)
     if not width:
-        none = mx.zeros((len(asked.rooms),), mx.int32)
+        none = mx.zeros((len(rooms),), mx.int32)
         return Draft(mx.zeros((none.size, 0), mx.int32), none, confidences=draft.confidences)
     tokens = draft.tokens[:, :width].astype(mx.int32)
-    legal = tokens.astype(mx.uint32) < asked.vocab  # negative ids become large
+    legal = tokens.astype(mx.uint32) < vocab  # negative ids become large
     probs = None
     if draft.probs is not None and rejects is not None:
         probs = draft.probs[:, :width].astype(mx.float32)
         legal = legal & (_are_probabilities(probs, tokens) | ~rejects[:, None])
     places = mx.arange(width, dtype=mx.int32)
-    lengths = mx.clip(draft.lengths.astype(mx.int32), 0, _most(draft, asked, width))
+    # In a tree, the verify checks each node's depth against the room.
+    most = [min(room, width) if draft.tree is None or room <= 0 else width for room in rooms]
+    lengths = mx.clip(draft.lengths.astype(mx.int32), 0, width if min(most) == width else mx.array(most, mx.int32))
     lengths = mx.min(mx.where(legal, lengths[:, None], places), axis=1)
     tokens = mx.where(places < lengths[:, None], tokens, last)
-    tree = None if draft.tree is None else _cut_tree(draft.tree, asked, width)
+    tree = None
+    if draft.tree is not None:  # invalid parents are replaced; any tree gives a correct result
+        parents = mx.clip(draft.tree.parents[:, :width].astype(mx.int32), 0, mx.arange(width, dtype=mx.int32))
+        tree = Tree(parents, min(draft.tree.levels, plan.depth, width))
     return replace(draft, tokens=tokens, lengths=lengths, probs=probs, tree=tree)
-
-
-def _most(draft: Draft, asked: Asked, width: int) -> int | mx.array:
-    """Return the maximum length of each row's draft. In a tree, the verify checks each node's depth instead."""
-    rooms = asked.rooms if draft.tree is None else [width if room > 0 else 0 for room in asked.rooms]
-    return width if min(rooms) >= width else mx.array([min(room, width) for room in rooms], mx.int32)
 
 
 def _are_probabilities(probs: mx.array, tokens: mx.array) -> mx.array:
@@ -195,41 +183,32 @@ def _are_probabilities(probs: mx.array, tokens: mx.array) -> mx.array:
     return whole & (probs.min(axis=-1) >= 0) & (drawn > 0)
 
 
-def _cut_tree(tree: Tree, asked: Asked, width: int) -> Tree:
-    """Cut the tree to its first `width` tokens. Invalid parents are replaced; any tree gives a correct result."""
-    parents = mx.clip(tree.parents[:, :width].astype(mx.int32), 0, mx.arange(width, dtype=mx.int32))
-    return Tree(parents, min(tree.levels, asked.plan.depth, width))
-
-
-def _check_arrays(draft: Any, asked: Asked) -> None:
+def _check_arrays(draft: Any, by: str, plan: Plan, rows: int, vocab: int) -> None:
     """Raise ProposerError if shapes or dtypes are wrong. Reads nothing from the device."""
 
     def refuse(what: str, wanted: str) -> NoReturn:
-        raise ProposerError(f"the proposer {asked.proposer!r} gave {what}; {wanted}")
+        raise ProposerError(f"the proposer {by!r} returned {what}; {wanted}")
 
-    rows = len(asked.rooms)
     if not isinstance(draft, Draft):
-        refuse(
-            f"{draft!r:.80} as a draft", "give an eagle_mlx.proposers.base.Draft, with no tokens where none are known"
-        )
+        refuse(f"{draft!r:.80} as a draft", "return an eagle_mlx.decoding.draft.Draft, without tokens if it has none")
     tokens, lengths, probs, tree = draft.tokens, draft.lengths, draft.probs, draft.tree
     if not _holds(tokens, mx.integer) or tokens.ndim != 2 or tokens.shape[0] != rows:
-        refuse(f"{said(tokens)} as tokens", f"give [{rows}, k] int32, a line for each row")
+        refuse(f"{said(tokens)} as tokens", f"return [{rows}, k] int32, one line per row")
     if not _holds(lengths, mx.integer) or lengths.shape != (rows,):
-        refuse(f"{said(lengths)} as lengths", f"give [{rows}] int32, how many of each row's tokens count")
-    wanted = (*tokens.shape, asked.vocab)
+        refuse(f"{said(lengths)} as lengths", f"return [{rows}] int32, the number of real tokens in each row")
+    wanted = (*tokens.shape, vocab)
     if probs is not None and (not _holds(probs, mx.floating) or probs.shape != wanted):
-        refuse(f"{said(probs)} as probs", f"give {list(wanted)} float32, or None where nothing was drawn")
+        refuse(f"{said(probs)} as probs", f"return {list(wanted)} float32, or None if nothing was sampled")
     if tree is not None:
-        if not asked.plan.is_tree:
-            refuse("a tree where a chain was asked for", "give one only where plan.is_tree")
+        if not plan.is_tree:
+            refuse("a tree instead of a chain", "return one only if plan.is_tree")
         if not _holds(tree.parents, mx.integer) or tree.parents.shape != tokens.shape:
-            refuse(f"{said(tree.parents)} as a tree's parents", f"give {list(tokens.shape)} int32, one for each token")
+            refuse(f"{said(tree.parents)} as a tree's parents", f"return {list(tokens.shape)} int32, one per token")
         if not isinstance(tree.levels, int) or tree.levels < 1:
-            refuse(f"{tree.levels!r} as a tree's levels", "give a bound of its depth, at least 1")
+            refuse(f"{tree.levels!r} as a tree's levels", "return a bound on its depth, at least 1")
     for looked in draft.confidences:
         if len(looked) != rows or not all(0 <= confidence <= 1 for confidence in looked):
-            refuse(f"{looked!r:.80} as confidences", f"give {rows} numbers from 0 to 1 for each look")
+            refuse(f"{looked!r:.80} as confidences", f"return {rows} numbers from 0 to 1 for each check")
 
 
 def _holds(x: Any, kind: mx.DtypeCategory) -> bool:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
@@ -44,6 +45,8 @@ class CapturingProposer:
     def __init__(self, layers: Sequence[int], inner: Proposer | None = None):
         """Capture the outputs of `layers`, counted from 0 and concatenated in this order."""
         self.layers, self.inner = tuple(layers), inner
+        self.name = inner.name if inner is not None else "none"
+        self.abilities = inner.abilities if inner is not None else Abilities()
         own = inner.aux_layers if inner is not None else ()
         self._inner_layers = len(own)
         self.aux_layers = (*own, *(layer for layer in self.layers if layer not in own))
@@ -53,14 +56,6 @@ class CapturingProposer:
         self._texts: dict[tuple[int, ...], list[_Text]] = {}
         self._held: list[tuple[list[tuple[int, _Text, int]], tuple[mx.array, ...]]] = []
         """Observations still on the device: the captured rows with text and number of positions, and the layers."""
-
-    @property
-    def name(self) -> str:
-        return self.inner.name if self.inner is not None else "none"
-
-    @property
-    def abilities(self) -> Abilities:
-        return self.inner.abilities if self.inner is not None else Abilities()
 
     def bind(self, target: Target) -> None:
         if self.inner is not None:
@@ -111,7 +106,7 @@ class CapturingProposer:
         self._texts.setdefault(prompt, []).append(text := _Text())
         return text
 
-    def see(self, texts: Sequence[_Text | None], seen: Observation) -> Observation | None:
+    def see(self, texts: Sequence[_Text | None], seen: Observation) -> Observation:
         """Capture the selected rows of an observation, and return the part for the other proposer."""
         rows = [(i, text, len(new)) for i, (text, new) in enumerate(zip(texts, seen.tokens, strict=True)) if text]
         for i, text, _ in rows:
@@ -121,7 +116,7 @@ class CapturingProposer:
         held = sum(x.nbytes for _, aux in self._held for x in aux)
         if len(self._held) >= _HELD or held >= _HELD_BYTES:
             self._copy_out()
-        return Observation(seen.tokens, seen.aux[: self._inner_layers]) if self.inner is not None else None
+        return Observation(seen.tokens, seen.aux[: self._inner_layers])
 
     def _copy_out(self) -> None:
         """Copy captured arrays to the host. This is the only sync."""
@@ -142,12 +137,12 @@ class CapturingState:
 
     def prefill(self, seen: Observation) -> None:
         passed = self._proposer.see(self._texts, seen)
-        if self._inner is not None and passed is not None:
+        if self._inner is not None:
             self._inner.prefill(passed)
 
     def observe(self, seen: Observation) -> None:
         passed = self._proposer.see(self._texts, seen)
-        if self._inner is not None and passed is not None:
+        if self._inner is not None:
             self._inner.observe(passed)
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
@@ -163,7 +158,6 @@ class CapturingState:
             self._inner.append(other._inner)
 
     def remove(self, row: int) -> None:
-        self._texts[row] = self._texts[-1]
-        self._texts.pop()
+        self._texts = swap_removed(self._texts, row)
         if self._inner is not None:
             self._inner.remove(row)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, check_cacheable
+from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
@@ -17,7 +18,7 @@ from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.proposers.chain import ChainSampler, EarlyExit, SampleFn, TreeScorer, draft_chain
 from eagle_mlx.proposers.growth import side_branch_tree
-from eagle_mlx.target import Target, fingerprint
+from eagle_mlx.target import Target
 
 _CHUNK = 512
 """Chunk size for positions that are still unread when a draft begins."""
@@ -37,14 +38,9 @@ class DraftModelProposer:
     def __init__(self, draft: Target):
         check_cacheable(draft.model)
         if RaggedCache.of(draft.model, 1).recurrent:
-            raise TargetError("this draft model has recurrent state, which cannot keep part of a draft; take another")
+            raise TargetError("this draft model has recurrent state, which cannot be rolled back; choose another")
         self.draft = draft
         self.vocab_size = draft.vocab_size
-
-    @property
-    def identity(self) -> str:
-        """Distinguishes it from other draft models."""
-        return fingerprint(self.draft)
 
     def bind(self, target: Target) -> None:
         check_same_tokenizer(self.draft, target)
@@ -58,7 +54,6 @@ class DraftModelProposer:
         return self.draft.weight_bytes
 
     def cache_size(self) -> CacheSize:
-        """Return the size of the draft model's cache."""
         cache = RaggedCache.of(self.draft.model, 1)
         self.draft.forward(mx.zeros((1, 1), mx.int32), cache)
         return CacheSize.of(cache)
@@ -71,11 +66,10 @@ class _RowText:
     unread: list[int]
     """The newest tokens, not yet in the cache; at least one."""
     newest_read: int = 0
-    """The last token in the cache."""
     read: int = 0
     """Number of the row's tokens in the cache."""
     drafted: int = 0
-    """Number of cache entries of the latest draft, after the read tokens."""
+    """Number of cache entries of the latest draft, after these."""
 
 
 class DraftModelState:
@@ -189,8 +183,7 @@ class DraftModelState:
 
     def remove(self, row: int) -> None:
         self.cache.remove(row)
-        self.texts[row] = self.texts[-1]
-        self.texts.pop()
+        self.texts = swap_removed(self.texts, row)
 
     def take(self, row: int) -> DraftModelState:
         taken = DraftModelState(self.proposer, [self.texts[row]])
@@ -206,7 +199,7 @@ def check_same_tokenizer(draft: Target, target: Target) -> None:
     Padding of embeddings is ignored, since it differs within a family. Models without a tokenizer are compared by
     vocabulary size only.
     """
-    remedy = f"take a draft model of the family of {target.name or 'the target'}"
+    remedy = f"choose a draft model from the family of {target.name or 'the target'}"
     if draft.tokenizer is None or target.tokenizer is None:
         if draft.vocab_size != target.vocab_size:
             sizes = f"{draft.vocab_size} and {target.vocab_size}"
@@ -216,8 +209,8 @@ def check_same_tokenizer(draft: Target, target: Target) -> None:
     if mine != its:
         odd = next(token for token in {**its, **mine} if mine.get(token) != its.get(token))
         raise TargetError(
-            f"the draft model's tokenizer is not the target's: {odd!r} is {mine.get(odd, 'missing')} there and "
-            f"{its.get(odd, 'missing')} here; {remedy}"
+            f"the draft model's tokenizer differs from the target's: {odd!r} is {mine.get(odd, 'missing')} in the "
+            f"draft model and {its.get(odd, 'missing')} in the target; {remedy}"
         )
     if draft.eos_token_ids != target.eos_token_ids:
         ends = f"{sorted(draft.eos_token_ids)} and {sorted(target.eos_token_ids)}"

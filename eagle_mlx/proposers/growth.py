@@ -61,8 +61,7 @@ class TreeShape:
     def of(cls, nodes: int, levels: int) -> TreeShape:
         """Return a shape with enough candidates for a tree of `nodes` tokens.
 
-        Up to two tokens per level, a chain with side branches is best, since it takes no more steps of the head than
-        the chain alone.
+        Up to two tokens per level, a chain with side branches is best: it takes no more steps of the head than a chain.
         """
         width = 1 if nodes <= 2 * levels else max(2, math.isqrt(2 * nodes // 3))
         shape = cls(width, width + 2)
@@ -74,39 +73,21 @@ class TreeShape:
         return self.children + (levels - 1) * self.width * self.children
 
 
-@dataclass(frozen=True)
-class ChainCandidates:
-    """The most likely tokens at each position of a greedy chain."""
-
-    ids: mx.array
-    """[B, levels, n] int32, draft ids."""
-    joint: mx.array
-    """[B, levels, n] float32, the log probability of the chain before this token, and of the token."""
-    best: mx.array
-    """[B, levels], the index of the chain's own token."""
-
-    @classmethod
-    def of(cls, scores: mx.array, count: int) -> ChainCandidates:
-        """Select `count` candidates from logits `scores`: [B, levels, Vd]."""
-        ids, steps = _likeliest(scores, min(count, scores.shape[-1]))
-        so_far = mx.cumsum(mx.max(steps, axis=-1), axis=1)
-        return cls(ids, steps + mx.pad(so_far[:, :-1], [(0, 0), (1, 0)])[..., None], mx.argmax(steps, axis=-1))
-
-
 def side_branch_tree(scores: mx.array, nodes: int, children: int, token_ids: mx.array | None) -> tuple[mx.array, Tree]:
     """Return a tree of `nodes` tokens: the best of a greedy chain and its most likely side branches.
 
-    scores: as in `ChainCandidates.of`; children: candidates at each position, including the chain's. The result is as
-    in `grow_tree`.
+    scores: logits [B, levels, Vd] at the chain's positions; children: candidates at each position, including the
+    chain's own. The result is as in `grow_tree`.
     """
-    rows, levels, _ = scores.shape
-    found = ChainCandidates.of(scores, children)
-    count = found.ids.shape[-1]
-    chain = found.best + count * mx.arange(levels)
+    rows, levels, vocab = scores.shape
+    ids, steps = _likeliest(scores, min(children, vocab))
+    count = ids.shape[-1]
+    before = mx.pad(mx.cumsum(mx.max(steps, axis=-1), axis=1)[:, :-1], [(0, 0), (1, 0)])  # of the chain so far
+    chain = mx.argmax(steps, axis=-1) + count * mx.arange(levels)
     above = mx.pad(chain[:, :-1], [(0, 0), (1, 0)], constant_values=mx.array(-1, chain.dtype)).astype(mx.int32)
     places = mx.broadcast_to(mx.arange(levels * count, dtype=mx.int32), (rows, levels * count))
-    tokens = _in_target(found.ids, token_ids)
-    pool = Nodes(tokens.reshape(rows, -1), found.joint.reshape(rows, -1), mx.repeat(above, count, axis=1), places)
+    tokens, joint = _in_target(ids, token_ids), steps + before[..., None]
+    pool = Nodes(tokens.reshape(rows, -1), joint.reshape(rows, -1), mx.repeat(above, count, axis=1), places)
     return best_of([pool], nodes, levels)
 
 

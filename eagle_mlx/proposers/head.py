@@ -22,7 +22,7 @@ from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState, StatePiece
 from eagle_mlx.proposers.chain import ChainSampler, EarlyExit, SampleFn, TreeScorer, draft_chain
 from eagle_mlx.proposers.growth import TreeShape, grow_tree, side_branch_tree
-from eagle_mlx.target import Target, digest_of, nbytes_of
+from eagle_mlx.target import Target, nbytes_of
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,6 @@ class HeadProposer:
     def name(self) -> str:
         """The name for `--spec-decode`; `eagle` for an unknown kind of head."""
         return next((kind.mode for kind in KINDS.values() if isinstance(self.head, kind.head_class)), "eagle")
-
-    @property
-    def identity(self) -> str:
-        """Distinguishes it from other heads of its kind: a digest of the weights, or "" if there are none."""
-        return digest_of(self.head) if isinstance(self.head, nn.Module) else ""
 
     abilities = Abilities(trees=True, early_exit=True)
 
@@ -95,7 +90,6 @@ class HeadProposer:
         return nbytes_of(self.head) if isinstance(self.head, nn.Module) else 0
 
     def cache_size(self) -> CacheSize:
-        """Return the size of the head's cache."""
         state = HeadState(self, 1)
         states = mx.zeros((1, 1, self.target.hidden_size), self.target.dtype)
         state._forward(mx.zeros((1, 1), mx.int32), self.head.features([states] * len(self.aux_layers)))
@@ -105,7 +99,7 @@ class HeadProposer:
 _MOST_UNREAD = 32
 """Maximum positions per row left unread while nothing is drafted. Reading all costs up to 10 % in large batches."""
 _KEPT_UNREAD = 8
-"""Number of newest positions kept when this maximum is exceeded, for the next draft."""
+"""Newest positions kept for the next draft when this maximum is exceeded."""
 
 
 @dataclass
@@ -303,7 +297,7 @@ class HeadState:
         return taken
 
     def length(self, row: int) -> int:
-        """Return the number of positions, including those that the head has not read."""
+        """Return the number of positions, including skipped ones."""
         self._read_pending()
         return len(self._known[row])
 

@@ -6,29 +6,16 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.proposers.base import (
-    CanJoin,
-    Movable,
-    Observation,
-    Proposer,
-    ProposerState,
-    Separable,
-    StatePiece,
-)
+from eagle_mlx.plan import Plan
+from eagle_mlx.proposers.base import CanJoin, Movable, Observation, Proposer, ProposerState, Separable, StatePiece
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.ngram import NgramProposer, NgramState
-from eagle_mlx.target import Target
 
 MIN_NGRAM, MAX_NGRAM = 2, 4
-"""n-gram lengths next to a model.
-
-For SmolLM2-135M with a head, minimum lengths 2 and 3 were equal, and 1 was worse (docs/decisions.md).
-"""
+"""n-gram lengths in addition to a model; a minimum of 1 was worse for SmolLM2-135M with a head (docs/decisions.md)."""
 
 
 class HybridProposer:
@@ -39,36 +26,13 @@ class HybridProposer:
     """
 
     def __init__(self, model: HeadProposer | DraftModelProposer, ngrams: NgramProposer | None = None):
-        self.model = model
-        self.ngrams = ngrams or NgramProposer(MAX_NGRAM, MIN_NGRAM)
-
-    @property
-    def name(self) -> str:
-        """The model's name; n-grams only change the speed."""
-        return self.model.name
-
-    @property
-    def identity(self) -> str:
-        """Distinguishes it from other proposers of this name, whose costs and acceptance differ."""
-        return f"{self.model.identity}, {self.ngrams.identity}"
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.model.aux_layers
-
-    @property
-    def abilities(self) -> Abilities:
-        return self.model.abilities
+        self.model, self.ngrams = model, ngrams or NgramProposer(MAX_NGRAM, MIN_NGRAM)
+        self.name, self.aux_layers, self.abilities = model.name, model.aux_layers, model.abilities
+        self.bind, self.cache_size = model.bind, model.cache_size
 
     @property
     def weight_bytes(self) -> int:
         return self.model.weight_bytes
-
-    def cache_size(self) -> CacheSize:
-        return self.model.cache_size()
-
-    def bind(self, target: Target) -> None:
-        self.model.bind(target)
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HybridState:
         return HybridState(self.model.open(prompts), self.ngrams.open(prompts))

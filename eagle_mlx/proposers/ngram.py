@@ -8,6 +8,7 @@ from itertools import islice
 
 import mlx.core as mx
 
+from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError
@@ -79,11 +80,6 @@ class NgramProposer:
             raise ConfigError(f"min_ngram {min_ngram} and max_ngram {max_ngram} must satisfy 1 <= min <= max")
         self.max_ngram, self.min_ngram, self.prompt_lookup = max_ngram, min_ngram, prompt_lookup
 
-    @property
-    def identity(self) -> str:
-        """Distinguishes it from other settings, whose costs and acceptance differ."""
-        return f"{self.min_ngram} to {self.max_ngram}, {'prompt' if self.prompt_lookup else 'answer'}"
-
     def bind(self, target: Target) -> None:
         """Accept any target."""
 
@@ -145,8 +141,7 @@ class NgramState:
         self.rows.extend(other.rows)
 
     def remove(self, row: int) -> None:
-        self.rows[row] = self.rows[-1]
-        self.rows.pop()
+        self.rows = swap_removed(self.rows, row)
 
     def take(self, row: int) -> NgramState:
         taken = NgramState([self.rows[row]])

@@ -39,7 +39,7 @@ ALWAYS, NEVER = RoundReads(fixed=0, position=1 << 20), RoundReads(fixed=1 << 60,
 
 
 def grouped(engine: em.Engine, reads: RoundReads = ALWAYS) -> em.Engine:
-    engine.groups.weigh(reads)
+    engine.groups.reads = reads
     return engine
 
 
@@ -254,7 +254,7 @@ def test_a_long_row_does_not_make_short_ones_take_its_room() -> None:
     target.context_length, long = 10_000, step * 125 // 4
     with steps_of(step):
         engine = em.Engine(target, max_batch=8)
-        engine.groups.weigh(RoundReads(10, 1))
+        engine.groups.reads = RoundReads(10, 1)
         params = em.SamplingParams(max_tokens=40, ignore_eos=True)
         rows = [engine.prepare([5] * n, params) for n in (long, *[step // 4] * 7)]
         for row in rows:

@@ -212,18 +212,21 @@ def test_probabilities_that_are_none_are_not_judged_by() -> None:
     ("change", "message"),
     [
         (lambda d: None, "None as a draft"),
-        (lambda d: replace(d, tokens=d.tokens[0]), r"\[3\] int32 as tokens; give \[2, k\] int32"),
+        (lambda d: replace(d, tokens=d.tokens[0]), r"\[3\] int32 as tokens; return \[2, k\] int32"),
         (lambda d: replace(d, tokens=d.tokens[:1]), r"\[1, 3\] int32 as tokens"),
         (lambda d: replace(d, tokens=d.tokens.astype(mx.float32)), r"\[2, 3\] float32 as tokens"),
         (lambda d: replace(d, tokens=[[1], [2]]), r"\[\[1\], \[2\]\] as tokens"),
-        (lambda d: replace(d, lengths=d.lengths[:1]), r"\[1\] int32 as lengths; give \[2\] int32"),
+        (lambda d: replace(d, lengths=d.lengths[:1]), r"\[1\] int32 as lengths; return \[2\] int32"),
         (lambda d: replace(d, lengths=3), "3 as lengths"),
         (lambda d: replace(d, lengths=d.lengths.astype(mx.float32)), "float32 as lengths"),
-        (lambda d: replace(d, probs=mx.zeros((2, 3, 5))), r"\[2, 3, 5\] float32 as probs; give \[2, 3, 128\] float32"),
-        (lambda d: replace(d, tree=Tree(mx.zeros((2, 3), mx.int32), 3)), "a tree where a chain was asked for"),
+        (
+            lambda d: replace(d, probs=mx.zeros((2, 3, 5))),
+            r"\[2, 3, 5\] float32 as probs; return \[2, 3, 128\] float32",
+        ),
+        (lambda d: replace(d, tree=Tree(mx.zeros((2, 3), mx.int32), 3)), "a tree instead of a chain"),
         (
             lambda d: replace(d, confidences=[[0.5]]),
-            r"\[0.5\] as confidences; give 2 numbers from 0 to 1",
+            r"\[0.5\] as confidences; return 2 numbers from 0 to 1",
         ),
         (lambda d: replace(d, confidences=[[0.5, 0.5], [0.5, float("nan")]]), "as confidences"),
         (lambda d: replace(d, confidences=[[0.5, 1.5]]), "as confidences"),
@@ -237,7 +240,7 @@ def test_what_cannot_be_read_at_all_is_refused_by_name(change: Change, message: 
         return out
 
     engine = em.Engine(TARGET, Hostile(ALONE[GREEDY], 0, spoil), policy=em.FixedPolicy(3))
-    with pytest.raises(ProposerError, match="the proposer 'hostile' gave .*" + message):
+    with pytest.raises(ProposerError, match="the proposer 'hostile' returned .*" + message):
         engine.generate(PROMPTS[:2], GREEDY)
     assert engine.idle
 

@@ -135,9 +135,9 @@ def test_rows_and_prefixes_stay_within_the_budget(
 def test_who_never_fits_is_refused_with_numbers() -> None:
     engine = em.Engine(TARGET, HEAD, kv_bytes=budget_for(1, 100))
     assert engine.kv_budget.longest == 100
-    with pytest.raises(PromptError, match=r"140 tokens and 10 to generate takes .* there are .* for 100 tok.*kv"):
+    with pytest.raises(PromptError, match=r"140 tokens and 10 to generate needs .* limit is .* for 100 tok.*kv"):
         engine.prepare(PROMPTS[6], em.SamplingParams(max_tokens=10))
-    with pytest.raises(PromptError, match="140 tokens takes"):
+    with pytest.raises(PromptError, match="140 tokens needs"):
         engine.prepare(PROMPTS[6], em.SamplingParams(max_tokens=512))
     assert engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=40)).limit == 40
     with pytest.raises(PromptError, match="60 tokens and 41 to generate"):

@@ -156,7 +156,7 @@ def test_stop_is_said_only_where_the_text_may_end(proposer: Any) -> None:
     engine = em.Engine(target, proposer(), policy=em.FixedPolicy(3))
     output = engine.generate([PROMPTS[0]], params_of(Contradicts, "greedy"))[0]
     assert (output.finish_reason, len(output.tokens)) == ("error", 2)
-    assert "the grammar does not take token" in (output.error or "")
+    assert "the grammar rejected token" in (output.error or "")
     biased = params_of(Closed, "greedy", logit_bias={END: 1e4, 1: 1e3})
     output = engine.generate([PROMPTS[0]], biased)[0]
     assert output.finish_reason in ("stop", "length")

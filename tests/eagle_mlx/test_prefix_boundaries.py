@@ -141,5 +141,5 @@ def test_stops_are_those_that_are_worth_a_snapshot() -> None:
 
 @pytest.mark.parametrize("boundary", [-1, 91])
 def test_a_boundary_outside_of_the_prompt_is_refused(boundary: int) -> None:
-    with pytest.raises(PromptError, match=f"boundaries names {boundary}, but the prompt has 90 tokens"):
+    with pytest.raises(PromptError, match=f"boundary {boundary} is outside the prompt of 90 tokens"):
         em.Engine(target("qwen3")).prepare(CHAT, PARAMS, (boundary,))

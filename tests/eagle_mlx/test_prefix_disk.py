@@ -416,7 +416,7 @@ def test_what_fails_while_files_are_read_costs_the_reading_alone(
         got = answered(again, TEXT)
         assert (got.cached_tokens, got.tokens) == (cached, wanted)
     assert [record.message for record in caplog.records] == [
-        "what files hold of a prompt could not be taken over; it is read anew"
+        "cached files of a prompt could not be loaded; the prompt is computed again"
     ]
 
 

@@ -346,7 +346,7 @@ def test_each_callable_sees_the_text_of_plain_decoding(drafting: bool) -> None:
 
 def test_a_bias_outside_the_vocabulary_and_stop_strings_without_a_tokenizer_are_refused() -> None:
     engine = em.Engine(TARGET)
-    with pytest.raises(PromptError, match="logit_bias names a token id outside the target's vocabulary of 128"):
+    with pytest.raises(PromptError, match="logit_bias has a token id outside the target's vocabulary of 128"):
         engine.generate([[1]], SamplingParams(logit_bias={128: 1.0}))
     with pytest.raises(PromptError, match="no tokenizer; give stop_token_ids instead of stop"):
         engine.generate([[1]], SamplingParams(stop=("a",)))
@@ -490,11 +490,11 @@ class Answers(MisshapenLate):
 
 
 SHAPES: dict[str, tuple[Callable[[mx.array], Any], str]] = {
-    "shorter": (lambda mask: mask[:5], r"gave \[5\] bool as a mask; give \[128\] bool"),
-    "longer": (lambda mask: mx.concatenate([mask, mask]), r"gave \[256\] bool as a mask; give \[128\] bool"),
-    "none": (lambda mask: None, r"gave None as a mask; give \[128\] bool"),
-    "list": (lambda mask: mask.tolist(), r"gave \[True, .* as a mask; give \[128\] bool"),
-    "two axes": (lambda mask: mask[None], r"gave \[1, 128\] bool as a mask; give \[128\] bool"),
+    "shorter": (lambda mask: mask[:5], r"returned \[5\] bool as a mask; return \[128\] bool"),
+    "longer": (lambda mask: mx.concatenate([mask, mask]), r"returned \[256\] bool as a mask; return \[128\] bool"),
+    "none": (lambda mask: None, r"returned None as a mask; return \[128\] bool"),
+    "list": (lambda mask: mask.tolist(), r"returned \[True, .* as a mask; return \[128\] bool"),
+    "two axes": (lambda mask: mask[None], r"returned \[1, 128\] bool as a mask; return \[128\] bool"),
 }
 
 
@@ -525,7 +525,7 @@ def test_8_masks_of_another_shape_fail_their_row_alone(kind: Any, shape: str, dr
 def test_9_a_grammar_that_answers_without_masks_fails_its_row(answer: Any, drafts: bool) -> None:
     """It is never decoded unmasked."""
     params = SamplingParams(max_tokens=LENGTH, grammar=lambda: Answers(lambda _: answer))
-    fails_alone(params, r"the grammar failed: answer\(\) gave .*; give a list of masks", drafts)
+    fails_alone(params, r"the grammar failed: answer\(\) returned .*; return a list of masks", drafts)
 
 
 def doubled(tokens: list[int], logits: mx.array) -> mx.array:
@@ -544,9 +544,9 @@ def spoils(tokens: list[int], logits: mx.array) -> mx.array:
 @pytest.mark.parametrize(
     ("processor", "message"),
     [
-        (doubled, r"a logits processor failed: doubled gave \[2, 128\] float32; give \[1, 128\]"),
-        (nothing, r"a logits processor failed: nothing gave None; give \[1, 128\]"),
-        (spoils, r"a logits processor gave NaN"),
+        (doubled, r"a logits processor failed: doubled returned \[2, 128\] float32; return \[1, 128\]"),
+        (nothing, r"a logits processor failed: nothing returned None; return \[1, 128\]"),
+        (spoils, r"a logits processor returned NaN"),
     ],
 )
 def test_8_9_processors_that_give_something_else_fail_their_row_alone(

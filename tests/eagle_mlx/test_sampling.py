@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from eagle_mlx.decoding.noise import uniform_noise
 from eagle_mlx.decoding.sampling import (
     SamplingBatch,
     Stream,
@@ -18,7 +19,6 @@ from eagle_mlx.decoding.sampling import (
     gumbel,
     sample,
     surprise_of,
-    uniform,
 )
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import SamplingParams
@@ -256,7 +256,9 @@ def test_only_coupled_rows_draft_with_the_targets_noise() -> None:
     assert mx.array_equal(token[0], token[1])
     assert mx.array_equal(token[0], draft[0])
     assert not mx.any(token[1] == draft[1]).item()
-    assert not mx.any(uniform(batch, positions) == uniform(batch, positions, Stream.TOKEN)).item()
+    assert not mx.any(
+        uniform_noise(batch.keys[:, Stream.ACCEPT], positions) == uniform_noise(batch.keys[:, Stream.TOKEN], positions)
+    ).item()
 
 
 def test_noise_has_its_distribution() -> None:
@@ -267,7 +269,7 @@ def test_noise_has_its_distribution() -> None:
     assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.03)
     for x in (-1.0, 0.0, 1.0, 3.0, 6.0):
         assert (noise <= x).mean() == pytest.approx(math.exp(-math.exp(-x)), abs=0.004)
-    u = np.array(uniform(batch, mx.arange(100_000)[None]))
+    u = np.array(uniform_noise(batch.keys[:, Stream.ACCEPT], mx.arange(100_000)[None]))
     assert 0 <= u.min() < 1e-3
     assert 1 - 1e-3 < u.max() < 1
     assert np.histogram(u, 20, (0, 1))[0] / u.size == pytest.approx(0.05, abs=0.004)

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.decoding.draft import Tree, along, walk
+from eagle_mlx.decoding.draft import Tree, walk
 from tests.full import some
 
 
@@ -56,7 +56,7 @@ def test_the_branch_that_the_target_draws_is_kept(grown: tuple[list[list[int]], 
             drafts[row, node] = rng.choice([token for token in range(20) if token not in taken][:5])
     valid = rng.random((len(rows), count)) < 0.9
     arrays = (mx.array(x, mx.int32) for x in (samples, drafts))
-    path = walk(*arrays, mx.array(valid), tree, tree.branches())
+    nodes, accepted = walk(*arrays, mx.array(valid), tree, tree.branches())
     for row, parents in enumerate(rows):
         at, expected = 0, [0]
         while True:
@@ -69,26 +69,17 @@ def test_the_branch_that_the_target_draws_is_kept(grown: tuple[list[list[int]], 
                 break
             at = below[0]
             expected.append(at)
-        accepted = int(path.accepted[row].item())
-        assert np.array(path.nodes)[row, : accepted + 1].tolist() == expected
-    assert path.nodes.shape == (len(rows), levels + 1)
+        length = int(accepted[row].item())
+        assert np.array(nodes)[row, : length + 1].tolist() == expected
+    assert nodes.shape == (len(rows), levels + 1)
 
 
 def test_a_chain_is_the_tree_in_which_each_node_hangs_below_the_last() -> None:
     tree = Tree(mx.array([[0, 1, 2]] * 2), 3)
     assert np.array(tree.branches().seen).tolist() == [np.tri(4, dtype=bool).tolist()] * 2
     samples = mx.array([[5, 6, 7, 8], [5, 6, 7, 8]])
-    path = walk(samples, mx.array([[5, 6, 0], [5, 6, 7]]), mx.ones((2, 3), mx.bool_), tree, tree.branches())
-    assert path.accepted.tolist() == [2, 3]
-
-
-def test_states_are_taken_along_a_path() -> None:
-    states = mx.arange(2 * 4 * 3).reshape(2, 4, 3)
-    [taken] = along([states], mx.array([[0, 2], [0, 3]]))
-    assert taken.tolist() == [
-        [states[0, 0].tolist(), states[0, 2].tolist()],
-        [states[1, 0].tolist(), states[1, 3].tolist()],
-    ]
+    _, accepted = walk(samples, mx.array([[5, 6, 0], [5, 6, 7]]), mx.ones((2, 3), mx.bool_), tree, tree.branches())
+    assert accepted.tolist() == [2, 3]
 
 
 @settings(max_examples=some(200), deadline=None)
@@ -107,8 +98,8 @@ def test_nodes_deeper_than_a_tree_says_are_lost_and_no_others(levels: int, count
     samples = np.array([drawn[tuple(text(node))] for node in range(count + 1)])
     tree = Tree(mx.array(parents[None], mx.int32), levels)
     arrays = (mx.array(x[None], mx.int32) for x in (samples, drafts))
-    path = walk(*arrays, mx.ones((1, count), mx.bool_), tree, tree.branches())
-    accepted, nodes = int(path.accepted.item()), np.array(path.nodes)[0]
+    found = walk(*arrays, mx.ones((1, count), mx.bool_), tree, tree.branches())
+    nodes, accepted = np.array(found[0])[0], int(found[1].item())
     longest: list[int] = []  # plain decoding's text, as far as the tree has nodes for it
     while len(longest) < levels and tuple(longest) in drawn:
         longest.append(drawn[tuple(longest)])

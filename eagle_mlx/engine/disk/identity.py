@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import json
 import os
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -28,22 +27,21 @@ _THREADS = min(8, os.cpu_count() or 1)
 """Hashing releases the GIL. A core hashes 1.5 GB/s (EPYC, SHA-256), so 20 GB take 2 to 4 s on four to eight cores."""
 
 
-def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> dict[str, Any]:
-    """Return all that keys, values and states depend on, as plain values.
+def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> str:
+    """Return 32 hexadecimal digits that identify all that keys, values and states depend on.
 
-    All weights in memory are hashed, whichever files they came from. The proposer is included if it reads hidden
-    states, because its cache is then saved with the target's.
+    All weights in memory are hashed, whichever files they came from; their shapes and dtypes show their quantization.
+    The proposer is included if it reads hidden states, because its cache is then saved with the target's.
     """
     model = model_of(proposer)
     reads = model is not None and model.aux_layers
     versions = {name: _version(name) for name in ("mlx", "mlx-lm", "eagle-mlx")}
-    return {
+    facts = {
         "format": FORMAT,
         "block": BLOCK,
         "model": type(target.model).__module__,
         "code": _code(target.model),
         "config": _config(target.model),
-        "quantization": _quantization(target.model),
         "weights": hash_of_arrays(target.model),
         "adapter": target.adapter.digest if target.adapter is not None else None,
         "dtype": str(target.dtype),
@@ -52,16 +50,12 @@ def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> 
         "device": str(mx.default_device()),
         "versions": versions,
     }
-
-
-def digest_of(facts: dict[str, Any]) -> str:
-    """Return 32 hexadecimal digits that identify these facts."""
     return hashlib.blake2s(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _proposer(proposer: Proposer) -> Sequence[Any]:
     head = getattr(proposer, "head", None)
-    weights = hash_of_arrays(head) if isinstance(head, nn.Module) else getattr(proposer, "identity", "")
+    weights = hash_of_arrays(head) if isinstance(head, nn.Module) else ""
     return [proposer.name, weights, _code(head), _config(head), list(proposer.aux_layers)]
 
 
@@ -71,15 +65,6 @@ def _code(model: Any) -> str | None:
         return hashlib.sha256(Path(inspect.getfile(type(model))).read_bytes()).hexdigest()[:32]
     except (TypeError, OSError):
         return None
-
-
-def _quantization(model: nn.Module) -> list[list[Any]]:
-    """Return how many modules have each quantization, as [bits, group size, mode, count]."""
-    found: Counter[tuple[Any, ...]] = Counter()
-    for module in model.modules():
-        if "scales" in module:
-            found[tuple(getattr(module, name, None) for name in ("bits", "group_size", "mode"))] += 1
-    return [[*how, count] for how, count in sorted(found.items(), key=str)]
 
 
 def _config(model: Any) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +13,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk.database import Database, Entry, Match, entries_of
-from eagle_mlx.engine.disk.identity import digest_of, identity
+from eagle_mlx.engine.disk.identity import identity
 from eagle_mlx.engine.disk.snapshot_file import (
     content_of,
     content_of_state,
@@ -28,7 +26,6 @@ from eagle_mlx.engine.disk.snapshot_file import (
 from eagle_mlx.engine.disk.writer import Writer
 from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.files import PART, write_whole
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.hybrid import model_of
@@ -84,8 +81,7 @@ class DiskTier:
         self._target, self._kv_bits, self._say, self.limit = target, kv_bits, say, limit
         self._positional = RaggedCache.of(target.model, 1, kv_bits).is_positional
         self._database = Database(root, limit, say)
-        facts = identity(target, proposer, kv_bits)
-        self._model = digest_of(facts)
+        self._model = identity(target, proposer, kv_bits)
         self.folder = root / self._model
         self.hits = self.tokens = self.bytes_read = self.left_out = self.passed_over = 0
         """Prompts that continued from files, positions read for them, bytes read, texts not written because too much
@@ -93,12 +89,6 @@ class DiskTier:
         self._ahead: dict[str, dict[str, PrefixPiece]] = {}
         """For each state, the blocks that have been read, until all of them are there."""
         self._writer = Writer(self._database)
-        with suppress(OSError):  # the database reports the same error
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            about = self.folder / "about.json"
-            if not about.exists():
-                part = about.with_name(f".{about.name}.{os.getpid()}{PART}")  # another server may write it too
-                write_whole(about, json.dumps({"name": target.name, **facts}, indent=1).encode(), part)
 
     @property
     def nbytes(self) -> int:
@@ -108,11 +98,6 @@ class DiskTier:
     @property
     def bytes_written(self) -> int:
         return self._writer.bytes_written
-
-    @property
-    def bytes_waiting(self) -> int:
-        """Bytes in memory that are waiting to be written."""
-        return self._writer.waiting_bytes
 
     @property
     def bytes_ahead(self) -> int:
