@@ -122,12 +122,12 @@ def test_text_is_mlx_lms_own_as_on_a_gpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", in_turn(sorted(CONFIGS), of=6))
-def test_who_reads_trees_is_documented(name: str) -> None:
+def test_the_models_that_read_trees_are_documented(name: str) -> None:
     assert (why_no_trees(target(name)) is None) == (name in WITH_TREES)
 
 
 @pytest.mark.parametrize("name", in_turn(WITH_TREES, 2, of=12))
-def test_trees_say_what_mlx_lm_says(name: str) -> None:
+def test_trees_give_the_text_of_mlx_lm(name: str) -> None:
     for params, rows, depth, chunk in decodings(name):
         plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
         oracle = Oracle({tuple(p): text for p, (text, _) in zip(PROMPTS, plains, strict=True)}, wrong=0.5)
@@ -140,8 +140,8 @@ def test_trees_say_what_mlx_lm_says(name: str) -> None:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("name", in_turn(["deepseek_v3", "gemma3_text", "qwen3"], 1, of=3))
-def test_trees_say_what_mlx_lm_says_as_on_a_gpu(name: str) -> None:
-    test_trees_say_what_mlx_lm_says(name)
+def test_trees_give_the_text_of_mlx_lm_as_on_a_gpu(name: str) -> None:
+    test_trees_give_the_text_of_mlx_lm(name)
 
 
 NO_TREES = ["afm7", "gpt2", "gpt_bigcode", "ministral3", "minimax_m3_vl", "mistral4"]
@@ -172,7 +172,7 @@ def test_trees_are_refused_whatever_the_weights(name: str, known: bool, monkeypa
         *((name, mx.bfloat16) for name in in_turn(["qwen3", "gemma4_text", "llama:sliding", "olmo2"], 1)),
     ],
 )
-def test_rounding_alone_costs_no_trees(name: str, dtype: mx.Dtype) -> None:
+def test_rounding_errors_do_not_disable_trees(name: str, dtype: mx.Dtype) -> None:
     for spread in (None, 0.02, 0.2):
         model = tiny_model(name)
         if spread is not None:
@@ -204,7 +204,7 @@ class Strict(nn.Embedding):
 
 @pytest.mark.parametrize(("name", "rows"), [("gpt2", 3), ("gpt_bigcode", 1)])
 @pytest.mark.parametrize("drafting", ["oracle", "model"])
-def test_rows_near_their_context_read_nothing_behind_it(name: str, rows: int, drafting: str) -> None:
+def test_rows_near_the_end_of_the_context_read_nothing_after_it(name: str, rows: int, drafting: str) -> None:
     context = 48
     model = tiny_model(name)
     backbone = model.model if name == "gpt2" else model.transformer
@@ -223,7 +223,7 @@ def test_rows_near_their_context_read_nothing_behind_it(name: str, rows: int, dr
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "granitemoehybrid", "rwkv7"])
-def test_plain_rounds_ahead_of_a_finished_row_are_forgotten(name: str) -> None:
+def test_plain_rounds_after_the_end_of_a_row_are_undone(name: str) -> None:
     plains = [plain(name, prompt, em.SamplingParams(max_tokens=12)) for prompt in PROMPTS]
     params = [em.SamplingParams(max_tokens=12, stop_token_ids=[text[n]]) for n, (text, _) in enumerate(plains)]
     outputs = em.Engine(target(name), max_batch=5).generate(PROMPTS, params)

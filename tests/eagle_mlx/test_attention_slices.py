@@ -40,9 +40,7 @@ def test_a_slice_stays_within_a_kernel(length: int, sharing: int, width: int) ->
     st.sampled_from(["causal", "array", "heads", None]),
     st.booleans(),
 )
-def test_slices_give_what_one_call_gives(
-    length: int, past: int, heads: tuple[int, int], kind: str | None, sinks: bool
-) -> None:
+def test_slices_equal_one_call(length: int, past: int, heads: tuple[int, int], kind: str | None, sinks: bool) -> None:
     mx.random.seed(length * 10 + past)
     queries = mx.random.normal((2, heads[0], length, 96))
     keys, values = mx.random.normal((2, 2, heads[1], past + length, 96))

@@ -110,7 +110,7 @@ def test_rows_equal_fresh_runs_in_buffers_that_change_all_the_time(
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "lfm2", "falcon_h1", "rwkv7", "deepseek_v3"])
 @pytest.mark.parametrize("leaving", [0, 1, 2])
-def test_rows_of_which_nothing_was_read_join_and_leave(name: str, leaving: int) -> None:
+def test_empty_rows_join_and_leave(name: str, leaving: int) -> None:
     target = target_of(name)
     cache, texts = RaggedCache.of(target.model, 2), [[], []]
     run(cache, texts, [[1, 2, 3], [4, 5, 6]], [3, 2], True, target)
@@ -263,7 +263,7 @@ def check_cuts(ring: Ring, data: st.DataObject) -> None:
             part.cache.compact()
 
 
-def test_a_row_can_be_cut_back_as_far_as_its_window_is_whole() -> None:
+def test_a_row_can_be_cut_back_while_its_window_is_complete() -> None:
     ring = Ring(8, 2)
     ring.write(20, [20, 20], True)
     ring.cache.compact()
@@ -299,12 +299,12 @@ class OwnCache(KVCache):
 
 
 @pytest.mark.parametrize("cache", [RotatingKVCache(8, keep=4), OwnCache()])
-def test_what_cannot_be_rolled_back_is_refused_with_the_layer_and_its_kind(cache: KVCache) -> None:
+def test_caches_that_cannot_be_rolled_back_are_refused(cache: KVCache) -> None:
     with pytest.raises(TargetError, match=rf"layer 0 .* uses a {type(cache).__name__}.*mlx_lm"):
         check_cacheable(model_with(cache))
 
 
-def test_an_architecture_for_one_row_says_what_to_do() -> None:
+def test_an_architecture_for_one_row_is_refused_with_a_remedy() -> None:
     model = tiny_model("llama4")
     check_cacheable(model, rows=1)
     with pytest.raises(TargetError, match="llama4 decode one row at a time.*max_batch=1"):
@@ -316,7 +316,7 @@ def test_an_architecture_that_cannot_be_exact_is_refused() -> None:
         check_cacheable(model_with(ArraysCache(1), "longcat_flash_ngram"))
 
 
-def test_a_state_that_no_layer_was_called_with_is_noticed() -> None:
+def test_a_state_outside_of_layers_is_detected() -> None:
     state = RecurrentState(RowLengths(2), 1, masked=True)
     with pytest.raises(TargetError, match="outside of its layers"):
         state.commit(mx.array([1, 2]))
@@ -338,7 +338,7 @@ def test_without_row_moves_the_last_row_into_the_gap(rows: int, data: st.DataObj
     assert without_row(mx.arange(rows), row).tolist() == expected[:-1]
 
 
-def test_a_row_that_leaves_does_not_make_the_others_move() -> None:
+def test_a_row_that_leaves_does_not_move_the_others() -> None:
     cache = RaggedCache(1, 8)
     [layer] = cache
     new = mx.random.normal((8, 2, STEP - 9, 8))
@@ -357,7 +357,7 @@ def test_a_row_that_leaves_does_not_make_the_others_move() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "rwkv7", "jamba", "mamba"])
-def test_no_weights_are_read_again_for_a_state_that_goes_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rolling_a_state_back_reads_no_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call reuses the verify's projections, in one call or token by token.
 
     Mamba also projects token by token in the verify.

@@ -107,7 +107,7 @@ def width_of(data: st.DataObject) -> int:
 @pytest.mark.parametrize("kind", ["full", "quantized", "window"])
 @settings(max_examples=some(20))
 @given(rows=st.integers(1, 3), data=st.data())
-def test_buffers_are_little_more_than_their_rows_after_any_history(kind: str, rows: int, data: st.DataObject) -> None:
+def test_buffers_are_little_larger_than_their_rows_after_any_history(kind: str, rows: int, data: st.DataObject) -> None:
     here = Rows(kind, rows)
     for _ in range(data.draw(st.integers(1, 10))):
         event = data.draw(st.sampled_from(["write", "write", "join", "leave", "leave"]))
@@ -129,7 +129,7 @@ def test_buffers_are_little_more_than_their_rows_after_any_history(kind: str, ro
         here.check(wide)
 
 
-def test_one_long_row_does_not_leave_its_length_behind() -> None:
+def test_buffers_shrink_after_a_long_row_leaves() -> None:
     here = Rows("full", 7)
     here.write([100] * 7)
     long = Rows("full", 1)
@@ -186,7 +186,7 @@ def alone() -> list[list[int]]:
     st.lists(st.sampled_from(["submit", "submit", "cancel", "step", "step", "step"]), max_size=30),
     st.randoms(use_true_random=False),
 )
-def test_no_batch_takes_more_than_its_rows_need(events: list[str], random: object) -> None:
+def test_no_batch_uses_more_than_its_rows_need(events: list[str], random: object) -> None:
     texts = alone()
     with steps_of(4):
         head = em.HeadProposer(tiny_head(TARGET))

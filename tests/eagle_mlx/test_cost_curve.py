@@ -26,7 +26,7 @@ def curve_of(target: Target, folder: Path, **settings: Any) -> list[tuple[float,
     return list(policy.costs.curve)
 
 
-def test_it_is_measured_once(tmp_path: Path) -> None:
+def test_a_curve_is_measured_once(tmp_path: Path) -> None:
     first = curve_of(TARGET, tmp_path)
     assert {1, 4} <= {tokens for tokens, _ in first} <= set(SIZES)  # as many as the time allows
     seconds = [took for _, took in first]
@@ -41,7 +41,7 @@ def test_caches_of_every_kind_can_be_timed(name: str) -> None:
     assert len(measured_curve(em.Target(tiny_model(name)))) > 1
 
 
-def test_other_targets_have_curves_of_their_own(tmp_path: Path) -> None:
+def test_each_target_has_its_own_curve(tmp_path: Path) -> None:
     for target in (TARGET, tiny_target(seed=1)):
         curve_of(target, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
@@ -50,20 +50,20 @@ def test_other_targets_have_curves_of_their_own(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2, "who drafts makes no difference"
 
 
-def test_it_stops_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_stops_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
     monkeypatch.setattr(cost_curve, "perf_counter", lambda: float(next(clock)))
     assert [tokens for tokens, _ in measured_curve(TARGET, seconds=7.0)] == [1, 4]
     assert measured_curve(TARGET, seconds=0.0) == []
 
 
-def test_only_a_policy_that_measures_has_a_use_for_it(tmp_path: Path) -> None:
+def test_only_a_measuring_policy_gets_a_curve(tmp_path: Path) -> None:
     assert not learn_costs(em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(2)), tmp_path)
     assert not learn_costs(em.Engine(TARGET, policy=ThroughputPolicy()), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_a_curve_that_cannot_be_saved_is_still_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert curve_of(TARGET, tmp_path / "file" / "folder")
 

@@ -113,7 +113,7 @@ def test_a_long_prompt_is_read_a_chunk_a_step(prefixes: int, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.9, seed=5)])
-def test_a_target_that_drafts_for_itself_is_always_right(params: SamplingParams) -> None:
+def test_a_target_that_drafts_for_itself_is_always_accepted(params: SamplingParams) -> None:
     outputs = em.Engine(TARGET, em.DraftModelProposer(TARGET), policy=em.FixedPolicy(4), max_batch=3).generate(
         PROMPTS, SamplingParams(params.temperature, max_tokens=20, seed=params.seed)
     )
@@ -204,7 +204,7 @@ def test_a_draft_model_with_recurrent_state_is_refused() -> None:
 @pytest.mark.parametrize(
     "params", [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.8, seed=2)]
 )
-def test_trees_of_a_draft_model_change_nothing_and_accept_more(params: SamplingParams) -> None:
+def test_trees_of_a_draft_model_keep_the_text_and_accept_more(params: SamplingParams) -> None:
     """The draft model is the target with noise, so its second choice is often right."""
     draft = tiny_target()
     noise = np.random.default_rng(0)

@@ -80,7 +80,7 @@ def test_greedy_text_is_mlx_lms_own(which: int, size: tuple[int, int]) -> None:
         assert_same_text(prompt, output.tokens)
 
 
-def test_a_perfect_proposer_is_accepted_whole() -> None:
+def test_a_perfect_proposer_is_always_accepted() -> None:
     texts = {p: t for p, (t, _) in GREEDY.items()}
     oracle = Oracle(texts, 0.0, aux_layers=(0, 2))
     oracle.rng = type("Full", (), {"random": lambda self: 1.0, "integers": lambda self, n: n - 1})()  # type: ignore[assignment]
@@ -96,7 +96,7 @@ def test_a_perfect_proposer_is_accepted_whole() -> None:
 
 @settings(max_examples=in_full(15, 8), deadline=None)
 @given(st.integers(0, 2**63), st.sampled_from([0.7, 1.5]), st.integers(1, 5), st.integers(0, 1))
-def test_seeded_text_is_the_same_with_any_proposer_depth_and_company(
+def test_seeded_text_is_the_same_with_any_proposer_depth_and_batch(
     seed: int, temperature: float, depth: int, which: int
 ) -> None:
     params = em.SamplingParams(temperature=temperature, top_p=0.95, seed=seed, max_tokens=12)
@@ -117,7 +117,7 @@ def test_rows_join_and_leave_in_the_middle_and_come_back_in_order() -> None:
         assert_same_text(prompt, output.tokens)
 
 
-def test_what_rounds_read_is_as_long_as_the_longest_row_however_many_have_left() -> None:
+def test_rounds_read_no_more_than_the_longest_row() -> None:
     """Plain rounds add a position to the bound of all rows. Unless it is reset, it grows as long as any row remains.
 
     Without the reset, answering 12,000 prompts in batches of 64 became three times slower after 14 minutes.
@@ -148,7 +148,7 @@ def test_nothing_after_a_stop_token_is_emitted_or_counted(proposer: object) -> N
 
 
 @pytest.mark.parametrize("depth", [1, 4, 9])
-def test_max_tokens_is_never_passed_and_drafts_stop_short_of_it(depth: int) -> None:
+def test_max_tokens_is_never_exceeded(depth: int) -> None:
     engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy=em.FixedPolicy(depth))
     for count in (1, 2, 5):
         output = engine.generate([PROMPTS[0]], em.SamplingParams(max_tokens=count))[0]
@@ -156,7 +156,7 @@ def test_max_tokens_is_never_passed_and_drafts_stop_short_of_it(depth: int) -> N
         assert output.drafted <= (count - 1) * output.rounds
 
 
-def test_long_prompts_are_read_in_chunks_to_the_same_end() -> None:
+def test_long_prompts_are_read_in_chunks_with_the_same_result() -> None:
     head = tiny_head(TARGET)
     prompts = [list(range(100)), [5, 6], list(range(50, 120))]
     whole = em.Engine(TARGET, em.HeadProposer(head), policy=em.FixedPolicy(3)).generate(
@@ -168,7 +168,7 @@ def test_long_prompts_are_read_in_chunks_to_the_same_end() -> None:
     assert [o.accepted for o in whole] == [o.accepted for o in chunked]
 
 
-def test_a_row_ends_where_the_context_does() -> None:
+def test_a_row_ends_at_the_end_of_the_context() -> None:
     prompt = [int(t) for t in np.random.default_rng(0).integers(0, 128, TARGET.context_length - 6)]
     engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy=em.FixedPolicy(4))
     output = engine.generate([prompt], em.SamplingParams(max_tokens=100))[0]
@@ -256,7 +256,7 @@ def test_streams_and_batches_share_an_engine() -> None:
 
 
 @pytest.mark.parametrize("proposer", [None, em.NgramProposer()])
-def test_a_stream_that_nobody_reads_on_frees_its_row(proposer: em.NgramProposer | None) -> None:
+def test_an_abandoned_stream_frees_its_row(proposer: em.NgramProposer | None) -> None:
     engine = em.Engine(TALKER, proposer, max_batch=1)
     expected = [output.tokens for output in engine.generate([[5, 6, 7]], em.SamplingParams(max_tokens=9))]
     stream = engine.stream("import os", em.SamplingParams(max_tokens=500))
@@ -266,7 +266,7 @@ def test_a_stream_that_nobody_reads_on_frees_its_row(proposer: em.NgramProposer 
     assert engine.step() == []
 
 
-def test_an_interrupted_batch_leaves_nothing_behind() -> None:
+def test_an_interrupted_batch_leaves_no_requests() -> None:
     engine = em.Engine(TALKER, max_batch=1)
     step, calls = engine.step, []
 
@@ -350,13 +350,13 @@ def test_text_is_the_same_whatever_the_policy(policy: int, which: int) -> None:
     assert outputs[4].tokens == em.Engine(TARGET).generate([PROMPTS[4]], seeded)[0].tokens
 
 
-def test_text_that_is_not_lossless_says_so() -> None:
+def test_output_that_is_not_lossless_says_so() -> None:
     params = [em.SamplingParams(temperature=1.0, acceptance="threshold", max_tokens=6), em.SamplingParams(max_tokens=6)]
     outputs = em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(3)).generate(PROMPTS[:2], params)
     assert [output.lossless for output in outputs] == [False, True]
 
 
-def test_the_policy_is_told_of_every_round() -> None:
+def test_the_policy_observes_every_round() -> None:
     policy = Recording([2, 0, 3])
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle(texts, 0.3), policy=policy)  # type: ignore[arg-type]
@@ -370,7 +370,7 @@ def test_the_policy_is_told_of_every_round() -> None:
 
 @pytest.mark.parametrize("nodes", [0, 12])
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_policy_and_observer_are_told_the_same_of_early_exits_and_trees(rule: str, nodes: int) -> None:
+def test_policy_and_observer_see_the_same_early_exits_and_trees(rule: str, nodes: int) -> None:
     policy, seen = Capricious(7, nodes), list[RoundResult]()
     engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy=policy)
     engine.observer = seen.append
@@ -395,7 +395,7 @@ def test_policy_and_observer_are_told_the_same_of_early_exits_and_trees(rule: st
     assert len({result.depth for result in exits}) > 2
 
 
-def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_account_for_all_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's time between two rounds is time that the user waits, whatever the next round is."""
     now = [100.0]
     seconds: list[tuple[int, float]] = []
@@ -426,7 +426,7 @@ def test_a_policy_is_told_of_all_the_time_that_passes(monkeypatch: pytest.Monkey
     assert sum(took for _, took in seconds) == now[0] - 3 - began
 
 
-def test_a_look_at_plain_decoding_is_one_round_and_takes_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_plain_round_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the device is done when dispatch returns, a second dispatched round would count for the first."""
     now = [100.0]
     dispatch = Round.dispatch
@@ -475,7 +475,7 @@ def test_a_short_prompt_gives_the_first_token_and_a_long_one_joins_without() -> 
 
 
 @pytest.mark.parametrize("how", ["length", "stop", "cancelled"])
-def test_rows_that_end_with_their_first_token_are_told_of_once(how: str) -> None:
+def test_rows_that_end_with_their_first_token_are_reported_once(how: str) -> None:
     engine = em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(2))
     talking = engine.prepare(PROMPTS[4], em.SamplingParams(max_tokens=24))
     params = em.SamplingParams(
@@ -496,7 +496,7 @@ def test_rows_that_end_with_their_first_token_are_told_of_once(how: str) -> None
     assert_same_text(PROMPTS[4], talking.tokens)
 
 
-def test_requests_that_come_between_steps_wait_for_the_round_in_flight() -> None:
+def test_requests_that_arrive_between_steps_wait_for_the_dispatched_round() -> None:
     for proposer in (None, em.NgramProposer()):
         engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(0))
         first, second = (engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=12)) for i in (0, 3))
@@ -526,7 +526,7 @@ class Turns:
 
 
 @pytest.mark.parametrize("nodes", [0, 6])
-def test_22_n_grams_alone_draft_for_requests_that_want_no_more(nodes: int) -> None:
+def test_22_only_n_grams_draft_for_requests_with_ngrams_only(nodes: int) -> None:
     def decode(*ngrams_only: bool) -> list[RoundResult]:
         proposer = em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer())
         engine = em.Engine(TARGET, proposer, policy=Turns(nodes), max_batch=2)
@@ -550,7 +550,7 @@ def test_22_n_grams_alone_draft_for_requests_that_want_no_more(nodes: int) -> No
 
 
 @pytest.mark.parametrize("depth", [0, 4])
-def test_17_a_watcher_ends_its_text_with_the_token_that_it_names(depth: int) -> None:
+def test_17_a_watcher_ends_the_text_with_its_token(depth: int) -> None:
     """The watcher sees only accepted tokens. If it raises, no other request ends."""
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle(texts, 0.3) if depth else None, policy=em.FixedPolicy(depth), max_batch=3)

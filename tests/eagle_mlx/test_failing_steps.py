@@ -136,7 +136,7 @@ def assert_sound(rows: Sequence[RequestState], error: str) -> None:
 
 @settings(max_examples=in_full(25, 6))
 @given(st.sampled_from(METHODS), st.integers(1, 12), st.integers(0, 4), st.sampled_from([8, 512]))
-def test_a_proposer_that_raises_ends_the_rows_of_its_step_alone(method: str, nth: int, depth: int, chunk: int) -> None:
+def test_a_proposer_that_raises_ends_only_the_rows_of_its_step(method: str, nth: int, depth: int, chunk: int) -> None:
     proposer = Failing(method, nth)
     engine = em.Engine(
         TARGET, proposer, policy=em.FixedPolicy(depth), max_batch=2, prefill_chunk=chunk, prefix_cache_bytes=1 << 20
@@ -154,7 +154,7 @@ def test_a_proposer_that_raises_ends_the_rows_of_its_step_alone(method: str, nth
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "draft"])
-def test_a_proposer_that_always_raises_fails_one_batch_after_the_other(method: str) -> None:
+def test_a_proposer_that_always_raises_fails_batch_after_batch(method: str) -> None:
     engine = em.Engine(TARGET, Failing(method, 1, every=True), policy=em.FixedPolicy(3), max_batch=2, prefill_chunk=16)
     rows = [engine.prepare(prompt, em.SamplingParams(max_tokens=COUNT)) for prompt in PROMPTS]
     for row in rows:
@@ -164,7 +164,7 @@ def test_a_proposer_that_always_raises_fails_one_batch_after_the_other(method: s
 
 
 @pytest.mark.parametrize(("every", "groups"), [(False, 1), (True, 2)])
-def test_10_rows_whose_proposer_raises_in_a_draft_go_on_plainly(
+def test_10_rows_continue_without_drafts_if_drafting_raises(
     every: bool, groups: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The target has read nothing by then. Rows that join later are not affected, and each batch is reported once."""
@@ -232,7 +232,7 @@ def test_memory_may_run_out_anywhere(
     assert [output.tokens for output in again] == ALONE[:3]
 
 
-def test_generate_raises_once_and_others_are_told_in_their_outputs() -> None:
+def test_generate_raises_once_and_other_outputs_have_the_error() -> None:
     proposer = Failing("observe", 3)
     engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(2), max_batch=2)
     beside, waiting = (engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=COUNT)) for i in (0, 1))
@@ -248,7 +248,7 @@ def test_generate_raises_once_and_others_are_told_in_their_outputs() -> None:
     assert waiting.tokens == ALONE[1]
 
 
-def test_a_stream_beside_a_step_that_raised_ends_with_the_error() -> None:
+def test_a_stream_ends_with_the_error_of_a_step_that_raised() -> None:
     talker = tiny_target(tokenizer=True)
     engine = em.Engine(talker, Failing("observe", 2), policy=em.FixedPolicy(2), max_batch=2)
     stream = engine.stream([5, 6, 7], em.SamplingParams(max_tokens=30))
@@ -265,9 +265,7 @@ def test_a_stream_beside_a_step_that_raised_ends_with_the_error() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_behind(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_step_leaves_no_requests(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = em.Engine(TARGET, max_batch=2)
     collect, rounds = Round.collect, count()
 
@@ -290,7 +288,7 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_behind(
     st.integers(0, 3),
     st.sampled_from([8, 512]),
 )
-def test_an_observer_may_cancel_whoever_it_likes(gone: list[int], after: int, depth: int, chunk: int) -> None:
+def test_an_observer_may_cancel_any_request(gone: list[int], after: int, depth: int, chunk: int) -> None:
     engine = em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(depth), max_batch=3, prefill_chunk=chunk)
     rows = [engine.prepare(prompt, em.SamplingParams(max_tokens=COUNT)) for prompt in PROMPTS]
     results = count()

@@ -85,7 +85,7 @@ some_filters = st.builds(
     tied=st.booleans(),
     dtype=st.sampled_from(DTYPES),
 )
-def test_what_is_kept_is_what_mlx_lm_keeps(
+def test_filters_keep_what_mlx_lm_keeps(
     params: SamplingParams, size: int, seed: int, tied: bool, dtype: mx.Dtype
 ) -> None:
     logits = some_logits(size, seed, tied, dtype)
@@ -134,7 +134,7 @@ def one_step_short(holds: Callable[[mx.array], mx.array], greatest: mx.array) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("params", [SamplingParams(1.0, top_k=100), SamplingParams(1.0, top_p=0.9)])
-def test_a_bisection_one_step_short_is_found_out(
+def test_a_bisection_one_step_short_is_detected(
     params: SamplingParams, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = some_logits(1024, 0, False, dtype, rows=20)
@@ -165,7 +165,7 @@ def test_bisection_finds_any_number(values: list[float], place: int, dtype: mx.D
     seed=st.integers(0, 10**6),
     tied=st.booleans(),
 )
-def test_the_greatest_numbers_are_those_of_a_sort(size: int, count: int, seed: int, tied: bool) -> None:
+def test_the_largest_numbers_equal_those_of_a_sort(size: int, count: int, seed: int, tied: bool) -> None:
     x, count = some_logits(size, seed, tied, mx.float32), min(count, size)
     values, places = largest(x, count)
     assert values.shape == places.shape == (2, 3, count)

@@ -421,7 +421,7 @@ def test_every_token_is_the_targets_own_in_buffers_that_change_all_the_time(
     test_every_token_is_the_targets_own(name, totals)
 
 
-def test_another_token_is_a_fault() -> None:
+def test_a_wrong_token_is_detected() -> None:
     rng, [text, drawn, *_] = np.random.default_rng(0), roots("llama", 0)
     greedy, seeded, possible = ROOTS[0], ROOTS[1], em.SamplingParams(temperature=1.0, seed=0, acceptance="rejection")
     judge_of = judge("llama", 0)
@@ -441,6 +441,6 @@ def keep_all(logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batc
     return Verdict(lengths, mx.concatenate([drafts, mx.argmax(logits[:, -1:], axis=-1)], axis=1).astype(mx.int32))
 
 
-def test_an_engine_that_keeps_every_draft_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_accepts_every_draft_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eagle_mlx.engine.batch, "verify", keep_all)
     assert sum(len(History("llama", seed).play().faults) for seed in range(3)) > 3

@@ -76,7 +76,7 @@ def test_an_arrangement_keeps_to_memory_pays_for_its_moves_and_stays(
 
 @settings(max_examples=50)
 @given(LENGTHS, st.integers(100, 5000), st.integers(0, 99))  # weights take as many bytes as many positions
-def test_rows_that_grow_unevenly_do_not_move_to_and_fro(lengths: list[int], fixed: int, seed: int) -> None:
+def test_rows_that_grow_unevenly_do_not_move_back_and_forth(lengths: list[int], fixed: int, seed: int) -> None:
     """Accepted drafts make rows longer than others by a few tokens at different times."""
     grown = list(lengths)
     groups: Places = (0,) * len(lengths)
@@ -95,14 +95,14 @@ def test_rows_that_grow_unevenly_do_not_move_to_and_fro(lengths: list[int], fixe
 
 
 @pytest.mark.parametrize(("long", "expected"), [(1000, {0}), (2200, {0}), (2400, {0, 1}), (30_000, {0, 1})])
-def test_weights_are_read_twice_where_padding_is_more(long: int, expected: set[int]) -> None:
+def test_weights_are_read_twice_if_padding_costs_more(long: int, expected: set[int]) -> None:
     """Seven rows of 256 and a long one: seven times the difference is padding, compared with the weights."""
     reads = RoundReads(fixed=7 * 2000, position=1)
     asked = [Row(256, 300), *[Row(256, 300, 0)] * 6, Row(long, long + 100)]
     assert set(arrange(asked, reads, SIZE, PLENTY)) == expected
 
 
-def test_a_split_and_its_end_are_apart_by_what_a_copy_costs() -> None:
+def test_groups_merge_later_than_they_split_by_the_cost_of_a_copy() -> None:
     def places(long: int, group: int) -> Places:
         return arrange([Row(256, 300, 0)] * 7 + [Row(long, long, group)], RoundReads(7 * 2000, 1), SIZE, PLENTY)
 
@@ -124,14 +124,14 @@ def test_windows_and_states_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_an_embedding_that_is_no_projection_is_hardly_read(name: str) -> None:
+def test_an_embedding_that_is_not_the_output_layer_hardly_counts(name: str) -> None:
     target = tiny_target() if name == "qwen3" else em.Target(tiny_model(name))
     whole = sum(x.nbytes for _, x in tree_flatten(target.model.parameters()))
     embedding = target.vocab_size * target.hidden_size * 4
     assert target.weight_bytes == whole - (0 if name == "qwen3" else embedding)
 
 
-def test_memory_decides_where_one_group_would_not_fit() -> None:
+def test_memory_decides_if_one_group_does_not_fit() -> None:
     reaches = [300] * 7 + [8000]
     together, apart = most_slots(8, 8000), most_slots(7, 300) + most_slots(1, 8000)
     assert by_reach(reaches, SIZE, together) == (0,) * 8

@@ -158,7 +158,7 @@ def sickly(cache: str) -> em.Target:
 @pytest.mark.parametrize(
     ("cache", "why", "drafts"), diagonal(CACHES, ["masks", "turn"], ["none", "head", "draft model"])
 )
-def test_3_a_row_that_was_never_checked_leaves_a_clean_place(cache: str, why: str, drafts: str) -> None:
+def test_3_an_unchecked_row_leaves_clean_slots(cache: str, why: str, drafts: str) -> None:
     """Its keys are NaN, and it is cancelled before a round notices. A shorter row gets its place.
 
     One of eight rows can leave without a copy of the others, so its place remains.
@@ -208,7 +208,7 @@ def test_3_a_row_that_was_never_checked_leaves_a_clean_place(cache: str, why: st
     st.sampled_from(["none", "n-grams", "head", "hybrid", "draft model"]),
     st.integers(0, 3),
 )
-def test_rows_that_come_go_and_move_keep_their_text(events: list[str], random: Any, drafts: str, depth: int) -> None:
+def test_rows_that_join_leave_and_move_keep_their_text(events: list[str], random: Any, drafts: str, depth: int) -> None:
     """Costs change at random, so rows are separated and joined at any time."""
     engine = grouped(
         em.Engine(
@@ -248,7 +248,7 @@ def test_rows_that_come_go_and_move_keep_their_text(events: list[str], random: A
         assert row.finish_reason in ("length", "cancelled")
 
 
-def test_a_long_row_does_not_make_short_ones_take_its_room() -> None:
+def test_a_long_row_does_not_enlarge_the_buffers_of_short_ones() -> None:
     """Seven short rows and one of 8,000, or of the same number of steps of a smaller buffer."""
     target, step = tiny_target(layers=1), in_full(256, 16)
     target.context_length, long = 10_000, step * 125 // 4
@@ -266,7 +266,7 @@ def test_a_long_row_does_not_make_short_ones_take_its_room() -> None:
     assert sum(x.shape[0] * x.shape[2] for x in keys) <= 1.2 * long + 7 * 2 * step
 
 
-def test_a_row_is_parted_from_others_only_when_its_padding_is_dearer() -> None:
+def test_a_row_gets_its_own_group_only_if_padding_costs_more() -> None:
     """Lengths of 5 and 40 make 105 positions of padding, and more if the long row's drafts are good."""
     engine = grouped(em.Engine(TARGET, Uneven(), policy=em.FixedPolicy(3), max_batch=4), RoundReads(150, 1))
     rows = [engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=120))]
@@ -315,7 +315,7 @@ def test_groups_take_turns_a_round_each() -> None:
     assert engine.active == 3
 
 
-def test_a_group_whose_masks_are_late_lets_the_other_go_on_without_a_wait() -> None:
+def test_a_group_with_late_masks_does_not_delay_the_other() -> None:
     stuck = Never()
     engine = grouped(em.Engine(tiny_target(vocab=VOCAB), em.NgramProposer(), policy=em.FixedPolicy(2), max_batch=4))
     late = engine.prepare(PROMPTS[1], params_of(lambda: stuck, "greedy"))
@@ -337,7 +337,7 @@ def test_a_group_whose_masks_are_late_lets_the_other_go_on_without_a_wait() -> N
 
 
 @pytest.mark.parametrize("drafts", ["none", "n-grams"])
-def test_plain_rounds_are_dispatched_behind_those_of_the_other_group(
+def test_plain_rounds_are_dispatched_during_those_of_the_other_group(
     drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each round also gets its own time, on a device that is done when dispatch returns."""
@@ -377,7 +377,7 @@ def test_plain_rounds_are_dispatched_behind_those_of_the_other_group(
     assert [row.tokens[:TOKENS] for row in rows] == [ALONE[0], ALONE[1], ALONE[4]]
 
 
-def test_memory_for_long_rows_is_counted_once_and_lets_more_in() -> None:
+def test_memory_for_long_rows_is_counted_per_group() -> None:
     """The quota fits one row of 250 and three of 60. Without separation, the long row would make it four of 250."""
     size = size_of(TARGET, None, None)
     with steps_of(4):
@@ -401,7 +401,7 @@ def test_memory_for_long_rows_is_counted_once_and_lets_more_in() -> None:
     assert together[1] < 4 == together[2]
 
 
-def test_rows_of_a_proposer_that_cannot_part_them_stay_in_one_batch() -> None:
+def test_rows_stay_in_one_batch_if_the_proposer_cannot_move_them() -> None:
     texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, ALONE, strict=True)}
     engine = grouped(em.Engine(TARGET, Oracle(texts, 0.3), policy=em.FixedPolicy(3), max_batch=4))  # type: ignore[arg-type]
     rows = requests(engine)
@@ -433,7 +433,7 @@ def parted(depth: int = 2, **settings: Any) -> tuple[em.Engine, list[RequestStat
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("which", ["short", "long"])
-def test_a_group_whose_rows_are_cancelled_leaves_the_other_whole(depth: int, which: str) -> None:
+def test_cancelling_a_group_leaves_the_other_intact(depth: int, which: str) -> None:
     engine, short, long = parted(depth)
     gone, left = (short, long) if which == "short" else (long, short)
     engine.step()
@@ -451,7 +451,7 @@ def test_a_group_whose_rows_are_cancelled_leaves_the_other_whole(depth: int, whi
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("which", ["short", "long"])
 @pytest.mark.parametrize("name", ["dispatch", "collect", "release"])
-def test_a_round_that_raises_ends_its_own_group_alone(
+def test_a_round_that_raises_ends_only_its_own_group(
     name: str, which: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, short, long = parted(depth)
@@ -483,7 +483,7 @@ def test_a_round_that_raises_ends_its_own_group_alone(
 
 @settings(max_examples=in_full(20, 6))
 @given(st.sampled_from(["append", "take", "release"]), st.integers(1, 4), st.booleans(), st.integers(0, 2))
-def test_a_move_that_fails_loses_nobody(name: str, nth: int, late: bool, depth: int) -> None:
+def test_a_move_that_fails_loses_no_request(name: str, nth: int, late: bool, depth: int) -> None:
     """Rows of the groups that were to change end with the error. Waiting rows and the engine continue."""
     real, calls = getattr(Batch, name), count(1)
 
@@ -518,7 +518,7 @@ def test_a_move_that_fails_loses_nobody(name: str, nth: int, late: bool, depth: 
     assert [output.tokens for output in engine.generate(PROMPTS[:3], GREEDY)] == ALONE[:3]
 
 
-def test_what_is_told_counts_the_rows_of_both() -> None:
+def test_observers_see_the_rows_of_both_groups() -> None:
     engine, short, long = parted()
     size, lengths = engine.kv_budget.size, [[row.length for row in rows] for rows in (short, long)]
     assert (engine.active, engine.waiting) == (4, 0)
@@ -533,7 +533,7 @@ def test_what_is_told_counts_the_rows_of_both() -> None:
     assert (engine.active, engine.snapshot().kv_used) == (0, 0)
 
 
-def test_each_group_has_decisions_of_its_own_and_both_learn() -> None:
+def test_each_group_is_planned_separately_and_both_learn() -> None:
     """Alternate between seven rows, whose drafts are expensive, and one, whose drafts are nearly free.
 
     A single policy would take each round for a change of plan: it decoded seven rows plainly 4 times of 100, and
@@ -551,7 +551,7 @@ def test_each_group_has_decisions_of_its_own_and_both_learn() -> None:
     assert plans[1].count(4) > 80
 
 
-def test_a_prompt_that_is_read_beside_a_failing_round_is_not_half_known() -> None:
+def test_a_failed_round_drops_prompts_in_prefill() -> None:
     """An observer that raises after a round ends that group and the prompt in prefill. The other group continues."""
     engine, short, long = parted(prefill_chunk=160)
     late = engine.prepare([9] * 150 + PROMPTS[5], GREEDY)

@@ -55,7 +55,7 @@ def shares(text: list[int], drafted: list[int], params: SamplingParams) -> dict[
         [SamplingParams(), SamplingParams(temperature=0.9, seed=4, top_k=50)],
     ),
 )
-def test_the_likeliest_branches_are_drafted(sizes: tuple[int, int], params: SamplingParams) -> None:
+def test_the_most_likely_branches_are_drafted(sizes: tuple[int, int], params: SamplingParams) -> None:
     depth, nodes = sizes
     state = opened()
     batch = SamplingBatch.of([params] * 2, [params.seed or 0] * 2)
@@ -83,7 +83,7 @@ def test_the_likeliest_branches_are_drafted(sizes: tuple[int, int], params: Samp
         assert branches[1] == likeliest[:1]
 
 
-def test_drafting_leaves_no_trace_in_the_heads_cache() -> None:
+def test_drafting_does_not_change_the_heads_cache() -> None:
     batch = SamplingBatch.of([SamplingParams()] * 2, [0, 0])
     at = mx.array([len(text) for text in TEXTS])
     chain = opened().draft(Plan(3), batch, at).tokens.tolist()
@@ -104,7 +104,7 @@ def test_there_are_candidates_for_every_node(nodes: int, levels: int) -> None:
     assert 1 <= shape.width < shape.children <= max(nodes, 4)
 
 
-def test_a_tree_accepts_more_than_a_chain_and_says_the_same() -> None:
+def test_a_tree_accepts_more_than_a_chain_with_the_same_text() -> None:
     target = em.load_target("checkpoints/target")
     proposer = em.HeadProposer(em.load_head("checkpoints/head", target))
     prompts = ["def mean(values):", "class Stack:\n    def push(self, item):", "import os\n\ndef size(path):"]
@@ -117,7 +117,7 @@ def test_a_tree_accepts_more_than_a_chain_and_says_the_same() -> None:
     assert sum(o.rounds for o in tree) < 0.9 * sum(o.rounds for o in chain)
 
 
-def test_a_batch_of_every_kind_of_row_says_what_it_says_alone() -> None:
+def test_a_batch_of_mixed_rows_equals_each_row_alone() -> None:
     """Trees if all rows allow them, else chains; log probabilities along the accepted branch."""
     kinds = [
         SamplingParams(max_tokens=20, logprobs=True, top_logprobs=2),

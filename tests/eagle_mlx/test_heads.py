@@ -88,7 +88,7 @@ def seen(head: DraftHead, texts: list[list[int]], starts: list[int], stops: list
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_next_turn_takes_over_the_past(name: str) -> None:
+def test_the_next_turn_reuses_the_cache(name: str) -> None:
     params = em.SamplingParams(max_tokens=in_full(12, 8))
     proposer = em.HeadProposer(HEADS[name])
     with_cache = em.Engine(TARGET, proposer, policy=em.FixedPolicy(3), prefix_cache_bytes=1 << 30)

@@ -173,7 +173,7 @@ def test_text_is_the_targets_own_whatever_is_drafted(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_policy_that_learns_outlives_what_is_made_up(seed: int) -> None:
+def test_a_learning_policy_survives_made_up_confidences(seed: int) -> None:
     spoil = spoiler(seed, [mx.int32])
     policy = em.ThroughputPolicy(6, max_nodes=12)
     for _ in range(3):
@@ -181,7 +181,7 @@ def test_a_policy_that_learns_outlives_what_is_made_up(seed: int) -> None:
         assert [output.tokens for output in engine.generate(PROMPTS, GREEDY)] == ALONE[GREEDY]
 
 
-def test_probabilities_that_are_none_are_not_judged_by() -> None:
+def test_invalid_probabilities_are_not_used() -> None:
     """The draft ends at a position whose q is not a distribution, so the output still follows p."""
     target = tiny_target(vocab=16, seed=4, layers=2)
     prompt, draws = [3, 7, 9], 1500
@@ -233,7 +233,7 @@ def test_probabilities_that_are_none_are_not_judged_by() -> None:
         (lambda d: replace(d, confidences=[[-0.1, 0.5]]), "as confidences"),
     ],
 )
-def test_what_cannot_be_read_at_all_is_refused_by_name(change: Change, message: str) -> None:
+def test_unreadable_drafts_are_refused_with_the_proposers_name(change: Change, message: str) -> None:
     def spoil(draft: Draft) -> Draft:
         rows = draft.lengths.size
         out: Draft = change(Draft(mx.zeros((rows, 3), mx.int32), mx.full((rows,), 3, mx.int32)))
@@ -254,7 +254,7 @@ def test_what_cannot_be_read_at_all_is_refused_by_name(change: Change, message: 
         (Tree(mx.zeros((1, 3), mx.int32), 2.5), "2.5 as a tree's levels"),  # type: ignore[arg-type]
     ],
 )
-def test_trees_that_cannot_be_read_are_refused(tree: Tree, message: str) -> None:
+def test_unreadable_trees_are_refused(tree: Tree, message: str) -> None:
     def spoil(draft: Draft) -> Draft:
         return Draft(mx.zeros((1, 3), mx.int32), mx.array([3]), tree=tree)
 
@@ -280,7 +280,7 @@ CHAIN_AND_TREE = pytest.mark.parametrize(
 
 
 @CHAIN_AND_TREE
-def test_padding_that_would_read_as_no_number_is_not_read(policy: em.FixedPolicy) -> None:
+def test_padding_that_leads_to_nan_is_not_read(policy: em.FixedPolicy) -> None:
     """Padding of drafts after their lengths, and of prompts that are read together."""
     texts = plain(poisoned([]), GREEDY)
     said = {token for text in [*texts, *PROMPTS] for token in text}
@@ -300,9 +300,7 @@ def test_padding_that_would_read_as_no_number_is_not_read(policy: em.FixedPolicy
 
 @CHAIN_AND_TREE
 @pytest.mark.parametrize("spread", [False, True])
-def test_a_rejected_draft_whose_logits_are_no_numbers_costs_its_row_nothing(
-    policy: em.FixedPolicy, spread: bool
-) -> None:
+def test_a_rejected_draft_with_nan_logits_does_not_harm_its_row(policy: em.FixedPolicy, spread: bool) -> None:
     """`spread`: its cache entries are NaN too, as with attention that does not read masked entries."""
     target = tiny_target()
     said = {token for text in ALONE[GREEDY] for token in text}
@@ -340,7 +338,7 @@ def test_a_rejected_draft_whose_logits_are_no_numbers_costs_its_row_nothing(
     assert sum(spoilt) > 10
 
 
-def test_logits_of_half_precision_that_overflow_together_are_numbers() -> None:
+def test_half_precision_logits_that_overflow_in_a_sum_are_not_nan() -> None:
     """Their sum is not: infinity minus infinity."""
     target = tiny_target()
     base = type(target.model)
@@ -357,7 +355,7 @@ def test_logits_of_half_precision_that_overflow_together_are_numbers() -> None:
 
 
 @pytest.mark.parametrize("length", [3, 8, 9, 23, 24, 25, 31, 60])
-def test_a_ring_forgets_what_lies_behind_a_row_and_nothing_that_is_seen(length: int) -> None:
+def test_zeroing_a_ring_keeps_visible_entries(length: int) -> None:
     cache = RaggedCache([lambda lengths: RaggedWindow(lengths, 8)], 2)
     lengths, ring = cache.lengths, cache[0]
     ring.ring = 24
@@ -377,9 +375,7 @@ def test_a_ring_forgets_what_lies_behind_a_row_and_nothing_that_is_seen(length: 
 
 @CHAIN_AND_TREE
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_9_a_draft_that_reads_as_no_number_costs_its_own_row_nothing(
-    policy: em.FixedPolicy, params: em.SamplingParams
-) -> None:
+def test_9_a_draft_that_leads_to_nan_does_not_harm_its_row(policy: em.FixedPolicy, params: em.SamplingParams) -> None:
     """Its keys affect earlier positions: masked attention multiplies them by 0."""
     texts = plain(poisoned([]), params)
     said = {token for text in [*texts, *PROMPTS] for token in text}
@@ -398,7 +394,7 @@ def test_9_a_draft_that_reads_as_no_number_costs_its_own_row_nothing(
 
 
 @CHAIN_AND_TREE
-def test_9_a_text_that_reads_as_no_number_fails_though_it_was_drafted(policy: em.FixedPolicy) -> None:
+def test_9_a_text_that_leads_to_nan_fails_even_if_it_was_drafted(policy: em.FixedPolicy) -> None:
     """At the same token as plain decoding, and not later."""
     texts = plain(poisoned([]), GREEDY)
     bad = texts[1][6]
@@ -427,7 +423,7 @@ class Sickening(HostileProposer):
         [GREEDY, SEEDED, em.SamplingParams(max_tokens=COUNT, temperature=1.0, top_k=1)],
     ),
 )
-def test_9_a_recurrent_state_that_has_read_such_a_draft_is_put_back(name: str, params: em.SamplingParams) -> None:
+def test_9_a_recurrent_state_is_restored_after_a_draft_with_nan(name: str, params: em.SamplingParams) -> None:
     """Only for its row. Sampling from one token makes the rejection rule's text predictable."""
     params = replace(params, logit_bias={SICK: -1e4})
     healthy, sick = tiny_model(name), tiny_model(name)

@@ -48,7 +48,7 @@ def taken(engine: em.Engine) -> int:
     ("name", "rows"),
     diagonal(["deepseek_v3", "falcon_h1", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next"], [1, 3]),
 )
-def test_a_size_is_what_caches_come_to(name: str, rows: int) -> None:
+def test_sizes_equal_those_of_real_caches(name: str, rows: int) -> None:
     target = em.Target(tiny_model(name))
     size, cache = size_of(target, None, None), RaggedCache.of(target.model, rows)
     read = 0
@@ -63,7 +63,7 @@ def test_a_size_is_what_caches_come_to(name: str, rows: int) -> None:
             assert 0.6 * size.nbytes(rows, read) - 16 * rows * size.position <= real <= size.nbytes(rows, read)
 
 
-def test_quantised_keys_and_the_proposers_count() -> None:
+def test_quantized_keys_and_the_proposers_cache_count() -> None:
     target = em.Target(tiny_model("gpt_oss"))
     whole, small = size_of(TARGET, None, None), size_of(TARGET, HEAD, None)
     assert small.position == whole.position * (TARGET.num_layers + 1) // TARGET.num_layers
@@ -132,7 +132,7 @@ def test_rows_and_prefixes_stay_within_the_budget(
         assert request.tokens == ALONE[which][: len(request.tokens)]
 
 
-def test_who_never_fits_is_refused_with_numbers() -> None:
+def test_a_request_that_never_fits_is_refused_with_numbers() -> None:
     engine = em.Engine(TARGET, HEAD, kv_bytes=budget_for(1, 100))
     assert engine.kv_budget.longest == 100
     with pytest.raises(PromptError, match=r"140 tokens and 10 to generate needs .* limit is .* for 100 tok.*kv"):
@@ -144,7 +144,7 @@ def test_who_never_fits_is_refused_with_numbers() -> None:
         engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=41))
 
 
-def test_who_does_not_say_how_much_gets_what_fits() -> None:
+def test_a_request_without_a_limit_gets_what_fits() -> None:
     engine = em.Engine(TARGET, HEAD, kv_bytes=budget_for(1, 100))
     request = engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=TARGET.context_length, ignore_eos=True))
     assert request.limit == 40
@@ -157,7 +157,7 @@ def test_a_budget_must_hold_something() -> None:
         em.Engine(TARGET, kv_bytes=0)
 
 
-def test_by_default_it_is_a_share_of_what_is_free() -> None:
+def test_by_default_the_budget_is_a_share_of_free_memory() -> None:
     assert em.Engine(TARGET).kv_budget.longest == TARGET.context_length
 
 
@@ -222,7 +222,7 @@ BYTES = CacheSize(position=1).nbytes(4, 1000)
 """Enough for four rows of a thousand tokens, or one of 4,600."""
 
 
-def test_short_ones_pass_one_that_waits_for_memory_so_many_times() -> None:
+def test_short_requests_pass_one_that_waits_for_memory_a_limited_number_of_times() -> None:
     seats = Seats(BYTES)
     short, long = [request(400, client="a") for _ in range(60)], request(4000, client="b")
     seats.submit(*short[:4])
@@ -247,7 +247,7 @@ def test_short_ones_pass_one_that_waits_for_memory_so_many_times() -> None:
     ),
     st.randoms(use_true_random=False),
 )
-def test_nobody_waits_for_ever(arrivals: list[tuple[str, int, int]], random: object) -> None:
+def test_no_request_waits_forever(arrivals: list[tuple[str, int, int]], random: object) -> None:
     """Only a few requests may pass the next in turn, and once rows end, every request is admitted."""
     seats, asked = Seats(BYTES), []
     passes: dict[int, int] = {}
@@ -272,7 +272,7 @@ def test_nobody_waits_for_ever(arrivals: list[tuple[str, int, int]], random: obj
     assert sorted(map(id, seats.let_in)) == sorted(map(id, asked))
 
 
-def test_a_long_request_is_answered_though_short_ones_keep_coming() -> None:
+def test_a_long_request_is_answered_while_short_ones_keep_arriving() -> None:
     with steps_of(4):
         allowed = max(budget_for(1, 150), budget_for(4, 20))
         engine = em.Engine(TARGET, HEAD, policy=em.FixedPolicy(2), max_batch=4, prefill_chunk=16, kv_bytes=allowed)
@@ -289,7 +289,7 @@ def test_a_long_request_is_answered_though_short_ones_keep_coming() -> None:
         assert long.tokens == ALONE[6]
 
 
-def test_one_that_is_withdrawn_while_it_waits_for_memory_holds_nobody_up() -> None:
+def test_a_request_cancelled_while_it_waits_for_memory_blocks_no_other() -> None:
     seats = Seats(BYTES)
     short, long = [request(400, client="a") for _ in range(20)], request(4000, client="b")
     seats.submit(*short[:4])

@@ -252,7 +252,7 @@ def ends_by_its_own_token(drafts: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("params", [COUPLED, REJECTION])
-def test_chains_that_end_by_what_they_say_follow_the_target(params: SamplingParams) -> None:
+def test_early_exits_follow_the_target(params: SamplingParams) -> None:
     toy = Toy.random(64)
     texts = chain_texts(toy, params, ends=ends_by_the_token_before)
     assert chain_follows(texts, toy.law(params, 3), 64)
@@ -407,7 +407,7 @@ def test_rejection_accepts_as_much_as_it_can_and_coupling_nearly_so() -> None:
 
 
 @pytest.mark.parametrize("params", [COUPLED, replace(COUPLED, top_k=9, min_p=0.02), SamplingParams()])
-def test_seeded_and_greedy_texts_do_not_depend_on_drafts_depth_or_company(params: SamplingParams) -> None:
+def test_seeded_and_greedy_texts_do_not_depend_on_drafts_depth_or_batch(params: SamplingParams) -> None:
     toy, rows, length = Toy.random(67, error=0.5), 6, 40
     seeds = [11 * b for b in range(rows)]
     plain, rounds = decode(toy, SamplingBatch.of([params] * rows, seeds), length, 0)
@@ -563,7 +563,7 @@ LATE_POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 @pytest.mark.parametrize(("policy", "late"), diagonal(LATE_POLICIES, LATE_FOR))
-def test_1_texts_follow_the_target_though_masks_are_late(policy: str, late: str) -> None:
+def test_1_texts_follow_the_target_even_if_masks_are_late(policy: str, late: str) -> None:
     texts, kept = late_texts(LATE_POLICIES[policy], LATE_FOR[late], lambda params: params)
     assert not misses(texts, late_law(), SMALL)
     assert not misses(texts[:, :1], late_law().reshape(SMALL, -1).sum(axis=1), SMALL)
@@ -578,7 +578,7 @@ def test_1_a_late_row_that_is_not_coupled_misses_the_bar(policy: str, late: str)
 
 
 @pytest.mark.parametrize(("params", "sound"), [(COUPLED, True), (REJECTION, False)])
-def test_1_only_coupled_rows_may_drop_a_draft_for_what_it_says(params: SamplingParams, sound: bool) -> None:
+def test_1_only_coupled_rows_may_drop_a_draft_because_of_its_tokens(params: SamplingParams, sound: bool) -> None:
     """The same with only the acceptance rules: a second draft is judged as far as it equals the first."""
     toy = Toy.random(64)
     texts = chain_texts(toy, params, FEW, redrafts=True)
@@ -717,7 +717,7 @@ def sick_misses(texts: Array, params: SamplingParams) -> bool:
         ("well, sick", replace(SICK_PARAMS, top_p=0.9)),
     ],
 )
-def test_9_a_rejected_draft_that_reads_as_nan_fails_no_sampled_row(drafts: str, params: SamplingParams) -> None:
+def test_9_a_rejected_draft_with_nan_fails_no_sampled_row(drafts: str, params: SamplingParams) -> None:
     """A row fails after it emits SICK and not before. Whether it emits SICK follows the target."""
     texts, rows = sick_texts(drafts, params)
     assert all((row.error is not None) == (SICK in row.tokens[: SICK_LENGTH - 1]) for row in rows)
@@ -735,7 +735,7 @@ rest_of = Draft.unjudged
 
 
 @pytest.mark.parametrize("broken", [lambda *_: None, first_alone], ids=["dropped", "first alone"])
-def test_9_a_sampler_that_drops_a_draft_for_what_it_says_misses_the_bar(
+def test_9_a_sampler_that_drops_a_draft_because_of_its_tokens_misses_the_bar(
     broken: Callable[..., Pending | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Draft, "unjudged", broken)

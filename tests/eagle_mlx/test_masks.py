@@ -30,7 +30,7 @@ NAMES = ["llama", "qwen3_next", "mamba2", "lfm2", "gemma3_text", "gpt_oss"]
 
 
 @pytest.mark.parametrize(("name", "kind"), diagonal(NAMES, KINDS))
-def test_rows_that_sit_rounds_out_say_the_same_and_so_do_the_others(name: str, kind: str) -> None:
+def test_skipped_rounds_change_no_text(name: str, kind: str) -> None:
     mx.random.seed(1)
     target = em.Target(tiny_model(name))
     free = SamplingParams(max_tokens=LENGTH, **KINDS[kind])
@@ -64,7 +64,7 @@ def test_rows_that_sit_rounds_out_say_the_same_and_so_do_the_others(name: str, k
 
 
 @pytest.mark.parametrize(("drafts", "kind"), diagonal(["model", "head"], KINDS))
-def test_heads_and_draft_models_go_on_behind_rows_that_sat_out(drafts: str, kind: str) -> None:
+def test_heads_and_draft_models_continue_after_skipped_rounds(drafts: str, kind: str) -> None:
     target = tiny_target(vocab=96)
     plain = em.Engine(target).generate(PROMPTS, params_of(Steps, kind))
     proposer: Any = (
@@ -84,7 +84,7 @@ def test_heads_and_draft_models_go_on_behind_rows_that_sat_out(drafts: str, kind
         assert sum(output.accepted for output in outputs) > 0
 
 
-def test_a_row_whose_masks_never_come_holds_nobody_up_and_fails_alone() -> None:
+def test_a_row_without_masks_delays_no_other_and_fails_alone() -> None:
     """The others wait for it once; then they get a token in every round."""
     assert isinstance(Never(), AsyncGrammar)
     target = tiny_target(vocab=96)
@@ -123,7 +123,7 @@ def test_a_row_that_waits_for_masks_can_be_cancelled() -> None:
 
 
 @pytest.mark.parametrize("make", [Steps, LateSteps], ids=["here", "elsewhere"])
-def test_no_grammar_is_given_a_drafted_token_that_ends_the_text(make: Any) -> None:
+def test_grammars_never_get_drafted_stop_tokens(make: Any) -> None:
     """The grammars above assert this."""
     target = tiny_target(vocab=96)
     params = params_of(make, "greedy", logit_bias={END: 3.0})
@@ -151,7 +151,7 @@ class Closed(Steps):
 
 
 @pytest.mark.parametrize("proposer", [lambda: None, em.NgramProposer], ids=["plain", "ngram"])
-def test_stop_is_said_only_where_the_text_may_end(proposer: Any) -> None:
+def test_stop_is_reported_only_if_the_text_may_end(proposer: Any) -> None:
     target = tiny_target(vocab=96)
     engine = em.Engine(target, proposer(), policy=em.FixedPolicy(3))
     output = engine.generate([PROMPTS[0]], params_of(Contradicts, "greedy"))[0]
@@ -175,7 +175,7 @@ class DeadEnds(Steps):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_draft_may_lead_where_nothing_may_come(kind: str) -> None:
+def test_a_draft_may_lead_to_an_empty_mask(kind: str) -> None:
     """The sampled text finally makes such a jump itself."""
     target = tiny_target(vocab=96)
     plain = em.Engine(target).generate([PROMPTS[1]], params_of(DeadEnds, kind))[0]
@@ -187,13 +187,13 @@ def test_a_draft_may_lead_where_nothing_may_come(kind: str) -> None:
     assert (output.tokens, output.finish_reason) == (plain.tokens, plain.finish_reason)
 
 
-def test_a_token_that_ends_the_text_and_was_not_allowed_is_an_error() -> None:
+def test_a_stop_token_that_was_not_allowed_is_an_error() -> None:
     row = em.Engine(tiny_target(vocab=96)).prepare(PROMPTS[0], params_of(Closed, "greedy"))
     row.take([1, END], 0)
     assert (row.tokens, row.finish_reason) == ([1], "error")
 
 
-def test_with_a_grammar_the_text_ends_although_ends_are_to_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_grammar_ignore_eos_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(em.Target, "eos_token_ids", frozenset({END}))
     target = tiny_target(vocab=96)
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, grammar=Steps, logit_bias={END: 50.0})

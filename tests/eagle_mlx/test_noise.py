@@ -36,7 +36,7 @@ def keys_of(*seeds: int) -> mx.array:
     width=st.integers(1, 5),
     tokens=st.lists(st.integers(0, LARGE - 1), min_size=1, max_size=30),
 )
-def test_noise_is_the_same_however_it_is_asked_for(seeds: list[int], start: int, width: int, tokens: list[int]) -> None:
+def test_noise_is_the_same_for_any_selection(seeds: list[int], start: int, width: int, tokens: list[int]) -> None:
     """In a batch or alone, for one position or several, over the vocabulary, parts of it or chosen tokens."""
     positions = start + mx.arange(width)[None] + mx.arange(len(seeds))[:, None]
     together = gumbel_noise(keys_of(*seeds), positions, mx.array(tokens))
@@ -122,11 +122,11 @@ def wider(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("broken", [one_position, one_row, shifted, wider])
-def test_broken_noise_is_found_out(broken: Noise) -> None:
+def test_broken_noise_is_detected(broken: Noise) -> None:
     assert worst_z(broken) > 10
 
 
-def test_a_hash_without_its_second_half_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_hash_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "mixed_bits", lambda before, between, tokens: (tokens ^ before) * noise.FIRST + between)
     assert worst_z(gumbel_noise) > 10
 
@@ -144,7 +144,7 @@ def test_the_upper_tail_is_that_of_gumbel_noise() -> None:
     assert np.abs((counts - expected) / np.sqrt(expected)).max() < 4.5
 
 
-def test_where_the_noise_is_greatest_says_nothing_of_the_next_position() -> None:
+def test_positions_have_independent_maxima() -> None:
     """Winning tokens make the text: test their indices alone, and in pairs of positions."""
     winners = np.concatenate(
         [

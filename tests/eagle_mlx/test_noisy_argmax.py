@@ -60,7 +60,7 @@ def logits_of(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> mx
     size=st.sampled_from([8192, SIZE, 3 * 4096, 32_000, 10_002]),
     seed=st.integers(0, 10**6),
 )
-def test_few_noises_find_what_all_find(
+def test_few_candidates_find_the_same_argmax(
     kind: str, dtype: mx.Dtype, temperatures: list[float], size: int, seed: int
 ) -> None:
     """For any distribution of mass and any temperatures per row; of equal scores, the first wins."""
@@ -92,7 +92,7 @@ def test_a_gpu_finds_the_same() -> None:
     assert mx.array_equal(here, there)
 
 
-def test_too_few_candidates_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_candidates_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Proves that the tests above can fail."""
     logits, words, temperature = (
         logits_of("normal", (1, 200, SIZE), np.random.default_rng(4)),
@@ -106,7 +106,7 @@ def test_too_few_candidates_are_found_out(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("kind", ["flat", "few levels"])
-def test_far_fewer_columns_than_are_taken_could_hold_the_greatest(kind: str) -> None:
+def test_far_fewer_columns_would_suffice(kind: str) -> None:
     """Each further ceiling above the best score is half as likely."""
     logits, words = logits_of(kind, (1, 600, 8192), np.random.default_rng(3)), words_of(1, 600)
     ceilings = logits + gumbel_ceiling(*words, mx.arange(8192)) + 159 * math.log(2)
@@ -131,7 +131,7 @@ def test_no_noise_exceeds_its_ceiling() -> None:
 
 @settings(max_examples=some(60), deadline=None)
 @given(st.sampled_from([128, 192, 640, 4096, 8192, 8190]), st.integers(1, 64), st.integers(0, 10**6))
-def test_columns_hold_the_greatest_in_rising_order(size: int, count: int, seed: int) -> None:
+def test_columns_contain_the_largest_in_ascending_order(size: int, count: int, seed: int) -> None:
     if not has_columns(size, count):
         assert size < 128 * count or size % 64
         return

@@ -74,7 +74,7 @@ def proposer(kind: str) -> Any:
     st.sampled_from([0, 1 << 20]),
     st.sampled_from([16, 2048]),
 )
-def test_05_pauses_at_any_round_change_nothing_of_an_answer(
+def test_05_pauses_at_any_round_do_not_change_answers(
     seed: int, drafts: str, pauses: float, rows: int, kept: int, chunk: int
 ) -> None:
     engine = em.Engine(
@@ -92,7 +92,7 @@ def test_05_pauses_at_any_round_change_nothing_of_an_answer(
     assert [each.logprob for each in found] == pytest.approx([each.logprob for each in wanted], abs=1e-3)
 
 
-def test_05_what_a_pause_reads_again_is_not_counted_as_cached() -> None:
+def test_05_positions_read_again_after_a_pause_are_not_counted_as_cached() -> None:
     engine = em.Engine(TARGET, max_batch=2, prefix_cache_bytes=1 << 22)
     params = replace(OPEN, max_tokens=12)
     first = generate(engine, [PROMPTS[1]], [params], 1.0)[0]
@@ -103,7 +103,7 @@ def test_05_what_a_pause_reads_again_is_not_counted_as_cached() -> None:
     assert again.tokens == first.tokens
 
 
-def test_05_texts_without_a_seed_follow_the_target_though_rows_are_paused() -> None:
+def test_05_texts_without_a_seed_follow_the_target_despite_pauses() -> None:
     """Compared with an exact enumeration of two tokens."""
     target, draws = tiny_target(vocab=16, seed=4, layers=2), in_full(6000, 600)
     sampled = em.SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True)
@@ -154,7 +154,7 @@ def test_05_the_guide_states_the_numbers_that_are_measured_here() -> None:
 
 
 @pytest.mark.parametrize(("drafts", "kept"), diagonal(["none", "head"], [0, 1 << 22]))
-def test_05_a_client_that_holds_every_row_gives_one_back(drafts: str, kept: int) -> None:
+def test_05_a_client_with_all_rows_gives_one_back(drafts: str, kept: int) -> None:
     target = tiny_target()
     target.context_length = 100
     alone = [em.Engine(target).generate([prompt], OPEN)[0].tokens for prompt in PROMPTS]
@@ -175,7 +175,7 @@ def test_05_a_client_that_holds_every_row_gives_one_back(drafts: str, kept: int)
     assert {request.finish_reason for request in greedy} == {"length"}
 
 
-def test_05_rows_are_shared_out_and_nobody_is_paused_for_more_than_a_fair_share() -> None:
+def test_05_rows_are_shared_fairly() -> None:
     engine = em.Engine(TARGET, max_batch=4)
     rows = {name: [submit(engine, name, PROMPTS[0]) for _ in range(6)] for name in ("a", "b", "c")}
 
@@ -210,7 +210,7 @@ def test_05_the_only_row_is_given_back_after_some_rounds() -> None:
     assert 3 <= engine.pauses <= 8  # every 64 rounds, of two times 195
 
 
-def test_05_other_clients_are_not_held_up_by_a_request_that_does_not_fit() -> None:
+def test_05_a_request_that_does_not_fit_does_not_delay_other_clients() -> None:
     """Its client already has rows. Other clients pass it, more often than requests of its own client may."""
     engine = em.Engine(TARGET, max_batch=4)
     size = engine.kv_budget.size

@@ -37,7 +37,7 @@ def turns(first: list[int], answer: list[int], more: list[int]) -> list[int]:
     ("proposer", "chunk"),
     diagonal(["head", None, em.NgramProposer(), em.DraftModelProposer(TARGET), HYBRID], [16, 512]),
 )
-def test_the_next_turn_takes_over_the_past(proposer: object, chunk: int) -> None:
+def test_the_next_turn_reuses_the_cache(proposer: object, chunk: int) -> None:
     params = em.SamplingParams(max_tokens=20)
     with_cache, without = engine(proposer=proposer, prefill_chunk=chunk), engine(0, proposer)
     prompt, known = LONG[:70], 0
@@ -55,7 +55,7 @@ def test_the_next_turn_takes_over_the_past(proposer: object, chunk: int) -> None
 
 @settings(max_examples=in_full(30, 6))
 @given(st.lists(st.tuples(st.integers(0, 60), st.lists(st.integers(0, 15), min_size=1, max_size=40)), max_size=6))
-def test_any_common_beginning_is_safe(requests: list[tuple[int, list[int]]]) -> None:
+def test_any_common_prefix_is_safe(requests: list[tuple[int, list[int]]]) -> None:
     with_cache, without = engine(max_batch=2), engine(0)
     prompts = [LONG[:common] + rest for common, rest in requests]
     params = em.SamplingParams(max_tokens=6)
@@ -66,7 +66,7 @@ def test_any_common_beginning_is_safe(requests: list[tuple[int, list[int]]]) -> 
 
 
 @pytest.mark.parametrize("common", [0, LEAST, LEAST + 1, 30, 50, 62])
-def test_no_more_is_taken_over_than_is_the_same(common: int) -> None:
+def test_only_the_common_prefix_is_reused(common: int) -> None:
     """The head's entry at a position needs the token after it, so the last common position is read again."""
     busy = engine()
     [output] = busy.generate([LONG[:60]], em.SamplingParams(max_tokens=3))
@@ -104,7 +104,7 @@ def test_bytes_are_bounded_and_the_least_recently_used_go_first() -> None:
     assert [busy.prefixes.find(prompt) is not None for prompt in prompts] == [False, False, True, False]
 
 
-def test_a_past_above_the_limit_is_not_copied() -> None:
+def test_a_text_above_the_limit_is_not_copied() -> None:
     cache, new = RaggedCache(2, 2), mx.random.normal((2, 2, 4000, 16))
     for layer in cache:
         layer.update_and_fetch(new, new)
@@ -122,7 +122,7 @@ def test_a_past_above_the_limit_is_not_copied() -> None:
         assert copied >= size if kept else copied < 0.1 * size
 
 
-def test_rows_that_decode_leave_what_they_do_not_need() -> None:
+def test_decoding_rows_leave_memory_to_the_cache() -> None:
     prefixes = PrefixCache(MANY)
     spare = [MANY]
     prefixes.spare = lambda: spare[0]
@@ -140,7 +140,7 @@ def test_rows_that_decode_leave_what_they_do_not_need() -> None:
     assert len(prefixes) == 0
 
 
-def test_a_longer_past_replaces_what_it_begins_with() -> None:
+def test_a_longer_text_replaces_its_prefix() -> None:
     busy = engine()
     prompt = LONG[:40]
     for _ in range(4):
@@ -150,7 +150,7 @@ def test_a_longer_past_replaces_what_it_begins_with() -> None:
     assert len(busy.prefixes) == 1
 
 
-def test_cancelled_rows_leave_their_past_and_failed_ones_do_not() -> None:
+def test_cancelled_rows_are_cached_and_failed_ones_are_not() -> None:
     busy = engine()
     assert busy.prefixes is not None
     row = busy.prepare(LONG[:40], em.SamplingParams(max_tokens=50))
@@ -180,7 +180,7 @@ def test_other_kinds_of_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "gemma3_text"])
-def test_a_state_that_cannot_be_cut_is_taken_whole_or_not_at_all(name: str) -> None:
+def test_a_state_that_cannot_be_cut_is_reused_whole_or_not_at_all(name: str) -> None:
     target = em.Target(tiny_model(name))
     params = em.SamplingParams(max_tokens=24)
     first = [t % 16 + 1 for t in LONG[:50]]

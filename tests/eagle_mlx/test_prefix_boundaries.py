@@ -48,7 +48,7 @@ def proposer(kind: str, which: em.Target) -> em.HeadProposer | em.NgramProposer 
 
 
 @pytest.mark.parametrize(("name", "drafts", "chunk"), diagonal(KINDS, ["none", "ngram", "head"], [16, 7, 512]))
-def test_the_next_turn_and_another_question_go_on_from_a_boundary(name: str, drafts: str, chunk: int) -> None:
+def test_the_next_turn_and_another_question_continue_from_a_boundary(name: str, drafts: str, chunk: int) -> None:
     which = target(name)
 
     def engine(nbytes: int) -> em.Engine:
@@ -75,7 +75,7 @@ def test_without_a_boundary_a_prompt_ends_in_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5"])
-def test_prompts_that_are_read_side_by_side_have_boundaries_of_their_own(name: str) -> None:
+def test_prompts_in_one_batch_have_separate_boundaries(name: str) -> None:
     prompts = [[number, *CHAT[: 40 + 13 * number]] for number in range(1, 4)]
     ends = [20 + 9 * number for number in range(1, 4)]
     busy = em.Engine(target(name), max_batch=3, prefix_cache_bytes=MANY)
@@ -92,7 +92,7 @@ def test_prompts_that_are_read_side_by_side_have_boundaries_of_their_own(name: s
         assert got.tokens == answered(em.Engine(target(name)), other).tokens
 
 
-def test_a_forward_ends_at_a_boundary_only_where_a_state_must_be_taken(positions_read: list[int]) -> None:
+def test_a_forward_ends_at_a_boundary_only_for_recurrent_states(positions_read: list[int]) -> None:
     for name, wanted in (("qwen3", [89]), ("gemma3_text", [89]), ("qwen3_5", [49, 39])):
         busy = em.Engine(target(name), prefill_chunk=89, prefix_cache_bytes=MANY)
         positions_read.clear()
@@ -111,7 +111,7 @@ def test_keys_and_values_are_kept_once() -> None:
     assert busy.prefixes.nbytes == pytest.approx(one * (len(CHAT) + 5 * PARAMS.max_tokens), rel=0.05)
 
 
-def test_a_state_is_kept_once_for_all_that_begin_alike() -> None:
+def test_a_state_is_kept_once_per_shared_prefix() -> None:
     which = target("mamba2")
     busy = em.Engine(which, prefix_cache_bytes=MANY)
     assert busy.prefixes is not None
@@ -130,7 +130,7 @@ def _states(which: em.Target) -> list[mx.array]:
     return cache.state
 
 
-def test_stops_are_those_that_are_worth_a_snapshot() -> None:
+def test_stops_are_worth_a_snapshot() -> None:
     assert stops((), 100) == [98]
     assert stops((50, 95), 100) == [49, 94]
     assert stops((40, 50, 60), 100) == [39, 59, 98]

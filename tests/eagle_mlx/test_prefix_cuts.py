@@ -63,7 +63,7 @@ def cancelled(engine: em.Engine, prompt: list[int], tokens: int, params: em.Samp
 @pytest.mark.parametrize(
     ("kind", "seeded"), diagonal([("gemma3_text", 32), ("gpt_oss", 32), ("gemma3_text", 128)], [False, True])
 )
-def test_drafts_that_went_round_the_ring_are_not_cut_into(kind: tuple[str, int], seeded: bool) -> None:
+def test_drafts_that_wrapped_around_the_ring_are_not_reused(kind: tuple[str, int], seeded: bool) -> None:
     """Rejected drafts reach further than the text: the ring's first slots hold them, not the start of the text."""
     params = em.SamplingParams(temperature=0.8 if seeded else 0.0, seed=3, max_tokens=12)
     name, window = kind
@@ -80,7 +80,7 @@ def test_drafts_that_went_round_the_ring_are_not_cut_into(kind: tuple[str, int],
             assert got.tokens == cold(which, tuple(prompt), params)
 
 
-def test_a_plain_round_ahead_of_a_stop_is_not_cut_into() -> None:
+def test_a_plain_round_past_a_stop_is_not_reused() -> None:
     """The text ends when the ring is full, and one more entry has been written by then."""
     which = target("gemma3_text", 32)
     params = em.SamplingParams(max_tokens=12)
@@ -98,7 +98,7 @@ def test_a_plain_round_ahead_of_a_stop_is_not_cut_into() -> None:
         assert same(which, again, got.tokens, cold(which, tuple(again), params))
 
 
-def test_a_past_is_offered_as_far_as_its_windows_are_whole() -> None:
+def test_a_text_is_reused_if_its_windows_are_complete() -> None:
     """Also a shorter past is reused if the ring still holds every entry that it sees."""
     which = target("gemma3_text", 32)
     params = em.SamplingParams(max_tokens=10)

@@ -46,7 +46,7 @@ def test_19_servers_that_share_a_folder_count_each_others_files_at_once(tmp_path
     assert put(databases[0], 20, 1001) == 0, "it would never fit"
 
 
-def test_19_a_file_that_both_write_is_counted_once(tmp_path: Path) -> None:
+def test_19_a_file_that_two_servers_write_is_counted_once(tmp_path: Path) -> None:
     databases = [opened(tmp_path) for _ in range(2)]
     found = [put(database, number, 100) for database in databases for number in range(10)]
     assert found == [100] * 10 + [0] * 10
@@ -104,7 +104,7 @@ here.write(other, b"x" * 700, 1)
 """
 
 
-def test_of_a_killed_process_nothing_is_left_that_counts(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     """It had deleted a file to make space, and written another one that has no row yet."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert done.returncode == -9
@@ -137,7 +137,7 @@ def test_19_a_damaged_database_starts_over_with_its_files(tmp_path: Path, damage
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_19_without_a_database_nothing_is_written_and_that_is_said_once(
+def test_19_without_a_database_nothing_is_written_and_one_message_says_so(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / NAME)
@@ -161,7 +161,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=16), max_size=
 
 @settings(max_examples=in_full(100, 15))
 @given(TEXTS, st.lists(st.integers(0, 1), min_size=2, max_size=18), st.sampled_from(["positions", "windows", "states"]))
-def test_the_longest_beginning_is_found(texts: list[list[int]], prompt: list[int], kind: str) -> None:
+def test_the_longest_prefix_is_found(texts: list[list[int]], prompt: list[int], kind: str) -> None:
     """Among snapshots that can be cut anywhere, only at their end, or up to a token before it in the last block."""
     keys, wanted, positional = keys_of(prompt), 0, kind == "positions"
     with pytest.MonkeyPatch.context() as patched, TemporaryDirectory() as name:

@@ -50,7 +50,7 @@ def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", in_turn(KINDS, of=3))
-def test_16_files_of_a_namespace_are_of_no_use_to_another(tmp_path: Path, kind: str) -> None:
+def test_16_namespaces_do_not_share_files(tmp_path: Path, kind: str) -> None:
     prompt = list(range(40))
 
     def cached(by: em.Engine, namespace: str) -> int:
@@ -71,7 +71,7 @@ def test_16_files_of_a_namespace_are_of_no_use_to_another(tmp_path: Path, kind: 
 @pytest.mark.parametrize(
     ("kind", "drafts", "params"), diagonal(KINDS, ["none", "head", "draft", "hybrid"], [GREEDY, SEEDED])
 )
-def test_a_new_engine_goes_on_where_the_old_one_was(
+def test_a_new_engine_continues_from_the_files_of_the_old_one(
     tmp_path: Path, kind: str, drafts: str, params: em.SamplingParams
 ) -> None:
     drafts = drafts if kind == "full" or drafts in ("head", "hybrid") else "none"
@@ -112,9 +112,7 @@ def test_others_decode_while_a_text_is_read_from_files(
     assert disk(again).bytes_ahead == 0
 
 
-def test_what_was_read_for_a_request_that_is_cancelled_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_read_for_a_cancelled_request_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = "qwen3_next"  # its blocks wait until all are there
     with_text(tmp_path, kind)
     monkeypatch.setattr("eagle_mlx.engine.disk.tier.STEP_BYTES", 1)
@@ -127,7 +125,7 @@ def test_what_was_read_for_a_request_that_is_cancelled_is_dropped(
     assert disk(again).bytes_ahead == 0
 
 
-def test_only_what_memory_lacks_is_read(tmp_path: Path) -> None:
+def test_only_blocks_that_memory_lacks_are_read(tmp_path: Path) -> None:
     said = with_text(tmp_path)
     again = engine(tmp_path)
     answered(again, TEXT[:64])
@@ -141,7 +139,7 @@ def test_only_what_memory_lacks_is_read(tmp_path: Path) -> None:
     assert read == (disk(again).hits, disk(again).bytes_read), "memory has all of it"
 
 
-def test_texts_that_begin_alike_share_files_and_a_longer_one_takes_the_place_of_a_shorter(tmp_path: Path) -> None:
+def test_texts_share_files_and_longer_blocks_replace_shorter_ones(tmp_path: Path) -> None:
     busy, prompt = engine(tmp_path), TEXT[:70]
     for _ in range(3):
         prompt = [*prompt, *answered(busy, prompt).tokens, 1, 2, 3]
@@ -154,7 +152,7 @@ def test_texts_that_begin_alike_share_files_and_a_longer_one_takes_the_place_of_
 
 @settings(max_examples=in_full(60, 6))
 @given(st.data())
-def test_damaged_files_are_named_and_do_no_harm(data: st.DataObject) -> None:
+def test_damaged_files_are_reported_and_do_no_harm(data: st.DataObject) -> None:
     kind, drafts = "gemma3_text", "head"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -180,7 +178,7 @@ def test_damaged_files_are_named_and_do_no_harm(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("kind", "drafts", "seed"), [("full", "none", 1), ("full", "head", 0), ("quantised", "none", 0)]
 )
-def test_what_another_model_has_written_is_never_read(tmp_path: Path, kind: str, drafts: str, seed: int) -> None:
+def test_files_of_another_model_are_never_read(tmp_path: Path, kind: str, drafts: str, seed: int) -> None:
     with_text(tmp_path)
     other = engine(tmp_path, kind, drafts, seed)
     assert disk(other).folder != blocks(tmp_path)[0].parent
@@ -189,7 +187,7 @@ def test_what_another_model_has_written_is_never_read(tmp_path: Path, kind: str,
     assert got.tokens == cold(tuple(TEXT), kind, drafts, seed)
 
 
-def test_files_of_another_text_under_a_texts_name_are_passed_over(tmp_path: Path) -> None:
+def test_files_with_the_name_of_another_text_are_skipped(tmp_path: Path) -> None:
     first = engine(tmp_path)
     answered(first, TEXT)
     answered(first, TEXT[::-1])
@@ -225,15 +223,13 @@ def test_bytes_are_bounded_over_all_models_and_the_least_recently_used_go_first(
     assert 0 < smaller.nbytes == nbytes(tmp_path) <= 1.2 * one
 
 
-def test_of_a_text_that_must_make_room_the_end_goes_first(tmp_path: Path) -> None:
+def test_the_end_of_a_text_is_removed_first(tmp_path: Path) -> None:
     with_text(tmp_path)
     got = answered(engine(tmp_path, limit=int(0.6 * nbytes(tmp_path))), TEXT)
     assert 0 < got.cached_tokens < len(TEXT) // 2 + 32
 
 
-def test_a_full_disk_is_told_once_and_nobody_is_kept_from_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_once_and_answers_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = list[str]()
     busy = engine(tmp_path, say=said_of(["No space left on device"], heard))
 
@@ -248,7 +244,7 @@ def test_a_full_disk_is_told_once_and_nobody_is_kept_from_an_answer(
     assert not list(disk(busy).folder.glob("*block*"))
 
 
-def test_a_file_that_cannot_be_opened_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_opened_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_text(tmp_path)
     heard = list[str]()
     again = engine(tmp_path, say=said_of(["Too many open files"], heard))
@@ -264,7 +260,7 @@ def test_a_file_that_cannot_be_opened_now_stays(tmp_path: Path, monkeypatch: pyt
     assert answered(engine(tmp_path), TEXT).cached_tokens == len(TEXT) - 2
 
 
-def test_a_folder_that_cannot_be_made_is_told_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     heard = list[str]()
     busy = engine(tmp_path / "file" / "below", say=said_of(["cannot write"], heard))
@@ -275,7 +271,7 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path: Path) -> None:
         engine(tmp_path / "file")
 
 
-def test_19_two_engines_share_a_folder_and_what_one_has_written_the_other_finds(tmp_path: Path) -> None:
+def test_19_two_engines_in_one_folder_find_each_others_files(tmp_path: Path) -> None:
     one, two = engine(tmp_path), engine(tmp_path)
     answered(one, TEXT)
     written(one)
@@ -285,7 +281,7 @@ def test_19_two_engines_share_a_folder_and_what_one_has_written_the_other_finds(
     assert disk(one).passed_over == disk(two).passed_over == 0
 
 
-def test_19_what_somebody_has_deleted_is_written_again(tmp_path: Path) -> None:
+def test_19_deleted_files_are_written_again(tmp_path: Path) -> None:
     """One missing block is noticed; the blocks after it are missing too."""
     with_text(tmp_path)
     before = [path.name for path in blocks(tmp_path)]
@@ -338,9 +334,7 @@ def test_19_fifos_and_folders_with_the_name_of_a_block_are_skipped(tmp_path: Pat
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_19_a_block_that_becomes_a_fifo_or_a_folder_is_passed_over(
-    tmp_path: Path, make: Callable[[Path], None]
-) -> None:
+def test_19_a_block_that_becomes_a_fifo_or_a_folder_is_skipped(tmp_path: Path, make: Callable[[Path], None]) -> None:
     heard = list[str]()
     with_text(tmp_path)
     again = engine(tmp_path, say=said_of(["not a regular file"], heard))
@@ -389,7 +383,7 @@ def test_19_a_read_only_folder_is_read_and_reported_once(read_only: Callable[[],
     assert nbytes(folder) == before
 
 
-def test_a_text_too_large_for_memory_is_left_on_the_disk(tmp_path: Path) -> None:
+def test_a_text_too_large_for_memory_stays_on_disk(tmp_path: Path) -> None:
     with_text(tmp_path)
     again = engine(tmp_path)
     assert again.prefixes is not None
@@ -398,7 +392,7 @@ def test_a_text_too_large_for_memory_is_left_on_the_disk(tmp_path: Path) -> None
     assert (got.cached_tokens, disk(again).bytes_read) == (0, 0)
 
 
-def test_what_fails_while_files_are_read_costs_the_reading_alone(
+def test_a_failure_while_files_are_read_costs_only_the_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_text(tmp_path)
@@ -420,7 +414,7 @@ def test_what_fails_while_files_are_read_costs_the_reading_alone(
     ]
 
 
-def test_what_a_third_partys_proposer_keeps_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_proposer_with_unknown_state_is_refused_at_the_start(tmp_path: Path) -> None:
     class Other(em.HeadProposer):
         pass
 
@@ -433,7 +427,7 @@ def test_what_a_third_partys_proposer_keeps_is_refused_at_the_start(tmp_path: Pa
         DiskTier(tmp_path, MANY, which, Foreign())  # type: ignore[arg-type]
 
 
-def test_by_default_a_share_of_the_disk(tmp_path: Path) -> None:
+def test_by_default_the_limit_is_a_share_of_the_disk(tmp_path: Path) -> None:
     usage = shutil.disk_usage(tmp_path)
     found = default_bytes(tmp_path / "not" / "there")
     assert 0 < found <= usage.total // 10
@@ -452,7 +446,7 @@ def sickly(name: str) -> em.Target:
 
 
 @pytest.mark.parametrize(("name", "after"), diagonal(["gemma3_text", "gpt_oss", "qwen3_next"], [1, 9, 40]))
-def test_3_nothing_is_kept_that_is_not_a_number(tmp_path: Path, name: str, after: int) -> None:
+def test_3_nan_is_not_cached(tmp_path: Path, name: str, after: int) -> None:
     """A prompt continues with a token that reads as NaN. Later prompts with its prefix read well, also from files."""
     which = sickly(name)
     params = em.SamplingParams(max_tokens=8, ignore_eos=True, logit_bias={SICK: -1e4})

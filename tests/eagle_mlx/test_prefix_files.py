@@ -55,7 +55,7 @@ def test_any_changed_byte_of_a_file_or_its_row_changes_the_checksum() -> None:
     st.lists(st.integers(1, 12), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), max_size=4),
 )
-def test_blocks_are_what_pieces_would_be(lengths: list[int], left_out: list[tuple[int, int]]) -> None:
+def test_blocks_equal_pieces(lengths: list[int], left_out: list[tuple[int, int]]) -> None:
     """Entries hold their positions; a head's entries skip some."""
     total = sum(lengths)
     gone = {position for start, count in left_out for position in range(start, start + count)}

@@ -84,9 +84,7 @@ steps = st.one_of(
 
 @settings(max_examples=in_full(2000, 150))
 @given(st.lists(steps, max_size=40), st.sampled_from([60, 150, 400, 100_000]))
-def test_a_tree_keeps_and_finds_what_a_list_of_all_texts_does(
-    history: list[tuple[str, tuple[int, ...], float, int]], limit: int
-) -> None:
+def test_a_tree_equals_a_list_of_all_texts(history: list[tuple[str, tuple[int, ...], float, int]], limit: int) -> None:
     tree, naive = PrefixTree(), Naive()
     for step, keys, share, number in history:
         asked = np.array(keys, np.int64)
@@ -130,7 +128,7 @@ def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     return next((at for at, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), min(len(a), len(b)))  # noqa: B905
 
 
-def test_what_texts_have_in_common_is_kept_once() -> None:
+def test_shared_prefixes_are_kept_once() -> None:
     tree = PrefixTree()
     shared = tuple(range(100))
     for last in range(5):
@@ -153,7 +151,7 @@ def test_a_text_of_very_many_pieces_is_found() -> None:
     assert (found.length, len(found.pieces), len(tree)) == (399, 399, 1)
 
 
-def test_16_namespaces_share_bytes_and_nothing_else() -> None:
+def test_16_namespaces_share_only_the_limit() -> None:
     tree, keys = PrefixTree(), (1, 2, 3)
 
     def insert(namespace: str, limit: float = math.inf) -> bool:

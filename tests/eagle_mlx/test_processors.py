@@ -152,7 +152,7 @@ def test_every_position_is_treated_as_plain_decoding_would(
             text += map(int, emitted[: kept + 1])
 
 
-def test_rows_that_ask_for_nothing_pay_nothing() -> None:
+def test_rows_without_processors_pay_nothing() -> None:
     plain = row(SamplingParams(temperature=1, top_p=0.9, min_p=0.1, logprobs=True), [1], [2])
     assert Processors.of([plain, plain], 9) is None
     asking = row(SamplingParams(presence_penalty=1), [1], [2])
@@ -241,7 +241,7 @@ KINDS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.9,
 
 
 @pytest.mark.parametrize(("asked", "kind"), diagonal(ASKING, KINDS))
-def test_speculation_and_company_change_nothing(asked: str, kind: str) -> None:
+def test_speculation_and_batches_change_nothing(asked: str, kind: str) -> None:
     """Unless in full, each text uses half of the proposers, alternately."""
     how = KINDS[kind]
     params = SamplingParams(max_tokens=LENGTH, **ASKING[asked], **how)
@@ -266,7 +266,7 @@ def test_speculation_and_company_change_nothing(asked: str, kind: str) -> None:
             assert outputs[4].accepted > 3
 
 
-def test_unseeded_rows_keep_to_their_processors_too() -> None:
+def test_unseeded_rows_follow_their_processors_too() -> None:
     params = SamplingParams(temperature=1.2, max_tokens=40, **ASKING["grammar"], logit_bias={7: -1e4})
     for proposer in (None, em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()):
         for output in em.Engine(TARGET, proposer, policy=em.FixedPolicy(3)).generate(PROMPTS, params):
@@ -275,7 +275,7 @@ def test_unseeded_rows_keep_to_their_processors_too() -> None:
             assert 7 not in output.tokens
 
 
-def test_a_grammar_stands_behind_the_accepted_tokens_alone() -> None:
+def test_a_grammar_has_seen_only_the_accepted_tokens() -> None:
     made: list[Steps] = []
 
     def make() -> Steps:
@@ -372,7 +372,7 @@ def test_logprobs_are_the_targets_own(kind: dict[str, Any], top: int) -> None:
                 assert [row_[token] for token, _ in each.top] == pytest.approx([p for _, p in each.top], abs=1e-3)
 
 
-def test_no_logprobs_are_listed_behind_a_stop() -> None:
+def test_no_logprobs_are_listed_after_a_stop() -> None:
     text = plain_text(PROMPTS[0], SamplingParams(max_tokens=LENGTH))
     params = SamplingParams(max_tokens=LENGTH, stop_token_ids=(text[6],), top_logprobs=1)
     output = em.Engine(TARGET, Guess([[*PROMPTS[0], *text]], 0.0), policy=em.FixedPolicy(5)).generate(
@@ -438,7 +438,7 @@ def test_a_string_is_found_with_the_token_that_completes_it(text: str, start: in
     assert ended == first_end(tokens, stop)
 
 
-def test_of_two_stop_strings_the_earliest_in_the_text_cuts_it() -> None:
+def test_the_earliest_stop_string_cuts_the_text() -> None:
     assert WORDED.tokenizer is not None
     stops = StopStrings(("cd", "bcde", "x"), WORDED.tokenizer)
     assert stops.cut("abcdef") == ("a", "bcde")
@@ -522,7 +522,7 @@ def test_8_masks_of_another_shape_fail_their_row_alone(kind: Any, shape: str, dr
 
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("answer", [[], (), 3])
-def test_9_a_grammar_that_answers_without_masks_fails_its_row(answer: Any, drafts: bool) -> None:
+def test_9_a_grammar_that_returns_no_masks_fails_its_row(answer: Any, drafts: bool) -> None:
     """It is never decoded unmasked."""
     params = SamplingParams(max_tokens=LENGTH, grammar=lambda: Answers(lambda _: answer))
     fails_alone(params, r"the grammar failed: answer\(\) returned .*; return a list of masks", drafts)
@@ -549,7 +549,5 @@ def spoils(tokens: list[int], logits: mx.array) -> mx.array:
         (spoils, r"a logits processor returned NaN"),
     ],
 )
-def test_8_9_processors_that_give_something_else_fail_their_row_alone(
-    processor: Any, message: str, drafts: bool
-) -> None:
+def test_8_9_processors_with_invalid_results_fail_only_their_row(processor: Any, message: str, drafts: bool) -> None:
     fails_alone(SamplingParams(max_tokens=LENGTH, logits_processors=(processor,)), message, drafts)

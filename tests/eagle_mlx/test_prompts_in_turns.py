@@ -51,7 +51,7 @@ def chunks(length: int) -> int:
 
 
 @pytest.mark.parametrize("client", ["many", "other"])
-def test_a_short_prompt_goes_between_two_chunks_of_a_long_one(client: str) -> None:
+def test_a_short_prompt_is_read_between_two_chunks_of_a_long_one(client: str) -> None:
     busy = engine()
     long = submit(busy, 300, "many")
     busy.step()
@@ -76,7 +76,7 @@ def test_a_long_prompt_takes_at_most_twice_as_many_steps() -> None:
     finish(busy)
 
 
-def test_of_two_long_prompts_the_shorter_one_ends_first_and_neither_waits_for_all_of_the_other() -> None:
+def test_two_long_prompts_alternate_and_the_shorter_ends_first() -> None:
     busy = engine()
     longer = submit(busy, 200, "a")
     busy.step()
@@ -88,7 +88,7 @@ def test_of_two_long_prompts_the_shorter_one_ends_first_and_neither_waits_for_al
     finish(busy)
 
 
-def test_a_prompt_as_long_waits_for_the_one_before_it() -> None:
+def test_a_prompt_of_the_same_length_waits_for_the_one_before_it() -> None:
     """Alternating would delay the first prompt's tokens without making the second's earlier."""
     busy = engine()
     first = submit(busy, 81, "a")
@@ -118,7 +118,7 @@ def test_one_client_with_fifty_long_requests_does_not_hold_up_anothers_short_one
     finish(busy)
 
 
-def test_what_waits_for_memory_is_not_passed_for_ever_by_short_prompts() -> None:
+def test_a_request_that_waits_for_memory_is_not_passed_forever() -> None:
     busy = engine(max_batch=8, kv_bytes=1)
     busy.kv_budget.nbytes = busy.kv_budget.size.nbytes(1, 400)
     busy.kv_budget.longest = 400
@@ -145,7 +145,7 @@ def test_what_waits_for_memory_is_not_passed_for_ever_by_short_prompts() -> None
     ),
     cached=st.booleans(),
 )
-def test_whoever_comes_and_goes_all_say_what_they_would_say_alone(
+def test_texts_do_not_depend_on_arrivals_and_cancellations(
     events: list[tuple[str, int, int, bool]], cached: bool
 ) -> None:
     """events: the client, the prompt's length, the steps before the next event, and whether a request is cancelled."""

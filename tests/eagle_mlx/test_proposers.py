@@ -97,7 +97,7 @@ def test_drafts_equal_those_of_a_head_without_a_cache(
         (6, None, 6, 0),
     ],
 )
-def test_a_chain_ends_where_its_confidence_falls_below_what_the_plan_says(
+def test_a_chain_ends_below_the_confidence_of_the_plan(
     proposer: em.HeadProposer | em.DraftModelProposer, depth: int, stop_below: float | None, length: int, looks: int
 ) -> None:
     proposer.bind(TARGET)
@@ -112,7 +112,7 @@ def test_a_chain_ends_where_its_confidence_falls_below_what_the_plan_says(
     assert len(draft.confidences) == looks
 
 
-def test_a_chain_says_how_sure_it_is() -> None:
+def test_a_chain_reports_its_confidence() -> None:
     """The product of the likeliest tokens' probabilities at each row's temperature, whatever was drawn."""
     params = [SamplingParams(), SamplingParams(temperature=0.5, seed=1)]
     text = [5, 6, 7, 8]
@@ -138,7 +138,7 @@ def test_a_chain_says_how_sure_it_is() -> None:
             assert confidences[row] == pytest.approx(sure, rel=1e-3)
 
 
-def test_rejection_rows_get_the_distribution_that_they_were_drawn_from() -> None:
+def test_rejection_rows_get_the_distribution_of_their_drafts() -> None:
     proposer = em.HeadProposer(HEADS["some"])
     proposer.bind(TARGET)
     text = [1, 2, 3, 4, 5, 6]
@@ -181,7 +181,7 @@ def told(text: list[int], start: int, stop: int, at_once: int) -> HeadState:
     return state
 
 
-def test_a_head_that_is_not_asked_reads_nothing_and_then_only_what_is_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_head_reads_nothing_and_then_only_the_newest_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long plain decoding must cost nothing, and no unread positions may accumulate."""
     batch, at = SamplingBatch.of([SamplingParams()], [0]), mx.array([206])
     text = [int(t) for t in np.random.default_rng(2).integers(0, 128, 210)]
@@ -198,7 +198,7 @@ def test_a_head_that_is_not_asked_reads_nothing_and_then_only_what_is_newest(mon
 
 
 @pytest.mark.parametrize("length", [2, 3, 60, 204, 205])
-def test_a_past_with_positions_left_out_can_be_taken_over(length: int) -> None:
+def test_a_state_with_skipped_positions_can_be_joined(length: int) -> None:
     text = [int(t) for t in np.random.default_rng(2).integers(0, 128, 210)]
     state = told(text, 4, 205, at_once=1)
     assert state.length(0) == 205
@@ -282,7 +282,7 @@ def test_ngram_trees_hold_what_followed_before(text: list[int], depth: int, more
     assert first in branches  # the likeliest chain is a branch if it fits
 
 
-def test_branches_that_begin_alike_share_their_nodes() -> None:
+def test_branches_with_a_common_prefix_share_nodes() -> None:
     assert merge_branches([[5, 6, 7], [5, 8], [9]], 5) == ([5, 6, 7, 8, 9], [0, 1, 2, 1, 0])
     assert merge_branches([[5, 6, 7], [5, 8], [9]], 2) == ([5, 6], [0, 1])
     assert merge_branches([], 4) == ([], [])

@@ -57,7 +57,7 @@ def test_text_is_mlx_lms_own_with_such_a_cache(bits: int, max_batch: int) -> Non
         assert [o.tokens for o in engine.generate(PROMPTS, params)] == plain
 
 
-def test_pasts_are_kept_in_few_bits_too() -> None:
+def test_quantized_caches_are_reused() -> None:
     params = em.SamplingParams(max_tokens=12)
     engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), prefix_cache_bytes=1 << 30, kv_bits=8)
     whole = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), prefix_cache_bytes=1 << 30)
@@ -72,7 +72,7 @@ def test_pasts_are_kept_in_few_bits_too() -> None:
     assert again.tokens == em.Engine(TARGET, kv_bits=8).generate([prompt], params)[0].tokens
 
 
-def test_what_cannot_be_quantised_is_refused_when_the_engine_is_built() -> None:
+def test_unquantizable_models_are_refused_when_the_engine_is_built() -> None:
     with pytest.raises(ConfigError, match="kv_bits must be 4, 8 or None; got 3"):
         em.Engine(TARGET, kv_bits=3)
     with pytest.raises(TargetError, match="heads of 16 and 16 numbers"):

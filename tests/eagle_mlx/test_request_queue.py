@@ -92,7 +92,7 @@ def test_if_all_fit_the_first_is_the_next(rows: list[tuple[str, int]]) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60), st.booleans()), max_size=60))
-def test_nobody_is_lost_and_nobody_waits_longer_than_promised(events: list[tuple[str, int, bool]]) -> None:
+def test_no_request_is_lost_or_waits_longer_than_promised(events: list[tuple[str, int, bool]]) -> None:
     """A request waits at most as many turns of its client as those before it can be passed."""
     waiting, order, ahead = RequestQueue(CHUNK), [], {}
     taken: Counter[str] = Counter()
@@ -149,7 +149,7 @@ def test_new_clients_do_not_pass_a_client_forever() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40), st.booleans()), max_size=40))
-def test_a_request_is_told_how_many_go_before_it(events: list[tuple[str, int, bool]]) -> None:
+def test_a_request_knows_how_many_are_ahead_of_it(events: list[tuple[str, int, bool]]) -> None:
     waiting, told = RequestQueue(CHUNK), row("a")
     assert waiting.before(told) is None
     for client, length, pops in events:
@@ -160,7 +160,7 @@ def test_a_request_is_told_how_many_go_before_it(events: list[tuple[str, int, bo
     assert [places[id(each)] for each in drained(waiting)] == list(range(len(places)))
 
 
-def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
+def test_a_short_request_does_not_wait_for_all_requests_of_another_client() -> None:
     engine = em.Engine(tiny_target(), max_batch=2)
     rng = np.random.default_rng(0)
     params = em.SamplingParams(max_tokens=30)

@@ -118,7 +118,7 @@ def test_rule(params: SamplingParams, rule: str) -> None:
     assert params.lossless == (rule != "threshold")
 
 
-def test_flags_say_what_some_row_needs() -> None:
+def test_flags_show_what_some_row_needs() -> None:
     greedy, coupled = SamplingParams(top_p=0.5), SamplingParams(temperature=1, seed=1)
     batch = SamplingBatch.of([greedy, greedy], [1, 2])
     assert (batch.all_greedy, batch.any_greedy, batch.any_filtered) == (True, True, False)
@@ -216,7 +216,7 @@ def test_distribution_is_the_definition_row_by_row(rows: list[SamplingParams], s
     width=st.integers(1, 4),
     start=st.integers(0, 10**6),
 )
-def test_a_row_does_not_depend_on_its_company(
+def test_a_row_does_not_depend_on_other_rows(
     rows: list[tuple[SamplingParams, int]], place: int, width: int, start: int
 ) -> None:
     place %= len(rows)

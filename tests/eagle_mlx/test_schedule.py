@@ -77,7 +77,7 @@ def test_prompts_that_fit_into_a_chunk_together_are_read_in_one_forward(position
     assert [count for count in positions_read if count > 8] == [7 * 29]
 
 
-def test_others_go_on_while_a_long_prompt_is_read() -> None:
+def test_others_decode_while_a_long_prompt_is_read() -> None:
     busy = engine(prefill_chunk=8)
     talking, reading = (busy.prepare(PROMPTS[i], em.SamplingParams(max_tokens=40)) for i in (0, 1))
     busy.submit(talking)
@@ -96,7 +96,7 @@ def test_others_go_on_while_a_long_prompt_is_read() -> None:
     st.lists(st.sampled_from(["submit", "cancel", "pause", "step", "step"]), max_size=40),
     st.randoms(use_true_random=False),
 )
-def test_rows_that_stay_are_not_disturbed_by_those_that_go(events: list[str], random: object) -> None:
+def test_rows_that_leave_do_not_disturb_others(events: list[str], random: object) -> None:
     busy = engine(max_batch=3, prefill_chunk=16)
     rows: list[tuple[int, RequestState]] = []
     for event in events:
@@ -138,7 +138,7 @@ def poisoned(token: int) -> em.Target:
 
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("sick", [0, 1, 2])
-def test_a_row_whose_logits_are_no_numbers_fails_alone(drafts: bool, sick: int) -> None:
+def test_a_row_with_nan_logits_fails_alone(drafts: bool, sick: int) -> None:
     target = poisoned(15)
     proposer = em.HeadProposer(tiny_head(target)) if drafts else None
     busy, params = em.Engine(target, proposer, policy=em.FixedPolicy(2), max_batch=3), em.SamplingParams(max_tokens=10)
@@ -169,7 +169,7 @@ class Steep(qwen3.Model):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("how", ["plain", "chains", "trees"])
-def test_infinite_logits_are_no_nan(how: str) -> None:
+def test_infinite_logits_are_not_nan(how: str) -> None:
     """Inf minus inf in a sum would be NaN, so every logit is checked by itself."""
     model = Steep(qwen3.ModelArgs(**tiny_config()))  # type: ignore[arg-type]
     randomize(model, 0, 0.2)
@@ -207,7 +207,7 @@ def test_a_callable_that_raises_fails_its_own_request() -> None:
     assert [o.tokens for i, o in enumerate(outputs) if i != 2] == [t for i, t in enumerate(ALONE) if i != 2]
 
 
-def test_an_engine_goes_on_after_a_step_that_raised() -> None:
+def test_an_engine_continues_after_a_step_that_raised() -> None:
     busy = engine(max_batch=2)
     rows = [busy.prepare(prompt, em.SamplingParams(max_tokens=12)) for prompt in PROMPTS[:4]]
     for row in rows:
@@ -235,7 +235,7 @@ def test_a_row_that_ends_does_not_cost_the_others_a_round(monkeypatch: pytest.Mo
     assert len(thrown_away) <= 1
 
 
-def test_whoever_watches_is_told_of_every_round() -> None:
+def test_observers_see_every_round() -> None:
     results: list[RoundResult] = []
     busy = engine()
     busy.observer = results.append
@@ -275,7 +275,7 @@ def test_06_a_chunk_takes_no_longer_than_asked_while_others_decode(
     assert sum(chunks) in (26 * 100 - 1, 26 * 100)
 
 
-def test_06_nobody_waits_for_more_than_a_chunk_where_nobody_decodes(positions_read: list[int]) -> None:
+def test_06_chunks_have_full_size_if_no_request_decodes(positions_read: list[int]) -> None:
     busy = em.Engine(roomy(), prefill_chunk=1024)
     reading = busy.prepare(PROMPTS[1] * 26, em.SamplingParams(max_tokens=1))
     busy.submit(reading)

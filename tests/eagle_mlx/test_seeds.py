@@ -100,7 +100,7 @@ def expected_of_grammars(seeds: tuple[int, ...]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("proposer", "depth", "seeded"), diagonal(PROPOSERS, [3, 5], [True, False, False]))
-def test_1_the_same_tokens_though_masks_are_late(proposer: str, depth: int, seeded: bool) -> None:
+def test_1_the_same_tokens_even_if_masks_are_late(proposer: str, depth: int, seeded: bool) -> None:
     """A request without a seed follows the seed that it gets when it is prepared."""
     made: list[Late] = []
 
@@ -119,6 +119,6 @@ def test_1_the_same_tokens_though_masks_are_late(proposer: str, depth: int, seed
     assert sum(each.late for each in made) > 0
 
 
-def test_another_seed_says_something_else() -> None:
+def test_another_seed_gives_another_text() -> None:
     other = [em.SamplingParams(max_tokens=LENGTH, seed=100 + index, temperature=1.0) for index in range(COUNT)]
     assert not any(a.tokens == b for a, b in zip(em.Engine(TARGET).generate(PROMPTS, other), expected(), strict=True))

@@ -52,7 +52,7 @@ def serve(engine: em.Engine, count: int, rng: np.random.Generator) -> list[Reque
     return rows
 
 
-def test_many_requests_leave_nothing_behind() -> None:
+def test_many_requests_leak_nothing() -> None:
     target, rng = tiny_target(layers=2), np.random.default_rng(0)
     head = em.HybridProposer(em.HeadProposer(tiny_head(target)))
     engine = em.Engine(target, head, max_batch=8, prefill_chunk=16, prefix_cache_bytes=1 << 20)

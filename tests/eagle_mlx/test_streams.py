@@ -12,7 +12,7 @@ import pytest
 from eagle_mlx.cpu import blas, default_streams, make_streams, one_blas_thread
 
 
-def test_streams_are_of_their_own() -> None:
+def test_threads_have_their_own_streams() -> None:
     assert make_streams(1) == [mx.default_stream(mx.default_device())]
     streams = make_streams(3)
     assert len({str(stream) for stream in streams}) == 3

@@ -30,7 +30,7 @@ def branch(parents: list[int], node: int) -> list[int]:
 
 @settings(max_examples=some(150), deadline=None)
 @given(trees())
-def test_a_node_sees_its_branch_and_stands_at_its_depth(grown: tuple[list[list[int]], int]) -> None:
+def test_a_node_sees_its_branch_and_has_its_depth(grown: tuple[list[list[int]], int]) -> None:
     rows, levels = grown
     branches = Tree(mx.array(rows, mx.int32), levels).branches()
     seen, depths = np.array(branches.seen), np.array(branches.depths)
@@ -74,7 +74,7 @@ def test_the_branch_that_the_target_draws_is_kept(grown: tuple[list[list[int]], 
     assert nodes.shape == (len(rows), levels + 1)
 
 
-def test_a_chain_is_the_tree_in_which_each_node_hangs_below_the_last() -> None:
+def test_a_chain_is_a_tree_without_branches() -> None:
     tree = Tree(mx.array([[0, 1, 2]] * 2), 3)
     assert np.array(tree.branches().seen).tolist() == [np.tri(4, dtype=bool).tolist()] * 2
     samples = mx.array([[5, 6, 7, 8], [5, 6, 7, 8]])
@@ -84,7 +84,7 @@ def test_a_chain_is_the_tree_in_which_each_node_hangs_below_the_last() -> None:
 
 @settings(max_examples=some(200), deadline=None)
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32 - 1))
-def test_nodes_deeper_than_a_tree_says_are_lost_and_no_others(levels: int, count: int, seed: int) -> None:
+def test_only_nodes_deeper_than_levels_are_lost(levels: int, count: int, seed: int) -> None:
     """Equal siblings are one node."""
     rng = np.random.default_rng(seed)
     parents = np.where(rng.random(count) < 0.6, np.arange(count), rng.integers(0, np.arange(1, count + 1)))

@@ -74,7 +74,7 @@ def test_rejection_always_accepts_a_draft_from_p_itself() -> None:
     assert mx.all(verdict.accepted == 2).item()
 
 
-def test_a_refusal_by_rounding_draws_a_token_of_p() -> None:
+def test_a_rejection_caused_by_rounding_draws_from_p() -> None:
     p = mx.array([[[0.0, 1 - 2.0**-23, 0.0, 0.0]] * 2])
     q = mx.array([[[0.0, 1.0, 0.0, 0.0]]])
     arguments = mx.array([[1]]), mx.array([1]), mx.array([[1 - 2.0**-24]]), mx.zeros((1, 1, 4))
@@ -229,7 +229,7 @@ def test_drafts_beyond_a_rows_length_are_not_read(params: list[SamplingParams], 
 
 
 @pytest.mark.parametrize("params", [GREEDY, COUPLED, REJECTION, THRESHOLD])
-def test_a_row_of_nan_hurts_no_other(params: SamplingParams) -> None:
+def test_a_row_of_nan_harms_no_other(params: SamplingParams) -> None:
     case = Round.random([params, GREEDY, COUPLED, REJECTION, THRESHOLD], 3, 31, seed=1)
     broken = case.logits.copy()
     broken[0] = math.nan
@@ -246,7 +246,7 @@ def test_the_argmax_is_over_the_whole_vocabulary() -> None:
 
 @settings(max_examples=some(50), deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 9), st.booleans())
-def test_9_a_draft_judged_later_is_drawn_as_the_target_draws(seed: int, vocab: int, sparse: bool) -> None:
+def test_9_a_draft_judged_later_follows_the_target(seed: int, vocab: int, sparse: bool) -> None:
     """Averaged over all draft tokens by their probability, the result is the target's distribution."""
     rng = np.random.default_rng(seed)
     p, q = rng.dirichlet(np.full(vocab, 0.5), 2)
@@ -267,7 +267,7 @@ def test_9_a_mixture_of_equal_distributions_is_the_draft() -> None:
 
 
 @pytest.mark.parametrize("probs", [None, mx.array([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])])
-def test_9_pending_drafts_change_the_law_of_their_rows_alone(probs: mx.array | None) -> None:
+def test_9_pending_drafts_affect_only_their_rows(probs: mx.array | None) -> None:
     batch = SamplingBatch.of([replace(REJECTION, top_k=2), COUPLED, replace(REJECTION, top_k=0)], [1, 2, 3])
     logits = mx.array(np.random.default_rng(0).normal(size=(3, 2, 3)).astype(np.float32))
     before = np.array(distribution(logits, batch))
@@ -279,7 +279,7 @@ def test_9_pending_drafts_change_the_law_of_their_rows_alone(probs: mx.array | N
     assert np.allclose(after[0, 1], before[0, 1], atol=1e-6)
 
 
-def test_9_what_is_left_of_a_draft_is_judged_token_by_token() -> None:
+def test_9_the_rest_of_a_draft_is_judged_token_by_token() -> None:
     probs = mx.array(np.random.default_rng(0).dirichlet(np.ones(5), (2, 3)), mx.float32)
     draft = Draft(mx.array([[1, 2, 3], [4, 0, 0]]), mx.array([3, 1]), probs)
     left = draft.unjudged(0, [1])

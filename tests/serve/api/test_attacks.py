@@ -252,7 +252,7 @@ def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(
     assert encoder.begun == 0
 
 
-def test_a_short_request_does_not_wait_for_all_of_another_clients() -> None:
+def test_a_short_request_does_not_wait_for_all_requests_of_another_client() -> None:
     long = {"prompt": ["x"] * 40, "max_tokens": 20, "ignore_eos": True, "stream": True}
     other = {"X-Forwarded-For": "192.0.2.7"}  # from a proxy on this machine
     behind = wide(forwarded_allow_ips=("127.0.0.1",))
