@@ -108,7 +108,7 @@ class Batch:
 
     def may_decode(self, patience: float) -> bool:
         """Return whether a round can decode. It cannot if all requests' masks are late after `patience` seconds."""
-        return may_decode(self.requests, patience)
+        return self.processors is None or may_decode(self.requests, patience)
 
     def checkpoint(self) -> Checkpoint:
         """Return the state that a round will change, for `restore`."""
