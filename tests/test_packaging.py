@@ -129,7 +129,7 @@ def test_wheel_puts_one_name_into_site_packages(tmp_path: Path) -> None:
 
 def test_the_tree_names_what_exists() -> None:
     text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
-    section = text.split("\n## What is where\n")[1].split("\n## ")[0]
+    section = text.split("\n## The tree\n")[1].split("\n## ")[0]
     tree = "".join(re.findall(r"^```\n(.*?)^```", section, re.MULTILINE | re.DOTALL))
     folders: list[str] = []
     for line in filter(None, tree.splitlines()):
