@@ -91,6 +91,7 @@ class Channel:
         self._last = monotonic()
         """Time of the last message."""
         self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     @property
     def lock(self) -> threading.RLock:
@@ -100,9 +101,11 @@ class Channel:
     def watch(self) -> None:
         """Start to watch the connection and, in rank 0, to send heartbeats. All ranks must be connected."""
         self._last = monotonic()
-        threading.Thread(target=self._watch, name="ranks-watch", daemon=True).start()
+        self._threads.append(threading.Thread(target=self._watch, name="ranks-watch", daemon=True))
         if self.world.is_rank_zero:
-            threading.Thread(target=self._heartbeat, name="ranks-heartbeat", daemon=True).start()
+            self._threads.append(threading.Thread(target=self._heartbeat, name="ranks-heartbeat", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def send(self, message: Any) -> None:
         """Send a JSON value to the other ranks. Raises RanksError if the connection is lost."""
@@ -131,6 +134,15 @@ class Channel:
     def close(self) -> None:
         """Stop watching; no more messages are sent."""
         self._ended.set()
+
+    def join(self) -> None:
+        """After `close`, wait for the threads. Do not hold the lock.
+
+        A thread that still runs when Python ends keeps MLX's group alive, and MPI is not finalized.
+        """
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_HEARTBEAT)
 
     def exchange(self, text: bytes) -> bytes:
         """Exchange one message: every rank gets rank 0's text."""

@@ -95,6 +95,7 @@ def follow(target: Target, channel: Channel) -> None:
                 raise RanksError(f"rank {channel.world.rank}: {follower.differs}")
     finally:
         channel.close()
+        channel.join()
 
 
 def _say(channel: Channel, state: State) -> None:

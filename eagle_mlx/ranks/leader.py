@@ -197,6 +197,7 @@ class LeadingTarget(Target):
             if not self.channel.closed:
                 self.calls.send("end")  # still watched, in case they are lost unnoticed
                 self.channel.close()
+        self.channel.join()
 
     def _lose(self, reason: str) -> None:
         (self.on_lost or end_process)(reason)
