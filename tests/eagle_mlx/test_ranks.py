@@ -262,6 +262,9 @@ class Silent:
     def close(self) -> None:
         self.closed = True
 
+    def join(self) -> None:
+        """There are no threads."""
+
 
 def test_one_message_goes_before_each_forward_and_none_otherwise() -> None:
     channel: Any = Silent()
