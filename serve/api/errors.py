@@ -16,26 +16,15 @@ from starlette.responses import Response
 
 from eagle_mlx.errors import EagleError
 
-_TYPES = {
+_BOTH = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
-    500: "server_error",
-    501: "not_implemented_error",
-    503: "service_unavailable_error",
     504: "timeout_error",
 }
-_MESSAGES_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+_TYPES = {**_BOTH, 500: "server_error", 501: "not_implemented_error", 503: "service_unavailable_error"}
+_MESSAGES_TYPES = {**_BOTH, 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 """From Anthropic's documentation of errors, which uses 529 for its own overload."""
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
 MOST_SAID = 4000
@@ -111,9 +100,9 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error")
         return Error(error=ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)).plain()
 
-    def response(self, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    def response(self, path: str, headers: Mapping[str, str]) -> Response:
         """Return the error in the shape of the client's API, which the path and headers determine."""
-        body = self.messages_body if speaks_messages(path, headers or {}) else self.body
+        body = self.messages_body if speaks_messages(path, headers) else self.body
         return Response(json.dumps(body), self.status, self.headers, "application/json")
 
     @property
@@ -131,6 +120,10 @@ class ContextExceeded(ApiError):
     def __init__(self, message: str, param: str, prompt: int, context: int):
         super().__init__(400, message, param, "context_length_exceeded")
         self.prompt, self.context = prompt, context
+
+
+def client_gone() -> ApiError:
+    return ApiError(499, "the client has closed the connection")
 
 
 def speaks_messages(path: str, headers: Mapping[str, str]) -> bool:
@@ -154,21 +147,16 @@ def bad_request(error: EagleError) -> ApiError:
 def add_handlers(app: FastAPI) -> None:
     """Give all errors the body of the client's API."""
 
-    async def api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            asked = f"{shortened(request.method, 20)} {shortened(request.url.path, _NAMED)}"
+            message = f"{asked}: {HTTPStatus(error.status_code).phrase.lower()}"
+            if error.status_code == 404:
+                message += f"; the paths are {', '.join(sorted(app.openapi()['paths']))}"
+            error = ApiError(error.status_code, message, headers=error.headers)
+        elif not isinstance(error, ApiError):
+            error = ApiError(500, f"the server failed: {type(error).__name__}")
         return error.response(request.url.path, request.headers)
 
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        path = shortened(request.url.path, _NAMED)
-        message = f"{shortened(request.method, 20)} {path}: {HTTPStatus(error.status_code).phrase.lower()}"
-        if error.status_code == 404:
-            message += f"; there are {', '.join(sorted(app.openapi()['paths']))}"
-        return ApiError(error.status_code, message, headers=error.headers).response(request.url.path, request.headers)
-
-    async def unexpected(request: Request, error: Exception) -> Response:
-        return ApiError(500, f"the server failed: {type(error).__name__}").response(request.url.path, request.headers)
-
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, unexpected)
+    for kind in (ApiError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)

@@ -20,7 +20,7 @@ from eagle_mlx.request_state import RequestState
 
 from . import schema
 from .answer import DONE, dumps, failure
-from .errors import ApiError, Shape, bad_request
+from .errors import ApiError, Shape, bad_request, client_gone
 from .limits import read_body
 from .model import Encode, Loaded, check
 from .models import Models
@@ -76,15 +76,6 @@ def client_of(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
-def namespace_of(request: Request) -> str:
-    """Return the prefix cache namespace of a request: its key and `cache_salt`.
-
-    Requests without either share one namespace. The body must have been read.
-    """
-    key, salt = getattr(request.state, "key", None), request.state.cache_salt
-    return "" if key is None and salt is None else json.dumps([key, salt])
-
-
 class Owner(TypedDict):
     """The owner of a request, as `Engine.prepare` takes it."""
 
@@ -93,8 +84,13 @@ class Owner(TypedDict):
 
 
 def owner_of(request: Request) -> Owner:
-    """Return the owner of a request. The body must have been read."""
-    return Owner(client=client_of(request), namespace=namespace_of(request))
+    """Return the owner of a request: its client, and a prefix cache for its key and `cache_salt`.
+
+    Requests without either share one. The body must have been read.
+    """
+    key, salt = getattr(request.state, "key", None), request.state.cache_salt
+    namespace = "" if key is None and salt is None else json.dumps([key, salt])
+    return Owner(client=client_of(request), namespace=namespace)
 
 
 def json_response(body: Any, status: int = 200) -> Response:
@@ -124,19 +120,20 @@ async def read_request(request: Request, kind: type[R]) -> tuple[R, Service]:
 
 
 async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T], has_schema: bool = False) -> T:
-    """Run `work` in a thread, with a function that encodes the texts of this request.
+    """Run `work` in a thread, with a function that encodes texts until this is cancelled.
 
-    Cancelling this also cancels the encoding of a long text. The body must have been read. Library errors become
-    ApiError 400.
+    The body must have been read. Library errors become ApiError 400.
     """
-    pools, client = models_of(request).pools, client_of(request)
-    long, cancelled = models_of(request).settings.limits.long_bytes, Event()
+    cancelled = Event()
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:
-        return loaded.encoder.encode(text, add_special_tokens, len(text) >= long, cancelled)
+        if cancelled.is_set():
+            raise client_gone()
+        return loaded.encode(text, add_special_tokens)
 
     try:
-        return await pools.encode(lambda: work(encode), request.state.size, client, has_schema)
+        pools = models_of(request).pools
+        return await pools.encode(lambda: work(encode), request.state.size, client_of(request), has_schema)
     except EagleError as e:
         raise bad_request(e) from e
     finally:
@@ -223,7 +220,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ApiError(499, "the client has closed the connection")
+        raise client_gone()
     finally:
         working.cancel()
         leaving.cancel()

@@ -1,4 +1,4 @@
-"""Middleware in front of all routes: request forms, checks of key, host and framing, and the client's address."""
+"""Middleware in front of all routes: request forms, and checks of key, host and framing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from hashlib import blake2b
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -19,15 +19,12 @@ from eagle_mlx.errors import ConfigError
 from .errors import ApiError, speaks_messages
 
 log = logging.getLogger("eagle_mlx.serve")
-Address = IPv4Address | IPv6Address
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d+)?", re.IGNORECASE)
 OPEN = frozenset({"/", "/health", "/metrics"})
 """Paths that need no key, because they reveal nothing about requests or answers."""
 ANYBODY = "*"
 """Trusts any peer in `--forwarded-allow-ips`, as in uvicorn."""
-_MOST_PROXIES = 32
-"""Addresses to read from the right of the header. A real chain is shorter; a header may have 64 KB."""
 
 
 class KeyGuard:
@@ -79,63 +76,14 @@ class HostGuard:
         if scope["type"] != "http" or host is None or self._knows(host):  # browsers always send a host
             await self.app(scope, receive, send)
             return
-        said = f"the host {host[:100]!r} is not served here; to let it in, name it with --allowed-host"
-        await ApiError(403, said, code="host_not_allowed").response(scope["path"])(scope, receive, send)
+        said = f"the host {host[:100]!r} is not allowed; to allow it, start the server with --allowed-host"
+        refusal = ApiError(403, said, code="host_not_allowed")
+        await refusal.response(scope["path"], {})(scope, receive, send)
 
     def _knows(self, host: str) -> bool:
         found = _HOST.fullmatch(host)
         name = found[1].strip("[]").lower().rstrip(".") if found else ""
         return name == "localhost" or name in self._allowed or is_loopback(name)
-
-
-class FramingGuard:
-    """Refuses requests with both a length and a transfer coding: a proxy may read them as two (RFC 9112, 6.1)."""
-
-    def __init__(self, app: ASGIApp):
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or None in (header(scope, b"content-length"), header(scope, b"transfer-encoding")):
-            await self.app(scope, receive, send)
-            return
-        said = "the request has both Content-Length and Transfer-Encoding; send one of them"
-        await ApiError(400, said, headers={"Connection": "close"}).response(scope["path"])(scope, receive, send)
-
-
-class ForwardedFor:
-    """Takes the client's address from trusted proxies (`X-Forwarded-For`).
-
-    Each proxy appends the address of its peer; the client may forge everything to the left. The client is therefore the
-    right-most untrusted address, or the left-most address if all are trusted.
-    """
-
-    def __init__(self, app: ASGIApp, trusted: Sequence[str]):
-        """trusted: addresses and networks of proxies; `*` trusts any peer, but no address in the header."""
-        self.app, self._any = app, ANYBODY in trusted
-        self._networks = [ip_network(each) for each in trusted if each != ANYBODY]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        peer = scope.get("client")
-        if scope["type"] == "http" and peer is not None and (self._any or self._trusts(_address(peer[0]))):
-            given = [value.decode("latin-1") for key, value in scope["headers"] if key == b"x-forwarded-for"]
-            if (client := self._client(",".join(given))) is not None:
-                scope["client"] = (client, 0)
-        await self.app(scope, receive, send)
-
-    def _client(self, given: str) -> str | None:
-        """Return the client's address, or None if the header has none; the peer is then the client."""
-        client = None
-        for text in reversed(given.split(",")[-_MOST_PROXIES:]):
-            address = _address(text)
-            if address is None:
-                break
-            client = str(address)
-            if not self._trusts(address):
-                break
-        return client
-
-    def _trusts(self, address: Address | None) -> bool:
-        return address is not None and any(address in network for network in self._networks)
 
 
 def check_trusted(given: str) -> tuple[str, ...]:
@@ -146,23 +94,9 @@ def check_trusted(given: str) -> tuple[str, ...]:
             if part != ANYBODY:
                 ip_network(part)
         except ValueError as e:
-            said = f"--forwarded-allow-ips: {e}; give addresses or networks with commas between them, or *"
+            said = f"--forwarded-allow-ips: {e}; give addresses or networks, separated by commas, or *"
             raise ConfigError(said) from e
     return parts
-
-
-def _address(text: str) -> Address | None:
-    """Parse an address with or without a port, as proxies write it; return None if it is invalid."""
-    text = text.strip()
-    if text.startswith("["):
-        text = text[1:].partition("]")[0]
-    elif text.count(":") == 1:
-        text = text.partition(":")[0]
-    try:
-        address = ip_address(text)
-    except ValueError:
-        return None
-    return getattr(address, "ipv4_mapped", None) or address  # dual-stack sockets map IPv4 addresses to IPv6
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -186,7 +120,8 @@ class RequestForms:
     """Normalizes requests for the other layers, and adds an id to each response.
 
     An absolute target becomes a path, and its host replaces `Host`. HEAD is handled as GET, without the body. The id is
-    in the header of the client's API.
+    in the header of the client's API. Requests with both a length and a transfer coding are refused, because a proxy
+    may read them as two (RFC 9112, 6.1).
     """
 
     def __init__(self, app: ASGIApp):
@@ -211,7 +146,12 @@ class RequestForms:
                 message = {**message, "body": b""}
             await send(message)
 
-        await self.app(asked, receive, answer)
+        if None in (header(asked, b"content-length"), header(asked, b"transfer-encoding")):
+            await self.app(asked, receive, answer)
+            return
+        said = "the request has both Content-Length and Transfer-Encoding; send one of them"
+        refusal = ApiError(400, said, headers={"Connection": "close"})
+        await refusal.response(asked["path"], {})(asked, receive, answer)
 
 
 def _relative(scope: Scope) -> dict[str, Any]:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.requests import ClientDisconnect
 from tokenizers import Tokenizer
-from tokenizers.models import BPE, Unigram
+from tokenizers.models import BPE
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.request_state import RequestState
 
-from .errors import ApiError
+from .errors import ApiError, client_gone
 
 _LINGERING = 8
 """How much of an oversized body to read and drop, as a multiple of the limit: clients send before they read."""
@@ -72,16 +73,6 @@ class Limits:
         if not self.request_seconds > 0:
             raise ConfigError(f"--request-seconds must be above 0; got {self.request_seconds}")
 
-    def check_stops(self, stops: Sequence[str]) -> None:
-        if len(stops) > self.stops:
-            raise ApiError(400, f"stop has {len(stops)} strings; give at most {self.stops}", "stop")
-        if any(len(text) > self.stop_length for text in stops):
-            raise ApiError(400, f"a stop string is longer than {self.stop_length} characters", "stop")
-
-    def check_n(self, n: int) -> None:
-        if n > self.n:
-            raise ApiError(400, f"n is {n}; ask for at most {self.n} answers", "n")
-
     def check_prompts(self, count: int) -> None:
         if not count:
             raise ApiError(400, "prompt is an empty list; give at least one prompt", "prompt")
@@ -113,7 +104,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         message = f"the body did not come within {limits.body_seconds:g} seconds"
         raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from e
     except ClientDisconnect as e:
-        raise ApiError(499, "the client has closed the connection") from e
+        raise client_gone() from e
     if size > limits.body_bytes:
         raise _too_large(limits)
     return bytes(body)
@@ -151,9 +142,9 @@ T = TypeVar("T")
 class Pools:
     """A thread pool for each kind of work, so that short requests never wait for long ones or for schemas.
 
-    Long requests are encoded one at a time: encoding megabytes keeps a core busy for seconds, and the engine needs one
-    too. Schemas may take seconds to compile, in a process of their own. Clients take turns for both. Cancelling
-    a request drops work that has not started; of started work, it stops only long encodings (`model.Encoder`).
+    Long requests are encoded one at a time, because encoding megabytes keeps a core busy for seconds. Schemas may take
+    seconds to compile, in a process of their own. Clients take turns for both. Canceling a request drops work that has
+    not started.
     """
 
     def __init__(self, limits: Limits):
@@ -243,97 +234,28 @@ class FairSemaphore:
         self._free += 1
 
 
-_CODE_POINT = 4
-"""Maximum bytes of a character that is not in the vocabulary."""
-_SHRINKS = {"NFC": 3, "Prepend": 1, "ByteLevel": 1}
+BYTE_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""The byte for each of the 256 letters of byte-level vocabularies."""
+_SHRINKS: dict[str | None, int] = {None: 1, "NFC": 3}
 """Normalizers, and how many bytes they may turn into one: NFC merges three Hangul letters into one syllable."""
-_KEEPS = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"}
-"""Pre-tokenizers that keep the whole text, unless configured otherwise."""
 
 
-@dataclass(frozen=True)
-class TokenSize:
-    """The most text that one token can stand for."""
+def token_bytes(tokenizer: TokenizerWrapper) -> int | None:
+    """Return the most bytes of text that one token can stand for, or None if that is unbounded or unknown.
 
-    most_bytes: int
-    loses_space: bool = False
-    """Whether tokens may omit white space."""
-
-    def least_tokens(self, text: str) -> int:
-        """Return a lower bound on the tokens of a text."""
-        kept = "".join(text.split()) if self.loses_space else text
-        return -(-len(kept.encode()) // self.most_bytes)
-
-
-def token_size(tokenizer: TokenizerWrapper) -> TokenSize | None:
-    """Return the most text that one token can stand for, or None if that is unbounded or unknown.
-
-    A normalizer may shorten a text, and an unknown token or a space may stand for text of any length. The bound is
-    known for vocabularies with every byte, or with one unknown token for each character that they lack.
+    It is known for byte-level BPE, whose letters are bytes, unless a normalizer shortens texts or a token drops spaces.
     """
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
+    if not isinstance(backend, Tokenizer) or not isinstance(backend.model, BPE):
         return None
-    normalizer, pre_tokenizer = _state(backend.normalizer), _state(backend.pre_tokenizer)
-    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
-    letters = any("'ByteLevel'" in str(part) for part in (normalizer, pre_tokenizer))
-    shrinks = _shrinks(normalizer)
-    if shrinks is None or not _keeps(pre_tokenizer) or not _knows_all(backend.model, vocabulary, letters):
+    normalizer = json.loads(backend.normalizer.__getstate__())["type"] if backend.normalizer is not None else None
+    splits = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer is not None else {}
+    parts = splits.get("pretokenizers", [splits])
+    kinds = {"removes" if part.get("behavior") == "Removed" else part.get("type") for part in parts}
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    added = backend.get_added_tokens_decoder().values()
+    drops_spaces = any(token.lstrip or token.rstrip for token in added)
+    keeps_all = {"ByteLevel"} <= kinds <= {"ByteLevel", "Digits", "Split"} and not drops_spaces
+    if not keeps_all or normalizer not in _SHRINKS or not BYTE_LETTERS.keys() <= vocabulary.keys():
         return None
-    added = list(backend.get_added_tokens_decoder().values())
-    # Byte-level vocabularies write each byte as one letter.
-    longest = max(len(text) if letters else len(text.encode()) for text in vocabulary)
-    longest = max(longest, _CODE_POINT, *(len(token.content.encode()) for token in added), 0)
-    return TokenSize(longest * shrinks, any(token.lstrip or token.rstrip for token in added))
-
-
-def _knows_all(model: Any, vocabulary: Mapping[str, int], letters: bool) -> bool:
-    """Return whether no token stands for a run of unknown characters, and none are dropped."""
-    if not isinstance(model, BPE | Unigram) or not vocabulary:
-        return False
-    if letters:
-        return isinstance(model, BPE) and all(letter in vocabulary for letter in BYTE_LETTERS)
-    if getattr(model, "byte_fallback", False):
-        return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
-    return isinstance(model, BPE) and model.unk_token in vocabulary and not model.fuse_unk
-
-
-def _state(part: Any) -> dict[str, Any]:
-    """Return a normalizer or pre-tokenizer as in tokenizer.json."""
-    return {} if part is None else dict(json.loads(part.__getstate__()))
-
-
-def _shrinks(normalizer: Mapping[str, Any]) -> int | None:
-    if not normalizer:
-        return 1
-    if normalizer["type"] == "Sequence":
-        product = 1
-        for part in normalizer["normalizers"]:
-            factor = _shrinks(part)
-            if factor is None:
-                return None
-            product *= factor
-        return product
-    if normalizer["type"] == "Replace":
-        old, new = normalizer["pattern"].get("String"), normalizer["content"]
-        return -(-len(old.encode()) // len(new.encode())) if old and new else None
-    return _SHRINKS.get(normalizer["type"])
-
-
-def _keeps(pre_tokenizer: Mapping[str, Any]) -> bool:
-    if not pre_tokenizer:
-        return True
-    if pre_tokenizer["type"] == "Sequence":
-        return all(map(_keeps, pre_tokenizer["pretokenizers"]))
-    return pre_tokenizer["type"] in _KEEPS and pre_tokenizer.get("behavior") != "Removed"
-
-
-def _byte_letters() -> dict[str, int]:
-    """Map the letters of byte-level vocabularies to bytes; printable bytes stand for themselves."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-BYTE_LETTERS = _byte_letters()
-"""The byte for each of the 256 letters."""
+    return _SHRINKS[normalizer] * max([*map(len, vocabulary), *(len(token.content.encode()) for token in added)])

@@ -1,4 +1,4 @@
-"""A loaded model: its engine, its encoder, and the sampling parameters of requests."""
+"""A loaded model: its engine, its tokenizer, and the sampling parameters of requests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from threading import Event, Lock
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from eagle_mlx import hub
 from eagle_mlx.engine import Engine
@@ -24,103 +21,18 @@ from eagle_mlx.sampling_params import Grammar, SamplingParams, StopWatcher
 from eagle_mlx.target import Target
 
 from ..chat import ChatFormat, Grammars, Volatile
-from ..chat.process_work import EncoderProcess
-from ..processes import Process, ProcessEnded
 from .errors import ApiError, ContextExceeded, bad_request
-from .limits import Limits, TokenSize, token_size
+from .limits import Limits, token_bytes
 from .logprobs import TokenTexts
 from .schema import Request
-
-_LOOK_SECONDS = 0.05
-"""Interval between checks whether a request was cancelled."""
-_TOKENIZER_SECONDS = 60.0
-"""The same limit as for grammars; loading a tokenizer takes under a second."""
-_OWN_WAYS = ("__call__", "encode", "_encode_plus", "_convert_encoding", "set_truncation_and_padding")
-"""Methods in which a tokenizer's class may process text beyond its backend."""
 
 Encode = Callable[[str, bool], list[int]]
 """Maps a text, and whether to add special tokens, to token ids."""
 
 
-class Encoder:
-    """Encodes short texts in this process, and long ones in another, which is killed if the request is cancelled.
-
-    The process holds only the tokenizer's backend (the `tokenizers` library). Long texts are encoded here, and cannot
-    be stopped, if there is no backend or the tokenizer's class adds processing to it. Encoding takes about 200 bytes of
-    memory per byte of text, so the body limit bounds memory too. Any thread may use this.
-    """
-
-    def __init__(self, tokenizer: TokenizerWrapper):
-        self._tokenizer = tokenizer
-        self._starting = Lock()
-        self.process: Process | None = None
-        """The first process, started on demand; it forks one for each text."""
-
-    def encode(self, text: str, add_special_tokens: bool, is_long: bool, cancelled: Event) -> list[int]:
-        """Return a text's token ids. Raises ApiError: 499 once cancelled, 503 if the process is killed."""
-        if cancelled.is_set():
-            raise _gone()
-        if not is_long or self._opening is None:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        try:
-            answer = _asked(self._start().fork(), text, add_special_tokens, cancelled)
-        except ProcessEnded as e:
-            message = "the process that encodes long texts has been killed; there may be too little memory"
-            raise ApiError(503, message, headers={"Retry-After": "5"}) from e
-        tokens, reason = answer
-        if reason:
-            raise ApiError(400, f"the text cannot be encoded: {reason}")
-        return tokens  # type: ignore[no-any-return]  # of `EncoderProcess.encode`
-
-    @cached_property
-    def _opening(self) -> tuple[str, str, bool] | None:
-        """The first message to the process; None if long texts are encoded here."""
-        tokenizer: Any = self._tokenizer._tokenizer  # transformers' own; mlx-lm's wrapper adds nothing to `encode`
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        own = any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name) for name in _OWN_WAYS)
-        if own or not isinstance(backend, Tokenizer):
-            return None
-        try:
-            return "open", backend.to_str(), tokenizer.split_special_tokens
-        except Exception:  # a bare Exception, if part of the backend is in Python
-            return None
-
-    def _start(self) -> Process:
-        """Return the first process; start it if it is not running. Raises ProcessEnded."""
-        with self._starting:
-            if self.process is None or not self.process.alive:
-                process = Process.start(EncoderProcess)
-                process.ask(*(self._opening or ()))
-                if process.answer(_TOKENIZER_SECONDS) is None:
-                    raise ProcessEnded
-                self.process = process
-            return self.process
-
-    def end(self) -> None:
-        """Kill all processes."""
-        with self._starting:
-            if self.process is not None:
-                self.process.end()
-                self.process = None
-
-
-def _asked(process: Process, text: str, add_special_tokens: bool, cancelled: Event) -> tuple[Any, str]:
-    """Return a process's answer and end the process. Raises ProcessEnded, or ApiError once cancelled."""
-    try:
-        process.ask("encode", text, add_special_tokens)
-        while (answer := process.answer(_LOOK_SECONDS)) is None:
-            if cancelled.is_set():
-                raise _gone()
-        return answer
-    finally:
-        process.end()
-
-
-def _gone() -> ApiError:
-    return ApiError(499, "the client has closed the connection")
-
-
 log = logging.getLogger("eagle_mlx.serve")
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters for which a model may advise a value in `generation_config.json`."""
 _LAST_WRITES = 5.0
 """Seconds to write prefix cache files at shutdown; with the drain, less than the 45 that a container gets."""
 
@@ -159,6 +71,9 @@ class Loaded:
         assert tokenizer is not None
         return tokenizer
 
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
     @cached_property
     def chat(self) -> ChatFormat:
         return ChatFormat.of(self.target, self.volatile)
@@ -168,25 +83,20 @@ class Loaded:
         return Grammars.of(self.target, self.chat)
 
     @cached_property
-    def encoder(self) -> Encoder:
-        return Encoder(self.tokenizer)
-
-    @cached_property
-    def token_size(self) -> TokenSize | None:
-        """The most text that one token can stand for, or None if unknown."""
-        return token_size(self.tokenizer)
+    def token_bytes(self) -> int | None:
+        """The most bytes of text that one token can stand for, or None if unknown."""
+        return token_bytes(self.tokenizer)
 
     @cached_property
     def texts(self) -> TokenTexts:
         return TokenTexts(self.tokenizer)
 
     def close(self) -> None:
-        """End the processes alongside the engine, and write pending prefix cache files."""
+        """End the model's processes, and write pending prefix cache files."""
         self.target.close()
         self.grammars.end()
-        self.encoder.end()
         if self.disk is not None and not self.disk.close(_LAST_WRITES):
-            log.warning("the newest past prompts were not written in time; their texts will be read anew")
+            log.warning("the newest prompts were not written to disk in time; after a restart they must be read again")
 
 
 def sampling_defaults(name: str | Path) -> dict[str, float]:
@@ -197,8 +107,7 @@ def sampling_defaults(name: str | Path) -> dict[str, float]:
         return {}
     if not isinstance(advice, dict) or advice.get("do_sample") is False:
         return {}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: advice[name] for name in names if name in advice and _usable(name, advice[name])}
+    return {name: advice[name] for name in _DEFAULTED if name in advice and _usable(name, advice[name])}
 
 
 def _usable(name: str, value: Any) -> bool:
@@ -211,8 +120,12 @@ def _usable(name: str, value: Any) -> bool:
 
 def check(request: Request, limits: Limits) -> None:
     """Raise ApiError 400 if a request exceeds the limits or contradicts itself."""
-    limits.check_n(request.answers)
-    limits.check_stops(request.stops)
+    if request.answers > limits.n:
+        raise ApiError(400, f"n is {request.n}; ask for at most {limits.n} answers", "n")
+    if len(request.stops) > limits.stops:
+        raise ApiError(400, f"stop has {len(request.stops)} strings; give at most {limits.stops}", "stop")
+    if any(len(text) > limits.stop_length for text in request.stops):
+        raise ApiError(400, f"a stop string is longer than {limits.stop_length} characters", "stop")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream to be true", "stream_options")
 
@@ -229,11 +142,7 @@ def sampling(
 
     max_tokens: None for what the context leaves. top_logprobs: None for no log probabilities. Raises ApiError 400.
     """
-    given = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        if (value := getattr(request, name)) is not None
-    }
+    given = {name: value for name in _DEFAULTED if (value := getattr(request, name)) is not None}
     advised: dict[str, float] = {"temperature": 1.0, **loaded.defaults, **given}
     if advised.get("top_k") == -1:  # other servers' value for "all"
         advised["top_k"] = 0
@@ -257,9 +166,7 @@ def sampling(
         )
     except EagleError as e:
         raise bad_request(e) from e
-    if request.seed is None:
-        return [params] * request.answers
-    return [replace(params, seed=request.seed + i) for i in range(request.answers)]
+    return [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(request.answers)]
 
 
 def _drafts(request: Request, loaded: Loaded) -> int | None:
@@ -277,8 +184,8 @@ def _drafts(request: Request, loaded: Loaded) -> int | None:
 
 def check_text(text: str, max_tokens: int | None, loaded: Loaded, param: str) -> None:
     """Raise ContextExceeded if a text is too long for the context, without encoding it."""
-    if loaded.token_size is not None:
-        check_context(loaded.token_size.least_tokens(text), max_tokens, loaded, param, "at least ")
+    if loaded.token_bytes is not None:
+        check_context(-(-len(text.encode()) // loaded.token_bytes), max_tokens, loaded, param, "at least ")
 
 
 def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: str, about: str = "") -> None:

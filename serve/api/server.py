@@ -7,9 +7,9 @@ import logging
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from math import inf
 from time import monotonic
 from types import FrameType
@@ -25,7 +25,7 @@ from eagle_mlx.errors import ConfigError
 
 from . import chat, completions, metrics, routes
 from .errors import add_handlers
-from .guard import ForwardedFor, FramingGuard, HostGuard, KeyGuard, RequestForms
+from .guard import HostGuard, KeyGuard, RequestForms
 from .limits import Limits, Threads
 from .messages.answer import router as messages
 from .messages.schema import CountTokensRequest, MessagesRequest
@@ -123,9 +123,6 @@ def create_app(models: Models) -> FastAPI:
         )
     if settings.hosts is not None:
         app.add_middleware(HostGuard, allowed=settings.hosts)
-    app.add_middleware(FramingGuard)
-    if settings.forwarded_allow_ips:
-        app.add_middleware(ForwardedFor, trusted=settings.forwarded_allow_ips)
     app.add_middleware(RequestForms)  # outermost: the guards read the path and the host
     add_schema(app, list(models.services))
     return app
@@ -212,7 +209,8 @@ class Server(uvicorn.Server):
             lifespan="on",
             http=Connection,
             ws="none",
-            proxy_headers=False,  # `guard.ForwardedFor` reads them if the operator enables it
+            proxy_headers=bool(proxies := app.state.models.settings.forwarded_allow_ips),
+            forwarded_allow_ips=list(proxies),
         )
         super().__init__(config)
         self.models: Models = app.state.models
@@ -232,7 +230,8 @@ class Server(uvicorn.Server):
         """Check for startup, failures, drain and overdue connections; uvicorn calls this every 0.1 s."""
         if self.models.state == "ready" and not self._announced:
             self._announced = True
-            self._say(f"ready: {' '.join(self._addresses())}")
+            addresses = [address(sock) for server in self.servers for sock in server.sockets]
+            self._say(f"ready: {' '.join(addresses)}")
         if self.models.failure is not None:
             self.should_exit = True
         elif self._end is not None:
@@ -245,17 +244,13 @@ class Server(uvicorn.Server):
         assert self._end is not None
         if not self._draining:
             self._draining = True
-            self._note(f"draining: no new requests; those under way have {max(0.0, self._end - now):.0f} s")
+            self._note(f"draining: no new requests; those in progress have {max(0.0, self._end - now):.0f} s")
         if self.models.idle or now > self._end + _LAST_WORDS:
             self.should_exit = True
         elif now > self._end and not self._abandoned:
             self._abandoned = True
-            self._note("the time to drain is over; requests under way end with an error")
+            self._note("drain time is over; ending the remaining requests with an error")
             self.models.abort_all("the server is shutting down")
-
-    def _addresses(self) -> list[str]:
-        sockets = [sock for server in self.servers for sock in server.sockets]
-        return [address(sock) for sock in sockets]
 
 
 def address(sock: socket.socket) -> str:
@@ -281,7 +276,7 @@ def listen(host: str, port: int) -> socket.socket:
             sock.close()
             raise
     except (OSError, OverflowError, UnicodeError) as e:
-        raise ConfigError(f"cannot listen at --host {host} --port {port}: {e}; name another") from e
+        raise ConfigError(f"cannot listen at --host {host} --port {port}: {e}; use another address or port") from e
     return sock
 
 
@@ -302,13 +297,6 @@ _MOST_LINES = 256
 _Line = tuple[str, int, str, str]
 
 
-@dataclass
-class _Repeats:
-    until: float
-    """When the period ends, by the handler's clock."""
-    count: int = 0
-
-
 class LogHandler(logging.StreamHandler[TextIO]):
     """Writes a line once, and then, once per period, how often it was repeated."""
 
@@ -316,44 +304,35 @@ class LogHandler(logging.StreamHandler[TextIO]):
         super().__init__(stream if stream is not None else sys.stderr)
         self.setFormatter(logging.Formatter(FORMAT, TIME))
         self._clock = clock
-        self._lines: dict[_Line, _Repeats] = {}
+        self._until: dict[_Line, float] = {}
+        """When each line's period ends, by the handler's clock."""
+        self._repeats: Counter[_Line] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         now = self._clock()
         self._end_periods(now)
-        line = self._line(record)
-        if line in self._lines:
-            self._lines[line].count += 1
-            return
-        self._lines[line] = _Repeats(now + PERIOD)
-        super().emit(record)
-
-    def close(self) -> None:
-        """Write the remaining counts."""
-        self.acquire()
-        try:
-            self._end_periods(float("inf"))
-        finally:
-            self.release()
-        super().close()
-
-    def _line(self, record: logging.LogRecord) -> _Line:
         error = record.exc_info[1] if record.exc_info else None
         line = (record.name, record.levelno, record.getMessage(), "" if error is None else repr(error)[:200])
-        if len(self._lines) < _MOST_LINES or line in self._lines:
-            return line
-        return record.name, record.levelno, str(record.msg), ""
+        if len(self._until) >= _MOST_LINES and line not in self._until:
+            line = (record.name, record.levelno, str(record.msg), "")
+        if line in self._until:
+            self._repeats[line] += 1
+        else:
+            self._until[line] = now + PERIOD
+            super().emit(record)
+
+    def close(self) -> None:
+        self._end_periods(inf)
+        super().close()
 
     def _end_periods(self, now: float) -> None:
-        for line, repeats in list(self._lines.items()):
-            if now < repeats.until:
-                continue
-            del self._lines[line]
-            if repeats.count:
+        for line in [line for line, until in self._until.items() if until <= now]:
+            del self._until[line]
+            if count := self._repeats.pop(line, 0):
                 name, level, text, error = line
-                said = f"{text}{f' ({error})' if error else ''}; repeated {repeats.count} times in {PERIOD:.0f} s"
+                said = f"{text}{f' ({error})' if error else ''}; repeated {count} times in {PERIOD:.0f} s"
                 super().emit(logging.LogRecord(name, level, "", 0, said, None, None))
-                self._lines[line] = _Repeats(now + PERIOD)
+                self._until[line] = now + PERIOD
 
 
 def set_up_log() -> None:

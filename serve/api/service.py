@@ -22,7 +22,7 @@ from eagle_mlx.request_state import RequestState
 from .errors import ApiError
 from .limits import Limits, waits_for
 from .model import Loaded
-from .worker import Job, RequestEvent, TimeLimits, Worker
+from .worker import Job, RequestEvent, Worker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds of histogram buckets: the defaults of Prometheus's Go client, and three for long answers."""
@@ -303,7 +303,8 @@ class Call:
 
     def submit(self, requests: Sequence[RequestState], answer_seconds: float = inf) -> None:
         """answer_seconds: time limit of each request, from its first token."""
-        self.job = self.service.worker.submit(requests, TimeLimits(self.deadline, answer_seconds))
+        self.job = Job(requests, self.deadline, answer_seconds)
+        self.service.worker.submit(self.job)
 
     async def has_begun(self, seconds: float) -> bool:
         """Return whether there is any output, now or within `seconds`."""

@@ -8,6 +8,8 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from queue import SimpleQueue
@@ -34,7 +36,7 @@ TIME = "time"
 """The cutoff of a request that took too long (`Output.cut_off`)."""
 _LAST_WORDS = 4.0
 """Seconds to send errors after another machine is lost; then the process exits."""
-_NO_TOKEN = "the time for the request was over before its first token; ask for less, or at another time"
+_NO_TOKEN = "the request ran out of time before its first token; send a shorter one, or try again later"
 Score = Iterator[list[TokenLogprob]]
 """Log probabilities of a prompt, computed piece by piece on demand."""
 
@@ -52,22 +54,15 @@ class RequestEvent:
     """The complete output once the request has ended."""
 
 
-@dataclass(frozen=True)
-class TimeLimits:
-    """Time limits of a request, by the worker's clock."""
-
-    deadline: float = inf
-    """When it must have ended."""
-    answer_seconds: float = inf
-    """Limit from its first token to its end."""
-
-
 @dataclass(eq=False)
 class Job:
     """The engine requests of one HTTP request, and their events. Belongs to the event loop."""
 
     requests: Sequence[RequestState]
-    limits: TimeLimits = field(default_factory=TimeLimits)
+    deadline: float = inf
+    """When they must have ended, by the worker's clock."""
+    answer_seconds: float = inf
+    """Limit of each, from its first token to its end."""
     unfinished: int = 0
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with the first event."""
@@ -104,7 +99,7 @@ class _Slot:
 @dataclass(eq=False)
 class _Scoring:
     score: Score
-    result: asyncio.Future[list[TokenLogprob]]
+    result: Future[list[TokenLogprob]]
     found: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -140,21 +135,19 @@ class Worker:
 
     async def load(self) -> Loaded:
         """Load the model, which must not be loaded yet. Raises any error of loading."""
-        return await self._ask(lambda result: lambda: self._serve(result))
+        return await self._ask(self._serve)
 
     async def unload(self) -> None:
         """Unload the model, which must have no requests, and free its memory."""
         self._commands.put(self._begin_unloading)
-        await self._ask(lambda result: lambda: self._give_back(result))
+        await self._ask(self._give_back)
 
-    def submit(self, requests: Sequence[RequestState], limits: TimeLimits | None = None) -> Job:
-        """Queue requests and return a job with their events. Requests that have already ended are reported at once."""
-        job = Job(requests, limits or TimeLimits())
-        for index, request in enumerate(requests):
+    def submit(self, job: Job) -> None:
+        """Queue a job's requests. Those that have already ended are reported at once."""
+        for index, request in enumerate(job.requests):
             if request.finish_reason is not None:
                 job.report(RequestEvent(index, [], [], request.output(None)))
         self._commands.put(lambda: self._submit(job))
-        return job
 
     def cancel(self, job: Job) -> None:
         """Cancel the unfinished requests of a job."""
@@ -163,7 +156,7 @@ class Worker:
 
     async def score(self, score: Score) -> list[TokenLogprob]:
         """Compute log probabilities of a prompt between steps."""
-        return await self._ask(lambda result: lambda: self._scorings.append(_Scoring(score, result)))
+        return await self._ask(lambda result: self._scorings.append(_Scoring(score, result)))
 
     def abort_all(self, reason: str) -> None:
         """End every request with an error."""
@@ -174,7 +167,7 @@ class Worker:
         self._commands.put(self._stop)
 
     def join(self) -> None:
-        """Wait briefly for the thread, and end the processes alongside it."""
+        """Wait briefly for the thread, and close the model."""
         self._thread.join(timeout=0 if self._lost else 5)
         if self.loaded is not None:
             _close(self.loaded)
@@ -190,16 +183,15 @@ class Worker:
         while not self._commands.empty():
             self._commands.get()()  # requests not seen yet end at once, because nothing is loaded
         while self._scorings:
-            _settle(self._scorings.popleft().result, None, ApiError(500, str(error)))
+            _settle(self._scorings.popleft().result, error=ApiError(500, str(error)))
         if loaded is not None:
             loaded.grammars.end()
 
-    async def _ask(self, command: Callable[[asyncio.Future[T]], Callable[[], None]]) -> T:
+    async def _ask(self, command: Callable[[Future[T]], None]) -> T:
         """Queue a command that resolves a future, and wait for it."""
-        assert self._loop is not None
-        result: asyncio.Future[T] = self._loop.create_future()
-        self._commands.put(command(result))
-        return await result
+        result: Future[T] = Future()
+        self._commands.put(lambda: command(result))
+        return await asyncio.wrap_future(result)
 
     # The methods below run in the worker's thread.
 
@@ -207,7 +199,7 @@ class Worker:
         while not self._stopped:
             self._commands.get()()
 
-    def _serve(self, result: asyncio.Future[Loaded]) -> None:
+    def _serve(self, result: Future[Loaded]) -> None:
         """Load the model, and decode until it is unloaded."""
         self._unloading, self.failure = False, None
         try:
@@ -216,10 +208,10 @@ class Worker:
             loaded.target.on_lost = self._lose
         except BaseException as e:
             self.failure = e
-            self._resolve(result, error=e)
+            _settle(result, error=e)
             return
         self.loaded = loaded
-        self._resolve(result, loaded)
+        _settle(result, loaded)
         try:
             self._decode(loaded.engine)
         except BaseException as e:
@@ -244,7 +236,7 @@ class Worker:
         self._report([(s.job, RequestEvent(s.index, [], [], _failed(s.request))) for s in self.slots])
         self.slots = []
         while self._scorings:
-            self._resolve(self._scorings.popleft().result, error=ApiError(500, _DIED))
+            _settle(self._scorings.popleft().result, error=ApiError(500, _DIED))
 
     def _lose(self, reason: str) -> None:
         """Handle the loss of another machine. Runs in a thread of the target."""
@@ -259,11 +251,11 @@ class Worker:
         self._unloading = True
         self.failure = None  # its traceback may reference the model
 
-    def _give_back(self, result: asyncio.Future[None]) -> None:
+    def _give_back(self, result: Future[None]) -> None:
         """Return the memory of an unloaded model to the system."""
         gc.collect()  # models and engines have reference cycles
         mx.clear_cache()
-        self._resolve(result, None)
+        _settle(result)
 
     def _run_commands(self, engine: Engine, wait: bool) -> None:
         while (wait or not self._commands.empty()) and not self._unloading:
@@ -283,8 +275,7 @@ class Worker:
     def _end_overdue(self, engine: Engine) -> None:
         """End overdue requests with their output so far, or with an error if their job has no tokens."""
         now = self.clock()
-        overdue = [slot for slot in self.slots if slot.deadline <= now]
-        if not overdue:
+        if not (overdue := [slot for slot in self.slots if slot.deadline <= now]):
             return
         try:
             for slot in overdue:
@@ -309,8 +300,8 @@ class Worker:
             slot.reported = len(request.tokens)
             done = request.finish_reason is not None
             ended |= done
-            if slot.reported and not before and slot.job.limits.answer_seconds < inf:
-                slot.deadline = min(slot.deadline, self.clock() + slot.job.limits.answer_seconds)
+            if slot.reported and not before:
+                slot.deadline = min(slot.deadline, self.clock() + slot.job.answer_seconds)
             if done or slot.reported > before:
                 output = engine.output(request) if done else None
                 new = RequestEvent(slot.index, request.tokens[before:], request.logprobs[before:], output)
@@ -330,20 +321,18 @@ class Worker:
             return
         for index, request in unended:
             self.loaded.engine.submit(request)
-            self.slots.append(_Slot(request, job, index, job.limits.deadline))
+            self.slots.append(_Slot(request, job, index, job.deadline))
 
     def _cancel(self, job: Job) -> None:
-        if self.loaded is None:
-            return
-        for request in job.requests:
-            self.loaded.engine.cancel(request)
-        self._publish(self.loaded.engine)
+        if self.loaded is not None:
+            for request in job.requests:
+                self.loaded.engine.cancel(request)
+            self._publish(self.loaded.engine)
 
     def _abort_all(self, reason: str) -> None:
-        if self.loaded is None:
-            return
-        self.loaded.engine.abandon(reason)
-        self._publish(self.loaded.engine)
+        if self.loaded is not None:
+            self.loaded.engine.abandon(reason)
+            self._publish(self.loaded.engine)
 
     def _score_next(self) -> None:
         """Score one piece of the next prompt."""
@@ -356,16 +345,10 @@ class Worker:
             scoring.found += next(scoring.score)
             self._scorings.append(scoring)
         except StopIteration:
-            self._resolve(scoring.result, scoring.found)
+            _settle(scoring.result, scoring.found)
         except Exception as e:
             log.exception("a prompt could not be scored")
-            error = ApiError(500, f"the prompt could not be scored: {type(e).__name__}")
-            self._resolve(scoring.result, error=error)
-
-    def _resolve(self, result: asyncio.Future[Any], value: object = None, error: BaseException | None = None) -> None:
-        assert self._loop is not None
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_settle, result, value, error)
+            _settle(scoring.result, error=ApiError(500, f"the prompt could not be scored: {type(e).__name__}"))
 
     def _stop(self) -> None:
         self._stopped = True
@@ -376,20 +359,19 @@ def _deliver(events: Sequence[tuple[Job, RequestEvent]]) -> None:
         job.report(event)
 
 
-def _settle(result: asyncio.Future[Any], value: object, error: BaseException | None) -> None:
-    if result.done():
-        return
-    if error is not None:
-        result.set_exception(error)
-    else:
-        result.set_result(value)
+def _settle(result: Future[Any], value: object = None, error: BaseException | None = None) -> None:
+    with suppress(InvalidStateError):  # nobody waits for it anymore
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)
 
 
 def _close(loaded: Loaded) -> None:
     try:
         loaded.close()
     except Exception:
-        log.exception("what belongs to a model could not be ended")
+        log.exception("a model's processes and files could not be closed")
 
 
 def _failed(request: RequestState) -> Output:

@@ -1,4 +1,4 @@
-"""Work for processes that can be killed: encoding long texts, and following grammars (`processes.py`).
+"""Work for processes that can be killed: following grammars (`processes.py`).
 
 The first process for grammars holds the tokenizer. It is forked for each grammar, and the fork compiles the grammar.
 That process is forked again for each request that follows the grammar. Forks share memory until they write to it, so a
@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llguidance
-from tokenizers import Tokenizer
 
 # At most about 20 ms of work for one mask, and about 100 MB; a request that needs more ends.
 _LIMITS = llguidance.LLParserLimits(
@@ -143,24 +142,3 @@ def _spelling(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
         parts = [part for part in map(_spelling, normalizer["normalizers"]) if part]
         return {"type": "Sequence", "normalizers": parts}
     return normalizer if normalizer.get("pattern") == {"String": " "} else None  # a space spelled as another character
-
-
-class EncoderProcess:
-    """The questions that a process for encoding answers (`processes.py`)."""
-
-    def __init__(self) -> None:
-        self.tokenizer: Tokenizer | None = None
-
-    def open(self, tokenizer: str, split_special_tokens: bool) -> None:
-        """Read the tokenizer's backend. Switch padding and truncation off, as transformers does before each text."""
-        self.tokenizer = Tokenizer.from_str(tokenizer)
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
-        self.tokenizer.encode_special_tokens = split_special_tokens
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text."""
-        assert self.tokenizer is not None
-        # The fast method does not compute the tokens' offsets in the text, which nobody needs. This halves the work.
-        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from eagle_mlx.serve.api.limits import Limits
-from eagle_mlx.serve.api.model import Encoder, Loaded
+from eagle_mlx.serve.api.model import Loaded
 from tests.serve.api.given import PATIENCE
 from tests.serve.api.live import DEPTH, ELSEWHERE, Live, another_client, engine, live, wide
 
@@ -178,14 +178,14 @@ class LongTexts:
 @pytest.fixture
 def encoder(monkeypatch: pytest.MonkeyPatch) -> LongTexts:
     made = LongTexts()
-    encode = Encoder.encode
+    encode = Loaded.encode
 
-    def held(self: Encoder, text: str, add_special_tokens: bool, is_long: bool, cancelled: Event) -> list[int]:
-        if is_long:
+    def held(self: Loaded, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) >= Limits.long_bytes:
             made.wait()
-        return encode(self, text, add_special_tokens, is_long, cancelled)
+        return encode(self, text, add_special_tokens)
 
-    monkeypatch.setattr(Encoder, "encode", held)
+    monkeypatch.setattr(Loaded, "encode", held)
     return made
 
 
