@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from safetensors import SafetensorError, safe_open
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import new_folder
@@ -22,14 +22,6 @@ from eagle_mlx.target import compute_dtype
 EXACT = ("e_score_correction_bias",)
 """Suffixes of weights that keep their dtype. They route to experts, and rounding would change the choice."""
 DTYPE_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
-_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
-}
-"""Bytes per number for each dtype of safetensors."""
-
 INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _MAPS = ("d2t", "t2d")
@@ -37,6 +29,36 @@ _MAPS = ("d2t", "t2d")
 
 COPY = "holds_the_targets_embedding"
 """Key under `eagle_mlx` in a config: the embedding in the file is a copy of the target's, for other loaders."""
+
+
+class SaveOptions(TypedDict, total=False):
+    """Arguments of every function that saves a head."""
+
+    target_name: str | None
+    """Stored under `eagle_mlx` in config.json."""
+    extra: Mapping[str, Any] | None
+    """More JSON to store there. Other loaders ignore it."""
+    dtype: mx.Dtype
+    """The dtype of weights that are not quantized; bfloat16 by default."""
+    overwrite: bool
+
+
+def save_head(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, mx.array],
+    noted: Mapping[str, Any] = {},
+    exact: Mapping[str, mx.array] = {},
+    *,
+    target_name: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    dtype: mx.Dtype = mx.bfloat16,
+    overwrite: bool = False,
+) -> None:
+    """Write weights in `dtype` and `exact` ones in their own, with `noted` and the options in the config."""
+    notes = {"target": target_name, **noted, **(extra or {})}
+    config = {**config, "torch_dtype": DTYPE_NAMES[dtype], "eagle_mlx": notes}
+    write_head(folder, config, {**in_file_type(weights, dtype), **exact}, overwrite)
 
 
 def with_embedding(head: Any) -> tuple[dict[str, mx.array], dict[str, bool]]:
@@ -64,11 +86,13 @@ def weights_of(module: nn.Module) -> dict[str, mx.array]:
 
 def in_file_type(weights: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
     """Return weights in a file's dtype, except quantized ones and those that must be exact."""
+    return {name: in_dtype(name, value, dtype) for name, value in weights.items()}
 
-    def kept(name: str, value: mx.array) -> bool:
-        return not mx.issubdtype(value.dtype, mx.floating) or name.endswith(EXACT)
 
-    return {name: value if kept(name, value) else value.astype(dtype) for name, value in weights.items()}
+def in_dtype(name: str, weight: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Return a weight in a dtype, unless it is quantized or must be exact."""
+    is_kept = not mx.issubdtype(weight.dtype, mx.floating) or name.endswith(EXACT)
+    return weight if is_kept else weight.astype(dtype)
 
 
 def write_tensors(file: Path, tensors: Mapping[str, mx.array]) -> None:
@@ -95,13 +119,13 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
     files = _files(folder)
     _check_shards(folder)
     if not files:
-        raise CheckpointError(f"{folder} holds no weights: neither .safetensors files nor pytorch_model.bin")
+        raise CheckpointError(f"{folder} has no weights: neither .safetensors files nor pytorch_model.bin")
     tensors: dict[str, mx.array] = {}
     for file in files:
         loaded = read_torch(file) if file.suffix == ".bin" else read_safetensors(file)
         twice = sorted(tensors.keys() & loaded.keys())
         if twice:
-            raise CheckpointError(f"{file} holds {twice[0]}, which another file of the folder holds too; keep one")
+            raise CheckpointError(f"{file} and another file of its folder both have {twice[0]}; keep one of them")
         tensors.update(loaded)
     return tensors
 
@@ -120,18 +144,14 @@ def check_floating(folder: Path, tensors: Mapping[str, mx.array]) -> None:
     have the same names as in the files of `folder`.
     """
     for name, value in tensors.items():
-        scales = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scales")
-        if (
-            mx.issubdtype(value.dtype, mx.floating)
-            or name.rpartition(".")[2] in _MAPS
-            or any(scale in tensors for scale in scales)
-        ):
-            continue
-        file, written = _written_as(folder, name, value)
-        raise CheckpointError(
-            f"{name} in {file} is of type {written}, and nothing there says by what scale it becomes a weight; take "
-            "the head as it was before it was quantised, in bfloat16, float16 or float32"
-        )
+        scales = {f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scales"}
+        is_map = name.rpartition(".")[2] in _MAPS
+        if not (mx.issubdtype(value.dtype, mx.floating) or is_map or scales & tensors.keys()):
+            file, written = _written_as(folder, name, value)
+            raise CheckpointError(
+                f"{name} in {file} is of type {written}, without a scale that makes it a weight; use the head from "
+                "before quantization, in bfloat16, float16 or float32"
+            )
 
 
 def _written_as(folder: Path, name: str, value: mx.array) -> tuple[Path, str]:
@@ -140,8 +160,10 @@ def _written_as(folder: Path, name: str, value: mx.array) -> tuple[Path, str]:
     for file in _files(folder):
         if file.suffix == ".bin" and name in read_torch(file):
             return file, kind
-        if file.suffix == ".safetensors" and name in (header := _header(file)[0]):
-            return file, str(header[name]["dtype"])
+        if file.suffix == ".safetensors":
+            with safe_open(file, "numpy") as opened:
+                if name in set(opened.keys()):
+                    return file, str(opened.get_slice(name).get_dtype())
     return folder, kind
 
 
@@ -152,10 +174,10 @@ def _files(folder: Path) -> list[Path]:
 def read_index(file: Path) -> dict[str, str]:
     """Return the tensors' names with the files that have them. Raises CheckpointError."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(shard) for name, shard in found.items()}
+        found = json.loads(file.read_text(encoding="utf-8"))["weight_map"].items()
+        return {str(name): str(shard) for name, shard in found}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{file} is no index of a model's weights; fetch it again") from e
+        raise CheckpointError(f"{file} is not an index of a model's weights; download it again") from e
 
 
 def _check_shards(folder: Path) -> None:
@@ -165,19 +187,16 @@ def _check_shards(folder: Path) -> None:
         return
     missing = sorted(shard for shard in set(read_index(index).values()) if not (folder / shard).exists())
     if missing:
-        raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} names; fetch it again")
+        raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} names; download it again")
 
 
 def read_safetensors(file: Path) -> dict[str, mx.array]:
     """Return the tensors of a file, loaded lazily. Raises CheckpointError if the file is damaged."""
     check_length(file)
     try:
-        loaded = mx.load(str(file))
+        return cast("dict[str, mx.array]", mx.load(str(file)))
     except (RuntimeError, ValueError) as e:
-        raise CheckpointError(f"{file} cannot be read as safetensors ({e}); fetch or make it again") from e
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{file} holds no named tensors")
-    return loaded
+        raise CheckpointError(f"{file} cannot be read as safetensors ({e}); download or make it again") from e
 
 
 def fill(
@@ -206,8 +225,8 @@ def check_finite(where: Path, tensors: Mapping[str, mx.array]) -> None:
     broken = sorted(name for name, finite in found.items() if not finite.item())
     if broken:
         raise CheckpointError(
-            f"the weights in {where} hold NaN or infinity: {', '.join(broken)}; the file is damaged, or training went "
-            "astray"
+            f"the weights in {where} have NaN or infinity: {', '.join(broken)}; the file is damaged, or training "
+            "diverged"
         )
 
 
@@ -220,55 +239,23 @@ def check_shapes(where: Path, tensors: Mapping[str, mx.array], expected: Mapping
         for name, shape in sorted(expected.items())
         if name in tensors and tuple(tensors[name].shape) != shape
     ]
-    problems = [
-        *([f"missing: {', '.join(missing)}"] if missing else []),
-        *([f"not known to this format: {', '.join(unknown)}"] if unknown else []),
-        *wrong,
-    ]
+    listed = (("missing", missing), ("not known to this format", unknown))
+    problems = [f"{what}: {', '.join(names)}" for what, names in listed if names] + wrong
     if problems:
-        raise CheckpointError(f"the tensors in {where} do not fit its config.json; " + "; ".join(problems))
+        raise CheckpointError(f"the tensors in {where} do not match its config.json; " + "; ".join(problems))
 
 
 def check_length(file: Path) -> None:
-    """Compare a file's size with its header, since a truncated file loads lazily and fails late or never."""
-    size = file.stat().st_size
-    header, begins = _header(file)
+    """Raise CheckpointError if a safetensors file's header is damaged or does not match the file's size.
+
+    MLX loads lazily, so that a truncated file would fail late or never.
+    """
     try:
-        promised = begins + _promised(file, {name: spec for name, spec in header.items() if name != "__metadata__"})
-    except (ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{file} is no safetensors file; fetch or make it again") from e
-    if size != promised:
-        raise CheckpointError(f"{file} has {size} bytes but its header promises {promised}; fetch or make it again")
-
-
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return a file's header and the offset of its data. Raises CheckpointError."""
-    size = file.stat().st_size
-    with file.open("rb") as raw:
-        length = int.from_bytes(raw.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise CheckpointError(why_damaged(file, f"{file} is cut short ({size} bytes); fetch or make it again"))
-        try:
-            header = json.loads(raw.read(length))
-        except ValueError as e:
-            raise CheckpointError(f"{file} is no safetensors file; fetch or make it again") from e
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file} is no safetensors file; fetch or make it again")
-    return header, 8 + length
-
-
-def _promised(file: Path, header: Mapping[str, Any]) -> int:
-    """Return the number of bytes of the tensors in a header. They must be contiguous."""
-    at = 0
-    for name, spec in sorted(header.items(), key=lambda item: (*item[1]["data_offsets"], item[0])):
-        start, end = spec["data_offsets"]
-        if start != at or end - start != prod(spec["shape"]) * _BYTES[spec["dtype"]]:
-            raise CheckpointError(
-                f"the header of {file} is damaged: {name} of type {spec['dtype']} and shape {spec['shape']} cannot lie "
-                f"in bytes {start} to {end} behind {at}; fetch or make it again"
-            )
-        at = end
-    return at
+        with safe_open(file, "numpy"):
+            pass
+    except (SafetensorError, OSError) as e:
+        why = f"{file} is damaged or cut short ({file.stat().st_size} bytes: {e}); download or make it again"
+        raise CheckpointError(why_damaged(file, why)) from e
 
 
 def layer_width(config: Mapping[str, Any], tensors: Mapping[str, mx.array], layer: str) -> int | None:

@@ -1,9 +1,10 @@
-"""The protocol of draft heads, and their base class."""
+"""The base class of draft heads."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,71 +15,6 @@ from eagle_mlx.formats.fields import Quantization
 from eagle_mlx.target import Target
 
 Mask = mx.array | str | None
-
-
-@runtime_checkable
-class DraftHead(Protocol):
-    """A draft head. At each position, it takes the next token and a feature, and returns the next feature and logits.
-
-    The first feature comes from the target's hidden states, later ones from the head itself.
-    """
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of a feature."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the target's vocabulary."""
-        ...
-
-    @property
-    def target_hidden_size(self) -> int: ...
-
-    @property
-    def embedding_size(self) -> int | None:
-        """Required width of the target's embedding; None for a head with its own embedding."""
-        ...
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers, counted from 0, whose outputs `features` reads. Available once a target is attached."""
-        ...
-
-    @property
-    def token_ids(self) -> mx.array | None:
-        """[draft vocabulary] int32, the target id of each draft id; None if they are the same."""
-        ...
-
-    @property
-    def cache_layers(self) -> int:
-        """Number of layers with a KV cache."""
-        ...
-
-    def attach(self, target: Target) -> None:
-        """Use this target's embedding, final norm and output projection unless the head has its own."""
-        ...
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        """Token ids [B, L] -> embeddings [B, L, E]."""
-        ...
-
-    def features(self, aux: Sequence[mx.array]) -> mx.array:
-        """Target's aux hidden states, each [B, L, Ht] -> features [B, L, H]."""
-        ...
-
-    def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
-        """Draft step: embeddings [B, L, E] of tokens t+1, features [B, L, H] of positions t -> h [B, L, H].
-
-        h is the next step's feature and the input of `logits`. `cache` holds the layers' caches in order, or a single
-        cache if there is one layer. `mask` is for calls without a cache: "causal", or None for one position.
-        """
-        ...
-
-    def logits(self, h: mx.array) -> mx.array:
-        """h [..., H] -> logits over the draft vocabulary."""
-        ...
 
 
 class HeadConfig(Protocol):
@@ -98,9 +34,10 @@ Config = TypeVar("Config", bound=HeadConfig)
 
 
 class HeadBase(nn.Module, Generic[Config]):
-    """Base class of heads: properties from the config and the target.
+    """A draft head. At each position, it takes the next token and a feature, and returns the next feature and logits.
 
-    By default, a head is as wide as its target, reads its last layer and drafts its whole vocabulary.
+    The first feature comes from the target's hidden states, later ones from the head itself. By default, a head is as
+    wide as its target, reads its last layer and drafts its whole vocabulary.
     """
 
     _config: Config
@@ -118,6 +55,7 @@ class HeadBase(nn.Module, Generic[Config]):
         self._config = config
 
     def attach(self, target: Target) -> None:
+        """Use this target's embedding, final norm and output projection unless the head has its own."""
         self._target = target
 
     @property
@@ -129,10 +67,12 @@ class HeadBase(nn.Module, Generic[Config]):
 
     @property
     def hidden_size(self) -> int:
+        """Width of a feature."""
         return self._config.hidden_size
 
     @property
     def vocab_size(self) -> int:
+        """Size of the target's vocabulary."""
         return self._config.vocab_size
 
     @property
@@ -141,20 +81,47 @@ class HeadBase(nn.Module, Generic[Config]):
 
     @property
     def embedding_size(self) -> int | None:
+        """Required width of the target's embedding; None for a head with its own embedding."""
         return None if self._config.own_embedding else self.hidden_size
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
+        """Target layers, counted from 0, whose outputs `features` reads. Available once a target is attached."""
         return (self.target.num_layers - 1,)
 
     @property
     def token_ids(self) -> mx.array | None:
+        """[draft vocabulary] int32, the target id of each draft id; None if they are the same."""
         return None
 
+    @property
+    @abstractmethod
+    def cache_layers(self) -> int:
+        """Number of layers with a KV cache."""
+
     def embed(self, tokens: mx.array) -> mx.array:
-        """Token ids [...] -> embeddings [..., H]."""
+        """Token ids [...] -> embeddings [..., E]."""
         out: mx.array = self.embed_tokens(tokens) if self._config.own_embedding else self.target.embed(tokens)
         return out
+
+    @abstractmethod
+    def features(self, aux: Sequence[mx.array]) -> mx.array:
+        """Target's aux hidden states, each [B, L, Ht] -> features [B, L, H]."""
+
+    @abstractmethod
+    def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
+        """Draft step: embeddings [B, L, E] of tokens t+1, features [B, L, H] of positions t -> h [B, L, H].
+
+        h is the next step's feature and the input of `logits`. `cache` holds the layers' caches in order, or a single
+        cache if there is one layer. `mask` is for calls without a cache: "causal", or None for one position.
+        """
+
+    @abstractmethod
+    def logits(self, h: mx.array) -> mx.array:
+        """h [..., H] -> logits over the draft vocabulary."""
+
+
+DraftHead = HeadBase[Any]
 
 
 def caches_of(cache: Any | None, layers: int) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,41 +18,38 @@ _MAX_JOINT_ROPE = 32
 """Maximum positions for rotating queries and keys together. For more, the copy costs more than a second call."""
 
 
-class LayerShape(Protocol):
-    """The fields of a head's config that a decoder layer needs."""
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """The fields of every EAGLE head's config. Raises ConfigError if they are inconsistent."""
 
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def rope_scaling(self) -> dict[str, Any] | None: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def attention_bias(self) -> bool: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def mlp_bias(self) -> bool: ...
-    @property
-    def qk_norm(self) -> bool: ...
-    @property
-    def windows(self) -> tuple[int | None, ...]: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def quantization(self) -> Quantization | None: ...
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    """Size of the target's vocabulary."""
+    num_hidden_layers: int = 1
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    """Biases on all four attention projections."""
+    qkv_bias: bool = False
+    """Biases on queries, keys and values only."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Per-head norm of queries and keys, as in Qwen3."""
+    windows: tuple[int | None, ...] = ()
+    """Each layer's attention window, None for full attention; empty if all layers have full attention."""
+    own_embedding: bool = False
+    """The head has its own embedding, which it needs if its hidden size differs from the target's."""
+    quantization: Quantization | None = None
+    """None if no layer is quantized."""
+
+    def __post_init__(self) -> None:
+        check_shape(self)
 
 
 def check_shape(config: LayerShape) -> None:

@@ -87,8 +87,8 @@ def test_the_round_trip_through_speculators_is_exact(name: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"norm_logits": False}, "no word for norm_logits=False"),
-        ({"hidden_size": 24, "own_embedding": True}, "as wide as their target, not 24 for 32"),
+        ({"norm_logits": False}, "cannot express norm_logits=False"),
+        ({"hidden_size": 24, "own_embedding": True}, "of their target's width, 32, not 24"),
         ({"qk_norm": True, "mlp_bias": True}, "both q/k norms and mlp_bias"),
         ({"num_hidden_layers": 2, "windows": (4, 5)}, "names one size"),
     ],
@@ -165,7 +165,7 @@ def change(folder: Path, tensors: Callable[[dict[str, mx.array]], Any] | None = 
         (eagle, lambda t: [t.pop(k) for k in list(t) if "layers" in k], {}, "holds no head that is known"),
         (eagle, None, {"medusa_num_heads": 4}, "Medusa heads; EAGLE and MTP"),
         (eagle, None, {"dflash_config": {}}, "a DFlash head"),
-        (eagle, None, {"speculators_model_type": "peagle"}, "a speculator of type peagle"),
+        (eagle, None, {"speculators_model_type": "peagle"}, "speculators_model_type peagle"),
         (mtp, lambda t: t.pop("enorm.weight"), {}, "missing: enorm.weight"),
         (mtp, lambda t: t.update({"block.x": t["enorm.weight"]}), {}, "not known to this format: block.x"),
         (mtp, None, {"eagle_mlx_mtp": {"model_type": "gpt2", "layer": {}}}, "model_type gpt2 are not known"),
@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_named(make: Any, tensors: Any, config: Any, messag
     ("config", "message"),
     [
         ({"transformer_layer_config": None}, "lacks transformer_layer_config"),
-        ({"transformer_layer_config": {"model_type": "gemma3"}}, "describes a layer of gemma3"),
+        ({"transformer_layer_config": {"model_type": "gemma3"}}, "has a layer of type gemma3"),
         ({"target_hidden_size": 48}, "target_hidden_size is 48 but the head's own is 32"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, "the embedding's output as an aux layer"),
         ({"eagle_aux_hidden_state_layer_ids": None}, "does not name the layers"),
@@ -205,14 +205,14 @@ def test_names_that_two_files_hold(tmp_path: Path) -> None:
     save(eagle(TARGET), tmp_path / "h")
     weights = tmp_path / "h" / "model.safetensors"
     (tmp_path / "h" / "more.safetensors").write_bytes(weights.read_bytes())
-    with pytest.raises(CheckpointError, match="which another file of the folder holds too"):
+    with pytest.raises(CheckpointError, match="another file of its folder both have"):
         load_head(tmp_path / "h")
 
 
 def test_a_layer_under_two_names(tmp_path: Path) -> None:
     save(eagle3(TARGET), tmp_path / "h")
     change(tmp_path / "h", lambda t: t.update({"layers.0.mlp.up_proj.weight": t["midlayer.mlp.up_proj.weight"]}))
-    with pytest.raises(CheckpointError, match=r"holds midlayer.mlp.up_proj.weight twice, once as"):
+    with pytest.raises(CheckpointError, match=r"has midlayer.mlp.up_proj.weight twice, once as"):
         load_head(tmp_path / "h")
 
 
@@ -247,7 +247,7 @@ def test_a_quantised_head_stays_what_it_is(name: str, tmp_path: Path) -> None:
 
 
 def test_a_size_that_cannot_be_quantised() -> None:
-    with pytest.raises(ConfigError, match="32 cannot be cut into groups of 64"):
+    with pytest.raises(ConfigError, match="32 is not a multiple of the group size 64"):
         quantized(mtp(TARGET))
 
 

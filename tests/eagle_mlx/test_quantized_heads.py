@@ -207,7 +207,7 @@ def test_packed_weights_do_not_hide_the_kind_of_a_head(make: Any, kind: type, tm
             {"quantization": {"group_size": 32, "bits": 7}, "quantization_config": None},
             "sets bits to 7; MLX knows 2, 3",
         ),
-        ({"quantization": {"group_size": 32, "bits": 8}, "quantization_config": None}, "do not fit its config.json"),
+        ({"quantization": {"group_size": 32, "bits": 8}, "quantization_config": None}, "do not match its config.json"),
     ],
 )
 def test_quantisation_that_is_not_told_right_is_refused(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_speculators_has_no_words_for_it(tmp_path: Path) -> None:
     head = eagle3(TARGET)
     quantize(head, 4, 32)
     head.attach(TARGET)
-    with pytest.raises(ConfigError, match="speculators has no word for quantization="):
+    with pytest.raises(ConfigError, match="cannot express quantization="):
         save_speculators(head, tmp_path / "head")
 
 

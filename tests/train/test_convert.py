@@ -431,7 +431,7 @@ def head_of(target: Target, kind: str, folder: Path) -> Path:
             ["--to", "speculators", "--base-model", "a/b/c"],
             "--base-model: 'a/b/c' is no name of a repository",
         ),
-        ("mtp", ["--to", "speculators"], "speculators has no word for norm_output=False"),
+        ("mtp", ["--to", "speculators"], "the speculators layout cannot express norm_output=False"),
         ("eagle3", ["--to", "speculators", "--target", "TARGET"], "head expects a target of vocabulary 64 but"),
     ],
 )

@@ -73,7 +73,7 @@ def test_the_head_of_a_model_in_few_bits(tmp_path: Path, capsys: pytest.CaptureF
     out = tmp_path / "q"
     args = ["mtp", "--source", str(source), "--output", str(out), "--bits", "8"]
     assert main([*args, "--group-size", "128"]) == 2
-    assert "64 cannot be cut into groups of 128" in capsys.readouterr().err
+    assert "64 is not a multiple of the group size 128" in capsys.readouterr().err
     assert not out.exists()
     assert main(args) == 0
     head = load_head(out, golden.TARGET)
@@ -95,7 +95,7 @@ def test_the_name_of_the_folder_when_none_is_given(tmp_path: Path, monkeypatch: 
     ("change", "args", "message"),
     [
         (lambda f: (f / "model-3-of-3.safetensors").unlink(), [], "lacks model-3-of-3.safetensors, which by its index"),
-        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), [], "is no index of a model's weights"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), [], "is not an index of a model's weights"),
         (
             lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"mtp.x": "../../etc/passwd"}}'),
             [],

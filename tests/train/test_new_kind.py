@@ -19,7 +19,7 @@ from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, in_file_type, read_weights, weights_of, write_head
 from eagle_mlx.heads import Format, HeadBase, HeadKind
 from eagle_mlx.heads.base import Mask, caches_of
-from eagle_mlx.heads.layers import PlainLayer
+from eagle_mlx.heads.layers import LayerShape, PlainLayer
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train import kinds
 from eagle_mlx.train.cli import main
@@ -32,26 +32,8 @@ ROOT = Path(__file__).parents[2]
 KIND_FOLDERS = r"^(eagle_mlx/heads/(eagle|eagle3|mtp)/|train/kinds/(eagle3/|eagle\.py|mtp\.py))"
 
 
-@dataclasses.dataclass(frozen=True)
-class ToyConfig:
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: None = None
-    max_position_embeddings: int = 2048
-    attention_bias: bool = False
-    qkv_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    own_embedding: bool = False
-    num_hidden_layers: int = 1
-    windows: tuple[int | None, ...] = ()
-    quantization: None = None
+class ToyConfig(LayerShape):
+    """A layer's fields are all that it has."""
 
 
 class ToyHead(HeadBase[ToyConfig]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 
@@ -21,14 +21,13 @@ from eagle_mlx.formats.fields import (
     window_json,
 )
 from eagle_mlx.formats.tensors import (
-    DTYPE_NAMES,
+    SaveOptions,
     fill,
-    in_file_type,
     layer_width,
     read_weights,
+    save_head,
     with_embedding,
     without_copy,
-    write_head,
 )
 from eagle_mlx.heads.eagle.head import EagleConfig, EagleHead
 from eagle_mlx.heads.precision import make_quantized
@@ -37,21 +36,12 @@ ARCHITECTURE = "LlamaForCausalLMEagle"
 """Name in SGLang; SafeAILab's own loader does not check it."""
 
 
-def save_eagle(
-    head: EagleHead,
-    folder: str | Path,
-    *,
-    target_name: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-    dtype: mx.Dtype = mx.bfloat16,
-    overwrite: bool = False,
-) -> None:
+def save_eagle(head: EagleHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     """Write a head to a folder, which appears only once complete.
 
     Other loaders expect an embedding in the file. It is the head's own or else the target's, so attach one first.
-    Quantized weights stay quantized, and other loaders cannot read them. `target_name` and `extra` are stored under
-    `eagle_mlx` in config.json. Raises HeadError if there is neither an embedding nor a target, OutputError if the
-    folder cannot be written.
+    Quantized weights stay quantized, and other loaders cannot read them. Raises HeadError if there is neither an
+    embedding nor a target, OutputError if the folder cannot be written.
     """
     weights, noted = with_embedding(head)
     fields = dataclasses.asdict(head.config)
@@ -65,10 +55,8 @@ def save_eagle(
         "eagle_fc_bias": head.config.bias,
         **window_json(head.config.windows),
         **quantization_json(head.config.quantization),
-        "torch_dtype": DTYPE_NAMES[dtype],
-        "eagle_mlx": {"target": target_name, **noted, **(extra or {})},
     }
-    write_head(folder, config, in_file_type(weights, dtype), overwrite)
+    save_head(folder, config, weights, noted, **options)
 
 
 def load_eagle(folder: str | Path) -> EagleHead:

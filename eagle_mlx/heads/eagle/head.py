@@ -13,40 +13,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.formats.fields import Quantization
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of
-from eagle_mlx.heads.layers import PlainLayer, check_shape
+from eagle_mlx.heads.layers import LayerShape, PlainLayer
 
 
-@dataclass(frozen=True)
-class EagleConfig:
-    hidden_size: int
-    """Same as the target's."""
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
-    max_position_embeddings: int = 2048
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(LayerShape):
+    """`hidden_size` is the target's."""
+
     bias: bool = True
     """A bias on `fc`."""
-    attention_bias: bool = False
-    """Biases on all four attention projections."""
-    qkv_bias: bool = False
-    """Biases on queries, keys and values only."""
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    own_embedding: bool = False
-    num_hidden_layers: int = 1
-    windows: tuple[int | None, ...] = ()
-    quantization: Quantization | None = None
-    """None if no layer is quantized."""
-
-    def __post_init__(self) -> None:
-        check_shape(self)
 
 
 class EagleHead(HeadBase[EagleConfig]):

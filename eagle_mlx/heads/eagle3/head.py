@@ -14,9 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats.fields import Quantization
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
-from eagle_mlx.heads.layers import MLP, Attention, PlainLayer, check_shape, window_of
+from eagle_mlx.heads.layers import MLP, Attention, LayerShape, PlainLayer, window_of
 from eagle_mlx.target import Target
 
 
@@ -27,33 +26,15 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     return (1, num_layers // 2 - 1, num_layers - 4)
 
 
-@dataclass(frozen=True)
-class Eagle3Config:
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    """Size of the target's vocabulary."""
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(LayerShape):
     draft_vocab_size: int
     """Size of the draft vocabulary; equal to `vocab_size` if the head drafts all tokens."""
     target_hidden_size: int
     aux_layers: tuple[int, ...]
     """Target layers whose outputs are read, counted from 0; empty without `use_aux_hidden_state`."""
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
-    max_position_embeddings: int = 2048
     norm_before_residual: bool = False
     """The residual stream starts from the normed feature instead of the feature."""
-    attention_bias: bool = False
-    """Biases on all four attention projections."""
-    qkv_bias: bool = False
-    """Biases on queries, keys and values only."""
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """Per-head norm of queries and keys, as in Qwen3."""
     norm_before_fc: bool = False
     """One norm over the concatenated hidden states before `fc`."""
     fc_norm: bool = False
@@ -68,16 +49,9 @@ class Eagle3Config:
     """Apply a norm to the feature."""
     use_aux_hidden_state: bool = True
     """If false, the feature is the target's last hidden state after its final norm, and there is no `fc`."""
-    own_embedding: bool = False
-    """The head has its own embedding, which it needs if its hidden size differs from the target's."""
-    num_hidden_layers: int = 1
-    windows: tuple[int | None, ...] = ()
-    """Each layer's attention window, None for full attention; empty if all layers have full attention."""
-    quantization: Quantization | None = None
-    """None if no layer is quantized."""
 
     def __post_init__(self) -> None:
-        check_shape(self)
+        super().__post_init__()
         if self.draft_vocab_size > self.vocab_size:
             raise ConfigError(
                 f"draft_vocab_size {self.draft_vocab_size} is larger than the target's vocabulary {self.vocab_size}"
@@ -86,16 +60,12 @@ class Eagle3Config:
             raise ConfigError("aux_layers is empty; an EAGLE-3 head reads at least one target layer")
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm are both set; a head has one of them or neither")
-        if not self.use_aux_hidden_state:
-            self._check_without_aux()
-
-    def _check_without_aux(self) -> None:
-        if self.aux_layers or self.fc_norm or self.norm_before_fc:
+        if not self.use_aux_hidden_state and (self.aux_layers or self.fc_norm or self.norm_before_fc):
             raise ConfigError("a head without aux hidden states has no aux_layers, no fc_norm and no norm_before_fc")
-        if self.hidden_size != self.target_hidden_size:
+        if not self.use_aux_hidden_state and self.hidden_size != self.target_hidden_size:
             raise ConfigError(
-                f"a head without aux hidden states reads the target's as they are: hidden_size {self.hidden_size} must "
-                f"equal target_hidden_size {self.target_hidden_size}"
+                f"a head without aux hidden states has its target's hidden size, but hidden_size is {self.hidden_size} "
+                f"and target_hidden_size is {self.target_hidden_size}"
             )
 
 
@@ -107,8 +77,7 @@ _UNUSUAL = (
 
 def unusual_fields(config: Eagle3Config) -> list[str]:
     """Return the names of fields that differ from a plain EAGLE-3 head's."""
-    plain = Eagle3Config(1, 1, 1, 1, 1, 1, 1, 1, (0,))
-    return [name for name in _UNUSUAL if getattr(config, name) != getattr(plain, name)]
+    return [name for name in _UNUSUAL if getattr(config, name) != getattr(Eagle3Config, name)]
 
 
 class DecoderLayer(nn.Module):
@@ -191,7 +160,6 @@ class Eagle3Head(HeadBase[Eagle3Config]):
 
     @property
     def token_ids(self) -> mx.array | None:
-        """[draft_vocab_size] int32, the target id of each draft id; None if they are the same."""
         return self._token_ids
 
     def features(self, aux: Sequence[mx.array]) -> mx.array:

@@ -9,9 +9,10 @@ on flags, `embed_tokens`, `input_norm`, `fc_norm.*`, q/k norms and biases. Layer
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 import numpy as np
@@ -29,35 +30,26 @@ from eagle_mlx.formats.fields import (
     warn_of_unknown,
     window_json,
 )
-from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, in_file_type, layer_width, read_weights, weights_of, write_head
+from eagle_mlx.formats.tensors import SaveOptions, fill, layer_width, read_weights, save_head, weights_of
 from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.heads.precision import make_quantized
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+_LAYER = re.compile(r"^layers\.(\d+)\.")
 _NESTED = {LAYER_IDS, "use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"}
 _NESTED_HARMLESS = {"use_mtp_layernorm": (False,), "next_layer_regular": (True,), "parallel_draft_step": (None, 0, 1)}
 """Unsupported flags of Model-Optimizer in eagle_config, with the values that have no effect."""
 
 
-def save_eagle3(
-    head: Eagle3Head,
-    folder: str | Path,
-    *,
-    target_name: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-    dtype: mx.Dtype = mx.bfloat16,
-    overwrite: bool = False,
-) -> None:
+def save_eagle3(head: Eagle3Head, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     """Write a head to a folder, which appears only once complete. Quantized weights stay quantized.
 
-    `target_name` and `extra` (any JSON) are stored under `eagle_mlx` in config.json, which other loaders ignore. Raises
-    OutputError if the folder exists and `overwrite` is not set, or if it cannot be written; ConfigError if this layout
-    cannot express the head.
+    Raises OutputError if the folder exists and `overwrite` is not set, or if it cannot be written; ConfigError if this
+    layout cannot express the head.
     """
-    config = {**_to_json(head.config), "torch_dtype": DTYPE_NAMES[dtype]}
-    config["eagle_mlx"] = {"target": target_name, **(extra or {})}
-    tensors = in_file_type({outer_name(name): value for name, value in weights_of(head).items()}, dtype)
-    write_head(folder, config, tensors | vocabulary_tensors(head.d2t, head.config.vocab_size), overwrite)
+    tensors = {outer_name(name): value for name, value in weights_of(head).items()}
+    vocabulary = vocabulary_tensors(head.d2t, head.config.vocab_size)
+    save_head(folder, _to_json(head.config), tensors | vocabulary, **options)
 
 
 def load_eagle3(folder: str | Path, target_layers: int | None = None) -> Eagle3Head:
@@ -68,8 +60,7 @@ def load_eagle3(folder: str | Path, target_layers: int | None = None) -> Eagle3H
     missing, unknown or of the wrong shape, or if a flag is not supported.
     """
     folder = Path(folder)
-    written = read_config(folder)
-    raw = read_weights(folder)
+    written, raw = read_config(folder), read_weights(folder)
     by_specforge = any(name.startswith("midlayer.") for name in raw) and "norm_before_residual" not in written
     tensors = inner_tensors(folder, raw)
     config = _from_json(folder, written, tensors, target_layers, by_specforge)
@@ -93,43 +84,30 @@ def inner_tensors(where: Path, tensors: Mapping[str, mx.array]) -> dict[str, mx.
     inner: dict[str, mx.array] = {}
     for name, value in tensors.items():
         short = name.removeprefix("model.")
-        first, _, rest = short.partition(".")
-        if first == "layers":
-            index, _, part = rest.partition(".")
-            if index == "0":
-                short = f"midlayer.{part}"
-            elif index.isdigit():
-                short = f"layers.{int(index) - 1}.{part}"
+        if layer := _LAYER.match(short):
+            index = int(layer[1])
+            short = (f"layers.{index - 1}." if index else "midlayer.") + short[layer.end() :]
         if short in inner:
-            raise CheckpointError(f"{where} holds {short} twice, once as {name}; keep one of them")
+            raise CheckpointError(f"{where} has {short} twice, once as {name}; keep one of them")
         inner[short] = value
     return inner
 
 
 def outer_name(name: str) -> str:
     """Return the name in a file of an Eagle3Head's parameter."""
-    first, _, rest = name.partition(".")
-    index, _, part = rest.partition(".")
-    return f"layers.{int(index) + 1}.{part}" if first == "layers" and index.isdigit() else name
+    return _LAYER.sub(lambda layer: f"layers.{int(layer[1]) + 1}.", name)
 
 
 def _to_json(config: Eagle3Config) -> dict[str, Any]:
     fields = dataclasses.asdict(config)
     layers = list(fields.pop("aux_layers"))
     del fields["own_embedding"], fields["windows"], fields["norm_logits"], fields["quantization"]
-    nested = {
-        LAYER_IDS: layers,
-        "use_aux_hidden_state": fields.pop("use_aux_hidden_state"),
-        "use_input_layernorm_in_first_layer": fields.pop("input_layernorm"),
-        "use_last_layernorm": config.norm_logits,
-    }
-    if config.hidden_norm == config.use_aux_hidden_state:
+    with_aux, first_norm = fields.pop("use_aux_hidden_state"), fields.pop("input_layernorm")
+    nested = {**({LAYER_IDS: layers} if layers else {}), "use_aux_hidden_state": with_aux}
+    if not (first_norm and config.norm_logits):
+        nested |= {"use_input_layernorm_in_first_layer": first_norm, "use_last_layernorm": config.norm_logits}
+    if config.hidden_norm == with_aux:
         del fields["hidden_norm"]
-    plain = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True}
-    if all(nested[name] == value for name, value in plain.items()):
-        nested = {name: value for name, value in nested.items() if name not in plain}
-    if not layers:
-        del nested[LAYER_IDS]
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -155,6 +133,7 @@ def _from_json(
     refuse(file, config)
     warn_of_unknown(file, config)
     _check_nested(file, nested)
+    ids = nested.get(LAYER_IDS), config.get(LAYER_IDS)
     with_aux = bool(nested.get("use_aux_hidden_state", True))
     with reading(file):
         fields = layer_fields(config)
@@ -163,7 +142,7 @@ def _from_json(
             **fields,
             draft_vocab_size=int(config.get("draft_vocab_size") or config["vocab_size"]),
             target_hidden_size=int(config.get("target_hidden_size") or fields["hidden_size"]),
-            aux_layers=_aux_layers(file, config, target_layers) if with_aux else (),
+            aux_layers=aux_layers_of(file, *ids, target_layers) if with_aux else (),
             norm_before_residual=bool(config.get("norm_before_residual", False)),
             qk_norm=_flag(config, "qk_norm", "midlayer.self_attn.q_norm.weight" in tensors),
             norm_before_fc=_flag(config, "norm_before_fc", "input_norm.weight" in tensors),
@@ -187,11 +166,8 @@ def _check_nested(file: Path, nested: Mapping[str, Any]) -> None:
     for name, value in nested.items():
         if name in _NESTED or value in _NESTED_HARMLESS.get(name, ()):
             continue
-        known = name in _NESTED_HARMLESS
-        raise CheckpointError(
-            f"{file} sets eagle_config.{name} to {value!r}, which "
-            + ("is not implemented" if known else "is not known; what it changes cannot be honoured")
-        )
+        why = "not implemented" if name in _NESTED_HARMLESS else "not known, and might change the drafts"
+        raise CheckpointError(f"{file} sets eagle_config.{name} to {value!r}, which is {why}")
 
 
 def _norm_output(
@@ -212,13 +188,15 @@ def _norm_output(
     return False, normed and (bool(flag) or trained)
 
 
-def _aux_layers(file: Path, config: Mapping[str, Any], target_layers: int | None) -> tuple[int, ...]:
-    layers = aux_layer_ids(file, (config.get("eagle_config") or {}).get(LAYER_IDS), config.get(LAYER_IDS))
-    if layers is not None:
-        return layers
-    if target_layers is None:
+def aux_layers_of(file: Path, nested: Any, top: Any, target_layers: int | None) -> tuple[int, ...]:
+    """Return the aux layers in a config (see `aux_layer_ids`), or the default ones for the target's number of layers.
+
+    Raises CheckpointError if neither is known.
+    """
+    layers = aux_layer_ids(file, nested, top)
+    if layers is None and target_layers is None:
         raise CheckpointError(f"{file} does not name the layers that the head reads; load the head with its target")
-    return default_aux_layers(target_layers)
+    return default_aux_layers(target_layers or 0) if layers is None else layers
 
 
 def take_draft_vocabulary(
@@ -233,7 +211,7 @@ def take_draft_vocabulary(
         if value is not None and value.shape != (size,):
             raise CheckpointError(f"{name} in {where} has shape {value.shape}, expected ({size},)")
         if value is not None and not (value.dtype == mx.bool_ or mx.issubdtype(value.dtype, mx.integer)):
-            raise CheckpointError(f"{name} in {where} holds numbers of type {value.dtype}, expected whole ones")
+            raise CheckpointError(f"{name} in {where} has numbers of type {value.dtype}, expected integers")
     if d2t is None:
         if draft_vocab_size != vocab_size:
             raise CheckpointError(
@@ -243,7 +221,7 @@ def take_draft_vocabulary(
         d2t = mx.zeros(vocab_size, mx.int32)
     kept = np.array(d2t, np.int64) + np.arange(draft_vocab_size)
     if kept.min() < 0 or kept.max() >= vocab_size or np.any(np.diff(kept) <= 0):
-        raise CheckpointError(f"d2t in {where} does not lead to ascending ids of a vocabulary of {vocab_size}")
+        raise CheckpointError(f"d2t in {where} does not give ascending ids of a vocabulary of {vocab_size}")
     if t2d is not None and not np.array_equal(np.flatnonzero(np.array(t2d)), kept):
         raise CheckpointError(f"t2d and d2t in {where} name different draft vocabularies; one of them is damaged")
     return None if draft_vocab_size == vocab_size else d2t.astype(mx.int32)
@@ -263,6 +241,5 @@ def holds_eagle3(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> 
     """Return whether files are in this layout: a `midlayer`, or a first layer wider than the head."""
     if config.get("speculators_model_type") is not None:
         return False
-    if layer_width(config, tensors, "midlayer") is not None:
-        return True
-    return layer_width(config, tensors, "layers.0") not in (None, config.get("hidden_size"))
+    first, width = layer_width(config, tensors, "midlayer"), layer_width(config, tensors, "layers.0")
+    return first is not None or width not in (None, config.get("hidden_size"))

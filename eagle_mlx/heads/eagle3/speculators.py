@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 
@@ -15,7 +15,6 @@ from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.fields import (
     LAYER_IDS,
     SPECULATORS_VERSION,
-    aux_layer_ids,
     layer_fields,
     proposal_json,
     read_config,
@@ -24,32 +23,32 @@ from eagle_mlx.formats.fields import (
     warn_of_unknown,
     window_json,
 )
-from eagle_mlx.formats.tensors import DTYPE_NAMES, read_weights, with_embedding, without_copy, write_head
-from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, default_aux_layers
-from eagle_mlx.heads.eagle3.portable import build_eagle3, inner_tensors, outer_name, vocabulary_tensors
+from eagle_mlx.formats.tensors import SaveOptions, read_weights, save_head, with_embedding, without_copy
+from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head
+from eagle_mlx.heads.eagle3.portable import aux_layers_of, build_eagle3, inner_tensors, outer_name, vocabulary_tensors
 
-_LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "vocab_size": 32000,
-        "max_position_embeddings": 2048,
-    },
-    "qwen3": {
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "num_hidden_layers": 32,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-    },
+LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
+    name: {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, **others}
+    for name, others in {
+        "llama": {"intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
+        "qwen3": {
+            **{"intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
+            **{"num_key_value_heads": 32, "head_dim": 128},
+        },
+    }.items()
 }
+"""The defaults of transformers for the fields of a layer, which its files may leave out."""
 _NOT_READ = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Copies of the target's weights, needed only for training."""
+_FIELDS = (
+    *("draft_vocab_size", "target_hidden_size"),
+    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+)
+_LAYER_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "attention_bias"),
+)
+"""The fields of both configs that are written as they are."""
 
 
 def load_speculators(folder: str | Path, target_layers: int | None = None) -> Eagle3Head:
@@ -63,8 +62,7 @@ def load_speculators(folder: str | Path, target_layers: int | None = None) -> Ea
     config = read_config(folder)
     kind = config.get("speculators_model_type")
     if kind != "eagle3":
-        what = "does not say of which type of speculators it is" if kind is None else f"is a speculator of type {kind}"
-        raise CheckpointError(f"{folder / 'config.json'} {what}; eagle3 can be read so")
+        raise CheckpointError(f"{folder / 'config.json'} has speculators_model_type {kind}; it must be eagle3")
     tensors = inner_tensors(folder, read_weights(folder))
     tensors = {name: value for name, value in without_copy(config, tensors).items() if name not in _NOT_READ}
     return build_eagle3(folder, _from_json(folder, config, tensors, target_layers), tensors)
@@ -78,13 +76,13 @@ def _from_json(
     if not isinstance(layer, dict):
         raise CheckpointError(f"{file} lacks transformer_layer_config")
     kind = layer.get("model_type", "qwen3")
-    if not isinstance(kind, str) or kind not in _LAYER_DEFAULTS:
-        raise CheckpointError(f"{file} describes a layer of {kind}; only llama and qwen3 layers can be read")
+    if not isinstance(kind, str) or kind not in LAYER_DEFAULTS:
+        raise CheckpointError(f"{file} has a layer of type {kind}; only llama and qwen3 layers can be read")
     refuse(file, {**layer, "tie_word_embeddings": False})  # this field is about the verifier
     warn_of_unknown(file, {**layer, **config})
     refuse(file, {name: value for name, value in config.items() if name != "tie_word_embeddings"})
     with reading(file):
-        fields = layer_fields({**_LAYER_DEFAULTS[kind], **_one_rope(layer)})
+        fields = layer_fields({**LAYER_DEFAULTS[kind], **_one_rope(layer)})
         size = fields["hidden_size"]
         if config.get("target_hidden_size") not in (None, size):
             raise ConfigError(f"target_hidden_size is {config['target_hidden_size']} but the head's own is {size}")
@@ -92,7 +90,7 @@ def _from_json(
             **fields,
             draft_vocab_size=int(config.get("draft_vocab_size") or 32000),
             target_hidden_size=size,
-            aux_layers=_aux_layers(file, config.get(LAYER_IDS), target_layers),
+            aux_layers=aux_layers_of(file, None, config.get(LAYER_IDS), target_layers),
             norm_before_residual=bool(config.get("norm_before_residual", True)),
             norm_before_fc=bool(config.get("norm_before_fc", False)),
             fc_norm=bool(config.get("fc_norm", False)),
@@ -110,32 +108,20 @@ def _one_rope(layer: Mapping[str, Any]) -> Mapping[str, Any]:
     return layer
 
 
-def _aux_layers(file: Path, ids: Any, target_layers: int | None) -> tuple[int, ...]:
-    layers = aux_layer_ids(file, None, ids)
-    if layers is not None:
-        return layers
-    if target_layers is None:
-        raise CheckpointError(f"{file} does not name the layers that the head reads; load the head with its target")
-    return default_aux_layers(target_layers)
-
-
 def save_speculators(
     head: Eagle3Head,
     folder: str | Path,
     *,
-    target_name: str | None = None,
     base_model: str | None = None,
     target_architectures: Sequence[str] = (),
-    extra: Mapping[str, Any] | None = None,
     depth: int = 3,
-    dtype: mx.Dtype = mx.bfloat16,
-    overwrite: bool = False,
+    **options: Unpack[SaveOptions],
 ) -> None:
     """Write a head in this layout to a folder, which appears only once complete.
 
     `base_model` is the target for other servers, a hub id or local folder. Without it, speculators loads no head; it
     reads embedding and projection there, which must not be quantized by MLX. `depth` is the number of tokens that a
-    server should draft. `target_name` and `extra` are stored under `eagle_mlx`.
+    server should draft.
 
     If the head has no embedding, the target's is written, so attach one first: without one in the file, speculators
     would draft with uninitialized memory. Raises ConfigError if this layout cannot express the head, HeadError if there
@@ -148,36 +134,26 @@ def save_speculators(
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS_VERSION,
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        **{name: getattr(config, name) for name in _FIELDS},
         "embed_requires_grad": False,
         LAYER_IDS: [k + 1 for k in config.aux_layers],
         "tie_word_embeddings": False,
         "transformer_layer_config": _layer_json(config),
         "speculators_config": proposal_json("eagle3", base_model, target_architectures, depth),
-        "torch_dtype": DTYPE_NAMES[dtype],
-        "eagle_mlx": {"target": target_name, **noted, **(extra or {})},
     }
-    tensors = {
-        outer_name(name).replace("midlayer.", "layers.0."): value.astype(dtype) for name, value in weights.items()
-    }
-    write_head(folder, written, tensors | vocabulary_tensors(head.d2t, config.vocab_size), overwrite)
+    tensors = {outer_name(name).replace("midlayer.", "layers.0."): value for name, value in weights.items()}
+    save_head(folder, written, tensors | vocabulary_tensors(head.d2t, config.vocab_size), noted, **options)
 
 
 def _check_sayable(config: Eagle3Config) -> None:
     window_json(config.windows)
-    plain = Eagle3Config(1, 1, 1, 1, 1, 1, 1, 1, (0,))
     for name in ("norm_logits", "input_layernorm", "hidden_norm", "use_aux_hidden_state", "qkv_bias", "quantization"):
-        if getattr(config, name) != getattr(plain, name):
-            raise ConfigError(f"speculators has no word for {name}={getattr(config, name)}; write the portable layout")
+        if (value := getattr(config, name)) != getattr(Eagle3Config, name):
+            raise ConfigError(f"the speculators layout cannot express {name}={value}; write the portable layout")
     if config.hidden_size != config.target_hidden_size:
         raise ConfigError(
-            f"speculators wants heads as wide as their target, not {config.hidden_size} for "
-            f"{config.target_hidden_size}; write the portable layout"
+            f"speculators needs heads of their target's width, {config.target_hidden_size}, not {config.hidden_size}; "
+            "write the portable layout"
         )
     if config.qk_norm and config.mlp_bias:
         raise ConfigError("speculators has no layer with both q/k norms and mlp_bias; write the portable layout")
@@ -187,17 +163,8 @@ def _layer_json(config: Eagle3Config) -> dict[str, Any]:
     layer: dict[str, Any] = {
         "model_type": "qwen3" if config.qk_norm else "llama",
         "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "num_hidden_layers": config.num_hidden_layers,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
+        **{name: getattr(config, name) for name in _LAYER_FIELDS},
         "rope_parameters": {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
-        "attention_bias": config.attention_bias,
         "tie_word_embeddings": False,
         **window_json(config.windows),
     }

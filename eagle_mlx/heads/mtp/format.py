@@ -9,13 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import mlx.core as mx
+from typing import Any, Unpack
 
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.fields import quantization_json, read_config, reading
-from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, in_file_type, read_weights, weights_of, write_head
+from eagle_mlx.formats.tensors import SaveOptions, fill, read_weights, save_head, weights_of
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead
 from eagle_mlx.heads.mtp.published import mtp_of_speculators
 from eagle_mlx.heads.precision import make_quantized, quantize
@@ -24,18 +22,10 @@ FIELD = "eagle_mlx_mtp"
 ARCHITECTURE = "EagleMLXMTPHead"
 
 
-def save_mtp(
-    head: MTPHead,
-    folder: str | Path,
-    *,
-    target_name: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-    dtype: mx.Dtype = mx.bfloat16,
-    overwrite: bool = False,
-) -> None:
+def save_mtp(head: MTPHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     """Write a head to a folder, which appears only once complete. Quantized weights stay quantized.
 
-    `target_name` and `extra` are stored under `eagle_mlx`. Raises OutputError if the folder cannot be written.
+    Raises OutputError if the folder cannot be written.
     """
     config = {
         "architectures": [ARCHITECTURE],
@@ -44,10 +34,8 @@ def save_mtp(
         "vocab_size": head.vocab_size,
         FIELD: dataclasses.asdict(head.config),
         **quantization_json(head.config.quantization),
-        "torch_dtype": DTYPE_NAMES[dtype],
-        "eagle_mlx": {"target": target_name, **(extra or {})},
     }
-    write_head(folder, config, in_file_type(weights_of(head), dtype), overwrite)
+    save_head(folder, config, weights_of(head), **options)
 
 
 def load_mtp(folder: str | Path) -> MTPHead:
@@ -74,10 +62,10 @@ def _from_json(folder: Path, written: Mapping[str, Any]) -> MTPConfig:
     file = folder / "config.json"
     fields = written.get(FIELD)
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{file} has no {FIELD}; it is no MTP head of this project's")
+        raise CheckpointError(f"{file} has no {FIELD}, so it is not an MTP head of this project")
     unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(MTPConfig)})
     if unknown:
-        raise CheckpointError(f"{file} sets {FIELD}.{unknown[0]}, which is not known; a newer version may have made it")
+        raise CheckpointError(f"{file} sets {FIELD}.{unknown[0]}, which is not known; update EAGLE-MLX")
     with reading(file):
         return MTPConfig(**fields)
 
@@ -88,6 +76,6 @@ def quantized(head: MTPHead, bits: int = 4, group_size: int = 64) -> MTPHead:
     Raises ConfigError if the hidden size is not a multiple of the group size.
     """
     if head.hidden_size % group_size:
-        raise ConfigError(f"a hidden size of {head.hidden_size} cannot be cut into groups of {group_size}")
+        raise ConfigError(f"a hidden size of {head.hidden_size} is not a multiple of the group size {group_size}")
     quantize(head, bits, group_size)
     return head

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import NOTED, SPECULATORS_VERSION, proposal_json
-from eagle_mlx.formats.tensors import DTYPE_NAMES, weights_of, write_head
+from eagle_mlx.formats.tensors import SaveOptions, in_file_type, save_head, weights_of
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead
 from eagle_mlx.heads.mtp.published import MIMO, ZERO_CENTRED, norms_of
 
@@ -26,28 +26,24 @@ def save_speculators_mtp(
     head: MTPHead,
     folder: str | Path,
     *,
-    target_name: str | None = None,
     base_model: str | None = None,
     target_architectures: Sequence[str] = (),
-    extra: Mapping[str, Any] | None = None,
     depth: int = 3,
-    dtype: mx.Dtype = mx.bfloat16,
-    overwrite: bool = False,
+    **options: Unpack[SaveOptions],
 ) -> None:
     """Write a head in this layout to a folder, which appears only once complete.
 
     Norms that are published zero-centered are written that way, in float32 if `dtype` would lose a digit (a float32
     head may lose the last digit). The layout has no field for which hidden state is read, so it is stored under
-    `eagle_mlx`, with `target_name` and `extra`. `base_model` and `depth` are as in `save_speculators`. Raises
-    ConfigError if this layout cannot express the head, OutputError if the folder cannot be written.
+    `eagle_mlx`. `base_model` and `depth` are as in `save_speculators`. Raises ConfigError if this layout cannot express
+    the head, OutputError if the folder cannot be written.
     """
-    config = head.config
+    config, dtype = head.config, options.get("dtype", mx.bfloat16)
     _check_sayable(config)
     zero_centred = config.model_type in ZERO_CENTRED
-    tensors = {name: value.astype(dtype) for name, value in weights_of(head).items()}
-    if zero_centred:
-        within, around = norms_of(tensors)
-        tensors |= {name: _less_one(tensors[name]) for name in within + around}
+    weights = in_file_type(weights_of(head), dtype)
+    within, around = norms_of(weights) if zero_centred else ([], [])
+    exact = {name: _less_one(weights[name]) for name in within + around}
     written = {
         "architectures": ["MTPDraftModel"],
         "speculators_model_type": "mtp",
@@ -56,15 +52,9 @@ def save_speculators_mtp(
         "tie_word_embeddings": False,
         "transformer_layer_config": {**config.layer, "model_type": _layer_type(config)},
         "speculators_config": proposal_json("mtp", base_model, target_architectures, depth),
-        "torch_dtype": DTYPE_NAMES[dtype],
-        "eagle_mlx": {
-            "target": target_name,
-            "target_norm": config.target_norm,
-            **({NOTED: True} if zero_centred else {}),
-            **(extra or {}),
-        },
     }
-    write_head(folder, written, {f"mtp_layers.0.{name}": value for name, value in _outer(tensors).items()}, overwrite)
+    noted = {"target_norm": config.target_norm, **({NOTED: True} if zero_centred else {})}
+    save_head(folder, written, _outer(weights), noted, _outer(exact), **options)
 
 
 def _check_sayable(config: MTPConfig) -> None:
@@ -82,7 +72,7 @@ def _check_sayable(config: MTPConfig) -> None:
     ):
         if getattr(config, name) != only:
             raise ConfigError(
-                f"speculators has no word for {name}={getattr(config, name)} in an MTP head; keep this project's layout"
+                f"the speculators layout cannot express {name}={getattr(config, name)}; keep this project's layout"
             )
 
 
@@ -113,7 +103,7 @@ def _outer(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
             made[_expert(name, "down_proj")] = value
         elif not name.endswith(".switch_mlp.up_proj.weight"):
             made[name.removeprefix("block.")] = value
-    return made
+    return {f"mtp_layers.0.{name}": value for name, value in made.items()}
 
 
 def _expert(name: str, projection: str) -> str:

@@ -242,7 +242,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), "no tokenizer"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
-    "cut short": (truncate, "its header promises"),
+    "cut short": (truncate, "is damaged or cut short"),
     "others": (replace_weights, "cannot be loaded as a target"),
     "gone": (shutil.rmtree, "there is no folder"),
 }
