@@ -17,12 +17,9 @@ _T = TypeVar("_T")
 class Moves:
     """Cache entries to move, the same number in each row."""
 
-    old: mx.array
-    """[B, D] int32"""
-    new: mx.array
-    """[B, D] int32, consecutive in each row."""
-    start: int
-    """The first row's first new position."""
+    old: mx.array  # [B, D] int32
+    new: mx.array  # [B, D] int32, consecutive in each row
+    start: int  # the first row's first new position
 
     @classmethod
     def of(cls, kept: Sequence[Sequence[int]], starts: Sequence[int]) -> Moves | None:
@@ -157,11 +154,13 @@ class RowLengths:
 
         def compute() -> mx.array:
             keys, queries = mx.arange(self.upper + count), self.places(count)[..., None]
-            if self.branches is None:
+            tree = self.branches
+            if tree is None:
                 return self._causal(keys, queries, window)
-            if self.uniform and window is None:
-                return self._uniform_tree_mask(self.branches)
-            return self._tree_mask(keys[None], queries, window, self.branches, self.upper + count)
+            if self.uniform and window is None:  # each node sees the text and its own branch
+                text = mx.ones((self.rows, tree.count, self.upper - tree.before), mx.bool_)
+                return mx.concatenate([text, tree.seen], axis=-1)[:, None]
+            return self._tree_mask(keys[None], queries, window, tree, self.upper + count)
 
         return self._once(("mask", count, window or 0), compute)
 
@@ -183,11 +182,6 @@ class RowLengths:
         if window is not None:
             seen = seen & (keys > queries - window)
         return seen[:, None]
-
-    def _uniform_tree_mask(self, tree: Branches) -> mx.array:
-        """Return the mask of a tree if all rows have the same length: each node sees the text and its own branch."""
-        text = mx.ones((self.rows, tree.count, self.upper - tree.before), mx.bool_)
-        return mx.concatenate([text, tree.seen], axis=-1)[:, None]
 
     def _tree_mask(self, keys: mx.array, queries: mx.array, window: int | None, tree: Branches, size: int) -> mx.array:
         """Return the mask of a tree, [B, 1, L, S] bool, over the keys at [B or 1, S] in a ring of `size` slots.

@@ -52,7 +52,10 @@ class RaggedQuantized(RaggedList):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Triple, Triple]:
         """Write [B, heads, L, D] after each row's length. Raises TargetError if no group size fits the heads."""
         if not self.group_size:
-            self.group_size = _group_size(keys.shape[-1], values.shape[-1])
+            widths = keys.shape[-1], values.shape[-1]
+            self.group_size = next((size for size in GROUPS if all(w and not w % size for w in widths)), 0)
+            if not self.group_size:
+                raise TargetError(f"heads of {widths} numbers do not divide into quantization groups of {GROUPS[-1]}")
         quantized = (mx.quantize(x, group_size=self.group_size, bits=self.bits) for x in (keys, values))
         shown = [part.update_and_fetch(k, v) for part, k, v in zip(self.caches, *quantized, strict=True)]
         return tuple(k for k, _ in shown), tuple(v for _, v in shown)
@@ -61,12 +64,3 @@ class RaggedQuantized(RaggedList):
         assert isinstance(other, RaggedQuantized)
         self.group_size = self.group_size or other.group_size
         super().append(other)
-
-
-def _group_size(*widths: int) -> int:
-    for size in GROUPS:
-        if all(width and width % size == 0 for width in widths):
-            return size
-    raise TargetError(
-        f"heads of {' and '.join(map(str, widths))} numbers do not divide into quantization groups of {GROUPS[-1]}"
-    )

@@ -50,8 +50,7 @@ class Saved:
     """The state of a cache to return to after a rollback."""
 
     lengths: SavedLengths
-    states: list[list[mx.array | None]]
-    """The arrays of every recurrent state."""
+    states: list[list[mx.array | None]]  # the arrays of every recurrent state
 
 
 class RaggedCache(Sequence[Any]):
@@ -232,21 +231,14 @@ class RaggedCache(Sequence[Any]):
     def state(self) -> list[mx.array]:
         return [x for layer in self.layers for x in layer.state]
 
-    @property
-    def recurrent_state(self) -> list[mx.array]:
-        return [x for state in self.recurrent for x in state.state]
-
 
 @dataclass(frozen=True)
 class CacheSize:
     """Bytes that the caches of a batch need, by the number of rows and the longest of them."""
 
-    position: int = 0
-    """Bytes per row and position, over all layers of full attention."""
-    windows: tuple[tuple[int, int], ...] = ()
-    """For each sliding-window layer, its slots and the bytes per row and slot."""
-    row: int = 0
-    """Bytes per row, whatever its length: recurrent and convolutional states."""
+    position: int = 0  # per row and position, over all layers of full attention
+    windows: tuple[tuple[int, int], ...] = ()  # for each sliding-window layer, its slots and the bytes per row and slot
+    row: int = 0  # per row of any length: recurrent and convolutional states
 
     @classmethod
     def of(cls, cache: RaggedCache) -> CacheSize:

@@ -124,7 +124,9 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
             raise TargetError("this model keeps a state outside of its layers, which cannot be rolled back")
         self._accepted = count
         if self.masked:
-            self._read_masked(call, count)
+            self.cache = list(call.before)
+            mask = mx.arange(call.width) < count[:, None]
+            call.replay(lambda value: self._replaced(value, mask))
         else:
             self._read_stepwise(call, count)
         self._accepted = None
@@ -132,11 +134,6 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
     def restore_rows(self, rows: mx.array, before: Sequence[mx.array | None]) -> None:
         """Return some rows, [B] bool, to their earlier state."""
         self.cache = [x if x is None else _where(rows, old, x) for x, old in zip(self.cache, before, strict=True)]
-
-    def _read_masked(self, call: _Call, count: mx.array) -> None:
-        self.cache = list(call.before)
-        mask = mx.arange(call.width) < count[:, None]
-        call.replay(lambda value: self._replaced(value, mask))
 
     def _read_stepwise(self, call: _Call, count: mx.array) -> None:
         after = self.state

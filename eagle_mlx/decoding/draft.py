@@ -21,10 +21,8 @@ class Branches:
     Entries follow the text in the order in which they were written; each position sees the text and its own branch.
     """
 
-    seen: mx.array
-    """[B, L, T] bool: the tree entries that each position sees, including itself."""
-    depths: mx.array
-    """[B, T] int32: each entry's depth, its distance from the text as in a sequence."""
+    seen: mx.array  # [B, L, T] bool: the tree entries that each position sees, including itself
+    depths: mx.array  # [B, T] int32: each entry's distance from the text as in a sequence
 
     @property
     def count(self) -> int:

@@ -16,16 +16,11 @@ from eagle_mlx.request_state import RequestState
 class Logprobs:
     """The log probabilities of M rows of a verify, on the device."""
 
-    rows: list[int]
-    """The rows' indices in the batch."""
-    tops: list[int]
-    """The number of most likely tokens that each row requests."""
-    chosen: mx.array
-    """[M, n+1] float32, for the verdict's tokens."""
-    ids: mx.array
-    """[M, n+1, K] int32, the most likely tokens in descending order."""
-    values: mx.array
-    """[M, n+1, K] float32"""
+    rows: list[int]  # indices in the batch
+    tops: list[int]  # the number of most likely tokens that each row requests
+    chosen: mx.array  # [M, n+1] float32, for the verdict's tokens
+    ids: mx.array  # [M, n+1, K] int32, the most likely tokens in descending order
+    values: mx.array  # [M, n+1, K] float32
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:

@@ -115,14 +115,10 @@ class Penalties:
     """Repetition, presence and frequency penalties of the rows that have any, from counts on the device."""
 
     def __init__(self, rows: mx.array, strengths: mx.array, prompts: mx.array, counts: mx.array):
-        self.rows = rows
-        """[M] int32, their indices in the batch."""
-        self.repetition, self.presence, self.frequency = strengths[:, :, None, None]
-        """Each [M, 1, 1] float32."""
-        self.prompts = prompts
-        """[M, V] bool, the tokens of the prompts."""
-        self.counts = counts
-        """[M, V] int32, the count of each token in the generated text."""
+        self.rows = rows  # [M] int32, indices in the batch
+        self.repetition, self.presence, self.frequency = strengths[:, :, None, None]  # [M, 1, 1] float32 each
+        self.prompts = prompts  # [M, V] bool, the tokens of the prompts
+        self.counts = counts  # [M, V] int32, the count of each token in the generated text
 
     @classmethod
     def of(cls, requests: Sequence[RequestState], vocab: int) -> Penalties | None:

@@ -19,10 +19,8 @@ class Verdict:
 
     accepted: mx.array  # [B] int32, accepted draft tokens
     tokens: mx.array  # [B, n+1] int32: the accepted drafts, the target's own token, then anything
-    path: mx.array | None = None
-    """[B, levels + 1] int32, in a tree the nodes after which `tokens` come; None for chains."""
-    nan: mx.array | None = None
-    """[B, n+1] bool, the positions of the verify whose logits contain NaN; None if this was not checked."""
+    path: mx.array | None = None  # [B, levels + 1] int32, in a tree the nodes after which `tokens` come
+    nan: mx.array | None = None  # [B, n+1] bool, where the verify's logits contain NaN; None if this was not checked
 
 
 def verify(

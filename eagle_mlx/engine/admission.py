@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from eagle_mlx.cache import may_pad
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.kv_budget import KVBudget
-from eagle_mlx.engine.prefill import PREFILL_MS, ChunkSize, Prefill
+from eagle_mlx.engine.prefill import LEAST_CHUNK, PREFILL_MS, Prefill
 from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.request_queue import MOST_SKIPS, RequestQueue
 from eagle_mlx.memory import FreedBuffers
@@ -51,7 +51,8 @@ class Admission:
         self.kv_bits, self.budget = kv_bits, budget
         self.waiting = RequestQueue(chunk, self._held)
         self.to_pause: list[RequestState] = []
-        self._size = ChunkSize(chunk, prefill_ms / 1000)
+        self._seconds, self._speed = prefill_ms / 1000, 0.0
+        """The time that a chunk may take while others decode, and the positions per second of the last full one."""
         self._now, self._just_read = chunk, 0
         """The size limit of the latest chunk, and the positions it read."""
         self.freed = FreedBuffers()
@@ -172,7 +173,9 @@ class Admission:
         """
         if not self.prefills and not self.waiting.clients:
             return None
-        self._now = self._size.now(decoding)
+        self._now = self.chunk
+        if decoding:
+            self._now = min(self.chunk, max(LEAST_CHUNK, int(self._speed * self._seconds)))
         prefill = self._due(room)
         if prefill is not None:
             self._others_are_due = prefill is self.prefills[0]
@@ -190,7 +193,8 @@ class Admission:
 
         Its requests stay in `prefilling` until `joined` is called, and end with an error if anything fails before that.
         """
-        self._size.took(self._just_read, seconds)
+        if self._just_read >= min(LEAST_CHUNK, self.chunk) and seconds > 0:  # shorter ones mostly read the weights
+            self._speed = self._just_read / seconds
         if prefill.left or prefill not in self.prefills:  # all its requests may have been withdrawn
             return None
         self.prefills.remove(prefill)

@@ -34,8 +34,7 @@ class RoundReads:
     """Bytes that a round reads: a fixed part, and a part per position of the padded rows."""
 
     fixed: int
-    position: int
-    """For full attention, and for the proposer. Sliding windows and recurrent states do not grow."""
+    position: int  # for full attention and the proposer; sliding windows and recurrent states do not grow
 
     @classmethod
     def of(cls, target: Target, proposer: Proposer | None, size: CacheSize) -> RoundReads:
@@ -45,12 +44,9 @@ class RoundReads:
 
 
 class Row(NamedTuple):
-    length: int
-    """Positions in the caches; 0 during prefill, because rounds do not read them."""
-    reach: int
-    """Positions reserved for it."""
-    group: int | None = None
-    """None if it is not in a group yet."""
+    length: int  # positions in the caches; 0 during prefill, because rounds do not read them
+    reach: int  # positions reserved for it
+    group: int | None = None  # None if it is not in a group yet
 
 
 def arrange(rows: Sequence[Row], reads: RoundReads, size: CacheSize, allowed: int) -> Places:

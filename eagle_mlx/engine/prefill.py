@@ -26,24 +26,6 @@ _FIRST_TOKENS = 128
 another forward is cheaper."""
 
 
-class ChunkSize:
-    """Size of the next chunk: as many positions as fit the time if others decode, else the maximum."""
-
-    def __init__(self, most: int, seconds: float):
-        self.most, self.seconds = most, seconds
-        self._speed = 0.0
-        """Positions per second of the latest chunk of at least `LEAST_CHUNK` positions; 0 before."""
-
-    def now(self, decoding: bool) -> int:
-        """Return the size of the next chunk, in positions over all rows."""
-        return min(self.most, max(LEAST_CHUNK, int(self._speed * self.seconds))) if decoding else self.most
-
-    def took(self, positions: int, seconds: float) -> None:
-        """Update the speed. Short chunks are ignored: most of their time goes to reading the weights."""
-        if positions >= min(LEAST_CHUNK, self.most) and seconds > 0:
-            self._speed = positions / seconds
-
-
 class Prefill:
     """Reads the prompts of a batch together until its requests can decode."""
 

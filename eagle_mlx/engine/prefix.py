@@ -141,13 +141,8 @@ class PrefixCache:
         except BaseException:
             self._tree = PrefixTree()  # it may be inconsistent
             raise
-        if self.disk is not None and (kept or self._holds(keys, past.namespace)):
+        if self.disk is not None and kept:
             self.disk.offer(keys, past, snapshot.outline)
-
-    def _holds(self, keys: Keys, namespace: str) -> bool:
-        """Return whether all of a text is in memory."""
-        found = self._tree.find(keys, 1, namespace)
-        return found is not None and found.length == len(keys)
 
     def trim(self) -> None:
         """Evict the least recently used entries until the limit holds."""

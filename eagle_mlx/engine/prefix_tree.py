@@ -149,7 +149,7 @@ class PrefixTree:
         namespace: str = "",
         check: Callable[[], None] | None = None,
     ) -> bool:
-        """Insert a snapshot at the end of a text, unless another serves as well. Return whether it was inserted.
+        """Insert a snapshot at the end of a text, unless another serves as well. Return whether the tree has the text.
 
         `piece`: returns the state for a range of positions; called for the missing ones. Other entries are evicted
         until `limit` bytes hold. A text that exceeds the limit alone is not inserted.
@@ -159,9 +159,13 @@ class PrefixTree:
         node, matched = self._match(keys, namespace)
         if matched == len(keys) and node.least <= snapshot.shortest:
             self._used.move_to_end(self._holder(node, snapshot.shortest))
-            return False
+            return True
         new = piece(matched, len(keys)) if matched < len(keys) else None
-        if self._path_bytes(node, matched) + (new.nbytes if new else 0) + snapshot.nbytes > limit:
+        size = snapshot.nbytes + (new.nbytes if new else 0.0)
+        for each in node.path:
+            if each.piece is not None:
+                size += each.piece.nbytes * (min(matched, each.end) - each.start) / len(each.keys)
+        if size > limit:
             return False
         if check is not None:
             check()
@@ -219,12 +223,6 @@ class PrefixTree:
         while node.snapshot is None or node.snapshot.shortest > length:
             node = next(child for child in node.children.values() if child.least <= length)
         return node
-
-    @staticmethod
-    def _path_bytes(node: _Node, matched: int) -> float:
-        """Return the bytes of the first `matched` positions of a text that ends in this node."""
-        shares = [(min(matched, each.end) - each.start) / len(each.keys) for each in node.path]
-        return sum(x * each.piece.nbytes for x, each in zip(shares, node.path, strict=True) if each.piece is not None)
 
     def _split(self, node: _Node, end: int) -> _Node:
         """Split a node at position `end`. Return the upper node."""

@@ -76,8 +76,11 @@ class RequestQueue:
     def append(self, request: RequestState) -> None:
         if request.client not in self.clients:
             self._enter(request.client)
-        waiting, each = self.clients[request.client].waiting, (self._chunks(request), request)
-        waiting.insert(0 if request.paused else len(waiting), each)  # the newest is paused first, and resumed last
+        waiting = self.clients[request.client].waiting
+        if request.paused:  # the newest is paused first, and resumed last; most of its text is in the prefix cache
+            waiting.insert(0, (0, request))
+        else:  # the first round reads a prompt's last token
+            waiting.append((max(1, -(-(len(request.prompt) - 1) // self._chunk)), request))
 
     def peek(self) -> RequestState:
         """Return the next request. The queue must not be empty."""
@@ -145,10 +148,3 @@ class RequestQueue:
             at -= 1
             clients[at][1].passed += 1
         self.clients = dict([*clients[:at], (name, _Client()), *clients[at:]])
-
-    def _chunks(self, request: RequestState) -> int:
-        """Return the number of steps to read its prompt without the last token, which the first round reads.
-
-        Return 0 for a paused request: most of its text is in the prefix cache, and it has already waited.
-        """
-        return 0 if request.paused else max(1, -(-(len(request.prompt) - 1) // self._chunk))

@@ -23,12 +23,9 @@ class NaN(IntEnum):
     """The positions at which a row's logits of a round are NaN."""
 
     NOWHERE = 0
-    REJECTED = 1
-    """Only at positions from which no token is emitted."""
-    KEPT = 2
-    """At a position whose token would be emitted."""
-    PROCESSED = 3
-    """The same, but the model's own logits are fine: a logits processor returned NaN."""
+    REJECTED = 1  # only at positions from which no token is emitted
+    KEPT = 2  # at a position from which a token would be emitted
+    PROCESSED = 3  # the same, but only because a logits processor returned NaN
 
 
 @dataclass(frozen=True)
@@ -38,10 +35,8 @@ class RowAnswer:
     nan: NaN
     drafted: int
     accepted: int
-    tokens: list[int]
-    """The accepted draft tokens and the bonus token; empty if the row skipped the round."""
-    path: list[int]
-    """For a tree: the indices of the accepted draft tokens, from 0."""
+    tokens: list[int]  # the accepted draft tokens and the bonus token; empty if the row skipped the round
+    path: list[int]  # for a tree: the indices of the accepted draft tokens, from 0
 
 
 class Round:
@@ -97,7 +92,7 @@ class Round:
         logits, self._aux = outputs[0], outputs[1:]
         self._logprobs = Logprobs.of(batch.requests, logits, verdict.tokens) if batch.wants_logprobs else None
         mx.async_eval(*self._answer, batch.newest, *self._aux, *(self._logprobs.arrays if self._logprobs else ()))
-        mx.async_eval(batch.cache.recurrent_state)  # after the answer, which does not wait for it
+        mx.async_eval([state.state for state in batch.cache.recurrent])  # after the answer, which does not wait for it
 
     def collect(self) -> RoundResult:
         """Wait for the round and give every request its tokens. Only here does the host read from the device.

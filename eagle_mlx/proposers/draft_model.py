@@ -94,11 +94,6 @@ class DraftModelState:
             self._read(pieces)
             mx.eval(self.cache.state)
 
-    def _catch_up(self) -> None:
-        """Read positions that the target took from the prefix cache."""
-        while max(len(text.unread) for text in self.texts) > _CHUNK:
-            self._read_chunk([_CHUNK] * len(self.texts))
-
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         if plan.is_tree:
             return self._tree(plan.depth, plan.nodes, sampling, positions)
@@ -112,7 +107,8 @@ class DraftModelState:
 
     def _chain(self, depth: int, draw: SampleFn, exits: EarlyExit | None = None) -> list[mx.array]:
         self._reread_newest()
-        self._catch_up()
+        while max(len(text.unread) for text in self.texts) > _CHUNK:  # positions from the target's prefix cache
+            self._read_chunk([_CHUNK] * len(self.texts))
         first = self._read([list(text.unread) for text in self.texts])
         committed = self.cache.save()
 

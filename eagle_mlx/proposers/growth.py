@@ -30,14 +30,10 @@ ScoreFn = Callable[[mx.array, int], mx.array]
 class Nodes:
     """Candidates of one level; all arrays are [B, n]."""
 
-    tokens: mx.array
-    """int32, target ids."""
-    scores: mx.array
-    """float32, the log probability that the whole branch is accepted."""
-    parents: mx.array
-    """int32, index of the parent in the pool; -1 for the text."""
-    places: mx.array
-    """int32, own index in the pool."""
+    tokens: mx.array  # int32, target ids
+    scores: mx.array  # float32, the log probability that the whole branch is accepted
+    parents: mx.array  # int32, index of the parent in the pool; -1 for the text
+    places: mx.array  # int32, own index in the pool
 
     @classmethod
     def root(cls, rows: int) -> Nodes:

@@ -105,10 +105,8 @@ class Match:
     """The longest prefix of a text that the files have."""
 
     length: int
-    blocks: list[Entry]
-    """Blocks that cover these positions, and maybe some after them."""
-    state: Entry | None
-    """None if every layer keeps every position."""
+    blocks: list[Entry]  # they cover these positions, and maybe some after them
+    state: Entry | None  # None if every layer keeps every position
 
     @property
     def entries(self) -> list[Entry]:
@@ -183,7 +181,9 @@ class Database:
         path, parent, at = list[Entry](), _root(model, namespace), 0
         while True:
             rest = keys[at : at + BLOCK]
-            block, shared = self._closest(parent, rest)
+            blocks = self._beginning("block", parent, int(rest[0]) if len(rest) else -1)
+            matches = [(common(each.keys, rest), each) for each in blocks]
+            shared, block = max(matches, key=lambda match: match[0], default=(0, None))
             reach = [*path, block] if block is not None else path
             ends: list[tuple[int, Entry | None]] = [(at + shared, None)]
             if not positional:
@@ -206,13 +206,6 @@ class Database:
             found = next((each for each in same if each.covers(entry)), None)
             (missing if found is None else here).append(found or entry)
         return missing, here
-
-    def _closest(self, parent: str, keys: Keys) -> tuple[Entry | None, int]:
-        """Return the block that shares the longest prefix with these keys, and the length of that prefix."""
-        blocks = self._beginning("block", parent, int(keys[0]) if len(keys) else -1)
-        shared = [(common(block.keys, keys), block) for block in blocks]
-        count, block = max(shared, key=lambda x: x[0], default=(0, None))
-        return block, count
 
     def _beginning(self, kind: str, parent: str, first: int) -> list[Entry]:
         """Return the files after `parent` whose first key is `first`; -1 for files without keys."""

@@ -195,7 +195,7 @@ class DiskTier:
         """
         shortest = None if self._positional else outline.shortest(0)
         missing, here = self._database.lacks(entries_of(keys, self._model, past.namespace, shortest))
-        missing = [entry for entry in missing if not self._writer.is_waiting(entry)]
+        missing = [entry for entry in missing if entry.path not in self._writer.waiting]
         if missing and self._writer.waiting_bytes > _WAITING_BYTES:
             self.left_out += 1
             return

@@ -25,21 +25,17 @@ class Writer:
         self.bytes_written = 0
         self.waiting_bytes = 0
         """Bytes that unwritten texts keep in memory."""
-        self._waiting: set[str] = set()
+        self.waiting: set[str] = set()
         """Paths of files that are still to be written."""
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
         self._thread.start()
 
-    def is_waiting(self, entry: Entry) -> bool:
-        """Return whether a file is waiting to be written."""
-        return entry.path in self._waiting
-
     def submit(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, Content]] = (), nbytes: int = 0) -> None:
         """Mark files as used, and write the missing ones, which keep `nbytes` in memory until then."""
         with self._lock:
-            self._waiting |= {entry.path for entry, _ in missing}
+            self.waiting |= {entry.path for entry, _ in missing}
             self.waiting_bytes += nbytes
         self._jobs.put((used, missing, nbytes))
 
@@ -63,7 +59,7 @@ class Writer:
                 log.exception("the prefix cache could not write a text")
             finally:
                 with self._lock:
-                    self._waiting -= {entry.path for entry, _ in missing}
+                    self.waiting -= {entry.path for entry, _ in missing}
                     self.waiting_bytes -= nbytes
                 del job, missing  # while we wait for the next job, its memory is free
         self.database.close()
