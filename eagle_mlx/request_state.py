@@ -72,7 +72,6 @@ class RequestState:
         self.paused = False
         self.pauses = self.rounds_before = self.tokens_before = 0
         """The number of pauses, and the rounds and tokens at the time of the last admission."""
-        self._history = [*request.prompt, *tokens] if request.params.logits_processors else []
 
     @classmethod
     def open(cls, request: Request, tokenizer: TokenizerWrapper | None) -> RequestState:
@@ -131,14 +130,11 @@ class RequestState:
 
     def texts(self, draft: Sequence[int]) -> Iterator[list[int]]:
         """Yield prompt and tokens, then the same list extended by one draft token each time (for logits processors)."""
-        text, length = self._history, len(self._history)
-        try:
+        text = self.text
+        yield text
+        for token in draft:
+            text.append(token)
             yield text
-            for token in draft:
-                text.append(token)
-                yield text
-        finally:
-            del text[length:]
 
     def admit(self) -> None:
         """Leave the queue; the text is read next."""
@@ -253,8 +249,6 @@ class RequestState:
         if self.grammar is not None and not self._allowed(self.grammar, token, ends):
             return
         self.tokens.append(token)
-        if self.request.params.logits_processors:
-            self._history.append(token)
         if ends or (self.stops is not None and self.stops.complete(token)) or self._is_last(token):
             self.finish_reason = self.finish_reason or "stop"
         elif len(self.tokens) >= self.request.limit:

@@ -55,7 +55,8 @@ class RaggedQuantized(RaggedList):
             widths = keys.shape[-1], values.shape[-1]
             self.group_size = next((size for size in GROUPS if all(w and not w % size for w in widths)), 0)
             if not self.group_size:
-                raise TargetError(f"heads of {widths} numbers do not divide into quantization groups of {GROUPS[-1]}")
+                sizes = " and ".join(map(str, widths))
+                raise TargetError(f"heads of {sizes} numbers do not divide into quantization groups of {GROUPS[-1]}")
         quantized = (mx.quantize(x, group_size=self.group_size, bits=self.bits) for x in (keys, values))
         shown = [part.update_and_fetch(k, v) for part, k, v in zip(self.caches, *quantized, strict=True)]
         return tuple(k for k, _ in shown), tuple(v for _, v in shown)

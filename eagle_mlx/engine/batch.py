@@ -80,11 +80,6 @@ class Batch:
         lookup = isinstance(self.state, HybridState) and self.state.can_look_up
         return replace(self.proposer.abilities, trees=self.proposer.abilities.trees and drawn, lookup=lookup)
 
-    @property
-    def most_drafts(self) -> int:
-        """The maximum number of useful draft tokens over all requests."""
-        return max(0, max(request.room for request in self.requests)) if self.state is not None else 0
-
     def rooms(self, plan: Plan) -> list[int]:
         """Return the useful draft tokens per request; 0 if it only wants n-grams but a model drafts."""
         by_model = isinstance(self.state, HybridState) and not plan.lookup
@@ -94,7 +89,7 @@ class Batch:
         """Return the plan cut to what the requests can use: n-grams or nothing if no request wants the model."""
         if isinstance(self.state, HybridState) and all(request.params.ngrams_only for request in self.requests):
             plan = PLAIN if plan.lookup is None else replace(plan, lookup=True, stop_below=None)
-        return plan.cut(self.most_drafts)
+        return plan.cut(max(0, *(request.room for request in self.requests)) if self.state is not None else 0)
 
     @property
     def may_run_ahead(self) -> bool:

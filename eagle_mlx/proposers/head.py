@@ -140,14 +140,6 @@ class _Pending:
             dropped += count
         return dropped
 
-    def layers(self) -> list[mx.array]:
-        """Return the hidden states of all positions, one [B, L, H] for each layer."""
-        return [x[0] if len(x) == 1 else mx.concatenate(x, axis=1) for x in map(list, zip(*self.aux, strict=True))]
-
-    def padded(self) -> mx.array:
-        """Return the tokens as [B, L] int32."""
-        return mx.array([tokens + [0] * (self.longest - len(tokens)) for tokens in self.tokens], mx.int32)
-
 
 class HeadState:
     """The head's cache, and each row's hidden state for the first draft token.
@@ -205,7 +197,9 @@ class HeadState:
             return
         pending, self._pending = self._pending, None
         counts = [len(tokens) for tokens in pending.tokens]
-        h = self._forward(pending.padded(), self.head.features(pending.layers()))
+        tokens = mx.array([row + [0] * (pending.longest - len(row)) for row in pending.tokens], mx.int32)
+        layers = [x[0] if len(x) == 1 else mx.concatenate(list(x), axis=1) for x in zip(*pending.aux, strict=True)]
+        h = self._forward(tokens, self.head.features(layers))
         if pending.even:
             self.hidden = h[:, -1:]
             self.cache.lengths.advance(counts[0])

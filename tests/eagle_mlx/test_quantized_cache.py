@@ -77,5 +77,5 @@ def test_unquantizable_models_are_refused_when_the_engine_is_built() -> None:
         em.Engine(TARGET, kv_bits=3)
     with pytest.raises(TargetError, match="heads of 16 and 16 numbers"):
         em.Engine(target(head_dim=16), kv_bits=4)
-    with pytest.raises(TargetError, match="mamba2 keep nothing that kv_bits could quantise"):
+    with pytest.raises(TargetError, match="mamba2 have no cache that kv_bits can quantize"):
         em.Engine(em.Target(tiny_model("mamba2")), kv_bits=4)

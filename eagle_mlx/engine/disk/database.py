@@ -150,9 +150,9 @@ class Database:
         """The inode of the database, which may be deleted with its folder at any time."""
         self._reading, self._writing = threading.Lock(), threading.Lock()
         try:
-            with self._transaction():
-                self._remove_orphans()
-                self._make_room(0)
+            with self._transaction() as database:
+                self._remove_orphans(database)
+                self._make_room(database, 0)
         except OSError as e:
             self.report(e)
 
@@ -233,8 +233,8 @@ class Database:
             same = self._beginning(entry.kind, entry.parent, entry.first)
             if any(each.covers(entry) for each in same):
                 return 0
-            self._delete([entry.path, *(each.path for each in same if entry.covers(each))])
-            self._make_room(room)
+            self._delete(database, [entry.path, *(each.path for each in same if entry.covers(each))])
+            self._make_room(database, room)
             place = entry.path, entry.model, entry.kind, entry.parent, entry.start, entry.keys.tobytes()
             row = (*place, entry.shortest, room, entry.checksum_of(content), entry.first, now)
             try:
@@ -249,19 +249,19 @@ class Database:
 
     def touch(self, entries: Iterable[Entry], now: int) -> None:
         """Set the last use of files to `now`, in nanoseconds; with equal times, a text's end is removed first."""
-        paths = [(now, entry.path) for entry in entries]
-        if paths and self._writer is not None:
+        if self._writer is not None:
             with self._transaction() as database:
+                paths = [(now, entry.path) for entry in entries]
                 database.executemany("UPDATE files SET used = ? WHERE path = ?", paths)
 
     def drop(self, entry: Entry, damaged: bool) -> None:
         """Stop using a file. If it is `damaged`, delete it; otherwise remove the rows of all files that are gone."""
         self._ignored.add(entry.path)
-        with suppress(OSError), self._transaction():
+        with suppress(OSError), self._transaction() as database:
             if damaged:
-                self._delete([entry.path])
+                self._delete(database, [entry.path])
             else:
-                self._remove_orphans()
+                self._remove_orphans(database)
 
     def close(self) -> None:
         """Close the database; nothing is found afterward."""
@@ -317,39 +317,32 @@ class Database:
                 self._reader.close()
             self._reader, self._inode = _reader(path), path.stat().st_ino
 
-    def _make_room(self, nbytes: int) -> None:
-        """Remove the least recently used files, within a transaction, until `nbytes` more bytes fit. Raises OSError."""
-        assert self._writer is not None
-        [(used,)] = self._writer.execute("SELECT TOTAL(nbytes) FROM files").fetchall()
-        over, failed = int(used) + nbytes - self.limit, None
+    def _make_room(self, database: sqlite3.Connection, nbytes: int) -> None:
+        """Remove the least recently used files until `nbytes` more bytes fit. Raises OSError."""
+        [(used,)] = database.execute("SELECT TOTAL(nbytes) FROM files").fetchall()
+        over = int(used) + nbytes - self.limit
         if over <= 0:
             return
-        for path, size in self._writer.execute("SELECT path, nbytes FROM files ORDER BY used, start DESC").fetchall():
-            try:
-                self._delete([path])
-                over -= size
-            except OSError as e:
-                failed = e
+        for path, size in database.execute("SELECT path, nbytes FROM files ORDER BY used, start DESC").fetchall():
+            self._delete(database, [path])
+            over -= size
             if over <= 0:
                 return
-        raise failed or OSError("there is no room")
 
-    def _delete(self, paths: Iterable[str]) -> None:
-        """Remove files and their rows, within a transaction. Raises OSError."""
-        assert self._writer is not None
+    def _delete(self, database: sqlite3.Connection, paths: Iterable[str]) -> None:
+        """Remove files and their rows. Raises OSError."""
         for path in paths:
             (self.root / path).unlink(missing_ok=True)
-            self._writer.execute("DELETE FROM files WHERE path = ?", (path,))
+            database.execute("DELETE FROM files WHERE path = ?", (path,))
 
-    def _remove_orphans(self) -> None:
-        """Remove files without rows (from a killed process) and rows without files, within a transaction."""
-        assert self._writer is not None
-        rows = {path for (path,) in self._writer.execute("SELECT path FROM files").fetchall()}
+    def _remove_orphans(self, database: sqlite3.Connection) -> None:
+        """Remove files without rows (from a killed process) and rows without files."""
+        rows = {path for (path,) in database.execute("SELECT path FROM files").fetchall()}
         files = [path for path in self.root.glob("*/*.safetensors") if _FILE.fullmatch(path.name) and path.is_file()]
         found = {f"{path.parent.name}/{path.name}" for path in files}
         for name in found - rows:
             (self.root / name).unlink(missing_ok=True)
-        self._writer.executemany("DELETE FROM files WHERE path = ?", [(path,) for path in rows - found])
+        database.executemany("DELETE FROM files WHERE path = ?", [(path,) for path in rows - found])
 
 
 def _connected(path: Path) -> sqlite3.Connection:

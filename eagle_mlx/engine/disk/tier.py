@@ -12,17 +12,9 @@ from pathlib import Path
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
+from eagle_mlx.engine.disk import snapshot_file
 from eagle_mlx.engine.disk.database import Database, Entry, Match, entries_of
 from eagle_mlx.engine.disk.identity import identity
-from eagle_mlx.engine.disk.snapshot_file import (
-    content_of,
-    content_of_state,
-    cut,
-    decode,
-    joined,
-    piece_from,
-    state_from,
-)
 from eagle_mlx.engine.disk.writer import Writer
 from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece
 from eagle_mlx.errors import ConfigError
@@ -134,8 +126,8 @@ class DiskTier:
         """Return the boundary state at the end of a match. Raises PassedOverError."""
         about, arrays = {"length": match.length, "displaced": []}, dict[str, mx.array]()
         if match.state is not None:
-            about, arrays = decode(self._read(match.state))
-        return state_from(self._target.model, self._kv_bits, about, arrays)
+            about, arrays = snapshot_file.decode(self._read(match.state))
+        return snapshot_file.state_from(self._target.model, self._kv_bits, about, arrays)
 
     def piece(self, match: Match, start: int, end: int) -> PrefixPiece:
         """Return positions `start` to `end`. Raises PassedOverError."""
@@ -149,12 +141,12 @@ class DiskTier:
                 if entry.start < start:
                     piece = piece.split(start - entry.start)[1]
                 pieces.append(piece)
-        piece = joined(pieces)
+        piece = snapshot_file.joined(pieces)
         mx.eval(piece.arrays)
         return piece
 
     def _block(self, entry: Entry) -> PrefixPiece:
-        return piece_from(*decode(self._read(entry)))
+        return snapshot_file.piece_from(*snapshot_file.decode(self._read(entry)))
 
     def _read(self, entry: Entry) -> bytes:
         """Return a file's verified content. Raises PassedOverError."""
@@ -199,17 +191,14 @@ class DiskTier:
         if missing and self._writer.waiting_bytes > _WAITING_BYTES:
             self.left_out += 1
             return
-        files, nbytes = [], 0
+        files = [(entry, snapshot_file.content_of_state(outline)) for entry in missing if entry.kind == "state"]
         blocks = [entry for entry in missing if entry.kind == "block"]
         if blocks:
             start = blocks[0].start
-            content = content_of(past.piece(start, blocks[-1].end))
-            files += [(entry, cut(content, entry.start - start, entry.end - start)) for entry in blocks]
-            nbytes += content.nbytes
-        for entry in missing[len(blocks) :]:
-            files.append((entry, content_of_state(outline)))
-            nbytes += files[-1][1].nbytes
-        self._writer.submit(here, files, nbytes)
+            content = snapshot_file.content_of(past.piece(start, blocks[-1].end))
+            parts = [snapshot_file.cut(content, entry.start - start, entry.end - start) for entry in blocks]
+            files = [*zip(blocks, parts, strict=True), *files]
+        self._writer.submit(here, files)
 
     def close(self, seconds: float) -> bool:
         """Wait at most `seconds` for writing to finish; return whether it did. Nothing is found afterward."""

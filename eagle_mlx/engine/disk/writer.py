@@ -32,8 +32,9 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, Content]] = (), nbytes: int = 0) -> None:
-        """Mark files as used, and write the missing ones, which keep `nbytes` in memory until then."""
+    def submit(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, Content]] = ()) -> None:
+        """Mark files as used, and write the missing ones."""
+        nbytes = sum(content.nbytes for _, content in missing)
         with self._lock:
             self.waiting |= {entry.path for entry, _ in missing}
             self.waiting_bytes += nbytes

@@ -46,7 +46,7 @@ def test_a_target_alone_is_served_with_what_is_found_for_it(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--kv-bits", "4"], "leave kv_bits out"),
+        (["--kv-bits", "4"], "omit kv_bits"),
         (["--max-batch", "0"], "--max-batch"),
         (["--max-queue", "-1"], "--max-queue"),
         (["--max-context", "1"], "--max-context"),
