@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -25,6 +26,7 @@ from .spec import Source, parse
 
 T = TypeVar("T")
 
+Dedupe = Literal["none", "prompt", "conversation"]
 Split = Literal["train", "heldout", "all"]
 SPLITS = get_args(Split)
 BLOCK = 10_000
@@ -60,14 +62,20 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise ConfigError("no source of conversations; name one with --data")
+            raise ConfigError("--data names no source of conversations; give at least one")
         if self.dedupe not in get_args(Dedupe):
             raise ConfigError(f"--dedupe {self.dedupe}: it must be one of {', '.join(get_args(Dedupe))}")
         if self.limit < 0:
             raise ConfigError(f"--limit {self.limit}: it must not be negative")
-        Range.parse(self.keep_turns, "--keep-turns")
-        Range.parse(self.keep_tokens, "--keep-tokens")
-        _ = self.parsed  # report errors at once
+        _ = self.turns, self.tokens, self.parsed  # report errors at once
+
+    @property
+    def turns(self) -> range | None:
+        return parse_range(self.keep_turns, "--keep-turns")
+
+    @property
+    def tokens(self) -> range | None:
+        return parse_range(self.keep_tokens, "--keep-tokens")
 
     @cached_property
     def parsed(self) -> list[Source]:
@@ -80,8 +88,8 @@ class DataConfig:
         for text in self.map:
             place = place_of(text)
             if place and place not in [source.spec for source in found]:
-                raise ConfigError(f"--map {text}: {place} is none of the sources, {', '.join(self.sources)}")
-        return [_mapped(source, self.map) for source in found]
+                raise ConfigError(f"--map {text}: {place} is not one of the sources, {', '.join(self.sources)}")
+        return [replace(source, fields=choose(self.map, source.spec) or source.fields) for source in found]
 
     @property
     def specs(self) -> tuple[str, ...]:
@@ -113,14 +121,13 @@ def read_conversations(
     if split not in (None, *SPLITS):
         raise ConfigError(f"split {split!r}: it must be train, heldout or all")
     report = report if report is not None else ReadReport()
-    tokens = Range.parse(config.keep_tokens, "--keep-tokens")
-    if tokens is not None and tokenizer is None:
-        raise ConfigError("--keep-tokens needs a model that says what a token is; give --target")
-    count = None if tokenizer is None else partial(_count_tokens, tokenizer)
-    turns = Range.parse(config.keep_turns, "--keep-turns")
-    kept = Filter(turns, tokens, count, config.dedupe, report)
+    if config.tokens is not None and tokenizer is None:
+        raise ConfigError("--keep-tokens needs a model to count tokens; give --target")
     sources = config.parsed
-    streams = [_filtered(_read(source, config, split, report), kept, config, source) for source in sources]
+    seen: set[int] = set()
+    streams = [
+        _filtered(_read(source, config, split, report), source, config, tokenizer, report, seen) for source in sources
+    ]
     found: Iterator[Conversation] = chain.from_iterable(streams)
     if sources[0].weight is not None and len(sources) > 1:
         found = mix(streams, [source.weight or 0.0 for source in sources])
@@ -145,13 +152,6 @@ def mix(streams: Sequence[Iterator[Conversation]], weights: Sequence[float]) -> 
         yield conversation
 
 
-def _mapped(source: Source, maps: tuple[str, ...]) -> Source:
-    fields = choose(maps, source.spec)
-    if fields is None or source.kind == "builtin":
-        return source
-    return replace(source, fields=fields)
-
-
 def _read(source: Source, config: DataConfig, split: builtin.Side | None, report: ReadReport) -> Iterator[Conversation]:
     """Yield one split of one source. Unusable rows are counted if they may be left out."""
     if source.kind == "builtin":
@@ -161,9 +161,7 @@ def _read(source: Source, config: DataConfig, split: builtin.Side | None, report
         try:
             conversation = parse_row(row(), origin, source.fields)
         except DataError as e:
-            if not (config.skip_bad or source.uneven):
-                raise
-            _note(report, e)
+            _leave_out(e, source, config, report)
             continue
         if split in (None, "all") or conversation.is_held_out == (split == "heldout"):
             yield conversation
@@ -176,35 +174,55 @@ def _rows(source: Source, config: DataConfig) -> Iterator[tuple[str, Callable[[]
             yield origin, partial(tables.decoded, row, origin)
         return
     lenient = config.skip_bad or source.uneven
-    data = tables.open_rows(source, None if lenient else partial(parse_row, fields=source.fields))
-    order = list(range(len(data)))
+    count, read = tables.open_rows(source, None if lenient else partial(parse_row, fields=source.fields))
+    order = list(range(count))
     if config.seed is not None:
         random.Random(config.seed).shuffle(order)
     for index in order:
-        yield f"{source.spec}:{index + 1}", partial(data.__getitem__, index)
+        yield f"{source.spec}:{index + 1}", partial(read, index)
 
 
 def _filtered(
-    conversations: Iterator[Conversation], kept: Filter, config: DataConfig, source: Source
+    conversations: Iterator[Conversation],
+    source: Source,
+    config: DataConfig,
+    tokenizer: TokenizerWrapper | None,
+    report: ReadReport,
+    seen: set[int],
 ) -> Iterator[Conversation]:
-    """Yield the conversations to keep. One that the template refuses, so that it cannot be counted, is unusable."""
+    """Yield the conversations to keep, and count the others. The filter by turns does not apply to plain text.
+
+    One that the template refuses, so that its tokens cannot be counted, is unusable. `seen` holds 64 bits for each
+    conversation that may have duplicates.
+    """
+    turns, tokens = config.turns, config.tokens
     for conversation in conversations:
+        if turns is not None and conversation.text is None and conversation.turns not in turns:
+            report.by_turns += 1
+            continue
+        if config.dedupe != "none":
+            key = conversation.prompt_key() if config.dedupe == "prompt" else conversation.whole_key()
+            if key in seen:
+                report.duplicates += 1
+                continue
+            seen.add(key)
         try:
-            if kept.keeps(conversation):
-                yield conversation
+            fits = tokens is None or tokenizer is None or len(all_tokens(tokenizer, conversation)) in tokens
         except DataError as e:
-            if not (config.skip_bad or source.uneven):
-                raise
-            _note(kept.report, e)
+            _leave_out(e, source, config, report)
+            continue
+        if fits:
+            yield conversation
+        else:
+            report.by_tokens += 1
 
 
-def _note(report: ReadReport, error: DataError) -> None:
+def _leave_out(error: DataError, source: Source, config: DataConfig, report: ReadReport) -> None:
+    """Count an unusable row. Raises the error if such rows may not be left out."""
+    if not (config.skip_bad or source.uneven):
+        raise error
     report.unusable += 1
     report.first_unusable = report.first_unusable or str(error).splitlines()[0]
-
-
-def _count_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> int:
-    return len(all_tokens(tokenizer, conversation))
 
 
 def shuffled(parts: Sequence[Callable[[], Iterable[T]]], seed: int | None, block: int = BLOCK) -> Iterator[T]:
@@ -226,33 +244,17 @@ def shuffled(parts: Sequence[Callable[[], Iterable[T]]], seed: int | None, block
         number += 1
 
 
-Dedupe = Literal["none", "prompt", "conversation"]
-
-_RANGE = re.compile(r"(\d*):(\d*)")
-
-
-@dataclass(frozen=True)
-class Range:
-    """An inclusive range of numbers."""
-
-    least: int = 0
-    most: int | None = None
-
-    def __contains__(self, number: int) -> bool:
-        return self.least <= number and (self.most is None or number <= self.most)
-
-    @classmethod
-    def parse(cls, text: str, flag: str) -> Range | None:
-        """Parse `MIN:MAX`; either may be omitted. Return None if empty. Raises ConfigError for anything else."""
-        if not text:
-            return None
-        found = _RANGE.fullmatch(text)
-        if found is None or text == ":":
-            raise ConfigError(f"{flag} {text}: it must be MIN:MAX, such as 32:4096, :4096 or 32:")
-        kept = cls(int(found[1] or 0), int(found[2]) if found[2] else None)
-        if kept.most is not None and kept.most < kept.least:
-            raise ConfigError(f"{flag} {text}: the largest number is smaller than the least")
-        return kept
+def parse_range(text: str, flag: str) -> range | None:
+    """Parse `MIN:MAX`, both inclusive; either may be omitted. Return None for "". Raises ConfigError if invalid."""
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d*):(\d*)", text)
+    if found is None or text == ":":
+        raise ConfigError(f"{flag} {text}: it must be MIN:MAX, such as 32:4096, :4096 or 32:")
+    least, most = int(found[1] or 0), int(found[2] or sys.maxsize - 1)
+    if most < least:
+        raise ConfigError(f"{flag} {text}: MIN must not be above MAX")
+    return range(least, most + 1)
 
 
 @dataclass
@@ -274,50 +276,11 @@ class ReadReport:
 
     def __str__(self) -> str:
         left_out = {
-            "that cannot be used": self.unusable,
-            "by their turns": self.by_turns,
-            "by their tokens": self.by_tokens,
+            "unusable": self.unusable,
+            "by number of turns": self.by_turns,
+            "by number of tokens": self.by_tokens,
             "as duplicates": self.duplicates,
         }
         said = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
-        first = f"\n  first of those that cannot be used: {self.first_unusable}" if self.unusable else ""
+        first = f"\n  the first unusable row: {self.first_unusable}" if self.unusable else ""
         return f"{counted(self.kept, 'conversation')} read" + (f"; left out: {said}{first}" if said else "")
-
-
-class Filter:
-    """Decides which conversations to keep, and counts the others."""
-
-    def __init__(
-        self,
-        turns: Range | None,
-        tokens: Range | None,
-        count_tokens: Callable[[Conversation], int] | None,
-        dedupe: Dedupe,
-        report: ReadReport,
-    ):
-        self.turns, self.tokens, self.count_tokens = turns, tokens, count_tokens
-        self.dedupe, self.report = dedupe, report
-        self._seen: set[int] = set()
-
-    def keeps(self, conversation: Conversation) -> bool:
-        """Return whether to keep a conversation. The filter by turns does not apply to plain text."""
-        if self.turns is not None and conversation.text is None and conversation.turns not in self.turns:
-            self.report.by_turns += 1
-            return False
-        if self._known(conversation):
-            self.report.duplicates += 1
-            return False
-        if self.tokens is None or self.count_tokens is None or self.count_tokens(conversation) in self.tokens:
-            return True
-        self.report.by_tokens += 1
-        return False
-
-    def _known(self, conversation: Conversation) -> bool:
-        """Return whether a duplicate was seen before. Stores 64 bits per conversation (up to 100 bytes in a set)."""
-        if self.dedupe == "none":
-            return False
-        key = conversation.prompt_key() if self.dedupe == "prompt" else conversation.whole_key()
-        if key in self._seen:
-            return True
-        self._seen.add(key)
-        return False

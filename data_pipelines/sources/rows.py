@@ -17,40 +17,17 @@ SHAPES = """\
   {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}
   {"prompt": "…", "completion": "…"}   (or a prompt alone, for regenerating)
   {"text": "…"}
-A message may hold `tool_calls` and `reasoning_content`, a row `tools`. Other names: --map"""
+A message may also have `tool_calls` and `reasoning_content`, and a row `tools`. For other names, use --map."""
+_ASSISTANTS = ("gpt", "chatgpt", "bing", "bard", "bot", "model")
+_ROLES = {"human": "user", **dict.fromkeys(_ASSISTANTS, "assistant"), "function": "tool", "observation": "tool"}
 
 
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function": "tool",
-    "observation": "tool",
-}
-
-
-COLUMNS = {
-    "messages": "the list of messages",
-    "prompt": "what the user says, where a row is one question and one answer",
-    "completion": "what the assistant answers",
-    "system": "the system prompt; may be null",
-    "text": "plain text",
-    "tools": "definitions of tools, a list or its JSON; may be null",
-}
-"""Columns of a row, with their descriptions."""
-KEYS = {
-    "role": "who speaks",
-    "content": "what is said",
-    "tool_calls": "calls of tools",
-    "reasoning_content": "thoughts before the answer",
-}
-"""Keys of a message, with their descriptions."""
-SPEAKERS = {"user": "the user's name among the roles", "assistant": "the assistant's name among the roles"}
-
+COLUMNS = ("messages", "prompt", "completion", "system", "text", "tools")
+"""Columns of a row. `tools` may be a list or its JSON."""
+KEYS = ("role", "content", "tool_calls", "reasoning_content")
+"""Keys of a message."""
+SPEAKERS = ("user", "assistant")
+"""Roles that a data set may call otherwise."""
 _OPTIONAL = ("system", "tools", "completion")
 """Columns that may be null."""
 _LISTS = ("messages", "conversations")
@@ -77,14 +54,10 @@ class FieldMap:
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise ConfigError(f"--map {text}: there is no field {ours!r}; {hint}the fields are {', '.join(known)}")
             if ours in names:
-                raise ConfigError(f"--map {text}: {ours} is named twice")
+                raise ConfigError(f"--map {text}: {ours} appears twice")
             names[ours] = theirs
-        shapes = [
-            shape
-            for shape, members in (("messages", ("messages", *KEYS, *SPEAKERS)), ("prompt", ("prompt", "completion")))
-            if any(member in names for member in members)
-        ]
-        shapes += ["text"] if "text" in names else []
+        members = {"messages": ("messages", *KEYS, *SPEAKERS), "prompt": ("prompt", "completion"), "text": ("text",)}
+        shapes = [shape for shape, own in members.items() if not names.keys().isdisjoint(own)]
         if len(shapes) > 1:
             raise ConfigError(f"--map {text}: a row is either {' or '.join(shapes)}; name the fields of one of them")
         if "completion" in names and "prompt" not in names:
@@ -104,12 +77,12 @@ class FieldMap:
             return _with_system(out, system)
         if "messages" not in out:
             found = next((name for name in _LISTS if row.get(name) is not None), None)
-            if found is None and "prompt" in row and not self._in_messages:
+            if found is None and "prompt" in row and self.names.keys().isdisjoint((*KEYS, *SPEAKERS)):
                 return _with_system({**row, **out}, system)
             if found is None:
                 raise DataError(
-                    f"{origin}: no `messages` or `conversations`, whose keys --map names; "
-                    f"{_fields(row)}; name the list's own field too, as messages=NAME"
+                    f"{origin}: --map names keys of messages, but there is no `messages` or `conversations`; "
+                    f"{_fields(row)}; name the field of the list too, as messages=NAME"
                 )
             out["messages"] = row[found]
         out.setdefault("tools", row.get("tools"))
@@ -117,10 +90,6 @@ class FieldMap:
         if isinstance(out["messages"], Sequence) and not isinstance(out["messages"], str):
             out["messages"] = [self._message(m, f"{where}, message {n}") for n, m in enumerate(out["messages"], 1)]
         return _with_system(out, system)
-
-    @property
-    def _in_messages(self) -> bool:
-        return any(name in self.names for name in (*KEYS, *SPEAKERS))
 
     def _message(self, message: Any, origin: str) -> Any:
         if not isinstance(message, Mapping):
@@ -146,7 +115,7 @@ class FieldMap:
         if theirs not in row or (row[theirs] is None and ours not in _OPTIONAL and what == "row"):
             raise DataError(
                 f"{origin}: no field `{theirs}`, which --map names as the {ours}; "
-                f"{_fields(row, what)}; fix the row or --map, or leave such rows out with --skip-bad"
+                f"{_fields(row, what)}; fix the row or --map, or skip such rows with --skip-bad"
             )
 
 
@@ -168,27 +137,19 @@ def _with_system(row: dict[str, Any], system: Any) -> dict[str, Any]:
 
 def choose(maps: Iterable[str], source: str) -> FieldMap | None:
     """Return the source's own map (`SOURCE:FIELD=NAME,…`), else the map for all sources, else None."""
-    common: FieldMap | None = None
-    own: FieldMap | None = None
+    found: dict[str, FieldMap] = {}
     for text in maps:
         place = place_of(text)
         parsed = FieldMap.parse(text[len(place) + 1 :] if place else text)
-        if not place:
-            common = _once(common, parsed, text)
-        elif place == source:
-            own = _once(own, parsed, text)
-    return own or common
+        if place in found and place in ("", source):
+            raise ConfigError(f"--map {text}: there is another map for this; put all fields into one, with commas")
+        found[place] = parsed
+    return found.get(source, found.get(""))
 
 
 def place_of(text: str) -> str:
     """Return the source that a map is for, or "" if it is for all."""
     return text.partition("=")[0].rpartition(":")[0]
-
-
-def _once(before: FieldMap | None, now: FieldMap, text: str) -> FieldMap:
-    if before is not None:
-        raise ConfigError(f"--map {text}: there is a map for that already; put all of its fields into one, with commas")
-    return now
 
 
 def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = None) -> Conversation:
@@ -210,12 +171,12 @@ def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = Non
         return Conversation(tuple(turns), tools=_tools(row, origin), origin=origin)
     if "text" in row:
         if not isinstance(row["text"], str) or not row["text"]:
-            raise DataError(f"{origin}: `text` must be a string that is not empty, not {_show(row['text'])}")
+            raise DataError(f"{origin}: `text` must be a non-empty string, not {_show(row['text'])}")
         return Conversation(text=row["text"], origin=origin)
     keys = ", ".join(map(str, row)) or "none"
     raise DataError(
-        f"{origin}: the row's keys ({keys}) fit no known shape; name the fields with --map, such as "
-        f"--map prompt=question,completion=answer, or bring the row into one of these:\n{SHAPES}"
+        f"{origin}: the row's keys ({keys}) have no known shape; name the fields with --map, such as "
+        f"--map prompt=question,completion=answer, or convert the row to one of these:\n{SHAPES}"
     )
 
 
@@ -227,7 +188,7 @@ def _turns(value: Any, role: str, origin: str) -> tuple[Message, ...]:
 
 def _messages(value: Any, origin: str) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise DataError(f"{origin} must be a list of messages that is not empty, not {_show(value)}")
+        raise DataError(f"{origin} must be a non-empty list of messages, not {_show(value)}")
     return tuple(_message(item, f"{origin}, message {n}") for n, item in enumerate(value, 1))
 
 

@@ -16,16 +16,16 @@ Kind = Literal["builtin", "file", "folder", "hub"]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 SPECS = """\
-  builtin:python             functions of the running Python's standard library as conversations, some plain files
-  builtin:python-chat        the conversations alone
-  builtin:python-docstrings  the conversations whose function has a docstring
-  builtin:python-files       plain files alone, in pieces
+  builtin:python             functions of Python's standard library as conversations, and some plain files
+  builtin:python-chat        only the conversations
+  builtin:python-docstrings  only conversations about functions with a docstring
+  builtin:python-files       only plain files, in pieces
   chats.jsonl, .jsonl.gz, .json, .parquet    a local file
-  folder, folder:split, folder:config:split    a data set in a local folder, as the hub would have it
-  user/name, user/name:split, user/name:config:split    a data set of the hub; a split may be cut: train[:10%]
-  preset:ultrachat           one of the field's usual sets (`eagle-data presets` lists them)
-  preset:ultrachat@PLACE     the same from a file, a folder or another id that holds its rows
-SOURCE=WEIGHT makes it a part of a mix: a.jsonl=0.7 b.parquet=0.3"""
+  folder, folder:split, folder:config:split    a data set in a local folder, laid out as on the hub
+  user/name, user/name:split, user/name:config:split    a data set on the hub; a split may be sliced: train[:10%]
+  preset:ultrachat           a well-known data set (`eagle-data presets` lists them)
+  preset:ultrachat@PLACE     the same set from a file, a folder or another hub id with its rows
+SOURCE=WEIGHT mixes sources: a.jsonl=0.7 b.parquet=0.3"""
 
 _WEIGHT = re.compile(r"(?P<name>.+)=(?P<weight>[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE)
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -59,15 +59,15 @@ def parse(text: str) -> Source:
         return _parse(text)
     weight = float(found["weight"])
     if not 0 < weight < float("inf"):
-        raise ConfigError(f"{text}: a weight must be above 0; leave the source out if nothing of it is wanted")
+        raise ConfigError(f"{text}: a weight must be above 0; leave the source out if you want nothing from it")
     return replace(_parse(found["name"]), weight=weight)
 
 
 def _parse(text: str) -> Source:
     if text == "self":
         raise DataError(
-            "self, what a target makes up, is data of `eagle-train --data self` alone; elsewhere make a file first, "
-            "with eagle-data make, and name that (a folder of this name is ./self)"
+            "only `eagle-train --data self` has the source self (text that the target makes up); make a file with "
+            "`eagle-data make` and name that instead (for a folder of this name, write ./self)"
         )
     if text.startswith("builtin:"):
         return Source(text, "builtin", text)
@@ -82,15 +82,11 @@ def _parse(text: str) -> Source:
         return Source(text, "folder", name, config, split)
     if known and _HUB.fullmatch(name) and not Path(name).exists():
         return Source(text, "hub", name, config, split)
-    raise DataError(f"{text} is no source of conversations; these are:\n{SPECS}")
+    raise DataError(f"{text} is not a source of conversations; sources are:\n{SPECS}")
 
 
 def _preset(text: str) -> Source:
     name, at, place = text.removeprefix("preset:").partition("@")
     preset = presets.find(name)
-    if not at:
-        return Source(
-            text, "hub", preset.id, preset.config, preset.split, None, preset.files, preset.map, preset.uneven
-        )
-    source = _parse(place)
-    return replace(source, spec=text, fields=preset.map, uneven=preset.uneven)
+    source = _parse(place) if at else Source(text, "hub", preset.id, preset.config, preset.split, files=preset.files)
+    return replace(source, spec=text, fields=FieldMap(preset.names), uneven=preset.uneven)

@@ -11,6 +11,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
@@ -20,8 +21,6 @@ from eagle_mlx.errors import DataError
 from ..conversation import HELDOUT_ONE_IN, Conversation, Message
 
 Split = Literal["train", "heldout"]
-
-
 _GENERATED = ("encodings/", "pydoc_data/", "ensurepip/_bundled/", "lib2to3/tests/data/", "site-packages/")
 
 
@@ -173,21 +172,12 @@ def _shuffled(files: list[SourceFile], read: Reader, rng: random.Random) -> Iter
     yield from buffer
 
 
-def _documented(file: SourceFile) -> Iterator[Conversation]:
-    return (_chat(function) for function in _short(file) if function.docstring)
-
-
-def _bare(file: SourceFile) -> Iterator[Conversation]:
-    return (_chat(function) for function in _short(file) if not function.docstring)
-
-
-def _short(file: SourceFile) -> Iterator[Function]:
-    return (function for function in functions_of(file) if len(function.code) <= MAX_ANSWER_CHARS)
-
-
-def _chat(function: Function) -> Conversation:
-    messages = tuple(Message(m["role"], m["content"]) for m in function.messages())
-    return Conversation(messages, origin=f"builtin:python:{function.path}:{function.name}")
+def _chats(documented: bool, file: SourceFile) -> Iterator[Conversation]:
+    """Yield the file's short functions, either those with a docstring or those without."""
+    for function in functions_of(file):
+        if len(function.code) <= MAX_ANSWER_CHARS and bool(function.docstring) == documented:
+            messages = tuple(Message(m["role"], m["content"]) for m in function.messages())
+            yield Conversation(messages, origin=f"builtin:python:{function.path}:{function.name}")
 
 
 def _pieces(file: SourceFile) -> Iterator[Conversation]:
@@ -211,4 +201,4 @@ def _unique(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
             yield conversation
 
 
-_READ: dict[str, Reader] = {"docstrings": _documented, "bare": _bare, "files": _pieces}
+_READ: dict[str, Reader] = {"docstrings": partial(_chats, True), "bare": partial(_chats, False), "files": _pieces}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from eagle_mlx.errors import DataError
 
@@ -21,33 +20,33 @@ Check = Callable[[Row, str], object]
 """Raises DataError, with the origin, if a row is unusable."""
 
 
-class Rows(Protocol):
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Row: ...
-
-
-def open_rows(source: Source, check: Check | None) -> Rows:
-    """Open a file, a folder or a data set of the hub for random access by row.
+def open_rows(source: Source, check: Check | None) -> tuple[int, Callable[[int], Row]]:
+    """Open a file, a folder or a data set of the hub; return the number of rows, and a function that reads one.
 
     With a check, all rows of a JSON file are checked first, so that errors do not appear hours later. Raises DataError,
     with the line number for JSON lines, if the source is missing, empty or malformed.
     """
     if source.kind != "file":
-        return _Table(_load_set(source))
+        return _table(_load(source, source.name))
     path = _existing(Path(source.name))
     if check is not None and path.suffix != ".parquet":
         _check_json(path, check)
+    if path.suffix == ".parquet":
+        return _table(_load(source, "parquet"))
     if _is_list(path):
-        return _listed(path.read_bytes(), path)
+        listed = _listed(path)
+        return len(listed), listed.__getitem__
     if path.suffix == GZ:
         lines = list(_lines_of(path))  # in memory, because a gzip file has no random access
-        return _Lines(path, lines.__getitem__, len(lines))
-    options: dict[str, Any] = {"data_files": str(path), "split": "train"}
-    if path.suffix == ".parquet":
-        return _Table(_load(source, options, "parquet"))
-    # Latin-1 keeps every byte, so an error in UTF-8 is reported with its line number.
-    rows = _load(source, {**options, "encoding": "latin-1"}, "text")
-    return _Lines(path, lambda index: rows[index]["text"].encode("latin-1"), len(rows))
+        return len(lines), lambda index: _object(lines[index], f"{path}:{index + 1}")
+    # Lines stay text, since Arrow tables of nested rows would mix the rows' keys. Latin-1 keeps every byte, so an error
+    # in UTF-8 is reported with its line number.
+    rows = _load(source, "text", encoding="latin-1")
+    return len(rows), lambda index: _object(rows[index]["text"].encode("latin-1"), f"{path}:{index + 1}")
+
+
+def _table(rows: Any) -> tuple[int, Callable[[int], Row]]:
+    return len(rows), lambda index: _without_nulls(rows[index])
 
 
 def stream_rows(source: Source) -> list[Callable[[], Iterator[tuple[str, Row]]]]:
@@ -56,13 +55,12 @@ def stream_rows(source: Source) -> list[Callable[[], Iterator[tuple[str, Row]]]]
     Raises DataError if there is no such source.
     """
     if source.kind != "file":
-        return _parts(source, _load_set(source, streaming=True))
+        return _parts(source, _load(source, source.name, streaming=True))
     path = _existing(Path(source.name))
     if _is_list(path):
-        raise DataError(f"{path} holds one list, which can only be read whole: leave --stream out, or write jsonl")
+        raise DataError(f"{path} is one list, which cannot be streamed: leave out --stream, or convert it to jsonl")
     if path.suffix == ".parquet":
-        found = _load(source, {"data_files": str(path), "split": "train", "streaming": True}, "parquet")
-        return _parts(source, found)
+        return _parts(source, _load(source, "parquet", streaming=True))
 
     def lines() -> Iterator[tuple[str, Row]]:
         for number, line in enumerate(_lines_of(path), 1):
@@ -80,20 +78,6 @@ def decoded(row: Row, origin: str) -> Row:
     return _object(row[_LINE], origin) if _LINE in row else _without_nulls(row)
 
 
-class _Table:
-    """Rows of Arrow tables, without the nulls that Arrow adds for missing keys."""
-
-    def __init__(self, rows: Rows):
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Row:
-        row: Row = _without_nulls(self._rows[index])
-        return row
-
-
 def _lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file. Raises DataError if it cannot be read."""
     try:
@@ -101,19 +85,6 @@ def _lines_of(path: Path) -> Iterator[bytes]:
             yield from file
     except (OSError, EOFError, zlib.error) as e:
         raise DataError(f"{path} cannot be read: {e}") from e
-
-
-class _Lines:
-    """JSON lines. They are kept as text, since Arrow tables of nested rows would mix the rows' keys."""
-
-    def __init__(self, path: Path, line: Callable[[int], bytes], count: int):
-        self._path, self._line, self._count = path, line, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Row:
-        return _object(self._line(index), f"{self._path}:{index + 1}")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -135,7 +106,7 @@ def _parts(source: Source, found: Any) -> list[Callable[[], Iterator[tuple[str, 
             except DataError:
                 raise
             except Exception as e:  # from the network or any reader
-                raise DataError(f"{source.spec}: the stream broke off: {_cause(e)}; start again") from e
+                raise DataError(f"{source.spec}: the stream ended early: {_cause(e)}; start again") from e
 
         return rows
 
@@ -148,23 +119,25 @@ def _existing(path: Path) -> Path:
     if not path.exists():
         raise DataError(f"there is no file {path}")
     if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty; a row is one of\n{SHAPES}")
+        raise DataError(f"{path} is empty; each row must be one of\n{SHAPES}")
     return path
 
 
-def _load_set(source: Source, streaming: bool = False) -> Any:
-    options: dict[str, Any] = {"name": source.config, "split": source.split, "streaming": streaming}
+def _load(source: Source, reader: str, streaming: bool = False, encoding: str | None = None) -> Any:
+    import datasets  # slow, so only if needed
+
+    datasets.disable_progress_bars()
+    options: dict[str, Any] = {"streaming": streaming, **({"encoding": encoding} if encoding else {})}
+    if source.kind == "file":
+        options |= {"data_files": source.name, "split": "train"}
+    else:
+        options |= {"name": source.config, "split": source.split}
     if source.files is not None and source.kind == "hub":
         options["data_files"] = source.files
-    return _load(source, options, source.name)
-
-
-def _load(source: Source, options: dict[str, Any], reader: str) -> Any:
-    with _quiet() as library:
-        try:
-            return library.load_dataset(reader, **options)
-        except Exception as e:  # from the network, the hub or any reader in `datasets`
-            raise DataError(_failure(source, _cause(e))) from e
+    try:
+        return datasets.load_dataset(reader, **options)
+    except Exception as e:  # from the network, the hub or any reader in `datasets`
+        raise DataError(_failure(source, _cause(e))) from e
 
 
 def _failure(source: Source, cause: str) -> str:
@@ -173,12 +146,12 @@ def _failure(source: Source, cause: str) -> str:
     if source.kind == "folder":
         return f"{source.spec}: {source.split!r} of the folder {source.name} cannot be read: {cause}"
     if "disk space" in cause:
-        return f"{source.spec}: {cause}; --stream reads it without storing it"
+        return f"{source.spec}: {cause}; use --stream to read it without storing it"
     missing = "" if source.spec.startswith("preset:") else "there is no such file, and "
-    advice = f"; with a copy on this machine, give {source.spec}@PLACE" if source.spec.startswith("preset:") else ""
+    advice = f"; if you have a copy, name it as {source.spec}@PLACE" if source.spec.startswith("preset:") else ""
     return (
-        f"{source.spec}: {missing}{source.split!r} of the data set {source.name} cannot be had from the hub: "
-        f"{cause}{advice}"
+        f"{source.spec}: {missing}the data set {source.name} ({source.split!r}) cannot be loaded "
+        f"from the hub: {cause}{advice}"
     )
 
 
@@ -192,20 +165,20 @@ def _is_list(path: Path) -> bool:
 
 def _check_json(path: Path, check: Check) -> None:
     if _is_list(path):
-        for number, row in enumerate(_listed(path.read_bytes(), path), 1):
+        for number, row in enumerate(_listed(path), 1):
             check(row, f"{path}:{number}")
         return
     for number, line in enumerate(_lines_of(path), 1):
         check(_object(line, f"{path}:{number}"), f"{path}:{number}")
 
 
-def _listed(data: bytes, path: Path) -> Sequence[Row]:
+def _listed(path: Path) -> list[Row]:
     try:
-        rows: list[Any] = json.loads(data)
+        rows: list[Row] = json.loads(path.read_bytes())
     except ValueError as e:
         raise DataError(f"{path} is not valid JSON: {e}") from e
     if not rows:
-        raise DataError(f"{path} holds an empty list; a row is one of\n{SHAPES}")
+        raise DataError(f"{path} is an empty list; each row must be one of\n{SHAPES}")
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number}: a row must be an object, not {type(row).__name__}")
@@ -215,9 +188,9 @@ def _listed(data: bytes, path: Path) -> Sequence[Row]:
 def _object(line: bytes, origin: str) -> Row:
     text = line.strip()
     if not text:
-        raise DataError(f"{origin}: an empty line; every line must hold one row, so remove it")
+        raise DataError(f"{origin}: the line is empty; remove it, since every line must be a row")
     if b"\r" in text:
-        raise DataError(f"{origin}: a carriage return within the line; write it as \\r, or remove it")
+        raise DataError(f"{origin}: the line has a carriage return in it; write it as \\r, or remove it")
     try:
         row = json.loads(text)
     except json.JSONDecodeError as e:
@@ -234,17 +207,3 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"
-
-
-@contextmanager
-def _quiet() -> Iterator[Any]:
-    """Import `datasets` (slow, so only if needed) and yield it with progress bars disabled."""
-    import datasets
-
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield datasets
-    finally:
-        if shown:
-            datasets.enable_progress_bars()

@@ -70,9 +70,9 @@ def test_the_built_in_source(target: str, tmp_path: Path, monkeypatch: pytest.Mo
     ("row", "argv", "message"),
     [
         ('{"text": ', [], "bad.jsonl:2: not valid JSON"),
-        ("", [], "bad.jsonl:2: an empty line"),
+        ("", [], "bad.jsonl:2: the line is empty"),
         ('{"prompt": "Hi"}', [], "bad.jsonl:2: no assistant turn"),
-        ('{"q": 1}', [], "bad.jsonl:2: the row's keys (q) fit no known shape"),
+        ('{"q": 1}', [], "bad.jsonl:2: the row's keys (q) have no known shape"),
         (None, ["--max-length", "9999"], "the target's context is 512 tokens"),
         (None, ["--max-length", "2"], "nothing to capture from"),
         (None, ["--aux-layers", "1,7"], "the target has layers 0 to 3"),
@@ -159,7 +159,7 @@ def test_collect_reads_a_mix_with_mapped_fields_and_leaves_out_what_cannot_be_us
         (["--head", "/nowhere/head"], "there is no folder /nowhere/head"),
         (["--temperature", "-1"], "temperature must be"),
         (["--split", "heldout"], "nothing to answer in"),
-        (["--dedupe", "prompt", "--keep-turns", "4:2"], "--keep-turns 4:2: the largest number is smaller"),
+        (["--dedupe", "prompt", "--keep-turns", "4:2"], "--keep-turns 4:2: MIN must not be above MAX"),
     ],
 )
 def test_what_regenerate_cannot_do_is_said_before_it_begins(

@@ -46,17 +46,17 @@ def test_a_row_comes_back_as_it_was(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"question": 1, "answer": 2}, r"f:3: the row's keys \(question, answer\) fit no known shape.*\n.*messages"),
+        ({"question": 1, "answer": 2}, r"f:3: the row's keys \(question, answer\) have no known shape.*\n.*messages"),
         ({}, r"f:3: the row's keys \(none\)"),
-        ({"messages": []}, "f:3: `messages` must be a list of messages that is not empty"),
-        ({"messages": "Hi"}, "f:3: `messages` must be a list"),
+        ({"messages": []}, "f:3: `messages` must be a non-empty list of messages"),
+        ({"messages": "Hi"}, "f:3: `messages` must be a non-empty list"),
         ({"messages": ["Hi"]}, "f:3: `messages`, message 1 must be an object"),
         ({"messages": [{"content": "Hi"}]}, "f:3: `messages`, message 1 has no `role`.*keys are: content"),
         ({"conversations": [{"from": "gpt", "text": "Hi"}]}, "message 1 has no `value`.*keys are: text"),
         ({"messages": [{"role": "user", "content": 3}]}, "f:3: `messages`, message 1: the content must be text, not 3"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "must be text"),
-        ({"text": ""}, "f:3: `text` must be a string that is not empty"),
-        ({"prompt": 3}, "f:3: the prompt must be a list"),
+        ({"text": ""}, "f:3: `text` must be a non-empty string"),
+        ({"prompt": 3}, "f:3: the prompt must be a non-empty list"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], said: str) -> None:

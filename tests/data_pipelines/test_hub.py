@@ -64,9 +64,12 @@ def test_a_streamed_set_is_read_part_by_part_and_loses_nothing(asked: list[tuple
     [
         (
             OSError("Not enough disk space. Needed: 3 TB"),
-            "you/set: OSError: Not enough disk space.*; --stream reads it",
+            "you/set: OSError: Not enough disk space.*; use --stream",
         ),
-        (ConnectionError("no route"), "'train' of the data set you/set cannot be had from the hub: ConnectionError"),
+        (
+            ConnectionError("no route"),
+            r"you/set \('train'\) cannot be loaded from the hub: ConnectionError",
+        ),
     ],
 )
 def test_what_the_library_cannot_do_is_said_with_a_remedy(
@@ -89,5 +92,5 @@ def test_a_stream_that_breaks_off_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         return datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1]})
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(DataError, match="preset:gsm8k: the stream broke off: ConnectionError: reset by peer"):
+    with pytest.raises(DataError, match="preset:gsm8k: the stream ended early: ConnectionError: reset by peer"):
         read("preset:gsm8k", stream=True, seed=None)

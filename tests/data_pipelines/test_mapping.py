@@ -58,9 +58,9 @@ def test_thoughts_and_calls_have_names_too() -> None:
         ({"q": None}, "prompt=q", "f:3: no field `q`"),
         ({"messages": [{"role": "user"}]}, "role=who", "f:3: `messages`, message 1: no field `who`.* are: role"),
         ({"messages": [{"role": "user"}]}, "content=said", "message 1: no field `said`, which --map names as the cont"),
-        ({"chat": []}, "role=who", "f:3: no `messages` or `conversations`.*messages=NAME"),
+        ({"chat": []}, "role=who", "f:3: .* no `messages` or `conversations`.*messages=NAME"),
         ({"chat": ["Hi"]}, "messages=chat", "message 1 must be an object"),
-        ({"chat": 3}, "messages=chat", "must be a list of messages"),
+        ({"chat": 3}, "messages=chat", "must be a non-empty list of messages"),
     ],
 )
 def test_a_row_that_does_not_fit_its_map_is_named(row: dict[str, Any], fields: str, said: str) -> None:
@@ -74,7 +74,7 @@ def test_a_row_that_does_not_fit_its_map_is_named(row: dict[str, Any], fields: s
         ("role", "not of the form FIELD=NAME"),
         ("role=", "not of the form FIELD=NAME"),
         ("rolle=x", "did you mean role"),
-        ("role=a,role=b", "role is named twice"),
+        ("role=a,role=b", "role appears twice"),
         ("prompt=q,role=r", "either messages or prompt"),
         ("text=t,prompt=q", "either prompt or text"),
         ("completion=a", "needs a prompt"),
@@ -90,5 +90,5 @@ def test_a_map_may_be_for_one_source() -> None:
     assert choose(maps, "a.jsonl") == FieldMap({"prompt": "q"})
     assert choose(maps, "user/name:config:train") == FieldMap({"text": "body"})
     assert choose([], "a.jsonl") is None
-    with pytest.raises(ConfigError, match="there is a map for that already"):
+    with pytest.raises(ConfigError, match="there is another map for this"):
         choose(["role=a", "content=b"], "a.jsonl")

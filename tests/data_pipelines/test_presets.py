@@ -115,7 +115,7 @@ def test_a_preset_knows_where_it_is() -> None:
 def test_a_preset_that_is_not_here_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"data set openai/gsm8k cannot be had from the hub.*preset:gsm8k@PLACE"):
+    with pytest.raises(DataError, match=r"openai/gsm8k \('train'\) cannot be loaded from the hub.*preset:gsm8k@PLACE"):
         next(read_conversations(DataConfig(("preset:gsm8k",))))
 
 
@@ -131,8 +131,8 @@ def test_a_row_that_is_not_the_sets_own_is_an_error(tmp_path: Path) -> None:
         next(read_conversations(DataConfig((f"preset:gsm8k@{path}",))))
 
 
-def test_the_list_holds_ids_contents_and_licences(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_holds_ids_contents_and_licenses(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets"]) == 0
     said = capsys.readouterr().out
     for name, preset in PRESETS.items():
-        assert all(text in said for text in (f"preset:{name}", preset.id, preset.holds, preset.licence))
+        assert all(text in said for text in (f"preset:{name}", preset.id, preset.holds, preset.license))

@@ -73,12 +73,12 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "x.jsonl is empty"),
-        (b'{"text": "a"}\n\n{"text": "b"}\n', "x.jsonl:2: an empty line"),
+        (b'{"text": "a"}\n\n{"text": "b"}\n', "x.jsonl:2: the line is empty"),
         (b'{"text": "a"}\n{"text": \n', "x.jsonl:2: not valid JSON"),
         (b'{"text": "a"}\n{"text": "b"', "x.jsonl:2: not valid JSON"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', "x.jsonl:2: not UTF-8"),
         (b'{"text": "a"}\n[1]\n', "x.jsonl:2: a row must be an object, not list"),
-        (b'{"text": "a"}\n{"q": "b"}\n', r"x.jsonl:2: the row's keys \(q\) fit no known shape"),
+        (b'{"text": "a"}\n{"q": "b"}\n', r"x.jsonl:2: the row's keys \(q\) have no known shape"),
     ],
 )
 def test_a_bad_jsonl_row_is_named_before_anything_is_yielded(tmp_path: Path, content: bytes, message: str) -> None:
@@ -113,8 +113,8 @@ def test_a_bad_parquet_row_is_named(tmp_path: Path) -> None:
     [
         ("missing.jsonl", "there is no file missing.jsonl"),
         ("builtin:perl", "the built-in sources are builtin:python"),
-        ("what is this?", "no source of conversations; these are"),
-        ("nobody/nothing-at-all", "cannot be had from the hub"),
+        ("what is this?", "is not a source of conversations; sources are"),
+        ("nobody/nothing-at-all", "cannot be loaded from the hub"),
     ],
 )
 def test_a_source_that_there_is_not(spec: str, message: str) -> None:

@@ -91,5 +91,5 @@ def test_a_bad_line_of_a_stream_is_named(tmp_path: Path) -> None:
 def test_a_list_cannot_be_streamed(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('[{"text": "a"}]')
-    with pytest.raises(DataError, match="leave --stream out"):
+    with pytest.raises(DataError, match="leave out --stream"):
         read(str(path))
