@@ -59,33 +59,28 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AcceptancePolicy": "policy",
-    "Chunk": "request",
-    "DraftModelProposer": "proposers.draft_model",
-    "EagleError": "errors",
-    "Engine": "engine",
-    "FixedPolicy": "policy",
-    "HeadProposer": "proposers.head",
-    "HeadWarning": "errors",
-    "HybridPolicy": "policy",
-    "HybridProposer": "proposers.hybrid",
-    "NgramProposer": "proposers.ngram",
-    "Output": "request",
-    "SamplingParams": "sampling_params",
-    "Target": "target",
-    "ThroughputPolicy": "policy",
-    "learn_costs": "engine.cost_curve",
-    "load_head": "head_check",
-    "load_target": "target",
+    "engine": ("Engine",),
+    "engine.cost_curve": ("learn_costs",),
+    "errors": ("EagleError", "HeadWarning"),
+    "head_check": ("load_head",),
+    "policy": ("AcceptancePolicy", "FixedPolicy", "HybridPolicy", "ThroughputPolicy"),
+    "proposers.draft_model": ("DraftModelProposer",),
+    "proposers.head": ("HeadProposer",),
+    "proposers.hybrid": ("HybridProposer",),
+    "proposers.ngram": ("NgramProposer",),
+    "request": ("Chunk", "Output"),
+    "sampling_params": ("SamplingParams",),
+    "target": ("Target", "load_target"),
 }
-"""The module of each public name. It is imported on first use, because importing mlx-lm takes over a second."""
+"""The public names of each module. A module is imported on first use, because importing mlx-lm takes over a second."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+    for home, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

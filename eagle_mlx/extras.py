@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from importlib.util import find_spec
 
 from eagle_mlx.command import exit_code
@@ -36,46 +37,6 @@ def require(what: str, extra: str, *packages: str) -> None:
         )
 
 
-def data() -> int:
-    """Run `eagle-data`."""
-    return _run("eagle-data", "data_pipelines.cli:main", "train")
-
-
-def train() -> int:
-    """Run `eagle-train`."""
-    return _run("eagle-train", "train.cli:main", "train")
-
-
-def convert() -> int:
-    """Run `eagle-convert`."""
-    return _run("eagle-convert", "train.convert.cli:main")
-
-
-def publish() -> int:
-    """Run `eagle-publish`, which reads what training wrote."""
-    return _run("eagle-publish", "train.publish.cli:main", "train")
-
-
-def generate() -> int:
-    """Run `eagle-generate`."""
-    return _run("eagle-generate", "serve.generate:main")
-
-
-def bench() -> int:
-    """Run `eagle-bench`, which checks itself for the package that `--plot` needs."""
-    return _run("eagle-bench", "serve.bench.cli:main")
-
-
-def heads() -> int:
-    """Run `eagle-heads`."""
-    return _run("eagle-heads", "serve.heads:main")
-
-
-def serve() -> int:
-    """Run `eagle-serve`."""
-    return _run("eagle-serve", "serve.api.cli:command", "serve")
-
-
 def _run(command: str, entry: str, extra: str | None = None) -> int:
     """Run a command; return its exit status: 2 if its extra is missing, 130 after an unhandled Ctrl-C.
 
@@ -97,3 +58,13 @@ def _installed(module: str) -> bool:
         return find_spec(module) is not None
     except ImportError:
         return False
+
+
+data = partial(_run, "eagle-data", "data_pipelines.cli:main", "train")
+train = partial(_run, "eagle-train", "train.cli:main", "train")
+convert = partial(_run, "eagle-convert", "train.convert.cli:main")
+publish = partial(_run, "eagle-publish", "train.publish.cli:main", "train")
+generate = partial(_run, "eagle-generate", "serve.generate:main")
+bench = partial(_run, "eagle-bench", "serve.bench.cli:main")  # it checks for the package that `--plot` needs
+heads = partial(_run, "eagle-heads", "serve.heads:main")
+serve = partial(_run, "eagle-serve", "serve.api.cli:command", "serve")

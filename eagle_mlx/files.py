@@ -55,7 +55,7 @@ def write_output(path: Path, text: str) -> None:
     try:
         write_whole(path, text.encode(), path.with_name(f".{path.name}.{os.getpid()}{PART}"))
     except OSError as e:
-        raise OutputError(f"{path} cannot be written ({e.strerror}); name another place") from e
+        raise OutputError(f"{path} cannot be written ({e.strerror}); choose another path") from e
 
 
 def sync(descriptor: int) -> None:
@@ -63,6 +63,7 @@ def sync(descriptor: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
+    """Write a folder's entries, or a file's contents, to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         sync(descriptor)
@@ -88,7 +89,7 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as e:
         if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
             os.close(descriptor)
-            raise OutputError(f"another process is writing to {folder}; wait until it has ended") from e
+            raise OutputError(f"another process is writing to {folder}; wait until it ends") from e
     try:
         yield
     finally:
@@ -102,9 +103,9 @@ def check_free(folder: str | Path, overwrite: bool = False) -> Path:
     """
     path = Path(folder)
     if path.exists() and not path.is_dir():
-        raise OutputError(f"{path} is a file; name a folder that does not exist yet")
+        raise OutputError(f"{path} is a file; choose a folder that does not exist yet")
     if path.exists() and not overwrite and any(path.iterdir()):
-        raise OutputError(f"{path} exists already; name another output folder, or overwrite it with --overwrite")
+        raise OutputError(f"{path} exists already; choose another output folder, or overwrite it with --overwrite")
     check_writable(path.parent)
     if path.exists():
         check_writable(path)
@@ -120,11 +121,11 @@ def check_writable(folder: Path) -> None:
     while not place.exists() and place != place.parent:
         place = place.parent
     if not place.is_dir():
-        raise OutputError(f"{place} is a file, so {folder} cannot be made; name another output")
+        raise OutputError(f"{place} is a file, so {folder} cannot be created; choose another output")
     try:
         Path(tempfile.mkdtemp(prefix=".eagle-mlx.", dir=place)).rmdir()
     except OSError as e:
-        raise OutputError(f"{place} cannot be written ({e.strerror or e}); name another output") from e
+        raise OutputError(f"{place} cannot be written ({e.strerror or e}); choose another output") from e
 
 
 @contextlib.contextmanager
@@ -139,15 +140,16 @@ def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as e:
-        raise OutputError(f"{path} cannot be made: {e.strerror or e}") from e
+        raise OutputError(f"{path} cannot be created: {e.strerror or e}") from e
     try:
         yield part
-        _flush(part)
+        for entry in (*part.rglob("*"), part):
+            sync_folder(entry)
         part.chmod(0o755)
         check_free(path, overwrite)  # another process may have created it meanwhile
         swap(part, path)
     except OSError as e:
-        raise OutputError(f"{path} could not be written: {e.strerror or e}; nothing was left behind") from e
+        raise OutputError(f"{path} could not be written: {e.strerror or e}; no part of it was kept") from e
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -165,15 +167,6 @@ def swap(part: Path, path: Path) -> None:
         aside.rename(path)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    for entry in (*folder.rglob("*"), folder):
-        descriptor = os.open(entry, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def read_yaml(file: Path, what: str) -> Any:
@@ -197,11 +190,10 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Hashable] = set()
     for key, _ in node.value:
         name = loader.construct_object(key, deep=True)
-        if isinstance(name, Hashable) and name in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{name!r} is there twice; give each name once", key.start_mark
-            )
         if isinstance(name, Hashable):
+            if name in seen:
+                message = f"{name!r} is there twice; give each name once"
+                raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
             seen.add(name)
     loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)

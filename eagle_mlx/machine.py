@@ -37,21 +37,18 @@ class Machine:
 
 def describe() -> Machine:
     """Return a description of this machine."""
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
     return Machine(
         cpu=_cpu(),
-        cores=_cores(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         os=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
-        mlx=_version("mlx"),
-        mlx_lm=_version("mlx-lm"),
-        device=_device(),
+        mlx=version_of("mlx"),
+        mlx_lm=version_of("mlx-lm"),
+        device="cpu" if on_cpu else str(mx.device_info().get("device_name", "gpu")),
         blas=str(blas.activate()),
     )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu() -> str:
@@ -66,13 +63,8 @@ def _cpu() -> str:
     return names[0] if names else platform.machine()
 
 
-def _device() -> str:
-    if mx.default_device() == mx.Device(mx.cpu):
-        return "cpu"
-    return str(mx.device_info().get("device_name", "gpu"))
-
-
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or `unknown`."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -85,14 +85,12 @@ def weights_of(module: nn.Module) -> dict[str, mx.array]:
 
 
 def in_file_type(weights: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Return weights in a file's dtype, except quantized ones and those that must be exact."""
-    return {name: in_dtype(name, value, dtype) for name, value in weights.items()}
+    """Return weights in a dtype, except quantized ones and those that must be exact. The others are not copied."""
 
+    def is_kept(name: str, x: mx.array) -> bool:
+        return x.dtype == dtype or not mx.issubdtype(x.dtype, mx.floating) or name.endswith(EXACT)
 
-def in_dtype(name: str, weight: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Return a weight in a dtype, unless it is quantized or must be exact."""
-    is_kept = not mx.issubdtype(weight.dtype, mx.floating) or name.endswith(EXACT)
-    return weight if is_kept else weight.astype(dtype)
+    return {name: x if is_kept(name, x) else x.astype(dtype) for name, x in weights.items()}
 
 
 def write_tensors(file: Path, tensors: Mapping[str, mx.array]) -> None:

@@ -29,16 +29,11 @@ def load_head(name: str | Path, target: Target | None = None) -> DraftHead:
     Raises CheckpointError if files cannot be read, HeadError if the head is for another target.
     """
     folder = hub.resolve(name)
-    head = _load(folder, target.num_layers if target is not None else None)
+    layout = layout_of(folder, read_config(folder), read_tensors(folder))[1]
+    head: DraftHead = layout.load(folder, None if target is None else target.num_layers)
     if target is not None:
         check_fit(head, target)
         head.attach(target)
-    return head
-
-
-def _load(folder: Path, target_layers: int | None) -> DraftHead:
-    config, tensors = read_config(folder), read_tensors(folder)
-    head: DraftHead = layout_of(folder, config, tensors)[1].load(folder, target_layers)
     return head
 
 
@@ -49,7 +44,7 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
     """
     for field, what in _OTHERS.items():
         if field in config:
-            raise CheckpointError(f"{folder} holds {what}; EAGLE and MTP heads are known")
+            raise CheckpointError(f"{folder} has {what}, which cannot be loaded; EAGLE and MTP heads can")
     found = format_of(config, tensors)
     if found is not None:
         return found
@@ -59,10 +54,10 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
     names = {name.removeprefix("model.") for name in tensors}
     if any(name.startswith("layers.0.") for name in names):
         raise CheckpointError(
-            f"{folder} holds a language model, no head; a model that drafts is given as a draft model"
+            f"{folder} has a language model and not a head; to draft with a model, give it as the draft model"
         )
     raise CheckpointError(
-        f"{folder} holds no head that is known: neither EAGLE's layers nor MTP's; its tensors begin with "
+        f"{folder} has no known head: neither EAGLE's layers nor MTP's; its first tensors are "
         f"{', '.join(sorted(names)[:3])}"
     )
 
@@ -90,5 +85,5 @@ def check_fit(head: DraftHead, target: Target) -> None:
 
 def named_layers(head: DraftHead) -> tuple[int, ...]:
     """Return the target layers that a head's config names; empty for a head that reads the last layer."""
-    named: tuple[int, ...] = getattr(getattr(head, "config", None), "aux_layers", ())
+    named: tuple[int, ...] = getattr(head.config, "aux_layers", ())
     return named

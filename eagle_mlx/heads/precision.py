@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import Quantization
-from eagle_mlx.formats.tensors import EXACT
+from eagle_mlx.formats.tensors import in_file_type, weights_of
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target
 
@@ -31,21 +30,14 @@ def in_dtype(head: DraftHead, dtype: mx.Dtype) -> DraftHead:
     MLX computes float16 with bfloat16 in float32, so a head in another dtype than the target's would run in float32.
     The original is not changed, since it may be trained or saved. The copy shares its integers.
     """
-    if not isinstance(head, nn.Module) or all(_cast(name, x, dtype) is x for name, x in _weights_of(head)):
+    weights = weights_of(head)
+    cast = in_file_type(weights, dtype)
+    if all(cast[name] is weights[name] for name in weights):
         return head
-    copied: Any = _copied(head)
-    copied.update(tree_map_with_path(lambda name, x: _cast(name, x, dtype), head.parameters()))
+    copied: DraftHead = _copied(head)
+    copied.load_weights(list(cast.items()))
     mx.eval(copied.parameters())
-    return cast(DraftHead, copied)
-
-
-def _cast(name: str, weight: mx.array, dtype: mx.Dtype) -> mx.array:
-    keeps = weight.dtype == dtype or not mx.issubdtype(weight.dtype, mx.floating) or name.endswith(EXACT)
-    return weight if keeps else weight.astype(dtype)
-
-
-def _weights_of(head: nn.Module) -> list[tuple[str, mx.array]]:
-    return cast("list[tuple[str, mx.array]]", tree_flatten(head.parameters()))
+    return copied
 
 
 def _copied(node: Any) -> Any:
@@ -63,7 +55,7 @@ def _copied(node: Any) -> Any:
 def check_bits(bits: int | None) -> None:
     """Raise ConfigError if a head cannot be quantized to this number of bits."""
     if bits not in (None, 16, *BITS):
-        raise ConfigError(f"a head is quantised to {' or '.join(map(str, BITS))} bits, or not, with 16; got {bits!r}")
+        raise ConfigError(f"a head can have {', '.join(map(str, BITS))} or 16 bits (16: not quantized), not {bits!r}")
 
 
 def quantize_for(head: DraftHead, target: Target | None, bits: int | None = None) -> None:
@@ -74,19 +66,19 @@ def quantize_for(head: DraftHead, target: Target | None, bits: int | None = None
     """
     check_bits(bits)
     wanted = bits or (target.bits if target is not None else None)
-    if wanted not in BITS or not isinstance(head, nn.Module) or quantization_of(head) is not None:
+    if wanted not in BITS or quantization_of(head) is not None:
         return
     size = next((size for size in GROUP_SIZES if head.hidden_size % size == 0), GROUP_SIZES[-1])
     if any(_may_quantize(path, part, size) for path, part in head.named_modules()):
         quantize(head, wanted, size)
         mx.eval(head.parameters())
     elif bits is not None:
-        raise ConfigError(f"this head cannot be quantised: none of its layers reads a multiple of {size} numbers")
+        raise ConfigError(f"this head cannot be quantized: the input width of no layer is a multiple of {size}")
 
 
 def quantization_of(head: DraftHead) -> Quantization | None:
     """Return a head's quantization, or None."""
-    found: Quantization | None = getattr(getattr(head, "config", None), "quantization", None)
+    found: Quantization | None = head.config.quantization
     return found
 
 
@@ -103,9 +95,8 @@ def make_quantized(head: nn.Module, how: Quantization | None, tensors: Mapping[s
 
 
 def _may_quantize(path: str, part: nn.Module, group_size: int) -> bool:
-    return (
-        hasattr(part, "to_quantized") and not path.endswith(_ROUTERS) and bool(part.weight.shape[-1] % group_size == 0)
-    )
+    is_linear = hasattr(part, "to_quantized") and not path.endswith(_ROUTERS)
+    return is_linear and bool(part.weight.shape[-1] % group_size == 0)
 
 
 def described(head: DraftHead) -> str:
@@ -113,6 +104,6 @@ def described(head: DraftHead) -> str:
     how = quantization_of(head)
     if how is not None:
         return f"{how['bits']}-bit weights in groups of {how['group_size']}"
-    weights = _weights_of(head) if isinstance(head, nn.Module) else []
-    types = sorted({str(x.dtype).rpartition(".")[2] for _, x in weights if mx.issubdtype(x.dtype, mx.floating)})
-    return f"weights in {', '.join(types)}" if types else "weights of its own kind"
+    weights = weights_of(head).values()
+    types = sorted({str(x.dtype).rpartition(".")[2] for x in weights if mx.issubdtype(x.dtype, mx.floating)})
+    return f"weights in {', '.join(types)}"

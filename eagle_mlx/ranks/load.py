@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib.metadata
 import sys
 import zlib
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import mlx.nn as nn
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.kinds import model_file
 from eagle_mlx.errors import ConfigError, RanksError, TargetError
+from eagle_mlx.machine import version_of
 from eagle_mlx.ranks.channel import TIMEOUT, Channel
 from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
@@ -44,13 +44,13 @@ def load_over_ranks(
     RanksError if ranks differ.
     """
     if how.get("adapter_path") is not None:
-        raise TargetError("--adapter-path does not go with --shard; put the adapters into the model with mlx_lm.fuse")
+        raise TargetError("--adapter-path cannot be used with --shard; merge the adapters with mlx_lm.fuse")
     world = World.init()
     if world.group is None:
         raise ConfigError("--shard needs several processes; start them with mlx.launch (docs/several-machines.md)")
     divide = shard_tensors if shard == "tensor" else shard_layers
     target = load_target(name, shard=partial(divide, group=world.group), **how)
-    _check_same("the versions of " + ", ".join(_PACKAGES), str([_version(each) for each in _PACKAGES]), world)
+    _check_same("the versions of " + ", ".join(_PACKAGES), str([version_of(each) for each in _PACKAGES]), world)
     _check_same("the files of the target", fingerprint(target), world)
     check_readable(target)
     layers = sum(world.all_values(target.num_layers)) if shard == "pipeline" else None
@@ -83,7 +83,7 @@ def _check_same(what: str, value: str, world: World) -> None:
     values = world.all_values(zlib.crc32(value.encode()) >> 1)
     if others := [rank for rank, each in enumerate(values) if each != values[0]]:
         ranks = ", ".join(map(str, others))
-        raise RanksError(f"{what} are not the same everywhere: rank {ranks} differs from rank 0 ({value} here)")
+        raise RanksError(f"{what} differ: those of rank {ranks} are not those of rank 0 (here: {value})")
 
 
 def check_readable(target: Target) -> None:
@@ -92,16 +92,8 @@ def check_readable(target: Target) -> None:
     if not target.norm_is_last:
         file = model_file(target.model)
         raise TargetError(
-            f"models of type {file} cannot be sharded: their layers are not called one behind the other, and the final "
-            "norm last"
+            f"models of type {file} cannot be sharded: their layers and final norm are not called one after another"
         )
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def shard_tensors(model: nn.Module, group: mx.distributed.Group) -> None:
@@ -118,10 +110,13 @@ def shard_tensors(model: nn.Module, group: mx.distributed.Group) -> None:
     for name, count in counts.items():
         if count is not None and count % size:
             raise TargetError(f"{size} ranks cannot share this target: its {name} is {count}; use a divisor of it")
-    whole, before = _output_of(model), _widths(model)
+    before = _widths(model)
+    holder = next((each for each in model.modules() if "lm_head" in each), None)
+    output = holder and holder.lm_head
     try:
         model.shard(group)
-        _restore_output(model, whole)
+        if holder is not None and holder.lm_head is not output:  # rank 0 computes whole logits
+            holder.lm_head, holder.sharding_group = output, None
         after = _widths(model)
     except Exception as e:  # shapes that cannot be divided raise anything
         raise TargetError(f"{size} ranks cannot share this target{_key_heads(args)}: {e}") from e
@@ -147,19 +142,6 @@ def _widths(model: nn.Module) -> list[int]:
     cache = RaggedCache.local(model, 1)
     model(mx.zeros((1, 2), mx.int32), cache=list(cache))
     return [x.shape[-1] for part in cache.positional + cache.windows for x in part.state]
-
-
-def _output_of(model: nn.Module) -> tuple[Any, Any]:
-    """Return the module that holds the output projection, and the projection; None if there is none."""
-    holder = next((each for each in model.modules() if "lm_head" in each), None)
-    return holder, holder and holder.lm_head
-
-
-def _restore_output(model: nn.Module, whole: tuple[Any, Any]) -> None:
-    """Restore the whole output projection on every rank: heads use it for their own logits, in rank 0 only."""
-    holder, output = whole
-    if holder is not None and holder.lm_head is not output:
-        holder.lm_head, holder.sharding_group = output, None
 
 
 def _number(args: Any, name: str) -> int | None:

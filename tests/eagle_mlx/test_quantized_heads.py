@@ -113,7 +113,7 @@ def test_a_head_of_which_nothing_fits_is_said_to_be_one() -> None:
     target = tiny_target(hidden=40)
     shape = {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 8, "intermediate_size": 40}
     head = eagle(target, **shape)
-    with pytest.raises(ConfigError, match="none of its layers reads a multiple of 32 numbers"):
+    with pytest.raises(ConfigError, match="input width of no layer is a multiple of 32"):
         quantize_for(head, target, 4)
     quantize_for(head, quantized_target(4))
     assert quantization_of(head) is None
@@ -155,7 +155,7 @@ def _mixed(path: str, part: nn.Module, bits: int) -> bool | dict[str, int]:
 @pytest.mark.parametrize("bits", [0, 2, 5, 32, "4bit"])
 def test_other_bits_are_refused(bits: Any, tmp_path: Path) -> None:
     folder = save(eagle3(TARGET), tmp_path / "head")
-    with pytest.raises(ConfigError, match=f"a head is quantised to 4 or 8 bits, or not, with 16; got {bits!r}"):
+    with pytest.raises(ConfigError, match=f"a head can have 4, 8 or 16 bits .*, not {bits!r}"):
         em.load_head(folder, TARGET, check=False, bits=bits)
 
 

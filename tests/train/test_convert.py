@@ -378,12 +378,12 @@ def test_a_quantised_head_stays_what_it_is_and_is_said_to_be_for_mlx(
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("cut", "model.safetensors has"),
+        ("cut", "model.safetensors is damaged or cut short"),
         ("code", "asks to run"),
         ("missing", "missing: fc.weight"),
         ("extra", "not known to this format: colour"),
         ("shape", "norm.weight has shape (7,), expected (32,)"),
-        ("nan", "hold NaN or infinity: norm.weight"),
+        ("nan", "have NaN or infinity: norm.weight"),
         ("d2t", "d2t in"),
     ],
 )

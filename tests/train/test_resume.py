@@ -208,7 +208,7 @@ def test_a_disk_that_fills_while_a_state_is_written_leaves_the_state_before(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [earlier] = (out / "checkpoints").iterdir()
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "step-00000002 could not be written: File too large; nothing was left behind" in error
+    assert "step-00000002 could not be written: File too large; no part of it was kept" in error
     assert f"{earlier} is whole: make room and continue from there with `eagle-train --resume {out}`" in error
     assert main(["--resume", str(out)]) == 0
 
