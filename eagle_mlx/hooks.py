@@ -146,9 +146,6 @@ def _is_rotary(module: nn.Module) -> bool:
 
 # Learned positions: an index past the end of the table would read other memory.
 
-_TABLE = "wpe"
-"""The name of the table in mlx-lm's models with learned positions (gpt2, gpt_bigcode)."""
-
 
 def bound_positions(backbone: nn.Module) -> int | None:
     """Let the table of learned positions clamp its indices. Return its size, None if there is no table.
@@ -156,7 +153,7 @@ def bound_positions(backbone: nn.Module) -> int | None:
     Rows near the end of their context share forwards with rows that draft more. What is read past a context is never
     kept, but must not be NaN, because masked attention multiplies by 0.
     """
-    table = getattr(backbone, _TABLE, None)
+    table = getattr(backbone, "wpe", None)  # its name in mlx-lm's gpt2 and gpt_bigcode
     if not isinstance(table, nn.Embedding | nn.QuantizedEmbedding):
         return None
     hook(table, BoundedTable)
@@ -190,28 +187,20 @@ their exponentials take most of the time (docs/decisions.md). Smaller tiles cost
 def suit_attention(model: nn.Module) -> None:
     """Adapt the attention of a model's file to the device: for a verify on Metal, for a prompt on a CPU."""
     if mx.metal.is_available() and mx.default_device() == mx.gpu:
-        slice_attention(model)
+        wrap_attention(model, sliced)
     elif mx.default_device() == mx.cpu:
-        _wrap_attention(model, tiled, "tiled")
+        wrap_attention(model, tiled)
 
 
-def slice_attention(model: nn.Module) -> None:
-    """Let the attention of a model's file process a verify's queries in slices that fit the fused kernel.
-
-    Otherwise the scores of all heads are written to memory and read again. Plain decoding and prompts do not change.
-    """
-    _wrap_attention(model, sliced, "sliced")
-
-
-def _wrap_attention(
-    model: nn.Module, wrap: Callable[[Callable[..., mx.array]], Callable[..., mx.array]], mark: str
-) -> None:
-    """Replace the attention in a model's file, unless it has this mark already."""
+def wrap_attention(model: nn.Module, wrap: Callable[[Callable[..., mx.array]], Callable[..., mx.array]]) -> None:
+    """Replace the attention in a model's file, unless `wrap` has done so already."""
     for name in {type(module).__module__ for module in model.modules()}:
         file = sys.modules.get(name)
         attention = getattr(file, _ATTENTION, None)
-        if attention is not None and not hasattr(attention, mark):
-            setattr(file, _ATTENTION, wrap(attention))
+        if attention is not None and getattr(attention, "wrapped_by", None) is not wrap:
+            wrapped: Any = wrap(attention)
+            wrapped.wrapped_by = wrap
+            setattr(file, _ATTENTION, wrapped)
 
 
 def queries_at_once(length: int, sharing: int, width: int) -> int:
@@ -222,7 +211,11 @@ def queries_at_once(length: int, sharing: int, width: int) -> int:
 
 
 def sliced(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Return mlx-lm's `scaled_dot_product_attention`, called with slices of the queries; its values do not change."""
+    """Return mlx-lm's `scaled_dot_product_attention`, with a verify's queries in slices that fit the fused kernel.
+
+    Its values do not change. Otherwise the scores of all heads are written to memory and read again. Plain decoding and
+    prompts do not change.
+    """
 
     def attend(
         queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
@@ -242,7 +235,6 @@ def sliced(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
             parts.append(attention(*some, cache=cache, scale=scale, mask=part, sinks=sinks))
         return mx.concatenate(parts, axis=2)
 
-    attend.sliced = True  # type: ignore[attr-defined]
     return attend
 
 
@@ -257,7 +249,6 @@ def tiled(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
             return _in_tiles(queries, keys, values, scale, mask)
         return attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
-    attend.tiled = True  # type: ignore[attr-defined]
     return attend
 
 

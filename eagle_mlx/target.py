@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,24 +29,11 @@ from eagle_mlx.text import ChatTokenizer, template_args
 # Names of the parts in mlx-lm's models, in the order in which we look for them.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")
 _EMBEDDINGS = (
-    "embed_tokens",
-    "wte",
-    "embedding",
-    "embeddings",
-    "tok_embeddings",
-    "word_embeddings",
-    "embed_in",
+    *("embed_tokens", "wte", "embedding", "embeddings", "tok_embeddings", "word_embeddings", "embed_in"),
     "token_embeddings",
 )
 _NORMS = (
-    "norm",
-    "ln_f",
-    "final_layernorm",
-    "norm_f",
-    "final_norm",
-    "embedding_norm",
-    "final_layer_norm",
-    "output_norm",
+    *("norm", "ln_f", "final_layernorm", "norm_f", "final_norm", "embedding_norm", "final_layer_norm", "output_norm"),
 )
 _LM_HEADS = ("lm_head", "language_model.lm_head", "output", "embed_out", "model.embed_out")
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
@@ -120,11 +108,10 @@ class Target:
         """Bits of most of its weights if these are quantized, else None."""
         counts: Counter[int | None] = Counter()
         for module in self.model.modules():
-            own = [x for x in module.values() if isinstance(x, mx.array)]
             if "scales" in module:
                 counts[module.bits] += module.weight.size * 32 // module.bits
             else:
-                counts[None] += sum(x.size for x in own)
+                counts[None] += sum(x.size for x in module.values() if isinstance(x, mx.array))
         return max(counts, key=lambda bits: counts[bits])
 
     @property
@@ -180,7 +167,9 @@ class Target:
         whose output is not one hidden state per token.
         """
         for layer in aux_layers:
-            self._record(layer)
+            if not 0 <= layer < self.num_layers:
+                raise TargetError(f"there is no layer {layer}: the target has layers 0 to {self.num_layers - 1}")
+            hook(self.layers[layer], RecordsOutput)
         hook(self._norm, CutNorm)
         recording = Recording(norm=self._norm)
         if ends is not None:
@@ -194,16 +183,11 @@ class Target:
             logits = logits if logits.shape[1] == 1 else mx.take_along_axis(logits, recording.ends, axis=1)
         return Forward(logits, tuple(self._recorded(recording, x, tokens) for x in aux_layers), recording.hidden)
 
-    def _record(self, index: int) -> None:
-        if not 0 <= index < self.num_layers:
-            raise TargetError(f"layer {index} was asked for, but the target has layers 0 to {self.num_layers - 1}")
-        hook(self.layers[index], RecordsOutput)
-
     def _recorded(self, recording: Recording, index: int, tokens: mx.array) -> mx.array:
         """Return a layer's recorded output. Raises TargetError if it is not [B, L, H]."""
         out, wanted = recording.outputs.get(id(self.layers[index])), (*tokens.shape, self.hidden_size)
         if out is None:
-            reason = "its layers are not called whole"
+            reason = "its layers are called in parts"
         elif out.shape != wanted:
             reason = f"its layers give {list(out.shape)} for {list(wanted[:2])} tokens of {wanted[2]} numbers each"
         else:
@@ -241,7 +225,9 @@ def load_target(
         loaded = mlx_lm.load(str(folder), settings, lazy=lazy or bool(shard), trust_remote_code=trust_remote_code)
         model, tokenizer = loaded[0], loaded[1]
     except (FileNotFoundError, ValueError, KeyError, RuntimeError) as e:
-        why = hub.why_damaged(folder, f"{e}{_on_trust(e, trust_remote_code)}")
+        wants_code = not trust_remote_code and "trust_remote_code" in str(e)
+        hint = "; if you trust its authors, add --trust-remote-code" if wants_code else ""
+        why = hub.why_damaged(folder, f"{e}{hint}")
         raise TargetError(f"{folder} cannot be loaded as a target: {why}") from e
     if adapter is not None:
         _add_adapters(model, adapter)
@@ -254,25 +240,14 @@ def load_target(
         digest = _digest_of_files(folder, dtype, tokenizer, trust_remote_code)
         shard(model)
     if not lazy:
-        _settle(model, dtype)
+        if dtype is not None:
+            model.set_dtype(dtype)
+        mx.eval(model.parameters())
+        limit_mlx()
     target = Target(model, tokenizer, name=str(name))
     target.whole_digest = digest
     target.adapter = None if adapter is None else Adapter(hub.public_name(adapter), _digest_of_adapters(adapter))
     return target
-
-
-def _settle(model: nn.Module, dtype: mx.Dtype | None) -> None:
-    """Load the weights into memory, in the dtype to compute in."""
-    if dtype is not None:
-        model.set_dtype(dtype)
-    mx.eval(model.parameters())
-    limit_mlx()
-
-
-def _on_trust(error: Exception, trusted: bool) -> str:
-    """Return how to allow a model's own code, if the error asks for it."""
-    wants = not trusted and "trust_remote_code" in str(error)
-    return "; where you trust its authors, say so with --trust-remote-code" if wants else ""
 
 
 def _adapter_folder(path: str | Path) -> Path:
@@ -298,9 +273,8 @@ def _add_adapters(model: nn.Module, folder: Path) -> None:
 
 def _add_eos(tokenizer: TokenizerWrapper, token: str) -> None:
     """Add a stop token, given as a token or an id. Raises TargetError if there is no such token."""
-    known = token.isdecimal() or token in tokenizer.get_vocab()
-    if not known:
-        raise TargetError(f"--extra-eos-token {token!r} is no token of this tokenizer; give a token or its id")
+    if not (token.isdecimal() or token in tokenizer.get_vocab()):
+        raise TargetError(f"--extra-eos-token {token!r} is not a token of this tokenizer; give a token or its id")
     tokenizer.add_eos_token(token)
 
 
@@ -310,15 +284,9 @@ def compute_dtype() -> mx.Dtype | None:
 
 
 def _find(root: Any, paths: Sequence[str]) -> Any | None:
-    for path in paths:
-        node: Any = root
-        for name in path.split("."):
-            node = getattr(node, name, None)
-            if node is None:
-                break
-        else:
-            return node
-    return None
+    """Return the module at the first path that exists."""
+    found = (reduce(lambda node, name: getattr(node, name, None), path.split("."), root) for path in paths)
+    return next((node for node in found if node is not None), None)
 
 
 def _backbone(model: nn.Module) -> Any:
@@ -337,11 +305,8 @@ def _first(root: Any, paths: Sequence[str], what: str, model: nn.Module) -> Any:
 
 
 def _argument(args: Any, names: Sequence[str], default: int) -> int:
-    for name in names:
-        value = getattr(args, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return default
+    values = (getattr(args, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), default)
 
 
 def fingerprint(target: Target) -> str:
@@ -364,8 +329,11 @@ def text_settings(target: Target) -> dict[str, Any]:
 
 def nbytes_of(module: nn.Module) -> int:
     """Return the total bytes of a module's parameters."""
-    leaves = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
-    return sum(leaf.nbytes for _, leaf in leaves)
+    return sum(leaf.nbytes for _, leaf in _leaves(module))
+
+
+def _leaves(module: nn.Module) -> list[tuple[str, mx.array]]:
+    return cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
 
 
 def _digest_of_files(folder: Path, dtype: mx.Dtype | None, tokenizer: TokenizerWrapper, trusted: bool) -> str:
@@ -373,14 +341,14 @@ def _digest_of_files(folder: Path, dtype: mx.Dtype | None, tokenizer: TokenizerW
     model = load_model(folder, lazy=True, trust_remote_code=trusted)[0]
     if dtype is not None:
         model.set_dtype(dtype)
-    leaves = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    leaves = _leaves(model)
     del model
     return _digest(leaves, _template_of(tokenizer))
 
 
 def digest_of(module: nn.Module, more: str = "") -> str:
     """Return a hexadecimal hash of a module's tensors (names, shapes, dtypes, some values) and a text."""
-    return _digest(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())), more)
+    return _digest(_leaves(module), more)
 
 
 def _digest(leaves: list[tuple[str, mx.array]], more: str) -> str:

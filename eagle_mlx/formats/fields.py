@@ -32,14 +32,14 @@ _ROPE = {
 
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hidden_act": (lambda v: v in ("silu", "swish"), "only silu is known"),
-    "tie_word_embeddings": (lambda v: not v, "a head has an output projection of its own"),
-    "is_causal": (bool, "heads that see ahead are not drafted with"),
+    "tie_word_embeddings": (lambda v: not v, "a head has its own output projection"),
+    "is_causal": (bool, "heads that see later tokens are not supported"),
     "logit_scale": (lambda v: v == 1, "logits are not scaled"),
-    "partial_rotary_factor": (lambda v: v == 1, "RoPE turns whole heads"),
-    "parallel_drafting": (lambda v: not v, "tokens are drafted one behind the other"),
-    "parallel_draft_step": (lambda v: v == 1, "tokens are drafted one behind the other"),
+    "partial_rotary_factor": (lambda v: v == 1, "RoPE rotates whole heads"),
+    "parallel_drafting": (lambda v: not v, "tokens are drafted one after another"),
+    "parallel_draft_step": (lambda v: v == 1, "tokens are drafted one after another"),
     "eagle_aux_injection_mode": (lambda v: v == "fused_fc", "the hidden states go through one projection"),
-    "quantization_config": (lambda v: not v, "of quantised heads only those that MLX has quantised can be read"),
+    "quantization_config": (lambda v: not v, "of quantized heads only those that MLX has quantized can be read"),
     "compression_config": (lambda v: not v, "the weights must be plain numbers"),
 }
 """Unsupported fields that change the forward pass: a check for values without effect, and the reason."""
@@ -106,7 +106,7 @@ def refuse(file: Path, config: Mapping[str, Any]) -> None:
         if name == "quantization_config" and value == config.get("quantization"):
             continue  # mlx-lm writes the same value under both names
         if value is not None and not harmless(value):
-            raise CheckpointError(f"{file} sets {name} to {value!r}, which cannot be honoured: {reason}")
+            raise CheckpointError(f"{file} sets {name} to {value!r}, which is not supported: {reason}")
     for name in _FLAGS:
         if config.get(name) not in (None, True, False):
             raise CheckpointError(f"{file} sets {name} to {config[name]!r}; it must be true or false")
@@ -121,8 +121,7 @@ def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
     )
     if unknown:
         warnings.warn(
-            f"{file} sets {', '.join(unknown)}, not known here; if that changes what the head computes, it will draft "
-            "badly",
+            f"{file} sets {', '.join(unknown)}, not known here; if that changes the head's outputs, it will draft badly",
             HeadWarning,
             stacklevel=2,
         )
@@ -131,7 +130,7 @@ def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Return a head's quantization from the field that mlx-lm writes, or None.
 
-    Raises ConfigError if it is unsupported: another mode, or different settings per layer.
+    Raises ConfigError if it has another mode. The head's config checks the values.
     """
     how = config.get("quantization")
     if how is None:
@@ -139,10 +138,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if not isinstance(how, dict):
         raise ConfigError(f"quantization is {how!r}; it must be an object with group_size and bits")
     if how.get("mode", _MODE) != _MODE:
-        raise ConfigError(f"quantization is of mode {how['mode']!r}; heads can be read in mode {_MODE}")
-    plain = {name: value for name, value in how.items() if name != "mode"}
-    check_quantization(plain)
-    return plain
+        raise ConfigError(f"quantization has mode {how['mode']!r}; only {_MODE} is supported")
+    return {name: value for name, value in how.items() if name != "mode"}
 
 
 def check_quantization(how: Quantization | None) -> None:
@@ -170,7 +167,7 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     layers = _size(config, "num_hidden_layers", 1)
     if layers > _MOST_LAYERS:
-        raise ConfigError(f"num_hidden_layers is {layers}; that is a model, heads have a few")
+        raise ConfigError(f"num_hidden_layers is {layers}; that is a model, not a head")
     longest = _size(config, "max_position_embeddings", 2048)
     windows = _windows(config, layers)
     theta, scaling = rope_fields(config, longest, windows)
@@ -212,9 +209,8 @@ def rope_fields(
     """
     scaling = _rope_of(config.get("rope_scaling") or config.get("rope_parameters") or {}, windows)
     theta = float(scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
-    if scaling.get("partial_rotary_factor", 1) != 1:
-        raise ConfigError("partial_rotary_factor is set; RoPE turns whole heads")
-    scaling.pop("partial_rotary_factor", None)
+    if scaling.pop("partial_rotary_factor", 1) != 1:
+        raise ConfigError("partial_rotary_factor is set; RoPE rotates whole heads")
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     if kind == "default" and "mrope_section" not in scaling:
@@ -245,16 +241,15 @@ def _rope_of(parameters: Mapping[str, Any], windows: Sequence[int | None]) -> di
     unknown = sorted(parameters.keys() - _LAYER_TYPES)
     if unknown:
         raise ConfigError(
-            f"RoPE parameters for {', '.join(unknown)} are not known; known are single ones, and those for "
-            f"{' and '.join(sorted(_LAYER_TYPES))}"
+            f"RoPE parameters for {', '.join(unknown)}; supported are {' and '.join(sorted(_LAYER_TYPES))}"
         )
     used = {"full_attention" if window is None else "sliding_attention" for window in windows or (None,)}
     lacking = sorted(kind for kind in used if not isinstance(parameters.get(kind), dict))
     if lacking:
-        raise ConfigError(f"there are no RoPE parameters for layers of {' and '.join(lacking)}, which the head has")
+        raise ConfigError(f"the RoPE parameters lack {' and '.join(lacking)}, which the head's layers have")
     first, *others = (parameters[kind] for kind in used)
     if any(other != first for other in others):
-        raise ConfigError("the RoPE parameters differ by type of layer; all layers of a head turn alike")
+        raise ConfigError("the RoPE parameters differ by type of layer; those of a head must be the same")
     return dict(first)
 
 
@@ -262,19 +257,17 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Return each layer's attention window. Only layers marked by `layer_types` or `use_sliding_window` have one."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if kinds:
-        sliding = [kind == "sliding_attention" for kind in kinds]
-        unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
-        if unknown:
+        if unknown := sorted(set(kinds) - _LAYER_TYPES):
             raise ConfigError(f"layer_types name {', '.join(unknown)}; only sliding and full attention are known")
         if len(kinds) < layers:
             raise ConfigError(f"layer_types name {len(kinds)} of {layers} layers")
-        sliding = sliding[:layers]
+        sliding = [kind == "sliding_attention" for kind in kinds[:layers]]
     else:
         sliding = [bool(config.get("use_sliding_window"))] * layers
     if not any(sliding):
         return ()
     if not window:
-        raise ConfigError("a layer slides but sliding_window is not given")
+        raise ConfigError("a layer has sliding attention but sliding_window is not given")
     return tuple(int(window) if slides else None for slides in sliding)
 
 
@@ -297,14 +290,14 @@ def aux_layer_ids(file: Path, nested: Any, top: Any) -> tuple[int, ...] | None:
     from_top = None if top is None else [k - 1 for k in top]
     if nested and from_top and list(nested) != from_top:
         raise CheckpointError(
-            f"{file} names different layers in eagle_config ({nested}: outputs, from 0) and at the top ({top}: outputs "
-            "plus one); keep the one that the head was trained with"
+            f"{file} names different layers in eagle_config ({nested}: outputs, from 0) and at the top level ({top}: "
+            "outputs plus one); keep the one that the head was trained with"
         )
     layers = nested or from_top
     if not layers:
         return None
     if any(k < 0 for k in layers):
-        raise CheckpointError(f"{file} names the embedding's output as an aux layer, which cannot be read")
+        raise CheckpointError(f"{file} names the embedding's output as an aux layer, which is not supported")
     return tuple(map(operator.index, layers))
 
 

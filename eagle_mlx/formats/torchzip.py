@@ -49,22 +49,12 @@ def read_torch(file: Path) -> dict[str, mx.array]:
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            loaded = _Reader(file, archive).load()
+            return _Reader(file, archive).load()
     except zipfile.BadZipFile as e:
-        told = f"{file} is no zip file of torch.save's; if it is older than torch 1.6 or cut short, fetch it again or "
-        raise CheckpointError(why_damaged(file, f"{told}save it as safetensors")) from e
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        pickle.UnpicklingError,
-    ) as e:
-        raise CheckpointError(f"{file} cannot be read as PyTorch's weights ({e}); fetch or make it again") from e
-    return loaded
+        why = f"{file} is not a zip file from torch.save; download it again, or save it with torch 1.6 or later"
+        raise CheckpointError(why_damaged(file, why)) from e
+    except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError) as e:
+        raise CheckpointError(f"{file} cannot be read as PyTorch's weights ({e}); download or make it again") from e
 
 
 @dataclass(frozen=True)
@@ -85,25 +75,25 @@ class _Reader:
         self.file, self.archive = file, archive
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
-            raise CheckpointError(f"{file} holds {len(pickles)} pickles of tensors; one was expected")
+            raise CheckpointError(f"{file} has {len(pickles)} pickles of tensors; one was expected")
         self.root = pickles[0].removesuffix("data.pkl")
         self._storages: dict[str, _Storage] = {}
 
     def load(self) -> dict[str, mx.array]:
         order = f"{self.root}byteorder"
         if order in self.archive.namelist() and self.archive.read(order) != b"little":
-            raise CheckpointError(f"{self.file} holds big-endian numbers; save it again on a little-endian machine")
+            raise CheckpointError(f"{self.file} has big-endian numbers; save it again on a little-endian machine")
         info = self._plain("data.pkl")
         if info.file_size > _MOST_PICKLE:
-            raise CheckpointError(f"{self.file}: its pickle has {info.file_size} bytes, which no head's has")
+            raise CheckpointError(f"{self.file}: its pickle has {info.file_size} bytes, too many for a head")
         found = _Unpickler(self, self.archive.read(info)).load()
         if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
             found = found["state_dict"]
         if not isinstance(found, Mapping):
-            raise CheckpointError(f"{self.file} holds a {type(found).__name__}, not named tensors")
+            raise CheckpointError(f"{self.file} has a {type(found).__name__} and not named tensors")
         other = [str(name) for name, value in found.items() if not isinstance(value, mx.array)]
         if other:
-            raise CheckpointError(f"{self.file} holds things that are no tensors: {', '.join(sorted(other))}")
+            raise CheckpointError(f"{self.file} has objects that are not tensors: {', '.join(sorted(other))}")
         return {str(name): value for name, value in found.items()}
 
     def _plain(self, name: str) -> zipfile.ZipInfo:
@@ -118,9 +108,7 @@ class _Reader:
             raw = self.archive.read(self._plain(f"data/{key}"))
             numbers = np.frombuffer(raw, _STORAGES[kind][0])
             if len(numbers) != count:
-                raise CheckpointError(
-                    f"{self.file}: storage {key} holds {len(numbers)} numbers but {count} are promised"
-                )
+                raise CheckpointError(f"{self.file}: storage {key} has {len(numbers)} numbers instead of {count}")
             self._storages[key] = _Storage(kind, numbers)
         found = self._storages[key]
         if found.kind != kind:
@@ -146,14 +134,14 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in known:
             return known[module, name]
         raise CheckpointError(
-            f"{self.reader.file} asks to run {module}.{name}, which weights have no need of; it was not run. "
+            f"{self.reader.file} asks to run {module}.{name}, which weights do not need; it was not run. "
             "Use the head's safetensors"
         )
 
     def persistent_load(self, pid: Any) -> _Storage:
         word, kind, key, _, count = pid
         if word != "storage" or not isinstance(kind, _Kind):
-            raise CheckpointError(f"{self.reader.file} refers to something that is no storage of numbers")
+            raise CheckpointError(f"{self.reader.file} refers to an object that is not a storage of numbers")
         return self.reader.storage(kind.name, str(key), int(count))
 
 

@@ -12,7 +12,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.hooks import queries_at_once, slice_attention, sliced, tiled
+from eagle_mlx.hooks import queries_at_once, sliced, tiled, wrap_attention
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, randomize
 from tests.full import some
@@ -71,9 +71,9 @@ def test_text_with_slices_is_the_text_without(name: str, nodes: int, monkeypatch
     params = em.SamplingParams(max_tokens=20)
     plain = [output.tokens for output in em.Engine(target).generate(prompts, params)]
     monkeypatch.setattr("eagle_mlx.hooks.MOST_QUERIES", 3)
-    slice_attention(model)
-    slice_attention(model)
-    assert module.scaled_dot_product_attention.sliced
+    wrap_attention(model, sliced)
+    wrap_attention(model, sliced)
+    assert module.scaled_dot_product_attention.wrapped_by is sliced
     oracle = Oracle({tuple(p): t for p, t in zip(prompts, plain, strict=True)}, 0.6)
     engine = em.Engine(target, oracle, policy=em.FixedPolicy(6, nodes=nodes))  # type: ignore[arg-type]
     assert [output.tokens for output in engine.generate(prompts, params)] == plain

@@ -218,8 +218,8 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Any, message:
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "type longrope is not known"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 2}}, "yarn with attention_factor"),
         ({"rope_scaling": {"type": "linear"}}, "linear lacks factor"),
-        ({"rope_parameters": {"main": {}, "rope_theta": 3.0}}, "RoPE parameters for main, rope_theta are not known"),
-        ({"rope_parameters": {"sliding_attention": {}}}, "no RoPE parameters for layers of full_attention"),
+        ({"rope_parameters": {"main": {}, "rope_theta": 3.0}}, "RoPE parameters for main, rope_theta; supported are"),
+        ({"rope_parameters": {"sliding_attention": {}}}, "the RoPE parameters lack full_attention"),
         ({"rope_parameters": {"full_attention": None, "sliding_attention": {}}}, "for layers of full_attention"),
         ({"rope_parameters": BY_TYPE, **TWO_KINDS}, "RoPE parameters differ by type of layer"),
         ({"use_sliding_window": True}, "sliding_window is not given"),
@@ -253,7 +253,7 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
         load_eagle3(tmp_path / "h")
     weights.unlink()
     (tmp_path / "h" / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no zip file of torch.save's"):
+    with pytest.raises(CheckpointError, match="is not a zip file from torch.save"):
         load_eagle3(tmp_path / "h")
     (tmp_path / "h" / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="has no weights"):

@@ -284,7 +284,7 @@ def test_the_head_of_a_published_model(tmp_path: Path) -> None:
     [
         ("mtp.", "no tensors named mtp.*, so no MTP layer: conversions often leave it out"),
         ("mtp.layers.", "no tensors named layers.0."),
-        ("mtp.layers.0.mlp.experts.1.up_proj", "lack some up_proj: of 4 there are 3"),
+        ("mtp.layers.0.mlp.experts.1.up_proj", "have only 3 of 4 up_proj weights"),
         ("mtp.fc", "missing: eh_proj.weight"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_target_that_is_gone_leaves_nothing_in_its_model() -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("gemma3n", r"give \[4, 1, 2, 32\] for \[1, 2\] tokens of 32"), ("iquestloopcoder", "not called whole")],
+    [("gemma3n", r"give \[4, 1, 2, 32\] for \[1, 2\] tokens of 32"), ("iquestloopcoder", "called in parts")],
 )
 def test_hidden_states_that_are_none_are_refused(name: str, reason: str) -> None:
     target = Target(tiny_model(name))
@@ -87,7 +87,7 @@ def test_hidden_states_that_are_none_are_refused(name: str, reason: str) -> None
 
 
 def test_a_layer_that_the_target_lacks_is_named() -> None:
-    with pytest.raises(TargetError, match="layer 4 was asked for, but the target has layers 0 to 3"):
+    with pytest.raises(TargetError, match="there is no layer 4: the target has layers 0 to 3"):
         tiny_target().forward(TOKENS, aux_layers=(4,))
 
 

@@ -97,7 +97,7 @@ def test_one_more_token_ends_a_text(models: tuple[Path, Path]) -> None:
         [output] = em.Engine(ending).generate([[5, 9, 200]], em.SamplingParams(max_tokens=12))
         assert output.finish_reason == "stop"
         assert len(output.tokens) == whole.tokens.index(last) + 1
-    with pytest.raises(TargetError, match="'no-such-token' is no token"):
+    with pytest.raises(TargetError, match="'no-such-token' is not a token"):
         em.load_target(models[0], extra_eos_tokens=["no-such-token"])
 
 

@@ -50,7 +50,7 @@ def test_the_head_of_a_published_model(name: str, tmp_path: Path, capsys: pytest
     assert main(["mtp", "--source", str(source), "--output", str(out), "--dtype", "float32"]) == 0
     said = capsys.readouterr()
     assert "norms" in said.err
-    assert "goes in after its final norm" in said.err
+    assert "reads the target's hidden state after its final norm" in said.err
     assert "EAGLE-MLX loads it" in said.out
     head = load_head(out, golden.TARGET)
     assert golden.difference(name, head) < golden.CLOSE
@@ -99,14 +99,14 @@ def test_the_name_of_the_folder_when_none_is_given(tmp_path: Path, monkeypatch: 
         (
             lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"mtp.x": "../../etc/passwd"}}'),
             [],
-            "names ../../etc/passwd, which is no file's name",
+            "names ../../etc/passwd, which is not a file name",
         ),
         (
             lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"model.x": "a"}}'),
             [],
-            "holds no tensors named mtp.*, so no MTP layer",
+            "has no tensors named mtp.*, so no MTP layer",
         ),
-        (lambda f: None, ["--index", "1"], "MTP layer 1 was asked for, but by its config the model has 1"),
+        (lambda f: None, ["--index", "1"], "there is no MTP layer 1: by its config, the model has 1"),
         (lambda f: None, ["--index", "-1"], "--index counts MTP layers from 0"),
         (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), [], "model_type llama are not known"),
         (lambda f: (f / "config.json").unlink(), [], "has no config.json"),

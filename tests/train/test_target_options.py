@@ -131,7 +131,7 @@ def test_a_template_and_what_it_takes_change_what_is_learnt(
     ("more", "said"),
     [
         (("--chat-template-args", "{"), "--chat-template-args is not JSON"),
-        (("--extra-eos-token", "no-such-token"), "'no-such-token' is no token of this tokenizer"),
+        (("--extra-eos-token", "no-such-token"), "'no-such-token' is not a token of this tokenizer"),
         (("--adapter-path", "nowhere"), "--adapter-path nowhere lacks adapter_config.json"),
     ],
 )

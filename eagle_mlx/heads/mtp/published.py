@@ -21,31 +21,18 @@ from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, read_layer
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 """The model's own tensors, to detect copies of them in an MTP layer."""
 _FILES = {
-    "deepseek_v3": "deepseek_v3",
-    "glm4_moe": "glm4_moe",
-    "mimo": "mimo",
-    "qwen3": "qwen3",
-    "qwen3_next": "qwen3_next",
-    "qwen3_5": "qwen3_5",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5",
+    **{name: name for name in ("deepseek_v3", "glm4_moe", "mimo", "qwen3", "qwen3_next")},
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "qwen3_5"),
 }
 """Maps a config's model_type to mlx-lm's module."""
 
 _DEEPSEEK = {
-    "enorm": "enorm",
-    "hnorm": "hnorm",
-    "eh_proj": "eh_proj",
-    "embed_tokens": "embed_tokens",
-    "shared_head.norm": "norm",
-    "shared_head.head": "lm_head",
+    **{name: name for name in ("enorm", "hnorm", "eh_proj", "embed_tokens")},
+    **{"shared_head.norm": "norm", "shared_head.head": "lm_head"},
 }
 MIMO = {
-    "token_layernorm": "enorm",
-    "hidden_layernorm": "hnorm",
-    "input_proj": "eh_proj",
-    "final_layernorm": "norm",
+    **{"token_layernorm": "enorm", "hidden_layernorm": "hnorm"},
+    **{"input_proj": "eh_proj", "final_layernorm": "norm"},
 }
 _QWEN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"}
 """Maps published names of the parts around the layer to the head's names."""
@@ -92,7 +79,7 @@ def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -
     config = read_config(folder)
     with reading(folder / "config.json"):
         prefix = mtp_prefix(config, index)
-    tensors = read_mtp_tensors(folder, prefix)
+    tensors = _read_tensors(folder, prefix)
     if not any(name.startswith(prefix) for name in tensors):
         raise no_layer(folder, prefix)
     with reading(folder / "config.json"):
@@ -111,16 +98,13 @@ def mtp_of_tensors(
     no MTP layer.
     """
     file, layer = _layer_of(config)
-    prefix = mtp_prefix(config, index)
+    own = _under(tensors, mtp_prefix(config, index))
     if file in ("deepseek_v3", "glm4_moe"):
-        inner = _renamed(read_layer(file, layer, _under(tensors, prefix)), _DEEPSEEK)
-    elif file == "mimo":
-        inner = _stacked(_renamed(_under(tensors, prefix), MIMO))
+        inner = _renamed(read_layer(file, layer, own), _DEEPSEEK)
     else:
-        inner = _of_qwen(_under(tensors, prefix), index)
+        inner = _stacked(_renamed(own, MIMO) if file == "mimo" else _of_qwen(own, index))
     inner, of_ends = _without_copies(inner, tensors)
     inner, of_norms = _plain_norms(file, inner)
-    notes = of_norms + of_ends
     made = MTPConfig(
         model_type=file,
         layer=layer,
@@ -130,7 +114,7 @@ def mtp_of_tensors(
         own_embedding="embed_tokens.weight" in inner,
         own_lm_head="lm_head.weight" in inner,
     )
-    return made, inner, notes
+    return made, inner, of_norms + of_ends
 
 
 def mtp_prefix(config: Mapping[str, Any], index: int = 0) -> str:
@@ -138,7 +122,7 @@ def mtp_prefix(config: Mapping[str, Any], index: int = 0) -> str:
     file, layer = _layer_of(config)
     count = _count(layer)
     if index < 0 or (isinstance(count, int) and index >= count):
-        raise ConfigError(f"MTP layer {index} was asked for, but by its config the model has {count}, counted from 0")
+        raise ConfigError(f"there is no MTP layer {index}: by its config, the model has {count}, counted from 0")
     if file in ("deepseek_v3", "glm4_moe"):
         return f"model.layers.{int(layer['num_hidden_layers']) + index}."
     return f"model.mtp_layers.{index}." if file == "mimo" else "mtp."
@@ -204,7 +188,7 @@ def _of_qwen(found: Mapping[str, mx.array], index: int) -> dict[str, mx.array]:
     prefix = f"layers.{index}."
     block = {f"block.{name}": value for name, value in _under(found, prefix).items()}
     around = {name: value for name, value in found.items() if not name.startswith("layers.")}
-    return _stacked({**block, **_renamed(around, _QWEN)})
+    return {**block, **_renamed(around, _QWEN)}
 
 
 def _stacked(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -225,9 +209,7 @@ def _stacked(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
             made[name] = value
     for (prefix, projection), parts in experts.items():
         if sorted(parts) != list(range(len(parts))):
-            raise CheckpointError(
-                f"{prefix}.experts lack some {projection}: of {max(parts) + 1} there are {len(parts)}"
-            )
+            raise CheckpointError(f"{prefix}.experts have only {len(parts)} of {max(parts) + 1} {projection} weights")
         made[f"{prefix}.switch_mlp.{projection}.weight"] = mx.stack([parts[i] for i in range(len(parts))])
     return made
 
@@ -242,10 +224,10 @@ def _without_copies(
         if mine is None:
             continue
         if theirs is None:
-            notes.append(f"{name} is kept: the model's own, of which it may be a copy, is not at hand")
+            notes.append(f"{name} is kept: it may be a copy of the model's own, which is not available")
         elif mine.shape == theirs.shape and bool(mx.array_equal(mine, theirs)):
             del inner[name]
-            notes.append(f"{name} is the model's own, and left to the target")
+            notes.append(f"{name} is the model's own, so the target's is used")
         else:
             notes.append(f"{name} is kept: it is not the model's own")
     return inner, notes
@@ -282,7 +264,7 @@ def _plain_norms(file: str, inner: dict[str, mx.array]) -> tuple[dict[str, mx.ar
         zero_centred = mean < 0.5
         if zero_centred:
             inner |= {name: inner[name] + 1 for name in group}
-        kind = "zero-centred, one was added" if zero_centred else "taken as they are"
+        kind = "zero-centered, one was added" if zero_centred else "not changed"
         notes.append(f"{what} norms have a mean of {mean:.2f}: {kind}")
     return inner, notes
 
@@ -294,47 +276,37 @@ def shards_of(where: str | Path, weight_map: Mapping[str, str], prefix: str) -> 
         raise no_layer(where, prefix)
     strange = [shard for shard in shards if Path(shard).name != shard or shard.startswith(".")]
     if strange:
-        raise CheckpointError(f"the index of {where} names {strange[0]}, which is no file's name; fetch it again")
+        raise CheckpointError(f"the index of {where} names {strange[0]}, which is not a file name; download it again")
     return shards
 
 
-def read_mtp_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
+def _read_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
     """Read the tensors with a prefix, and shared tensors if available.
 
     Other files of the model may be missing. Raises CheckpointError if a file is missing or damaged.
     """
-    index = folder / INDEX
-    found = _wanted(read_tensors(folder), prefix) if not index.exists() else _of_shards(folder, index, prefix)
+    if not (folder / INDEX).exists():
+        tensors = read_tensors(folder)
+    else:
+        weight_map, tensors = read_index(folder / INDEX), {}
+        needed = shards_of(folder, weight_map, prefix)
+        for shard in sorted({*needed, *(weight_map[name] for name in SHARED if name in weight_map)}):
+            if (folder / shard).exists():
+                tensors |= read_safetensors(folder / shard)
+            elif shard in needed:
+                raise CheckpointError(
+                    f"{folder} lacks {shard}, which by its index has {prefix}*; download it from the original repository"
+                )
+    found = {name: value for name, value in tensors.items() if name.startswith(prefix) or name in SHARED}
     check_floating(folder, {name: value for name, value in found.items() if name not in SHARED})
     return found
 
 
-def _of_shards(folder: Path, index: Path, prefix: str) -> dict[str, mx.array]:
-    weight_map = read_index(index)
-    shards = shards_of(folder, weight_map, prefix)
-    missing = [shard for shard in shards if not (folder / shard).exists()]
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)}, which by its index holds {prefix}*; fetch it from the original "
-            "repository"
-        )
-    shards += sorted({weight_map[name] for name in SHARED if name in weight_map} - set(shards))
-    tensors: dict[str, mx.array] = {}
-    for file in (folder / shard for shard in shards):
-        if file.exists():
-            tensors |= _wanted(read_safetensors(file), prefix)
-    return tensors
-
-
 def no_layer(where: str | Path, prefix: str) -> CheckpointError:
     return CheckpointError(
-        f"{where} holds no tensors named {prefix}*, so no MTP layer: conversions often leave it out, and some models "
-        "have none; take the original model's files"
+        f"{where} has no tensors named {prefix}*, so no MTP layer: conversions often leave it out, and some models have "
+        "none; use the original model's files"
     )
-
-
-def _wanted(tensors: Mapping[str, mx.array], prefix: str) -> dict[str, mx.array]:
-    return {name: value for name, value in tensors.items() if name.startswith(prefix) or name in SHARED}
 
 
 def choices_of(head: MTPHead, norms_told: bool) -> list[str]:
@@ -342,8 +314,8 @@ def choices_of(head: MTPHead, norms_told: bool) -> list[str]:
     config = head.config
     first, second = ("hidden state", "embedding") if config.hidden_first else ("embedding", "hidden state")
     return [
-        *([] if norms_told else [f"norms: taken as they are; those of {config.model_type} multiply by their weights"]),
-        f"the projection reads the {first} in front of the {second}",
-        f"the target's hidden state goes in {'after' if config.target_norm else 'before'} its final norm",
+        *([] if norms_told else [f"norms: not changed; those of {config.model_type} multiply by their weights"]),
+        f"the projection reads the {first} before the {second}",
+        f"the head reads the target's hidden state {'after' if config.target_norm else 'before'} its final norm",
         f"the next step reads the output {'after' if config.norm_output else 'before'} the head's norm",
     ]
