@@ -121,7 +121,7 @@ def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
     )
     if unknown:
         warnings.warn(
-            f"{file} sets {', '.join(unknown)}, not known here; if that changes the head's outputs, it will draft badly",
+            f"{file} sets {', '.join(unknown)}, not known here; if that changes the head's output, it drafts badly",
             HeadWarning,
             stacklevel=2,
         )

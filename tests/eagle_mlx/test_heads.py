@@ -181,7 +181,7 @@ def test_a_head_without_its_target_says_so() -> None:
         ({"norm_before_fc": True, "fc_norm": True}, "both set"),
         ({"aux_layers": ()}, "aux_layers is empty"),
         ({"use_aux_hidden_state": False}, "has no aux_layers"),
-        ({"use_aux_hidden_state": False, "aux_layers": (), "hidden_size": 24}, "must equal target_hidden_size"),
+        ({"use_aux_hidden_state": False, "aux_layers": (), "hidden_size": 24}, "has its target's hidden size"),
         ({"windows": (4, 4)}, "windows are given for 2 of 1 layers"),
         ({"num_hidden_layers": 0}, "at least one layer"),
     ],

@@ -295,7 +295,7 @@ def _read_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
                 tensors |= read_safetensors(folder / shard)
             elif shard in needed:
                 raise CheckpointError(
-                    f"{folder} lacks {shard}, which by its index has {prefix}*; download it from the original repository"
+                    f"{folder} lacks {shard}, which by its index has {prefix}*; get it from the original repository"
                 )
     found = {name: value for name, value in tensors.items() if name.startswith(prefix) or name in SHARED}
     check_floating(folder, {name: value for name, value in found.items() if name not in SHARED})
@@ -304,8 +304,8 @@ def _read_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
 
 def no_layer(where: str | Path, prefix: str) -> CheckpointError:
     return CheckpointError(
-        f"{where} has no tensors named {prefix}*, so no MTP layer: conversions often leave it out, and some models have "
-        "none; use the original model's files"
+        f"{where} has no tensors named {prefix}*, so no MTP layer: conversions often leave it out, and some models "
+        "have none; use the original model's files"
     )
 
 
