@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from eagle_mlx.command import Stop, Subcommands, arguments, exit_code, new_parser
+from eagle_mlx.command import Stop, Subcommands, add_flags, arguments, exit_code, new_parser
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError
 from eagle_mlx.files import check_free, locked
 from eagle_mlx.progress import counted
-from eagle_mlx.setting import AT_LEAST_1, REQUIRED, setting
+from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.shards import ShardReader, bytes_per_token, unfinished_folder
 
 from . import inspect_command, make_command, regenerate_command
@@ -30,15 +30,15 @@ _HELP = f"""\
 Prepare data for training a draft head.
 
   eagle-data inspect     look at conversations as the target sees them and at their lengths, or check shards
-  eagle-data presets     list the field's usual sets, which --data preset:NAME reads
-  eagle-data make        have the target make up conversations: from no data at all
-  eagle-data regenerate  have the target answer the prompts itself: what it says is what a head has to predict
+  eagle-data presets     list well-known data sets for --data preset:NAME
+  eagle-data make        have the target make up conversations; no data is needed
+  eagle-data regenerate  have the target answer prompts; a head must predict the target's own answers
   eagle-data collect     run the target over conversations and keep its hidden states in shards
 
-Where data comes from (--data):
+Sources of data (--data):
 {SPECS}
 
-Rows of files and of the hub's data sets:
+Rows of files and of data sets on the hub:
 {SHAPES}
 
 examples:
@@ -62,17 +62,24 @@ class CollectChoice(ChoiceOptions):
     split: Split | None = setting("train", SPLIT_HELP)
 
 
+@dataclass(frozen=True)
+class RepairOptions(Group):
+    """Repair a folder without other options."""
+
+    repair: Path | None = setting(None, "run the command that made DIR again, with --resume", metavar="DIR")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CollectOptions(ReadOptions):
     """What to capture, and where to write it."""
 
-    output: Path = setting(REQUIRED, "folder of shards to make", metavar="DIR")
-    max_length: int = setting(2048, "tokens kept", AT_LEAST_1)
+    output: Path = setting(REQUIRED, "folder for the shards", metavar="DIR")
+    max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
     aux_layers: str | None = setting(None, AUX_LAYERS, metavar="A,B,C")
-    batch_tokens: int = setting(2048, "tokens of one forward", AT_LEAST_1)
-    bits: Literal[16, 8] = setting(16, "of a value on the disk")
-    resume: bool = setting(False, "where DIR exists, capture its damaged shards again")
-    repair: str | None = setting(None, "--resume with the command that made DIR", metavar="DIR")
+    batch_tokens: int = setting(2048, "tokens per forward", AT_LEAST_1)
+    bits: Literal[16, 8] = setting(16, "bits per value on disk")
+    resume: bool = setting(False, "if DIR exists, capture its damaged shards again")
+    repair: RepairOptions = field(default_factory=RepairOptions)
     choice: CollectChoice = field(default_factory=CollectChoice)
 
 
@@ -119,7 +126,7 @@ def collect(options: CollectOptions, given: Sequence[str]) -> None:
     print(
         f"{counted(report.conversations, 'conversation')}, {counted(report.tokens, 'token')}, "
         f"{report.loss_tokens:,} to learn; "
-        f"{report.cut:,} cut at {options.max_length} tokens, {report.dropped:,} dropped since no answer was left"
+        f"{report.cut:,} cut at {options.max_length} tokens, {report.dropped:,} dropped because no answer was left"
     )
     for note in report.template.notes(target.name):
         print(note)
@@ -129,13 +136,13 @@ def collect(options: CollectOptions, given: Sequence[str]) -> None:
     with plan.open(options.output, options.overwrite, options.resume, given) as shards:
         missing = plan.missing(shards)
         for fault in shards.faults:
-            print(f"{fault}; it is captured again")
+            print(f"{fault}; it will be captured again")
         if shards.files:
-            print(f"{len(shards.files):,} of {len(plan):,} shards are whole and stay as they are")
+            print(f"{len(shards.files):,} of {len(plan):,} shards are complete and are kept")
         need = plan.tokens(missing) * bytes_per_token(plan.meta)
         _check_space(options.output, need)
         print(
-            f"layers {aux_layers} and the last one of {target.num_layers} in {options.bits} bits; "
+            f"layers {aux_layers} and the last of {target.num_layers} in {options.bits} bits; "
             f"{plan.tokens(missing):,} tokens, {need / 1e6:,.1f} MB to {options.output}"
         )
         try:
@@ -143,7 +150,7 @@ def collect(options: CollectOptions, given: Sequence[str]) -> None:
         except KeyboardInterrupt as e:
             if not shards.files:
                 raise
-            kept = f"{len(shards.files):,} of {len(plan):,} shards are kept, and the same command continues with them"
+            kept = f"{len(shards.files):,} of {len(plan):,} shards are kept, and the same command continues from there"
             e.args = (kept,)
             raise
 
@@ -154,17 +161,18 @@ def _with_recorded(argv: list[str]) -> list[str]:
     Further options come last and so take precedence. Raises ShardError if the folder records no command.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--repair", type=Path)
+    add_flags(parser, RepairOptions)
     found, rest = parser.parse_known_args(argv)
-    if found.repair is None or rest[:1] != ["collect"]:
+    folder = RepairOptions.of(**vars(found)).repair
+    if folder is None or rest[:1] != ["collect"]:
         return argv
-    recorded = ShardReader(found.repair).manifest.command
+    recorded = ShardReader(folder).manifest.command
     if not recorded:
         raise ShardError(
-            f"{found.repair} names no `eagle-data collect` that made it: give that command again with --resume, or "
-            "capture its conversations anew"
+            f"{folder} does not record the command that made it; give that `eagle-data collect` command again with "
+            "--resume, or capture the conversations again"
         )
-    return [*recorded, "--output", str(found.repair), "--resume", *rest[1:]]
+    return [*recorded, "--output", str(folder), "--resume", *rest[1:]]
 
 
 def _check_space(folder: Path, need: int) -> None:
@@ -172,8 +180,8 @@ def _check_space(folder: Path, need: int) -> None:
     free = shutil.disk_usage(place).free
     if need > free:
         raise OutputError(
-            f"{folder} needs {need / 1e6:,.1f} MB and {place} has {free / 1e6:,.1f} MB free; give --bits 8 or a "
-            "smaller --limit, or train online, which keeps no hidden states on disk"
+            f"{folder} needs {need / 1e6:,.1f} MB and {place} has {free / 1e6:,.1f} MB free; use --bits 8 or a "
+            "smaller --limit, or train online, which stores no hidden states"
         )
 
 

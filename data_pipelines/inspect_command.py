@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -26,8 +27,8 @@ from .sources import presets
 from .sources.reading import ReadReport, Split, read_conversations
 
 HELP = (
-    "Look at conversations and their lengths, or check a folder of shards. With --target what is learnt is green on a "
-    "terminal (NO_COLOR turns that off), and stands between ⟦ and ⟧ elsewhere."
+    "Look at conversations and their lengths, or check a folder of shards. With --target, the learned parts are green "
+    "on a terminal (unless NO_COLOR is set), and between ⟦ and ⟧ elsewhere."
 )
 
 
@@ -43,13 +44,13 @@ class InspectOptions(Group):
     """What to inspect."""
 
     data: tuple[str, ...] = setting(
-        REQUIRED, "a folder of shards, or what --data takes", name="SOURCE", positional=True
+        REQUIRED, "a folder of shards, or sources as for --data", name="SOURCE", positional=True
     )
     target: str | None = setting(
-        None, "show what is rendered for this model, and what of it is learnt", metavar="MODEL"
+        None, "show conversations as rendered for this model, and the parts to learn", metavar="MODEL"
     )
     limit: int = setting(3, "conversations to show", AT_LEAST_1)
-    histogram: int = setting(1000, "conversations whose lengths are counted, shown ones included; 0 for none")
+    histogram: int = setting(1000, "conversations in the histogram of lengths; 0 for no histogram")
     choice: InspectChoice = field(default_factory=InspectChoice)
     loading: TargetOptions = field(default_factory=TargetOptions)
 
@@ -68,11 +69,11 @@ def inspect(options: InspectOptions) -> None:
     """Show the first conversations, then a histogram of lengths; or check a folder of shards."""
     if (Path(options.data[0]) / MANIFEST).is_file():
         if len(options.data) > 1:
-            raise ConfigError("inspect checks one folder of shards at a time; name the others in commands of their own")
+            raise ConfigError("inspect checks one folder of shards at a time; run it again for each of the others")
         _inspect_shards(Path(options.data[0]))
         return
     tokenizer = tokenizer_of(options.loading.load(options.target)) if options.target else None
-    report, lengths, learnt = ReadReport(), [], 0
+    report, lengths, learned = ReadReport(), [], 0
     template = TemplateReport()
     config = options.choice.config(options.data, max(options.limit, options.histogram))
     for index, conversation in enumerate(read_conversations(config, options.choice.split, tokenizer, report)):
@@ -87,12 +88,12 @@ def inspect(options: InspectOptions) -> None:
         if index < options.limit:
             _show(conversation, rendered, tokenizer)
         lengths.append(_length(conversation, rendered))
-        learnt += sum(rendered.loss_mask) if rendered is not None else 0
+        learned += sum(rendered.loss_mask) if rendered is not None else 0
     print(report)
     if options.histogram:
         print(histogram(lengths, "characters" if tokenizer is None else "tokens"))
     if tokenizer is not None and lengths:
-        print(f"{learnt:,} of {sum(lengths):,} tokens to learn ({learnt / sum(lengths):.0%})")
+        print(f"{learned:,} of {sum(lengths):,} tokens to learn ({learned / sum(lengths):.0%})")
     for note in template.notes(options.target or ""):
         print(note)
 
@@ -108,14 +109,14 @@ def _rendered(tokenizer: TokenizerWrapper | None, conversation: Conversation) ->
 
 
 def _show(conversation: Conversation, rendered: Rendered | None, tokenizer: TokenizerWrapper | None) -> None:
-    colour = wants_colour(sys.stdout)
-    print(heading(conversation.origin, colour))
+    color = wants_color(sys.stdout)
+    print(heading(conversation.origin, color))
     if rendered is None or tokenizer is None:
         print(as_text(conversation))
         return
-    print(marked(rendered, tokenizer.decode, colour))
-    where = "in green" if colour else "between ⟦ and ⟧"
-    print(heading(f"{len(rendered.tokens)} tokens, {sum(rendered.loss_mask)} to learn, {where}", colour))
+    print(marked(rendered, tokenizer.decode, color))
+    where = "in green" if color else "between ⟦ and ⟧"
+    print(heading(f"{len(rendered.tokens)} tokens, {sum(rendered.loss_mask)} to learn, {where}", color))
 
 
 def _length(conversation: Conversation, rendered: Rendered | None) -> int:
@@ -131,29 +132,29 @@ def _inspect_shards(folder: Path) -> None:
         print(f"{each.name:12} {getattr(reader.meta, each.name) or 'none'}")
     size = sum(f.size for f in reader.files)
     print(f"{counted(len(reader), 'conversation')}, {counted(reader.tokens, 'token')}, {reader.loss_tokens:,} to learn")
-    print(f"{counted(len(reader.files), 'shard')}, {size / 1e6:,.1f} MB; every SHA-256 is right")
+    print(f"{counted(len(reader.files), 'shard')}, {size / 1e6:,.1f} MB; every SHA-256 is correct")
 
 
-_LEARNT, _OTHER, _HEAD, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
+_LEARNED, _OTHER, _HEAD, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BAR = 40
 """Width of the longest bar in characters."""
 
 
-def wants_colour(stream: IO[str]) -> bool:
+def wants_color(stream: IO[str]) -> bool:
     """Whether to use color: the stream is a capable terminal, and NO_COLOR (no-color.org) is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def marked(rendered: Rendered, decode: Callable[[list[int]], str], colour: bool) -> str:
+def marked(rendered: Rendered, decode: Callable[[list[int]], str], color: bool) -> str:
     """Return the text with the learned parts in green and the rest faint, or between ⟦ and ⟧ without color."""
     parts, start = [], 0
     tokens, mask = rendered
     for i in range(1, len(tokens) + 1):
         if i == len(tokens) or mask[i] != mask[start]:
             text = escape_control_characters(decode(tokens[start:i]))
-            if colour:
-                parts.append(f"{_LEARNT if mask[start] else _OTHER}{text}{_RESET}")
+            if color:
+                parts.append(f"{_LEARNED if mask[start] else _OTHER}{text}{_RESET}")
             else:
                 parts.append(f"⟦{text}⟧" if mask[start] else text)
             start = i
@@ -171,8 +172,8 @@ def as_text(conversation: Conversation) -> str:
     return escape_control_characters("\n".join(lines))
 
 
-def heading(text: str, colour: bool) -> str:
-    return f"{_HEAD}--- {text}{_RESET}" if colour else f"--- {text}"
+def heading(text: str, color: bool) -> str:
+    return f"{_HEAD}--- {text}{_RESET}" if color else f"--- {text}"
 
 
 def escape_control_characters(text: str) -> str:
@@ -183,20 +184,14 @@ def escape_control_characters(text: str) -> str:
 def histogram(lengths: Sequence[int], unit: str) -> str:
     """Return a histogram of lengths in bins that double, with a line of statistics."""
     if not lengths:
-        return f"no conversations, so no lengths in {unit}"
+        return f"no conversations, so there are no lengths in {unit}"
     ordered = sorted(lengths)
-    bins: dict[int, int] = {}
-    for length in ordered:
-        edge = 16
-        while edge < length:
-            edge *= 2
-        bins[edge] = bins.get(edge, 0) + 1
+    bins = Counter(max(16, 1 << (length - 1).bit_length()) if length else 16 for length in ordered)
     edges = [16 << i for i in range((max(bins) // 16).bit_length()) if 16 << i >= min(bins)]
     most = max(bins.values())
     width = max(len(f"{edge:,}") for edge in edges)
     lines = [
-        f"  up to {edge:>{width},}  {'█' * round(_BAR * bins.get(edge, 0) / most):{_BAR}}  {bins.get(edge, 0):,}"
-        for edge in edges
+        f"  up to {edge:>{width},}  {'█' * round(_BAR * bins[edge] / most):{_BAR}}  {bins[edge]:,}" for edge in edges
     ]
     at = [ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90, 99)]
     figures = (

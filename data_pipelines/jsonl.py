@@ -29,17 +29,17 @@ def check_new(path: str | Path, overwrite: bool = False) -> Path:
     if path.is_dir():
         raise OutputError(f"{path} is a folder; name a file")
     if path.exists() and not overwrite:
-        raise OutputError(f"{path} exists already; name another output file, or overwrite it with --overwrite")
+        raise OutputError(f"{path} exists already; name another output file, or replace it with --overwrite")
     check_writable(path.parent)
     return path
 
 
-def as_line(conversation: Conversation, **beside: str) -> bytes:
+def as_line(conversation: Conversation, **more: str) -> bytes:
     """Return a conversation as a line of JSON. Text that UTF-8 cannot encode (lone surrogates) is escaped.
 
-    `beside` adds keys to the row.
+    `more` adds keys to the row.
     """
-    row = {**conversation.as_row(), **beside}
+    row = {**conversation.as_row(), **more}
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:
@@ -118,8 +118,8 @@ class PartialFile:
         found = self.done.get(index)
         if found is not None and found.key != key:
             raise DataError(
-                f"{origin} is not the conversation that stood there when {self.path} was begun: the data has changed; "
-                f"bring it back to continue, or delete {self.path} to begin anew"
+                f"{origin} is not the conversation that was there when {self.path} was started: the data has changed; "
+                f"restore it to continue, or delete {self.path} to start over"
             )
         return found is not None
 
@@ -135,7 +135,7 @@ class PartialFile:
                 self._flushed = monotonic()
         except OSError as e:
             raise OutputError(
-                f"{self.path} could not be written: {e.strerror or e}; what is in it stays, so make room and give the "
+                f"{self.path} could not be written: {e.strerror or e}; its rows are kept, so make room and run the "
                 "same command again"
             ) from e
         self.done[index] = Done(key, counts, start, len(row))
@@ -148,8 +148,8 @@ class PartialFile:
         beyond = [index for index in self.done if index >= total]
         if beyond:
             raise DataError(
-                f"{self.path} holds row {max(beyond) + 1}, but the data has only {total} conversations now: it has "
-                f"changed; bring it back to continue, or delete {self.path} to begin anew"
+                f"{self.path} holds row {max(beyond) + 1}, but the data now has only {total} conversations: it has "
+                f"changed; restore it to continue, or delete {self.path} to start over"
             )
         return self.finish_with(sorted(self.done), overwrite)
 
@@ -180,6 +180,17 @@ def check_idle(output: str | Path) -> None:
     if path.exists():
         with locked(path):
             pass
+
+
+@contextmanager
+def continued_later(output: Path) -> Iterator[None]:
+    """Add the place of the finished rows to the message of an interruption."""
+    try:
+        yield
+    except KeyboardInterrupt as e:
+        if (part := partial_path(output)).exists():
+            e.args = (f"finished rows are in {part}, and the same command continues with it",)
+        raise
 
 
 @contextmanager
@@ -247,10 +258,10 @@ def _compare(line: bytes, path: Path, settings: Mapping[str, Any]) -> None:
     except (ValueError, TypeError, KeyError):
         begun = None
     if not isinstance(begun, dict):
-        raise OutputError(f"{path} is no file that was begun by this version of this command; move it away")
+        raise OutputError(f"{path} was not started by this version of this command; move it away")
     for name in sorted(begun.keys() | settings.keys()):
         if begun.get(name) != settings.get(name):
             raise OutputError(
-                f"{path} was begun with {name} {begun.get(name)!r}, not {settings.get(name)!r}; continue with the same "
-                "options, or delete it to begin anew"
+                f"{path} was started with {name} {begun.get(name)!r}, not {settings.get(name)!r}; continue with the "
+                "same options, or delete it to start over"
             )

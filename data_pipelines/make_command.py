@@ -15,7 +15,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from .capturing import shard_meta
-from .jsonl import check_idle, check_new, partial_path
+from .jsonl import check_idle, check_new, continued_later, partial_path
 from .options import AUX_LAYERS, TARGET_HELP, DraftingOptions, aux_layers_of, engine_of, tokenizer_of
 from .synthesis.file import Limits, Wanted, make_to_file
 from .synthesis.shards import ShardPlace
@@ -24,30 +24,27 @@ from .synthesis.user_turns import DOMAINS, FILE, choose_domains, steerable
 
 _SHARES = textwrap.indent(textwrap.fill(", ".join(f"{domain.name}={domain.weight:g}" for domain in DOMAINS), 110), "  ")
 HELP = f"""\
-Have the target make up conversations: no data set, no licence question, no network.
+Have the target make up conversations. You need no data set, no license and no network.
 
-The target is given its own chat template up to the place where the user speaks, and goes on by itself: it writes the
-user's turn (Magpie, Xu et al. 2024, arXiv 2406.08464), then answers it, and may ask again. What a head has to predict
-is the target's own answers, and these are.
+The target continues its own chat template from where the user speaks: it writes the user's turn (Magpie, Xu et al.
+2024, arXiv 2406.08464), answers it, and may ask again. A head must predict the target's own answers, and these are.
+A target without a chat template writes plain texts from their beginning, sampled as user turns are.
 
-A target without a chat template writes plain texts instead, from the beginning of a text on, drawn as user turns are.
-
-A system prompt steers what most user turns are about, and some are begun for the target; no answer sees that prompt.
---domains FILE.yaml names domains of yours, with what they begin with ({FILE.name} is an example). The project's own:
+For most user turns, a system prompt sets the topic, and some turns get a given beginning. The answers do not see that
+prompt. --domains FILE.yaml defines your own domains ({FILE.name} is an example). The default domains are:
 {_SHARES}
 
-Tries are left out that came to nothing: user turns that do not end, loop, hold special tokens or are an assistant's;
-answers that loop, refuse or are empty; and whatever begins like another. The counts are printed at the end. One
-conversation in 25 is on the held-out side by a hash of its prompt: --split train and --split heldout tell them apart.
+Unusable tries are dropped and counted: user turns that do not end, loop, have special tokens or sound like an
+assistant; answers that loop, refuse or are empty; and conversations that begin like another. A hash of the prompt
+holds out one conversation in 25 (--split train and --split heldout).
 
-The same seed gives the same file. What is done lies in FILE.jsonl.partial until FILE.jsonl is whole. Ctrl-C, a SIGTERM
-or a crash lose no row that was made: the same command continues with that file by itself. --rows, --tokens, --batch and
---head may differ. To begin anew, delete the .partial file.
+The same seed gives the same file. Finished rows are in FILE.jsonl.partial until FILE.jsonl is complete. After Ctrl-C,
+SIGTERM or a crash, the same command continues with that file and loses no row. --rows, --tokens, --batch and --head
+may change. To start over, delete the .partial file. To stop early, add --finish to the same command: it makes no more
+conversations and writes FILE.jsonl and the shards from what there is.
 
---finish, beside the same command, makes no more: FILE.jsonl and the shards get what is done.
-
---capture keeps the hidden states of the forwards that generate, in shards as `eagle-data collect` makes them, of the
-conversations to learn from: nothing is read again. Then --rows and --tokens must stay what they were, too.
+--capture also stores the hidden states of the conversations to learn from in shards, like `eagle-data collect` but
+without reading them again. Then --rows and --tokens may not change.
 
 examples:
   eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl
@@ -57,8 +54,6 @@ examples:
   eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl --capture out/shards --bits 8
   eagle-train --target Qwen3-4B --shards out/shards --eval-data own.jsonl --output out/head
 """
-
-
 _DEFAULT = MakeConfig()
 
 
@@ -66,30 +61,28 @@ _DEFAULT = MakeConfig()
 class WritingOptions(Group):
     """What to write, and how to sample it."""
 
-    domains: Path = setting(
-        FILE,
-        "domains of yours: under each name weight, system, openings; the project's own are the default",
-        metavar="FILE.yaml",
-    )
+    domains: Path = setting(FILE, "your domains: under each name weight, system and openings", metavar="FILE.yaml")
     domain: tuple[str, ...] = setting((), "only these domains; repeatable", metavar="NAME[=WEIGHT]", repeat=True)
     turns: str = setting(
         ",".join(f"{share:g}" for share in _DEFAULT.turns),
-        "shares of conversations in which the user is to speak once, twice, …",
+        "shares of conversations with one user turn, with two, …",
         metavar="A,B,…",
     )
     temperature: tuple[float, ...] = setting(
         _DEFAULT.temperatures,
-        "of the answers; of several each conversation gets one by the seed: heads serve both greedy and sampled text",
+        "temperature of answers; of several, the seed chooses one per conversation (heads serve greedy and sampling)",
         metavar="T",
     )
-    top_p: float = setting(_DEFAULT.top_p, "of the answers")
-    max_tokens: int = setting(_DEFAULT.max_tokens, "of one answer", AT_LEAST_1)
+    top_p: float = setting(_DEFAULT.top_p, "of answers")
+    max_tokens: int = setting(_DEFAULT.max_tokens, "maximum tokens of an answer", AT_LEAST_1)
     user_temperature: float = setting(_DEFAULT.user_temperature, "of user turns", metavar="T")
     user_top_p: float = setting(_DEFAULT.user_top_p, "of user turns", metavar="P")
-    user_tokens: int = setting(_DEFAULT.user_tokens, "by which a user turn must have ended", AT_LEAST_1)
+    user_tokens: int = setting(
+        _DEFAULT.user_tokens, "maximum tokens of a user turn; longer ones are dropped", AT_LEAST_1
+    )
     system: tuple[str, ...] = setting(
         (),
-        "system prompt to answer under, '' for the template's own; of several each conversation gets one",
+        "system prompt for answers, '' for the template's own; if repeated, each conversation gets one",
         repeat=True,
     )
 
@@ -114,17 +107,15 @@ class MakeOptions(Group):
     """How much to make, and where to write it."""
 
     target: str = setting(REQUIRED, TARGET_HELP, metavar="MODEL")
-    output: Path = setting(REQUIRED, "file to make", metavar="FILE.jsonl[.gz]")
+    output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl[.gz]")
     rows: int | None = setting(None, "conversations to make", AT_LEAST_1)
-    tokens: int | None = setting(None, "tokens to make, template included", AT_LEAST_1)
-    seed: int = setting(_DEFAULT.seed, "of all that is drawn")
-    overwrite: bool = setting(False, "replace an output that exists")
-    finish: bool = setting(False, "make no more: what an interrupted command did is enough")
-    capture: Path | None = setting(
-        None, "folder of shards to make too: the states of these very forwards", metavar="DIR"
-    )
+    tokens: int | None = setting(None, "tokens to make, including the template", AT_LEAST_1)
+    seed: int = setting(_DEFAULT.seed, "seed of everything random")
+    overwrite: bool = setting(False, "replace an existing output")
+    finish: bool = setting(False, "make no more; finish the output of an interrupted command")
+    capture: Path | None = setting(None, "folder for shards with the hidden states", metavar="DIR")
     aux_layers: str | None = setting(None, AUX_LAYERS, metavar="A,B,C")
-    bits: Literal[16, 8] = setting(16, "of a value in the shards")
+    bits: Literal[16, 8] = setting(16, "bits per value in the shards")
     writing: WritingOptions = field(default_factory=WritingOptions)
     drafting: DraftingOptions = field(default_factory=DraftingOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
@@ -141,15 +132,9 @@ def run(options: MakeOptions) -> None:
     target = options.loading.load(options.target)
     _tell_unsteered(target, config)
     place, layers = _place(options, target)
-    try:
+    with continued_later(options.output):
         engine = engine_of(options.drafting, options.loading, target, layers)
         report = make_to_file(engine, config, wanted, options.output, options.overwrite, True, place, limits=limits)
-    except KeyboardInterrupt as e:
-        part = partial_path(options.output)
-        if not part.exists():
-            raise
-        e.args = (f"what is done is in {part}, and the same command continues with it",)
-        raise
     print(f"{options.output}: {report.summary()}")
 
 
@@ -158,7 +143,7 @@ def _limits(options: MakeOptions) -> Limits:
     if not options.finish:
         return Limits()
     if not (begun := partial_path(options.output)).exists():
-        raise DataError(f"there is no {begun} to finish; leave --finish out, and the conversations are made")
+        raise DataError(f"there is no {begun} to finish; leave out --finish to make conversations")
     return Limits(enough=lambda made, coming: True, first=False)
 
 
@@ -177,14 +162,17 @@ def _tell_unsteered(target: Target, config: MakeConfig) -> None:
     if not tokenizer.has_chat_template:
         begin = tokenizer.decode(beginning(tokenizer, target.name))
         print(
-            f"the target has no chat template, so it writes texts from their beginning on ({begin!r}): of no effect "
-            "are --domain, --turns, --system, --temperature, --top-p and --user-tokens",
+            f"the target has no chat template, so it writes texts from their beginning ({begin!r}); --domain, --turns, "
+            "--system, --temperature, --top-p and --user-tokens have no effect",
             file=sys.stderr,
         )
         return
     usable = {domain.name for domain in steerable(tokenizer, config.domains, target.name)}
     if left := [domain.name for domain in config.domains if domain.name not in usable]:
-        print(f"the chat template takes no system prompt, so nothing steers to: {', '.join(left)}", file=sys.stderr)
+        print(
+            f"the chat template accepts no system prompt, so these domains are left out: {', '.join(left)}",
+            file=sys.stderr,
+        )
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -24,10 +24,9 @@ from .sources.reading import DataConfig, Dedupe, ReadReport, Split, read_convers
 from .synthesis.loop import FIRST_ROWS, MOST_ROWS, growing_engine
 
 TARGET_HELP = "the model: a folder or a hub id"
-AUX_LAYERS = "layers whose output the head reads (1, N/2-1, N-4 of N)"
+AUX_LAYERS = "layers that the head reads (by default 1, N/2-1 and N-4 of N)"
 SPLIT_HELP = (
-    "train leaves out one conversation in 25, chosen by a hash of its prompt (of its file for builtin:), heldout is "
-    "those alone"
+    "heldout is one conversation in 25, chosen by a hash of its prompt (for builtin:, of its file); train is the rest"
 )
 
 
@@ -36,19 +35,21 @@ class ChoiceOptions(Group):
     """Which conversations to use, and in which order."""
 
     split: Split | None = setting(None, SPLIT_HELP, shown="train of builtin:, all of anything else")
-    seed: int = setting(DataConfig.seed, "of the order, and of sampling")
+    seed: int = setting(DataConfig.seed, "seed of the order, and of sampling")
     map: tuple[str, ...] = setting(
         (),
-        "what the rows call their fields: role=from,content=value or prompt=question,completion=answer; repeatable, "
-        "one for each SPEC",
+        "field names of the rows: role=from,content=value or prompt=question,completion=answer; repeatable, one for "
+        "each SPEC",
         metavar="[SPEC:]FIELD=NAME,…",
         repeat=True,
     )
-    stream: bool = setting(False, "read rows as they come and store none: for huge sets")
-    skip_bad: bool = setting(False, "leave out and count rows that cannot be used")
-    keep_turns: str = setting("", "keep conversations of so many user turns", metavar="MIN:MAX")
-    keep_tokens: str = setting("", "keep conversations of so many tokens", metavar="MIN:MAX")
-    dedupe: Dedupe = setting(DataConfig.dedupe, "keep the first of those with the same prompt, or of the same whole")
+    stream: bool = setting(False, "read rows as they arrive and store none, for huge data sets")
+    skip_bad: bool = setting(False, "skip and count unusable rows")
+    keep_turns: str = setting("", "keep conversations with this many user turns", metavar="MIN:MAX")
+    keep_tokens: str = setting("", "keep conversations with this many tokens", metavar="MIN:MAX")
+    dedupe: Dedupe = setting(
+        DataConfig.dedupe, "of conversations with the same prompt, or the same text, keep only the first"
+    )
 
     def config(self, sources: Sequence[str], limit: int | None) -> DataConfig:
         """Return what to read from these sources. Raises ConfigError or DataError if a setting or source is invalid."""
@@ -61,9 +62,9 @@ class ReadOptions(Group):
     """A target, the conversations that it reads, and whether to replace the output."""
 
     target: str = setting(REQUIRED, TARGET_HELP, metavar="MODEL")
-    data: tuple[str, ...] = setting(REQUIRED, "what to read; repeatable", metavar="SPEC[=WEIGHT]")
-    limit: int | None = setting(None, "conversations at most, all sources together", AT_LEAST_1)
-    overwrite: bool = setting(False, "replace an output that exists")
+    data: tuple[str, ...] = setting(REQUIRED, "sources to read; repeatable", metavar="SPEC[=WEIGHT]")
+    limit: int | None = setting(None, "maximum number of conversations from all sources together", AT_LEAST_1)
+    overwrite: bool = setting(False, "replace an existing output")
     choice: ChoiceOptions = field(default_factory=ChoiceOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
 
@@ -82,11 +83,11 @@ class DraftingOptions(Group):
 
     batch: int | None = setting(
         None,
-        f"made at once (default: {FIRST_ROWS}, doubled while that makes more tokens a second, up to {MOST_ROWS})",
+        f"batch size (default: {FIRST_ROWS}, doubled while that is faster, up to {MOST_ROWS})",
         AT_LEAST_1,
     )
-    head: str | None = setting(None, "a draft head of the target: the same text, sooner", metavar="DIR_OR_ID")
-    num_speculative_tokens: int = setting(MOST_TOKENS, "drafted a round at most", AT_LEAST_0, metavar="K")
+    head: str | None = setting(None, "a draft head for the target: the same text, faster", metavar="DIR_OR_ID")
+    num_speculative_tokens: int = setting(MOST_TOKENS, "maximum drafted tokens per round", AT_LEAST_0, metavar="K")
 
 
 def engine_of(options: DraftingOptions, loading: TargetOptions, target: Target, captured: Sequence[int] = ()) -> Engine:

@@ -11,18 +11,18 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.setting import REQUIRED, setting
 from eagle_mlx.text import LEAST_DISTINCT
 
-from .jsonl import check_idle, check_new, partial_path
+from .jsonl import check_idle, check_new, continued_later
 from .options import DraftingOptions, ReadOptions, engine_of, tokenizer_of
 from .sources.reading import ReadReport
 from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
 
 HELP = """\
-Replace every assistant answer by the target's own, which is what a draft head has to predict.
+Replace every assistant answer by the target's own, which a draft head must predict.
 
-What is done lies in FILE.jsonl.partial until FILE.jsonl is whole. Ctrl-C, a SIGTERM or a crash lose no row that was
-made (a power cut those of its last seconds): the same command continues with that file by itself, and the result is the
-same to the byte as if nothing had happened. --batch, --head and --num-speculative-tokens may differ; anything else
-that changes the answers is refused. To begin anew, delete the .partial file.
+Finished rows are in FILE.jsonl.partial until FILE.jsonl is complete. After Ctrl-C, SIGTERM or a crash, the same command
+continues with that file and loses no row (after a power failure, it may lose the last few seconds). The result is
+byte-identical to an uninterrupted run. --batch, --head and --num-speculative-tokens may change; other options that
+change the answers may not. To start over, delete the .partial file.
 
 examples:
   eagle-data regenerate --target Qwen3-4B --data chats.jsonl --output answers.jsonl --temperature 0.7
@@ -35,18 +35,18 @@ examples:
 class RegenerateOptions(ReadOptions):
     """What to answer, and how."""
 
-    output: Path = setting(REQUIRED, "file to make", metavar="FILE.jsonl")
+    output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl")
     temperature: float = setting(SamplingParams.temperature, "0 is greedy")
     top_k: int = setting(SamplingParams.top_k, "0 keeps all")
     top_p: float = setting(SamplingParams.top_p, "1 keeps all")
-    max_tokens: int = setting(512, "of one answer")
+    max_tokens: int = setting(512, "maximum tokens of an answer")
     system: tuple[str, ...] = setting(
         (),
-        "system prompt in place of a conversation's own, '' for none; of several each row gets one by the seed",
+        "system prompt that replaces a conversation's own, '' for none; if repeated, the seed chooses one for each row",
         repeat=True,
     )
     least_distinct: float = setting(
-        0.0, f"leave out answers with a smaller share of distinct 4-grams; {LEAST_DISTINCT} drops loops", metavar="R"
+        0.0, f"drop answers with a smaller share of distinct 4-grams; {LEAST_DISTINCT} drops loops", metavar="R"
     )
     drafting: DraftingOptions = field(default_factory=DraftingOptions)
 
@@ -68,27 +68,20 @@ def run(options: RegenerateOptions) -> None:
     report = ReadReport()
     found = options.conversations(tokenizer_of(target), report)
     asked = found if options.choice.stream else list(found)
-    if not options.choice.stream:
-        if report.left_out:
-            print(report)
-        if not asked:
-            raise DataError(f"nothing to answer in {', '.join(options.data)}; try --split all")
+    if not asked:  # never of a stream
+        raise DataError(f"nothing to answer in {', '.join(options.data)}; try --split all")
+    if not options.choice.stream and report.left_out:
+        print(report)
     engine = engine_of(options.drafting, options.loading, target)
-    try:
+    with continued_later(options.output):
         count, done = regenerate_to_file(
             engine, asked, config, options.output, settings, options.overwrite, True, options.limit
         )
-    except KeyboardInterrupt as e:
-        part = partial_path(options.output)
-        if not part.exists():
-            raise
-        e.args = (f"what is done is in {part}, and the same command continues with it",)
-        raise
     if options.choice.stream and report.left_out:
         print(report)
     print(
         f"{counted(count, 'conversation')} with {counted(done.answers, 'answer')} of "
         f"{counted(done.tokens, 'token')} to {options.output}; "
-        f"{counted(done.cut, 'answer')} cut at {options.max_tokens} tokens, {done.looping:,} left out as loops, "
+        f"{counted(done.cut, 'answer')} cut at {options.max_tokens} tokens, {done.looping:,} dropped as loops, "
         f"{counted(done.too_long, 'prompt')} too long for the context, {counted(done.dropped, 'conversation')} dropped"
     )

@@ -165,21 +165,21 @@ def test_other_settings_other_data_and_another_target_are_refused(
 
     warmer = RegenerateConfig(SamplingParams(temperature=2.0, top_k=50, seed=5, max_tokens=10), CONFIG.systems, 0.1)
     with pytest.raises(
-        OutputError, match=r"a.jsonl.partial was begun with temperature 1.0, not 2.0; continue with the sa"
+        OutputError, match=r"a.jsonl.partial was started with temperature 1.0, not 2.0; continue with th"
     ):
         again(target, ROWS, warmer, {"data": ["x"]})
-    with pytest.raises(OutputError, match="was begun with data"):
+    with pytest.raises(OutputError, match="was started with data"):
         again(target, ROWS, CONFIG, {"data": ["y"]})
-    with pytest.raises(OutputError, match="was begun with target"):
+    with pytest.raises(OutputError, match="was started with target"):
         again(tiny_target(seed=1, tokenizer=True), ROWS, CONFIG, {"data": ["x"]})
     changed = [Conversation((Message("user", "other"),), origin="x:1"), *asked()[1:]]
-    with pytest.raises(DataError, match=r"x:1 is not the conversation that stood there when .* the data has changed"):
+    with pytest.raises(DataError, match=r"x:1 is not the conversation that was there when .* the data has changed"):
         regenerate_to_file(Engine(target), changed, CONFIG, path, {"data": ["x"]})
-    with pytest.raises(DataError, match=r"holds row \d+, but the data has only 1 conversations now"):
+    with pytest.raises(DataError, match=r"holds row \d+, but the data now has only 1 conversations"):
         regenerate_to_file(Engine(target), asked()[:1], CONFIG, path, {"data": ["x"]})
     assert not path.exists()
     partial_path(path).write_bytes(b'{"text": "mine"}\n')
-    with pytest.raises(OutputError, match="is no file that was begun by this version"):
+    with pytest.raises(OutputError, match="was not started by this version"):
         again(target, ROWS, CONFIG, {"data": ["x"]})
     assert partial_path(path).read_bytes() == b'{"text": "mine"}\n'
 
@@ -262,7 +262,7 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, capsys: pytest.Capture
         assert ended.returncode == code, ended.stderr
         assert not out.exists()
         assert partial_path(out).exists()
-    assert f"what is done is in {partial_path(out)}, and the same command continues with it" in ended.stderr
+    assert f"finished rows are in {partial_path(out)}, and the same command continues with it" in ended.stderr
     assert len(partial_path(out).read_bytes().splitlines()) >= 1 + 4 + 2
     assert cli.main(["inspect", str(partial_path(out))]) == 2, "it is not taken for data"
     assert cli.main([*argv, "--output", str(out), "--head", head, "--batch", "2"]) == 0

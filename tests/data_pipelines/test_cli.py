@@ -51,7 +51,7 @@ def test_regenerate_collect_inspect(
     assert (len(reader), reader.meta.aux_layers, reader.meta.hidden_size) == (6, (0, 2), 32)
 
     assert cli.main(["inspect", shards]) == 0
-    assert "every SHA-256 is right" in capsys.readouterr().out
+    assert "every SHA-256 is correct" in capsys.readouterr().out
     assert cli.main(["inspect", chats, "--target", target, "--limit", "1", "--seed", "5"]) == 0
     assert "<|im_start|>assistant\n⟦it is" in capsys.readouterr().out
     assert cli.main(["inspect", chats]) == 0

@@ -52,14 +52,14 @@ def test_the_same_command_goes_on(
 ) -> None:
     assert cli.main(command) == 130
     said = capsys.readouterr().err
-    assert "interrupted; 1 of 3 shards are kept, and the same command continues with them" in said
+    assert "interrupted; 1 of 3 shards are kept, and the same command continues from there" in said
     assert cli.main(["inspect", str(tmp_path / "s.unfinished")]) == 2
     stop.undo()
     assert cli.main([*command, "--bits", "8"]) == 2
     assert "something else (bits: 16 there, 8 now)" in capsys.readouterr().err
     assert cli.main(command) == 0
     said = capsys.readouterr().out
-    assert "1 of 3 shards are whole and stay as they are" in said
+    assert "1 of 3 shards are complete and are kept" in said
     assert "in 16 bits; " in said
     ShardReader(tmp_path / "s").verify()
     assert not unfinished_folder(tmp_path / "s").exists()
@@ -77,7 +77,7 @@ def test_repair_needs_the_folder_alone(command: list[str], tmp_path: Path, capsy
         assert cli.main(repair) == 0
         said = capsys.readouterr().out
         assert "shard-00001.safetensors is cut short: 0 bytes in place of" in said
-        assert "2 of 3 shards are whole" in said
+        assert "2 of 3 shards are complete" in said
         assert content(folder) == whole
         assert (folder / "shard-00001.safetensors.damaged").exists()
 
@@ -116,7 +116,7 @@ def test_what_cannot_be_repaired(
     assert cli.main(["collect", "--repair", str(tmp_path / "s")]) == 2
     said = capsys.readouterr().err
     expected = {
-        "no command": "names no `eagle-data collect` that made it: give that command again with --resume, or capture",
+        "no command": "does not record the command that made it; give that `eagle-data collect` command again with",
         "other data": "was made from something else (conversations: 40 of",
         "no folder": "is not a folder of shards",
     }

@@ -115,7 +115,7 @@ def test_the_command_says_what_is_of_no_effect(tmp_path: Path, capsys: pytest.Ca
     out = tmp_path / "a.jsonl"
     assert cli.main(["make", "--target", str(model), "--rows", "3", "--max-tokens", "12", "--output", str(out)]) == 0
     said = capsys.readouterr()
-    assert "writes texts from their beginning on ('<|im_end|>')" in said.err
+    assert "writes texts from their beginning ('<|im_end|>')" in said.err
     assert "3 conversations of " in said.out
     assert cli.main(["inspect", str(out), "--target", str(model)]) == 0
 

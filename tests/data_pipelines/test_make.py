@@ -261,9 +261,9 @@ def test_other_settings_do_not_continue_a_file(target: Target, tmp_path: Path, m
         interrupt_after(2, Stop, patch)
         with pytest.raises(Stop):
             make_to_file(Engine(target), CONFIG, Wanted(rows=ROWS), path)
-    with pytest.raises(OutputError, match="was begun with seed 3, not 5"):
+    with pytest.raises(OutputError, match="was started with seed 3, not 5"):
         make_to_file(Engine(target), replace(CONFIG, seed=5), Wanted(rows=ROWS), path)
-    with pytest.raises(OutputError, match="was begun with target"):
+    with pytest.raises(OutputError, match="was started with target"):
         make_to_file(Engine(talker(1)), CONFIG, Wanted(rows=ROWS), path)
 
 
@@ -296,23 +296,23 @@ def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole
         name for n in numbers for name in (f"{n}.jsonl", f"shards{n}")
     )
     rows = [parse_row(json.loads(line), "x") for line in whole.splitlines()]
-    learnt = [row for row in rows if not row.is_held_out]
+    learned = [row for row in rows if not row.is_held_out]
     again = tmp_path / "again"
     capture_to_shards(target, LAYERS, [(s.tokens.tolist(), s.loss_mask.tolist()) for s in found[0]], again)
     read = {tuple(sample.tokens.tolist()): sample for sample in samples_of(again)}
     assert target.tokenizer is not None
     for samples in found:
-        assert len(samples) == len(learnt)
-        for sample, row in zip(samples, learnt, strict=True):
+        assert len(samples) == len(learned)
+        for sample, row in zip(samples, learned, strict=True):
             other = read[tuple(sample.tokens.tolist())]
             assert np.allclose(sample.states.features[:-1], other.states.features[:-1], rtol=2e-3, atol=2e-3)
             assert np.allclose(sample.states.last[:-1], other.states.last[:-1], rtol=2e-3, atol=2e-3)
             assert not sample.states.last[-1].any(), "no forward read the last token"
             said = [m.content for m in row.messages if m.role == "assistant"]
-            assert _learnt_texts(target, sample) == said
+            assert _learned_texts(target, sample) == said
 
 
-def _learnt_texts(target: Target, sample: Example) -> list[str]:
+def _learned_texts(target: Target, sample: Example) -> list[str]:
     """Return the parts with loss mask 1, without the tokens that end turns."""
     assert target.tokenizer is not None
     edges = np.flatnonzero(np.diff([0, *sample.loss_mask.tolist(), 0]))
@@ -404,7 +404,7 @@ def test_what_is_done_can_be_made_to_be_enough(
 def test_there_must_be_something_to_finish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["make", "--target", str(tmp_path), "--rows", "6", "--output", str(tmp_path / "a.jsonl"), "--finish"]
     assert cli.main(argv) == 2
-    assert "a.jsonl.partial to finish; leave --finish out" in capsys.readouterr().err
+    assert "a.jsonl.partial to finish; leave out --finish" in capsys.readouterr().err
 
 
 def test_what_waits_and_is_lost_is_made_again(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx.data_pipelines import Rendered, cli
-from eagle_mlx.data_pipelines.inspect_command import escape_control_characters, histogram, marked, wants_colour
+from eagle_mlx.data_pipelines.inspect_command import escape_control_characters, histogram, marked, wants_color
 from tests.fakes import tiny_target_folder
 
 
@@ -18,28 +18,28 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_color_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert wants_colour(Terminal())
-    assert not wants_colour(io.StringIO())
+    assert wants_color(Terminal())
+    assert not wants_color(io.StringIO())
     monkeypatch.setenv("TERM", "dumb")
-    assert not wants_colour(Terminal())
+    assert not wants_color(Terminal())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_colour(Terminal())
+    assert not wants_color(Terminal())
     monkeypatch.setenv("NO_COLOR", "")
-    assert wants_colour(Terminal())
+    assert wants_color(Terminal())
 
 
-def test_what_is_learnt_is_green_or_between_marks() -> None:
+def test_what_is_learned_is_green_or_between_marks() -> None:
     rendered = Rendered([1, 2, 3, 4], [0, 1, 1, 0])
 
     def decode(tokens: list[int]) -> str:
         return "".join(map(str, tokens))
 
-    assert marked(rendered, decode, colour=False) == "1⟦23⟧4"
-    assert marked(rendered, decode, colour=True) == "\x1b[2m1\x1b[0m\x1b[32m23\x1b[0m\x1b[2m4\x1b[0m"
+    assert marked(rendered, decode, color=False) == "1⟦23⟧4"
+    assert marked(rendered, decode, color=True) == "\x1b[2m1\x1b[0m\x1b[32m23\x1b[0m\x1b[2m4\x1b[0m"
 
 
 def test_data_cannot_command_the_terminal() -> None:
@@ -82,7 +82,7 @@ def test_inspect_shows_some_and_measures_more(
     assert said.count("[assistant] it is") == 2
     assert "lengths" not in said
 
-    monkeypatch.setattr("eagle_mlx.data_pipelines.inspect_command.wants_colour", lambda _: True)
+    monkeypatch.setattr("eagle_mlx.data_pipelines.inspect_command.wants_color", lambda _: True)
     assert cli.main([*argv, "--target", target]) == 0
     said = capsys.readouterr().out
     assert "\x1b[32mit is" in said

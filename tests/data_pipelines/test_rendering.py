@@ -99,9 +99,9 @@ def shown(template: str | None, *turns: tuple[str, str]) -> str:
     assert len(tokens) == len(mask)
     assert tokens == t.encode(t.apply_chat_template(conversation(*turns).as_row()["messages"], tokenize=False))
     out, inside = "", 0
-    for token, learnt in zip([*tokens, None], [*mask, 0], strict=True):
-        if learnt != inside:
-            out, inside = out + ("⟦" if learnt else "⟧"), learnt
+    for token, learned in zip([*tokens, None], [*mask, 0], strict=True):
+        if learned != inside:
+            out, inside = out + ("⟦" if learned else "⟧"), learned
         out += t.decode([token]) if token is not None else ""
     return out
 
@@ -202,11 +202,11 @@ def test_prefixes_and_tags_agree(turns: list[tuple[str, str]], system: str | Non
 
 @settings(max_examples=some(40), deadline=None)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=4))
-def test_the_learnt_tokens_spell_the_answers(turns: list[tuple[str, str]]) -> None:
+def test_the_learned_tokens_spell_the_answers(turns: list[tuple[str, str]]) -> None:
     t = tokenizer(CHATML)
     tokens, mask = render(t, conversation(*((role, text) for q, a in turns for role, text in ((U, q), (A, a)))))
-    learnt = t.decode([token for token, m in zip(tokens, mask, strict=True) if m])
-    assert learnt == "".join(f"{answer}<|im_end|>" for _, answer in turns)
+    learned = t.decode([token for token, m in zip(tokens, mask, strict=True) if m])
+    assert learned == "".join(f"{answer}<|im_end|>" for _, answer in turns)
 
 
 def test_a_template_that_changes_the_answer_is_followed() -> None:
@@ -215,7 +215,7 @@ def test_a_template_that_changes_the_answer_is_followed() -> None:
     assert shown(loud, (U, "a"), (A, "yes")) == expected
 
 
-def test_text_is_learnt_from_end_to_end() -> None:
+def test_text_is_learned_from_end_to_end() -> None:
     tokens, mask = render(base(), Conversation(text="import os\nimport sys"))
     assert tokens == base().encode("import os\nimport sys")
     assert mask == [1] * len(tokens)

@@ -66,9 +66,9 @@ def shown(template: str, row: dict[str, Any]) -> str:
     t = tokenizer(template)
     tokens, mask = render(t, parse_row(row, "x:1"))
     out, inside = "", 0
-    for token, learnt in zip([*tokens, None], [*mask, 0], strict=True):
-        if learnt != inside:
-            out, inside = out + ("⟦" if learnt else "⟧"), learnt
+    for token, learned in zip([*tokens, None], [*mask, 0], strict=True):
+        if learned != inside:
+            out, inside = out + ("⟦" if learned else "⟧"), learned
         out += t.decode([token]) if token is not None else ""
     return out
 
@@ -91,7 +91,7 @@ def expected(first: str, of: str = "") -> str:
     ],
     ids=["all thoughts", "the last thoughts", "no prefixes"],
 )
-def test_calls_and_thoughts_are_rendered_and_learnt(template: str, text: str) -> None:
+def test_calls_and_thoughts_are_rendered_and_learned(template: str, text: str) -> None:
     assert shown(template, ROW) == text
 
 

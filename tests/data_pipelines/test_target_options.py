@@ -73,8 +73,8 @@ def test_answers_are_continued_with_the_same_target_alone(
         assert cli.main([*argv, "--adapter-path", adapters]) == 130
     assert isinstance(capsys, pytest.CaptureFixture)
     for more, said in (
-        ([], "was begun with target "),
-        (["--adapter-path", adapters, "--extra-eos-token", "7"], "was begun with target_eos_tokens"),
+        ([], "was started with target "),
+        (["--adapter-path", adapters, "--extra-eos-token", "7"], "was started with target_eos_tokens"),
         (["--adapter-path", adapters, "--chat-template-args", '{"short": true}'], "with target_template_args {}, not"),
     ):
         capsys.readouterr()
@@ -107,6 +107,6 @@ def test_what_a_template_takes_is_rendered(
     model = load_target(target, chat_template=template, chat_template_args={"short": True})
     assert model.tokenizer is not None
     rendered = render(model.tokenizer, parse_row(ROWS[0], "x"))
-    learnt = [token for token, learn in zip(*rendered, strict=True) if learn]
-    assert "it is 0" in model.tokenizer.decode(learnt)
-    assert "say" not in model.tokenizer.decode(learnt)
+    learned = [token for token, learn in zip(*rendered, strict=True) if learn]
+    assert "it is 0" in model.tokenizer.decode(learned)
+    assert "say" not in model.tokenizer.decode(learned)
