@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from json.encoder import encode_basestring as quote
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
@@ -222,7 +221,7 @@ class Frame:
 
 
 class Writer(Protocol):
-    """Writes one choice's chunks."""
+    """Writes the events of one answer."""
 
     def open(self) -> str:
         """Return what comes before the first token."""
@@ -231,25 +230,7 @@ class Writer(Protocol):
     def write(self, event: RequestEvent) -> str: ...
 
     def close(self, output: Output, more: str) -> str:
-        """Return the chunk with the finish reason."""
-        ...
-
-
-class EventWriter(Protocol):
-    """Writes an answer as named server-sent events."""
-
-    def open(self) -> str:
-        """Return what comes before the first token."""
-        ...
-
-    def write(self, event: RequestEvent) -> str: ...
-
-    def close(self, output: Output) -> str:
-        """Return the last events of an answer that is complete or cut off."""
-        ...
-
-    def fail(self, error: ApiError) -> str:
-        """Return the last events of an answer that failed."""
+        """Return the last events. more: timings and metrics, if this is the last answer of the request."""
         ...
 
 
@@ -270,38 +251,31 @@ async def waiting_comments(call: Call) -> AsyncIterator[bytes]:
             yield f": {told}\n\n".encode()
 
 
-async def stream_answer(call: Call, writer: EventWriter) -> AsyncIterator[bytes]:
-    """Yield the events of a single answer; events that are ready together are sent together."""
-    yield writer.open().encode()
-    async for comment in waiting_comments(call):
-        yield comment
-    ended = False
-    while not ended:
-        pieces: list[str] = []
-        for event in await call.events():
-            error = failure([event.output]) if event.output is not None else None
-            call.failed |= error is not None
-            if error is not None:
-                pieces.append(writer.fail(error))
-            else:
-                pieces.append(writer.write(event))
-            if error is None and event.output is not None:
-                pieces.append(writer.close(event.output))
-            ended |= event.output is not None
-        if text := "".join(pieces):
-            yield text.encode()
-
-
-async def stream_events(
+def stream_events(
     call: Call,
     frame: Frame,
     writers: Sequence[Writer],
     answers: int,
     thought_tokens: Callable[[Output], int] = lambda _: 0,
 ) -> AsyncIterator[bytes]:
-    """Yield the chunks of all choices; chunks that are ready together are sent together.
+    """Yield the chunks of all choices. thought_tokens: counts the reasoning tokens of an answer, for its usage."""
 
-    thought_tokens: counts the reasoning tokens of an answer, for its usage.
+    def end(outputs: Sequence[Output]) -> bytes:
+        counts = usage(outputs, answers, sum(map(thought_tokens, outputs)))
+        return (frame.usage_chunk(counts, _stats(call, outputs)).encode() if frame.with_usage else b"") + DONE
+
+    return stream_answers(call, writers, error_event, end)
+
+
+async def stream_answers(
+    call: Call,
+    writers: Sequence[Writer],
+    fail: Callable[[ApiError], bytes],
+    end: Callable[[Sequence[Output]], bytes] = lambda _: b"",
+) -> AsyncIterator[bytes]:
+    """Yield the events of all answers; events that are ready together are sent together.
+
+    fail: formats the error of a failed answer, which ends the stream. end: returns what follows all answers.
     """
     if opening := "".join(writer.open() for writer in writers):
         yield opening.encode()
@@ -311,45 +285,31 @@ async def stream_events(
     while len(outputs) < len(writers):
         pieces: list[str] = []
         for event in await call.events():
-            writer = writers[event.index]
-            pieces.append(writer.write(event))
-            if event.output is None:
-                continue
-            if error := failure([event.output]):
+            output, writer = event.output, writers[event.index]
+            if output is not None and (error := failure([output])):
                 call.failed = True
-                yield f"{''.join(pieces)}data: {dumps(error.body)}\n\n".encode() + DONE
+                yield "".join(pieces).encode() + fail(error)
                 return
-            outputs[event.index] = event.output
-            last = len(outputs) == len(writers)
-            more = _stats(call, outputs) if last else ""
-            pieces.append(writer.close(event.output, more))
+            pieces.append(writer.write(event))
+            if output is not None:
+                outputs[event.index] = output
+                more = _stats(call, list(outputs.values())) if len(outputs) == len(writers) else ""
+                pieces.append(writer.close(output, more))
         if text := "".join(pieces):
             yield text.encode()
-    ordered = [outputs[index] for index in range(len(outputs))]
-    if frame.with_usage:
-        yield frame.usage_chunk(
-            usage(ordered, answers, sum(map(thought_tokens, ordered))), _stats(call, outputs)
-        ).encode()
-    yield DONE
+    if last := end([outputs[index] for index in range(len(outputs))]):
+        yield last
 
 
-def _stats(call: Call, outputs: dict[int, Output]) -> str:
+def error_event(error: ApiError) -> bytes:
+    """Return an error event for a Chat Completions or Completions stream that has begun."""
+    return f"data: {dumps(error.body)}\n\n".encode() + DONE
+
+
+def _stats(call: Call, outputs: Sequence[Output]) -> str:
     """Return timings and metrics as further fields of a chunk."""
-    return f",{dumps(stats(call, list(outputs.values())))[1:-1]}"
+    return f",{dumps(stats(call, outputs))[1:-1]}"
 
 
 def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-__all__ = [
-    "DONE",
-    "EventWriter",
-    "Frame",
-    "Writer",
-    "dumps",
-    "named_event",
-    "quote",
-    "stream_answer",
-    "stream_events",
-]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring as quote
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -17,7 +18,7 @@ from eagle_mlx.sampling_params import StopWatcher
 from eagle_mlx.text import TextStream
 
 from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer
-from .answer import Completed, Frame, dumps, quote, stats, stream_events, usage
+from .answer import Completed, Frame, dumps, stats, stream_events, usage
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import ChatLogprobs, chat_logprobs

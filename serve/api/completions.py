@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring as quote
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -14,7 +15,7 @@ from eagle_mlx.request import Output, TokenLogprob
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.text import TextStream
 
-from .answer import Completed, Frame, dumps, quote, stats, stream_events, usage
+from .answer import Completed, Frame, dumps, stats, stream_events, usage
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import CompletionLogprobs, LogprobLists, joined, score_prompt

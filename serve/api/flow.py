@@ -19,7 +19,7 @@ from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 
 from . import schema
-from .answer import DONE, dumps, failure
+from .answer import dumps, error_event, failure
 from .errors import ApiError, Shape, bad_request, client_gone
 from .limits import read_body
 from .model import Encode, Loaded, check
@@ -106,7 +106,7 @@ async def body_of(request: Request, kind: type[B]) -> B:
     body = await read_body(request, models.settings.limits)
     request.state.size = len(body)
     unknown: Literal["forbid", "ignore"] = "ignore" if models.settings.ignore_unknown_fields else "forbid"
-    found = await models.pools.read(lambda: read(kind, body, unknown), len(body))
+    found = read(kind, body, unknown)
     request.state.cache_salt = getattr(found, "cache_salt", None)
     return found
 
@@ -138,11 +138,6 @@ async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T
         raise bad_request(e) from e
     finally:
         cancelled.set()
-
-
-def error_event(error: ApiError) -> bytes:
-    """Return an error event for a Chat Completions or Completions stream that has begun."""
-    return f"data: {dumps(error.body)}\n\n".encode() + DONE
 
 
 async def respond(

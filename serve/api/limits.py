@@ -68,10 +68,6 @@ class Limits:
     def __post_init__(self) -> None:
         if self.body_bytes < 1024:
             raise ConfigError(f"--max-body-mb leaves {self.body_bytes} bytes for a body; give at least 0.001")
-        if self.queue < 0:
-            raise ConfigError(f"--max-queue must be at least 0; got {self.queue}")
-        if not self.request_seconds > 0:
-            raise ConfigError(f"--request-seconds must be above 0; got {self.request_seconds}")
 
     def check_prompts(self, count: int) -> None:
         if not count:
@@ -149,15 +145,10 @@ class Pools:
 
     def __init__(self, limits: Limits):
         self._long_bytes = limits.long_bytes
-        self._reading = ThreadPoolExecutor(1, "reading")
         self._short = ThreadPoolExecutor(limits.short_threads, "short")
         self._long = ThreadPoolExecutor(1, "long")
         self._schemas = ThreadPoolExecutor(limits.schema_threads, "schema")
         self._long_semaphore, self._schema_semaphore = FairSemaphore(), FairSemaphore(limits.schema_threads)
-
-    async def read(self, work: Callable[[], T], size: int) -> T:
-        """Parse a body of `size` bytes; short ones run here, because handing them to a thread would take longer."""
-        return await _in(self._reading, work) if size >= self._long_bytes else work()
 
     async def encode(self, work: Callable[[], T], size: int, client: str, has_schema: bool = False) -> T:
         """Prepare a client's request of `size` bytes for decoding. Raises what `work` raises."""
@@ -172,15 +163,8 @@ class Pools:
 
     def close(self) -> None:
         """Start no more work, and do not wait for running work."""
-        for pool in (self._reading, self._short, self._long, self._schemas):
+        for pool in (self._short, self._long, self._schemas):
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-class Threads(ThreadPoolExecutor):
-    """A thread pool that shuts down at once; asyncio's default waits for work that hangs."""
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        super().shutdown(wait=False, cancel_futures=True)
 
 
 async def _in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier
 
 from .errors import Shape
@@ -22,65 +23,64 @@ from .service import SECONDS, Histogram, Service, Totals
 T = TypeVar("T")
 _MODEL = "model_name"
 """The label of a model's name, as in vLLM."""
-_COUNTERS: tuple[tuple[str, str, Callable[[Totals], float]], ...] = (
-    ("vllm:spec_decode_num_drafts", "Rounds of a request in which tokens were drafted", lambda t: t.drafts),
-    ("vllm:spec_decode_num_draft_tokens", "Tokens drafted", lambda t: t.drafted),
-    ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted and emitted", lambda t: t.accepted),
-    ("eagle:rounds", "Target forwards", lambda t: t.rounds),
-    ("eagle:plain_rounds", "Target forwards in which nothing was drafted", lambda t: t.plain_rounds),
-    ("eagle:row_rounds", "Target forwards, each counted for every request in it", lambda t: t.row_rounds),
-    ("eagle:generation_tokens", "Tokens emitted", lambda t: t.emitted),
-    ("eagle:verify_seconds", "Time in rounds, drafting left out", lambda t: t.verify_seconds),
-    ("eagle:draft_seconds", "Time in drafting", lambda t: t.draft_seconds),
-    ("eagle:prompt_tokens", "Prompt tokens of requests that have ended", lambda t: t.prompt_tokens),
-    ("eagle:cached_prompt_tokens", "Those of them from the prefix cache", lambda t: t.cached_tokens),
+_COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
+_Numbers = tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, Callable[[T], float]], ...]
+_TOTALS: _Numbers[Totals] = (
+    (_COUNTER, "vllm:spec_decode_num_drafts", "Rounds of a request with draft tokens", lambda t: t.drafts),
+    (_COUNTER, "vllm:spec_decode_num_draft_tokens", "Draft tokens", lambda t: t.drafted),
+    (_COUNTER, "vllm:spec_decode_num_accepted_tokens", "Accepted and emitted draft tokens", lambda t: t.accepted),
+    (_COUNTER, "eagle:rounds", "Target forwards", lambda t: t.rounds),
+    (_COUNTER, "eagle:plain_rounds", "Target forwards without draft tokens", lambda t: t.plain_rounds),
+    (_COUNTER, "eagle:row_rounds", "Target forwards, counted once per request in them", lambda t: t.row_rounds),
+    (_COUNTER, "eagle:generation_tokens", "Emitted tokens", lambda t: t.emitted),
+    (_COUNTER, "eagle:verify_seconds", "Time of rounds without drafting", lambda t: t.verify_seconds),
+    (_COUNTER, "eagle:draft_seconds", "Time of drafting", lambda t: t.draft_seconds),
+    (_COUNTER, "eagle:prompt_tokens", "Prompt tokens of requests that have ended", lambda t: t.prompt_tokens),
+    (_COUNTER, "eagle:cached_prompt_tokens", "Prompt tokens from the prefix cache", lambda t: t.cached_tokens),
+    (_GAUGE, "eagle:depth", "Draft depth of the policy in the last round", lambda t: t.depth),
 )
-_SERVICE_COUNTERS: tuple[tuple[str, str, Callable[[Service], float]], ...] = (
-    ("vllm:num_preemptions", "Times that a request was paused, to be resumed later", lambda s: s.pauses),
+_SERVICE: _Numbers[Service] = (
+    (_GAUGE, "eagle:rows", "Requests that are decoding", lambda s: s.running),
+    (_GAUGE, "eagle:rows_max", "Requests that can decode at once", lambda s: s.source.max_batch),
+    (_GAUGE, "eagle:queue", "Requests in the queue", lambda s: s.waiting),
+    (_GAUGE, "eagle:loaded", "1 while the model is in memory", lambda s: s.loaded is not None),
+)
+_ENGINE: _Numbers[Engine | None] = (
+    (_COUNTER, "vllm:num_preemptions", "Pauses of requests", lambda e: e.pauses if e else 0),
+    (_GAUGE, "eagle:kv_bytes", "KV caches of requests, at most", lambda e: e.snapshot().kv_used if e else 0),
+    (_GAUGE, "eagle:prefix_cache_bytes", "Prefix cache", lambda e: e.snapshot().prefix_bytes if e else 0),
+    (_GAUGE, "eagle:kv_bytes_max", "Limit of both together", lambda e: e.snapshot().kv_bytes if e else 0),
 )
 _BY_LABEL: tuple[tuple[str, str, str, Callable[[Totals], dict[Any, int]]], ...] = (
     (
         "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Those by their place in the draft",
+        "Accepted draft tokens by position in the draft",
         "position",
         lambda t: dict(enumerate(list(t.accepted_by_position))),
     ),
     (
         "eagle:rounds_by_depth",
-        "Rounds by the depth that the policy chose",
+        "Rounds by draft depth",
         "depth",
         lambda t: dict(sorted(t.rounds_by_depth.copy().items())),
     ),
-    ("eagle:requests", "Requests by how they ended", "outcome", lambda t: dict(t.requests)),
-)
-_GAUGES: tuple[tuple[str, str, Callable[[Service], float]], ...] = (
-    ("eagle:depth", "Draft tokens that the policy asked for in the last round", lambda s: s.totals.depth),
-    ("eagle:rows", "Requests that decode", lambda s: s.running),
-    ("eagle:rows_max", "Requests that can decode at once", lambda s: s.max_running),
-    ("eagle:queue", "Requests that wait for their turn", lambda s: s.waiting),
-    ("eagle:kv_bytes", "Keys and values of requests, at most", lambda s: s.kv_bytes[0]),
-    ("eagle:prefix_cache_bytes", "Keys and values of past prompts", lambda s: s.kv_bytes[1]),
-    ("eagle:kv_bytes_max", "What both may take together", lambda s: s.kv_bytes[2]),
-    ("eagle:loaded", "1 while the model is in memory", lambda s: s.ready),
+    ("eagle:requests", "Requests by outcome", "outcome", lambda t: dict(t.requests)),
 )
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[Totals], Histogram]], ...] = (
     ("eagle:time_to_first_token_seconds", "From a request's arrival", lambda t: t.first_token),
     ("eagle:request_seconds", "From a request's arrival to its end", lambda t: t.whole),
 )
-_DISK = "eagle:prefix_disk"
 _ABOUT_CACHE = re.compile("cached_prompt|prefix_")
 """Metrics that could reveal to a client whether a text was in the prefix cache."""
-_DISK_COUNTERS: tuple[tuple[str, str, Callable[[DiskTier], float]], ...] = (
-    (f"{_DISK}_hits", "Prompts that went on from files", lambda d: d.hits),
-    (f"{_DISK}_tokens", "Their tokens that came from files", lambda d: d.tokens),
-    (f"{_DISK}_read_bytes", "Bytes read of files of past prompts", lambda d: d.bytes_read),
-    (f"{_DISK}_written_bytes", "Bytes written to files of past prompts", lambda d: d.bytes_written),
-    (f"{_DISK}_passed_over", "Damaged files of past prompts", lambda d: d.passed_over),
-    (f"{_DISK}_left_out", "Texts not written because too much was waiting", lambda d: d.left_out),
-)
-_DISK_GAUGES: tuple[tuple[str, str, Callable[[DiskTier], float]], ...] = (
-    (f"{_DISK}_bytes", "Files of past prompts of this model", lambda d: d.nbytes),
-    (f"{_DISK}_bytes_max", "What files of all models may take together", lambda d: d.limit),
+_DISK: _Numbers[DiskTier] = (
+    (_COUNTER, "eagle:prefix_disk_hits", "Prompts that were continued from files", lambda d: d.hits),
+    (_COUNTER, "eagle:prefix_disk_tokens", "Prompt tokens from files", lambda d: d.tokens),
+    (_COUNTER, "eagle:prefix_disk_read_bytes", "Bytes read from files", lambda d: d.bytes_read),
+    (_COUNTER, "eagle:prefix_disk_written_bytes", "Bytes written to files", lambda d: d.bytes_written),
+    (_COUNTER, "eagle:prefix_disk_passed_over", "Damaged files", lambda d: d.passed_over),
+    (_COUNTER, "eagle:prefix_disk_left_out", "Texts not written because the writer was behind", lambda d: d.left_out),
+    (_GAUGE, "eagle:prefix_disk_bytes", "Files of this model", lambda d: d.nbytes),
+    (_GAUGE, "eagle:prefix_disk_bytes_max", "Limit of the files of all models", lambda d: d.limit),
 )
 
 
@@ -96,59 +96,45 @@ class ServerCollector(Collector):
                 yield metric
 
     def _all(self) -> Iterator[Metric]:
-        services = [(each.name, each) for each in self._models.services.values()]
-        totals = [(name, each.totals) for name, each in services]
-        disks = [(name, each.prefix_files) for name, each in services]
-        kept_in_files = [(name, disk) for name, disk in disks if disk is not None]
-        yield from _families(CounterMetricFamily, _COUNTERS, totals)
-        yield from _families(CounterMetricFamily, _SERVICE_COUNTERS, services)
+        services = self._models.services
+        totals = {name: each.totals for name, each in services.items()}
+        loaded = {name: each.worker.loaded for name, each in services.items()}
+        yield from _families(_TOTALS, totals)
+        yield from _families(_SERVICE, services)
+        yield from _families(_ENGINE, {name: each.engine for name, each in services.items()})
+        if disks := {name: each.disk for name, each in loaded.items() if each is not None and each.disk is not None}:
+            yield from _families(_DISK, disks)
+        if waits := {name: each.rank_waits for name, each in services.items() if each.rank_waits}:
+            ranks: _Numbers[Sequence[float]] = ((_GAUGE, "eagle:ranks", "Processes that share the model", len),)
+            yield from _families(ranks, waits)
+            named = {name: dict(enumerate(seconds)) for name, seconds in waits.items()}
+            yield _labeled("eagle:rank_wait_seconds", "Time in which a rank waited for messages", "rank", named)
         for name, text, label, counts in _BY_LABEL:
-            counter = CounterMetricFamily(name, text, labels=[_MODEL, label])
-            for model, each in totals:
-                for key, value in counts(each).items():
-                    counter.add_metric([model, str(key)], value)
-            yield counter
-        yield from _families(GaugeMetricFamily, _GAUGES, services)
-        if kept_in_files:
-            yield from _families(CounterMetricFamily, _DISK_COUNTERS, kept_in_files)
-            yield from _families(GaugeMetricFamily, _DISK_GAUGES, kept_in_files)
-        yield from _about_ranks(services)
+            yield _labeled(name, text, label, {model: counts(each) for model, each in totals.items()})
         for name, text, histogram in _HISTOGRAMS:
             family = HistogramMetricFamily(name, text, labels=[_MODEL])
-            for model, each in totals:
+            for model, each in totals.items():
                 family.add_metric([model], _buckets(histogram(each)), histogram(each).sum)
             yield family
-        yield GaugeMetricFamily("eagle:ready", "1 while requests are taken", int(self._models.state == "ready"))
+        yield GaugeMetricFamily("eagle:ready", "1 while requests are accepted", int(self._models.state == "ready"))
 
 
-def _families(
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
-    numbers: Sequence[tuple[str, str, Callable[[T], float]]],
-    of: Sequence[tuple[str, T]],
-) -> Iterator[Metric]:
+def _families(numbers: _Numbers[T], of: Mapping[str, T]) -> Iterator[Metric]:
     """Yield one metric family per number, with a sample per model."""
-    for name, text, read in numbers:
+    for kind, name, text, read in numbers:
         family = kind(name, text, labels=[_MODEL])
-        for model, each in of:
+        for model, each in of.items():
             family.add_metric([model], float(read(each)))
         yield family
 
 
-def _about_ranks(services: Sequence[tuple[str, Service]]) -> Iterator[Metric]:
-    """Yield how long ranks have waited for messages, for models that run on several machines."""
-    shared = [(name, each.rank_waits) for name, each in services if each.rank_waits]
-    if not shared:
-        return
-    ranks = GaugeMetricFamily("eagle:ranks", "Processes that share the model", labels=[_MODEL])
-    waits = CounterMetricFamily(
-        "eagle:rank_wait_seconds", "Time in which a rank has waited for messages", labels=[_MODEL, "rank"]
-    )
-    for name, each in shared:
-        ranks.add_metric([name], len(each))
-        for rank, seconds in enumerate(each):
-            waits.add_metric([name, str(rank)], seconds)
-    yield ranks
-    yield waits
+def _labeled(name: str, text: str, label: str, counts: Mapping[str, Mapping[Any, float]]) -> Metric:
+    """Return a counter with another label besides the model."""
+    family = CounterMetricFamily(name, text, labels=[_MODEL, label])
+    for model, values in counts.items():
+        for key, value in values.items():
+            family.add_metric([model, str(key)], value)
+    return family
 
 
 def registry(models: Models) -> CollectorRegistry:

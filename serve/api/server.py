@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 import sys
@@ -26,7 +25,7 @@ from eagle_mlx.errors import ConfigError
 from . import chat, completions, metrics, routes
 from .errors import add_handlers
 from .guard import HostGuard, KeyGuard, RequestForms
-from .limits import Limits, Threads
+from .limits import Limits
 from .messages.answer import router as messages
 from .messages.schema import CountTokensRequest, MessagesRequest
 from .models import Models
@@ -103,7 +102,6 @@ def create_app(models: Models) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        asyncio.get_running_loop().set_default_executor(Threads(thread_name_prefix="request"))
         models.start()
         yield
         models.stop()

@@ -15,7 +15,7 @@ from math import inf
 from time import perf_counter
 from typing import Any, Literal
 
-from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.engine import Engine
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request_state import RequestState
 
@@ -161,8 +161,6 @@ class Service:
         self.on_idle: Callable[[], None] = lambda: None
         """Called when the model becomes idle."""
         self._calls: set[Call] = set()
-        self._encoding: Counter[str] = Counter()
-        """Requests by client that take a slot without decoding."""
 
     @property
     def name(self) -> str:
@@ -174,60 +172,33 @@ class Service:
         return self.worker.loaded if self.state == "loaded" else None
 
     @property
-    def ready(self) -> bool:
-        return self.loaded is not None
-
-    @property
     def idle(self) -> bool:
         """Whether no request is in progress."""
-        return not self._calls and not self._encoding.total()
+        return not self._calls
+
+    @property
+    def engine(self) -> Engine | None:
+        return self.worker.loaded.engine if self.worker.loaded is not None else None
 
     @property
     def running(self) -> int:
         """Engine requests that are decoding."""
-        loaded = self.worker.loaded
-        return loaded.engine.active if loaded else 0
+        return self.engine.active if self.engine else 0
 
     @property
     def waiting(self) -> int:
         """Engine requests that wait for their turn."""
-        return max(0, self.slots_taken - self._encoding.total() - self.running)
+        return max(0, self.slots_taken - self.running)
 
     @property
     def slots_taken(self) -> int:
         """Slots in use. A finished request holds none, even if its text has not been read."""
-        return sum(call.unfinished for call in self._calls) + self._encoding.total()
-
-    @property
-    def max_running(self) -> int:
-        return self.source.max_batch
-
-    @property
-    def pauses(self) -> int:
-        """Number of pauses of requests since the model was loaded."""
-        loaded = self.worker.loaded
-        return loaded.engine.pauses if loaded else 0
-
-    @property
-    def kv_bytes(self) -> tuple[int, int, int]:
-        """Bytes of the KV caches of rows, of the prefix cache, and the limit of both together."""
-        loaded = self.worker.loaded
-        if loaded is None:
-            return 0, 0, 0
-        snapshot = loaded.engine.snapshot()
-        return snapshot.kv_used, snapshot.prefix_bytes, snapshot.kv_bytes
-
-    @property
-    def prefix_files(self) -> DiskTier | None:
-        """The disk tier of the prefix cache."""
-        loaded = self.worker.loaded
-        return loaded.disk if loaded else None
+        return sum(call.unfinished for call in self._calls)
 
     @property
     def rank_waits(self) -> tuple[float, ...]:
         """Seconds that each rank has waited; empty unless several machines share the model."""
-        loaded = self.worker.loaded
-        return loaded.target.rank_waits if loaded else ()
+        return self.engine.target.rank_waits if self.engine else ()
 
     def admit(self, count: int, client: str = "") -> Call:
         """Admit an HTTP request that needs `count` slots. It keeps the model from being unloaded.
@@ -242,42 +213,31 @@ class Service:
 
     def release(self, call: Call) -> None:
         self._calls.discard(call)
-        self._used()
+        self.last_used = perf_counter()
+        if self.idle:
+            self.on_idle()
 
     @contextmanager
     def encoding(self, client: str) -> Iterator[None]:
         """Hold a slot for a request that decodes nothing. Raises ApiError 429."""
-        self._check_capacity(1, client)
-        self._encoding[client] += 1
+        call = self.admit(1, client)
         try:
             yield
         finally:
-            self._encoding[client] -= 1
-            self._encoding += Counter()  # drop clients at zero
-            self._used()
-
-    def _used(self) -> None:
-        self.last_used = perf_counter()
-        if self.idle:
-            self.on_idle()
+            self.release(call)
 
     def _check_capacity(self, count: int, client: str) -> None:
         slots = self.source.max_batch + self.settings.limits.queue
         if count > slots:
             raise ApiError(400, f"the request asks for {count} answers; at most {slots} fit at once", "n")
-        has_some = self._encoding[client] or any(call.client == client and call.unfinished for call in self._calls)
+        has_some = any(call.client == client and call.unfinished for call in self._calls)
         if self.slots_taken + count > slots - (slots // _RESERVED_SHARE if has_some else 0):
             self.totals.requests["refused"] += 1
             log.warning("refused with 429: the queue of model %s is full; client %s", self.name, client or "unknown")
-            seconds = str(self._retry_after())
-            raise ApiError(
-                429, "the queue is full; try again later", code="queue_full", headers={"Retry-After": seconds}
-            )
-
-    def _retry_after(self) -> int:
-        """Return the seconds after which a refused client may try again: the mean time of a request."""
-        ended = sum(self.totals.whole.buckets)
-        return max(1, min(60, round(self.totals.whole.sum / ended))) if ended else 1
+            whole = self.totals.whole  # retry after the mean time of a request
+            seconds = max(1, min(60, round(whole.sum / max(1, sum(whole.buckets)))))
+            headers = {"Retry-After": str(seconds)}
+            raise ApiError(429, "the queue is full; try again later", code="queue_full", headers=headers)
 
 
 class Call:

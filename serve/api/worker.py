@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -96,13 +95,6 @@ class _Slot:
     reported: int = 0
 
 
-@dataclass(eq=False)
-class _Scoring:
-    score: Score
-    result: Future[list[TokenLogprob]]
-    found: list[TokenLogprob] = field(default_factory=list)
-
-
 class Worker:
     """Runs an engine in its own thread, because MLX arrays belong to the thread that made them.
 
@@ -116,7 +108,6 @@ class Worker:
         self._load = load
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.slots: list[_Slot] = []
-        self._scorings: deque[_Scoring] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unloading = self._stopped = self._lost = False
         self._thread = Thread(target=self._run, name="engine", daemon=True)
@@ -156,7 +147,7 @@ class Worker:
 
     async def score(self, score: Score) -> list[TokenLogprob]:
         """Compute log probabilities of a prompt between steps."""
-        return await self._ask(lambda result: self._scorings.append(_Scoring(score, result)))
+        return await self._ask(lambda result: self._score(score, [], result))
 
     def abort_all(self, reason: str) -> None:
         """End every request with an error."""
@@ -182,8 +173,6 @@ class Worker:
             slot.job.report(RequestEvent(slot.index, [], [], slot.request.output(None)))
         while not self._commands.empty():
             self._commands.get()()  # requests not seen yet end at once, because nothing is loaded
-        while self._scorings:
-            _settle(self._scorings.popleft().result, error=ApiError(500, str(error)))
         if loaded is not None:
             loaded.grammars.end()
 
@@ -223,11 +212,10 @@ class Worker:
 
     def _decode(self, engine: Engine) -> None:
         while not (self._unloading or self._stopped):
-            self._run_commands(engine, wait=engine.idle and not self._scorings)
+            self._run_commands(engine)
             self._end_overdue(engine)
             if not engine.idle:
                 self._step(engine)
-            self._score_next()
 
     def _fail_what_is_left(self) -> None:
         """End the remaining requests after the engine has died."""
@@ -235,8 +223,6 @@ class Worker:
             log.exception(_DIED)
         self._report([(s.job, RequestEvent(s.index, [], [], _failed(s.request))) for s in self.slots])
         self.slots = []
-        while self._scorings:
-            _settle(self._scorings.popleft().result, error=ApiError(500, _DIED))
 
     def _lose(self, reason: str) -> None:
         """Handle the loss of another machine. Runs in a thread of the target."""
@@ -257,13 +243,15 @@ class Worker:
         mx.clear_cache()
         _settle(result)
 
-    def _run_commands(self, engine: Engine, wait: bool) -> None:
-        while (wait or not self._commands.empty()) and not self._unloading:
+    def _run_commands(self, engine: Engine) -> None:
+        """Run the pending commands; wait for one if there is nothing to decode."""
+        for _ in range(max(engine.idle, self._commands.qsize())):
             try:
                 self._commands.get()()
             except Exception as e:
                 self._fail_all(engine, e)
-            wait = False
+            if self._unloading:
+                return
 
     def _step(self, engine: Engine) -> None:
         try:
@@ -334,21 +322,21 @@ class Worker:
             self.loaded.engine.abandon(reason)
             self._publish(self.loaded.engine)
 
-    def _score_next(self) -> None:
-        """Score one piece of the next prompt."""
-        if not self._scorings:
+    def _score(self, score: Score, found: list[TokenLogprob], result: Future[list[TokenLogprob]]) -> None:
+        """Score one piece of a prompt; the next piece follows the next step."""
+        if result.cancelled():
             return
-        scoring = self._scorings.popleft()
-        if scoring.result.cancelled():
+        if self.loaded is None:
+            _settle(result, error=ApiError(500, str(self.failure) if self._lost else _DIED))
             return
         try:
-            scoring.found += next(scoring.score)
-            self._scorings.append(scoring)
+            found += next(score)
+            self._commands.put(lambda: self._score(score, found, result))
         except StopIteration:
-            _settle(scoring.result, scoring.found)
+            _settle(result, found)
         except Exception as e:
             log.exception("a prompt could not be scored")
-            _settle(scoring.result, error=ApiError(500, f"the prompt could not be scored: {type(e).__name__}"))
+            _settle(result, error=ApiError(500, f"the prompt could not be scored: {type(e).__name__}"))
 
     def _stop(self) -> None:
         self._stopped = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring as quote
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 
-from ..answer import EventWriter, Kind, Measured, Part, named_event, part_of, parts_of, quote, stats, stream_answer
+from ..answer import Kind, Measured, Part, named_event, part_of, parts_of, stats, stream_answers
 from ..chat import ChatAnswer, DeltaStream, finish_reason, prepare_chat, read_prompt
 from ..conversation import named_as
 from ..errors import ERRORS, EVENTS, ApiError, ContextExceeded, MessagesError, Shape, documented
@@ -100,9 +101,9 @@ class MessageAnswer:
         return self.message(call, content, self.usage(output)) | ended | stats(call, outputs)
 
     def stream(self, call: Call) -> AsyncIterator[bytes]:
-        return stream_answer(call, self.writer(call))
+        return stream_answers(call, [self.writer(call)], _error_event)
 
-    def writer(self, call: Call) -> EventWriter:
+    def writer(self, call: Call) -> _Writer:
         return _Writer(self, call)
 
     def message(self, call: Call, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +186,7 @@ class _Writer:
     def write(self, event: RequestEvent) -> str:
         return "".join(self._piece(part_of(delta)) for delta in self._deltas.push(event))
 
-    def close(self, output: Output) -> str:
+    def close(self, output: Output, more: str = "") -> str:
         delta = self._answer.ended(output, self._calls)
         ended = {
             "type": "message_delta",
@@ -194,9 +195,6 @@ class _Writer:
             **stats(self._call, [output]),
         }
         return self._stop() + named_event(ended) + named_event({"type": "message_stop"})
-
-    def fail(self, error: ApiError) -> str:
-        return named_event(error.messages_body)
 
     def _piece(self, part: Part) -> str:
         opening = ""
@@ -238,7 +236,7 @@ async def messages(request: Request) -> Response:
     body = await body_of(request, MessagesRequest)
     service = models_of(request).named(body.model)
     places = tool_places(body)
-    chat = await models_of(request).pools.read(lambda: chat_request(body), request.state.size)
+    chat = chat_request(body)
     with named_as(FIELDS, places):
         check(chat, service.settings.limits)
 
@@ -259,7 +257,7 @@ async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation."""
     body = await body_of(request, CountTokensRequest)
     service = models_of(request).named(body.model)
-    chat = await models_of(request).pools.read(lambda: chat_request(body), request.state.size)
+    chat = chat_request(body)
 
     async def count() -> int:
         loaded = await models_of(request).loaded(service)

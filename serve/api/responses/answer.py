@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 
-from ..answer import EventWriter, Part, dumps, named_event, part_of, parts_of, stats, stream_answer
+from ..answer import Part, dumps, named_event, part_of, parts_of, stats, stream_answers
 from ..chat import ChatAnswer, DeltaStream
 from ..errors import ApiError
 from ..schema import SERVICE_TIER
@@ -133,14 +133,14 @@ class ResponseWriter:
     def write(self, event: RequestEvent) -> str:
         return "".join(self._piece(part_of(delta)) for delta in self._deltas.push(event))
 
-    def close(self, output: Output) -> str:
+    def close(self, output: Output, more: str = "") -> str:
         cut_off = output.finish_reason == "length"
         last = self._done("incomplete" if cut_off else "completed")
         response = self._answer.ended(self._call, output, self._parts)
         return last + self._event(f"response.{response['status']}", response=response)
 
-    def fail(self, error: ApiError) -> str:
-        return self._event("response.failed", response=self._answer.failed(self._call, error))
+    def fail(self, error: ApiError) -> bytes:
+        return self._event("response.failed", response=self._answer.failed(self._call, error)).encode()
 
     def _piece(self, part: Part) -> str:
         said = ""
@@ -228,9 +228,10 @@ class ResponseAnswer:
         return self.ended(call, output, parts_of(self.chat.deltas(output)))
 
     def stream(self, call: Call) -> AsyncIterator[bytes]:
-        return stream_answer(call, self.writer(call))
+        writer = self.writer(call)
+        return stream_answers(call, [writer], writer.fail)
 
-    def writer(self, call: Call) -> EventWriter:
+    def writer(self, call: Call) -> ResponseWriter:
         return ResponseWriter(self, call)
 
     def ended(self, call: Call, output: Output, parts: Sequence[Part]) -> dict[str, Any]:

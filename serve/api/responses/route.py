@@ -39,7 +39,7 @@ async def responses(request: Request) -> Response:
     items = [*(before.items if before is not None else ()), *input_items(body)]
     nbytes = request.state.size + (before.nbytes if before is not None else 0)
     functions = Functions.of(body)
-    chat = await models_of(request).pools.read(lambda: chat_request(body, items, functions), nbytes)
+    chat = chat_request(body, items, functions)
     with named_as(FIELDS, functions.places):
         check(chat, service.settings.limits)
 

@@ -340,7 +340,7 @@ def test_whose_client_leaves_before_the_model_is_there_decodes_nothing() -> None
             server.http.post(COMPLETIONS, json={"model": "a", "prompt": "x"}, timeout=0.2)
         server.until(lambda: server.idle)
         ready.set()
-        server.until(lambda: server.service.ready)
+        server.until(lambda: server.service.loaded is not None)
         assert server.service.totals.rounds == 0
         assert complete(server, "a").status_code == 200
 

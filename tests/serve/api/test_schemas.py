@@ -88,7 +88,7 @@ def test_a_server_whose_threads_all_hang_ends_in_time(monkeypatch: pytest.Monkey
     thread.start()
     server = Live(made, address(sock))
     try:
-        server.until(lambda: server.service.ready)
+        server.until(lambda: server.service.loaded is not None)
         with ThreadPoolExecutor(40) as pool:
             asked = [pool.submit(server.http.post, CHAT, json=asking({})) for _ in range(40)]
             server.until(lambda: server.service.waiting == 40)

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.service import Call
@@ -303,11 +303,10 @@ def test_a_request_may_bound_its_own_answers_time(path: str) -> None:
         server.until(lambda: server.idle)
 
 
-def test_a_time_that_is_none_is_refused(server: Live) -> None:
-    with pytest.raises(ConfigError, match="--request-seconds must be above 0"):
-        Limits(request_seconds=0)
-    with pytest.raises(ConfigError, match="--request-seconds must be above 0"):
-        Limits(request_seconds=float("nan"))
+def test_invalid_times_are_refused(server: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds in ("0", "nan"):
+        assert main(["--request-seconds", seconds]) == 2
+        assert "--request-seconds must be above 0" in capsys.readouterr().err
     answer = server.http.post(COMPLETIONS, json={"prompt": "x", "t_max_predict_ms": -1})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "t_max_predict_ms")
     answer = server.http.post(COMPLETIONS, json={"prompt": "x", "t_max_predict_ms": 0, "max_tokens": 2})
