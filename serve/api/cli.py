@@ -15,106 +15,112 @@ from typing import NoReturn
 
 from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.memory import gb
+from eagle_mlx.memory import free_memory, gb, models_bytes
 from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, FINITE, GIGABYTES, SECONDS_OR_0, Group, flag, setting, settings_of
 
 from ..options import bytes_of
 from .guard import check_trusted, is_loopback
 from .limits import Limits
-from .loader import LoadConfig, budget, check, load, several, single
+from .loader import LoadConfig, check, load, several
 from .models import Models, read_models
-from .server import Server, create_app, listen, run, set_up_log
-from .service import Settings
+from .server import Server, create_app, listen, set_up_log
+from .service import Settings, Source
 
 EPILOG = """\
 examples:
-  eagle-serve                                                 the embedded target and head, at http://127.0.0.1:8000
-  eagle-serve --target Qwen3-4B-4bit                          a model, and the head that is found for it
-  eagle-serve --target Qwen3-4B-4bit --head user/head         a model and its EAGLE head
-  eagle-serve --target Qwen3-4B-4bit --spec-decode ngram      no second model: drafts come from the text so far
-  eagle-serve --target Qwen3-4B-4bit --head user/head --check does speculation leave the text alone? 0 says yes
-  eagle-serve --models models.yaml                            several models, each loaded when it is asked for
-  EAGLE_API_KEY=secret eagle-serve --host 0.0.0.0             for others too, who must know the key
+  eagle-serve                                                 the included target and head, at http://127.0.0.1:8000
+  eagle-serve --target Qwen3-4B-4bit                          a model, with the head that is found for it
+  eagle-serve --target Qwen3-4B-4bit --head user/head         a model with its EAGLE head
+  eagle-serve --target Qwen3-4B-4bit --spec-decode ngram      no second model: n-grams of the text draft
+  eagle-serve --target Qwen3-4B-4bit --head user/head --check test that speculation does not change the text
+  eagle-serve --models models.yaml                            several models, each loaded on demand
+  EAGLE_API_KEY=secret eagle-serve --host 0.0.0.0             for other machines that send the key
 
 then, with any OpenAI client:
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Write a haiku."}], "stream": true}'
   OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
 
-models.yaml has a name for each model, and under it what its flags would say, without their dashes:
-  default: {max-batch: 4}                                     # what all models share
+models.yaml lists models by name, with flags as keys, without their dashes:
+  default: {max-batch: 4}                                     # settings for all models
   small: {target: Qwen3-0.6B-4bit, spec-decode: ngram}
   large: {target: Qwen3-4B-4bit, head: user/head, kv-gb: 4}
-A request names its model in "model". Where memory is short, the one that was idle for longest is unloaded. POST
-/admin/load and /admin/unload, with {"model": "small"}, do so at once.
+A request names its model in "model". If memory runs short, the model that has been idle longest is unloaded. POST
+/admin/load and /admin/unload with {"model": "small"} load and unload a model at once.
 
-A request can switch speculation off with "spec_decode": "none", or bound it with "num_speculative_tokens". /health
-says starting, ready or draining; /metrics is for Prometheus. SIGTERM lets requests under way finish, then ends."""
+A request can disable speculation with "spec_decode": "none", or limit it with "num_speculative_tokens". /health
+returns starting, ready or draining; /metrics is for Prometheus. After SIGTERM, requests in progress finish first."""
 
 
 @dataclass(frozen=True)
 class PlaceOptions(Group):
-    """Where the server listens, and for whom."""
+    """The server's address, and who may use it."""
 
-    host: str = setting("127.0.0.1", "address to listen at; the default is this machine", metavar="HOST")
-    port: int = setting(8000, "0 takes a free one")
+    host: str = setting("127.0.0.1", "address to listen at; the default accepts only this machine", metavar="HOST")
+    port: int = setting(8000, "port to listen at; 0 chooses a free one")
     api_key: str | None = setting(
         None,
-        "what clients must send; several have spaces between them, and each has a prefix cache of its own "
-        "(default: EAGLE_API_KEY, else nothing)",
+        "key that clients must send, or several, separated by spaces; each has its own prefix cache "
+        "(default: EAGLE_API_KEY, or no key)",
         metavar="KEY",
     )
     cache_report: bool = setting(
         Settings.cache_report,
-        "tell clients how many tokens of a prompt came from the prefix cache; without, the counts read 0",
+        "report how many prompt tokens came from the prefix cache; otherwise the counts are 0",
     )
-    served_model_name: str | None = setting(None, "default: the folder's name or the hub id")
-    allow_origin: tuple[str, ...] = setting((), "let web pages from there in; repeatable", metavar="URL", repeat=True)
+    served_model_name: str | None = setting(None, "model name for clients (default: the folder's name or the hub id)")
+    allow_origin: tuple[str, ...] = setting((), "let pages of this origin in; repeatable", metavar="URL", repeat=True)
     allowed_host: tuple[str, ...] = setting(
         (),
-        "a name of this server in requests, beside localhost; repeatable (default: any, at 127.0.0.1 none)",
+        "host name to accept in requests besides localhost; repeatable (default: any, but none at 127.0.0.1)",
         metavar="NAME",
         repeat=True,
     )
     forwarded_allow_ips: str = setting(
         "",
-        "proxies whose X-Forwarded-For names the client: addresses or networks with commas between them, or * for any "
-        "(default: none)",
+        "proxies to trust for X-Forwarded-For: addresses or networks, separated by commas, or * (default: none)",
         metavar="LIST",
     )
     ignore_unknown_fields: bool = setting(
-        False, "drop fields that are not known, as vLLM and llama.cpp do, where they are refused otherwise"
+        False, "ignore unknown request fields, like vLLM and llama.cpp, instead of refusing them"
     )
 
 
 @dataclass(frozen=True)
 class LimitOptions(Group):
-    """What bounds requests, and all models together."""
+    """Limits of requests, and of all models together."""
 
-    max_queue: int = setting(Limits.queue, "requests that wait for a model; beyond them 429", AT_LEAST_0)
-    max_body_mb: float = setting(Limits.body_bytes / (1 << 20), "of a request; beyond it 413", FINITE, metavar="MB")
+    max_queue: int = setting(Limits.queue, "requests that may wait for a model; more are refused with 429", AT_LEAST_0)
+    max_body_mb: float = setting(
+        Limits.body_bytes / (1 << 20),
+        "size limit of a request; larger ones get 413",
+        FINITE,
+        metavar="MB",
+    )
     request_seconds: float | None = setting(
         None,
-        "for a request, waiting included; then it ends with what it has (default: as long as it takes)",
+        "time limit of a request, including the wait; it then ends with its text so far (default: none)",
         ABOVE_0,
         metavar="S",
     )
     memory_gb: float | None = setting(
         None,
-        "with --models: weights, keys and values of all that are loaded (default: four fifths of what is free)",
+        "with --models: memory for weights and KV caches of all loaded models (default: four fifths of what is free)",
         GIGABYTES,
         metavar="GB",
     )
-    drain_seconds: float = setting(Settings.drain_seconds, "to finish at the end", SECONDS_OR_0, metavar="S")
+    drain_seconds: float = setting(
+        Settings.drain_seconds, "for requests to finish at shutdown", SECONDS_OR_0, metavar="S"
+    )
 
 
 @dataclass(frozen=True)
 class ServeOptions(Group):
     """A server: its models, its address, and its limits."""
 
-    check: bool = setting(False, "decode 16 tokens with and without drafts, compare, end")
+    check: bool = setting(False, "decode 16 tokens with and without drafts, compare them, and exit")
     models: Path | None = setting(
-        None, "serve several models, which this YAML file names; see below for an example", metavar="FILE"
+        None, "serve several models, listed in this YAML file; see the example below", metavar="FILE"
     )
     place: PlaceOptions = field(default_factory=PlaceOptions)
     model: LoadConfig = field(default_factory=LoadConfig)
@@ -122,14 +128,14 @@ class ServeOptions(Group):
 
     def _check(self) -> None:
         if self.models is None and self.limits.memory_gb is not None:
-            raise ConfigError("--memory-gb is for several models, with --models; a single one is bounded by --kv-gb")
+            raise ConfigError("--memory-gb is for several models, with --models; for a single model use --kv-gb")
         if self.models is None:
             return
         of_a_model = [(name, known.default) for name, known in settings_of(LoadConfig).items()]
         for name, default in [*of_a_model, ("served_model_name", None)]:
             if self.value(name) != default:
                 raise ConfigError(
-                    f"{flag(name)} belongs to a model: write it in {self.models}, under its name or `default`"
+                    f"{flag(name)} is a setting of a model: write it in {self.models}, under its name or `default`"
                 )
 
     def configs(self) -> dict[str, LoadConfig]:
@@ -139,7 +145,7 @@ class ServeOptions(Group):
             return {self.place.served_model_name or served_name(name): self.model.resolved()}
         configs = read_models(self.models)
         if sharded := [name for name, config in configs.items() if config.loading.shard != "none"]:
-            raise ConfigError(f"{self.models}: {sharded[0]} has a shard, which is for a model that is served alone")
+            raise ConfigError(f"{self.models}: {sharded[0]} has a shard; serve that model alone, with --target")
         return configs
 
     def settings(self) -> Settings:
@@ -148,7 +154,7 @@ class ServeOptions(Group):
         key = place.api_key if place.api_key is not None else os.environ.get("EAGLE_API_KEY")
         if key is not None and not (key.split() and key.isascii() and key.isprintable()):
             raise ConfigError(
-                "--api-key (or EAGLE_API_KEY) must be printable ASCII and not empty; spaces stand between several keys"
+                "--api-key (or EAGLE_API_KEY) must be printable ASCII and not empty; separate several keys by spaces"
             )
         seconds = math.inf if limits.request_seconds is None else limits.request_seconds
         body = int(limits.max_body_mb * (1 << 20))
@@ -165,7 +171,7 @@ class ServeOptions(Group):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-serve. Returns the exit status: 0, 1 if --check fails, or 2 for an error."""
-    about = "Serve a model over HTTP, in OpenAI's shapes, with speculative decoding: the same text, sooner."
+    about = "Serve a model over HTTP with OpenAI's API and speculative decoding: the same text, sooner."
     return exit_code(lambda: _run(read(ServeOptions, argv, "eagle-serve", about, EPILOG)))
 
 
@@ -220,8 +226,11 @@ def _serve(configs: dict[str, LoadConfig], settings: Settings, options: ServeOpt
         settings = replace(settings, hosts=hosts_of(sock, options.place.allowed_host), is_local=is_local)
         models = _models(configs, settings, options)
         if settings.api_key is None and not is_local:
-            say(f"note: whoever reaches {options.place.host} can use this server; an --api-key would keep others out")
-        run(Server(create_app(models), say, note), sock)
+            say(f"note: anyone who can reach {options.place.host} can use this server; to prevent that, set --api-key")
+        server = Server(create_app(models), say)
+        server.run(sockets=[sock])
+        if models.failure is not None:
+            raise models.failure
 
 
 def _models(configs: dict[str, LoadConfig], settings: Settings, options: ServeOptions) -> Models:
@@ -233,11 +242,11 @@ def _models(configs: dict[str, LoadConfig], settings: Settings, options: ServeOp
         def tell(text: str) -> None:  # the model may be unloaded and reloaded later
             (say if models.state == "starting" else note)(text)
 
-        models = Models(settings, [single(name, config, tell)], at_start=True)
+        models = Models(settings, [Source(name, lambda: load(config, tell), config.max_batch)], at_start=True)
         return models
-    nbytes = budget(bytes_of(options.limits.memory_gb))
+    nbytes = bytes_of(options.limits.memory_gb) or models_bytes(free_memory())
     sources = several(configs, nbytes, note)
-    say(f"models: {', '.join(configs)}; loaded when they are asked for, within {gb(nbytes)}")
+    say(f"models: {', '.join(configs)}; each is loaded on demand, within {gb(nbytes)}")
     return Models(settings, sources, nbytes)
 
 

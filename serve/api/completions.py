@@ -45,9 +45,9 @@ async def completions(request: Request) -> Response:
     body, service = await read_request(request, CompletionRequest)
     service.settings.limits.check_prompts(len(body.prompts))
     if body.best_of not in (None, body.answers):
-        raise ApiError(400, "best_of must equal n: answers are not chosen among", "best_of")
+        raise ApiError(400, "best_of must equal n, because all answers are returned", "best_of")
     if body.max_tokens == 0 and not body.echo:
-        raise ApiError(400, "max_tokens is 0, which asks for nothing without echo", "max_tokens")
+        raise ApiError(400, "max_tokens can be 0 only with echo", "max_tokens")
 
     async def prepare(call: Call, loaded: Loaded) -> CompletionAnswer:
         has_schema = body.response_format is not None
@@ -97,7 +97,7 @@ def _prompt(given: str | list[int], loaded: Loaded, encode: Encode) -> _Prompt:
         return _Prompt(given, encode(given, True))
     if max(given, default=0) >= loaded.target.vocab_size:
         size = loaded.target.vocab_size
-        raise PromptError(f"prompt: holds a token id outside the model's vocabulary of {size}")
+        raise PromptError(f"prompt: contains a token id outside the model's vocabulary of {size}")
     return _Prompt(loaded.tokenizer.decode(given), given)
 
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import Discriminator, Field
+from pydantic import Discriminator
 
+from . import schema
 from .errors import ApiError, ContextExceeded
-from .schema import Body
 
 PARAGRAPH = "\n\n"
 """Separates pieces of text that came as separate blocks."""
@@ -19,18 +19,10 @@ EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Maps efforts that templates do not know to low or high."""
 
 
-class Extensions(Body):
+class Extensions(schema.Extensions):
     """Fields that this server adds to each API."""
 
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    spec_decode: Literal["none", "ngram", "draft", "eagle", "mtp"] | None = None
-    num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
-    t_max_predict_ms: float | None = Field(None, ge=0)
-    cache_salt: str | None = Field(None, min_length=1)
-    """Requests share prefix cache entries only if their salts are equal. The name is vLLM's."""
 
     def extensions(self) -> dict[str, Any]:
         """Return the fields that were given; Chat Completions has them under the same names."""

@@ -97,7 +97,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
                 elif size > _LINGERING * limits.body_bytes:
                     break
     except TimeoutError as e:
-        message = f"the body did not come within {limits.body_seconds:g} seconds"
+        message = f"the body did not arrive within {limits.body_seconds:g} seconds"
         raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from e
     except ClientDisconnect as e:
         raise client_gone() from e

@@ -44,43 +44,42 @@ class LoadConfig(Group):
 
     target: str | Path | None = setting(None, TARGET_HELP, metavar="MODEL")
     speculation: Speculation = field(default_factory=Speculation)
-    max_batch: int = setting(8, "requests that decode at once", AT_LEAST_1)
+    max_batch: int = setting(8, "maximum number of requests that decode at once", AT_LEAST_1)
     max_context: int | None = setting(
         None,
-        "tokens of prompt and answer (default: the model's)",
+        "maximum tokens of prompt and answer together (default: the model's limit)",
         Limit(lambda tokens: tokens >= 2, "must hold a prompt and an answer, at least 2; got {}"),
     )
     prefill_ms: float = setting(
         PREFILL_MS,
-        "milliseconds that reading prompts may hold up those that decode, each time; at least "
-        f"{LEAST_CHUNK} tokens are read",
+        f"milliseconds that one prefill step may delay decoding; it reads at least {LEAST_CHUNK} tokens",
         ABOVE_0,
         metavar="MS",
     )
     prefix_cache_gb: float | None = setting(
         None,
-        "of --kv-gb, what past prompts may hold (default: a quarter of what is free after the weights)",
+        "part of --kv-gb for the prefix cache (default: a quarter of the memory left after the weights)",
         GIGABYTES_OR_0,
         metavar="GB",
     )
     prefix_cache_dir: Path | None = setting(
-        None, "keep past prompts there too, for a server that is started again", metavar="DIR"
+        None, "store the prefix cache in this folder too, so that it survives restarts", metavar="DIR"
     )
     prefix_disk_gb: float | None = setting(
         None,
-        "of all files there (default: a tenth of the disk, at most half of what is free on it)",
+        "size limit of that folder (default: a tenth of the disk, at most half of its free space)",
         GIGABYTES,
         metavar="GB",
     )
-    kv_bits: Literal[4, 8] | None = setting(None, "keep keys and values in so few bits: less memory")
+    kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits, to save memory")
     volatile: tuple[str, ...] = setting(
         (),
-        "what else to leave out of system prompts because it changes with every request; repeatable",
+        "also remove this from system prompts, because it changes with every request; repeatable",
         metavar="REGEX",
         repeat=True,
     )
     keep_volatile: bool = setting(
-        False, "leave in what is known to change with every request, as agents' billing headers do"
+        False, "keep text that is known to change with every request, such as agents' billing headers"
     )
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
@@ -89,15 +88,14 @@ class LoadConfig(Group):
         self.left_out()
         if self.prefix_cache_dir is not None and self.prefix_cache_gb == 0:
             raise ConfigError(
-                "--prefix-cache-dir keeps what the prefix cache has, and --prefix-cache-gb 0 leaves it nothing; "
-                "leave one of them out"
+                "--prefix-cache-dir stores the prefix cache, but --prefix-cache-gb 0 disables it; remove one of them"
             )
         if self.prefix_cache_dir is not None and self.loading.shard != "none":
-            raise ConfigError("--prefix-cache-dir does not go with --shard: a rank's files would hold its part alone")
-        if self.prefix_disk_gb is not None and self.prefix_cache_dir is None:
             raise ConfigError(
-                "--prefix-disk-gb bounds the files in --prefix-cache-dir, which is missing; name a folder"
+                "--prefix-cache-dir cannot be used with --shard, because a rank has only part of the cache"
             )
+        if self.prefix_disk_gb is not None and self.prefix_cache_dir is None:
+            raise ConfigError("--prefix-disk-gb limits the size of --prefix-cache-dir; give that folder too")
 
     def left_out(self) -> Volatile:
         """Return what to leave out of system prompts. Raises ConfigError for an invalid pattern."""
@@ -173,7 +171,7 @@ def check(loaded: Loaded, say: Callable[[str], None]) -> bool:
     identity = compare(target, [prompt], [plain.tokens], [drafted.tokens], [params], tolerance_for(target))
     tau = f"tau {drafted.acceptance_length:.2f} ({len(drafted.tokens)} tokens in {drafted.rounds} forwards)"
     if identity.different:
-        say(f"check: FAILED: with speculation the text is {drafted.text!r}, without {plain.text!r}; {tau}")
+        say(f"check: FAILED: the text is {drafted.text!r} with speculation and {plain.text!r} without; {tau}")
         return False
     same = "equal but for rounding" if identity.excused else "equal"
     say(f"check: ok: {len(plain.tokens)} tokens with and without speculation are {same}; {tau}")
@@ -191,48 +189,26 @@ def _try_out(target: Target, proposer: Proposer | None, depth: int) -> None:
 def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
     """Return the startup report, line by line."""
     target, chat = loaded.target, loaded.chat
-    chats = [
-        "chat template" if chat.has_chat_template else "no chat template (completions only)",
-        *(["tools"] if chat.has_tool_calling else []),
-        *(["reasoning"] if chat.has_thinking else []),
-    ]
-    budget, prefixes = loaded.engine.kv_budget, loaded.engine.prefixes
-    cache = (
-        f"{gb(min(prefixes.capacity, budget.nbytes))} of it for the prefix cache"
-        if prefixes is not None
-        else "no prefix cache"
-    )
+    template = "chat template" if chat.has_chat_template else "no chat template (completions only)"
+    chats = f"{template}{', tools' * chat.has_tool_calling}{', reasoning' * chat.has_thinking}"
+    budget, prefixes, disk = loaded.engine.kv_budget, loaded.engine.prefixes, loaded.disk
+    cache = f"{gb(min(prefixes.capacity, budget.nbytes))} of it for the prefix cache" if prefixes else "no prefix cache"
     keys = f"keys and values up to {gb(budget.nbytes)}" + (f" in {config.kv_bits} bits" if config.kv_bits else "")
     return [
         f"target: {target.name}, {target.num_layers} layers, {str(target.dtype).rpartition('.')[2]}",
         f"speculation: {config.speculation}",
         *config.speculation.about_head(loaded.engine),
         *config.speculation.why_chains(loaded.engine),
-        f"chat: {', '.join(chats)}",
-        f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless a request says otherwise",
+        f"chat: {chats}",
+        f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless the request sets another",
         f"context: {target.context_length} tokens, {config.max_batch} requests at once",
-        *_about_disk(loaded.disk),
-        f"memory: {gb(mx.get_active_memory())} in use, {keys} ({budget.longest} tokens of one request), {cache}",
+        *([f"prefix files: {disk.folder}, {gb(disk.nbytes)}, limit {gb(disk.limit)} for all models"] if disk else []),
+        f"memory: {gb(mx.get_active_memory())} in use, {keys} ({budget.longest} tokens for one request), {cache}",
         f"blas: {blas.activate()}, mlx on {'the CPU' if mx.default_device() == mx.Device(mx.cpu) else 'the GPU'}",
     ]
 
 
-def _about_disk(disk: DiskTier | None) -> list[str]:
-    """Return a line on the folder of prefix cache files and its size."""
-    if disk is None:
-        return []
-    return [f"prefix files: {disk.folder}, {gb(disk.nbytes)} there, up to {gb(disk.limit)} of all models"]
-
-
-Say = Callable[[str], None]
-
-
-def single(name: str, config: LoadConfig, say: Say) -> Source:
-    """Return the source of the only model."""
-    return Source(name, lambda: load(config, say), config.max_batch)
-
-
-def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Say) -> list[Source]:
+def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Callable[[str], None]) -> list[Source]:
     """Return the sources of models that share `nbytes`.
 
     If a model's entry sets no KV cache size, it gets an equal part of half the budget, or what its weights leave if
@@ -242,24 +218,16 @@ def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Say) -> list[So
     for name, config in configs.items():
         if Path(config.name).is_dir() and (needed := _sized(config, nbytes, len(configs))[1]) > nbytes:
             raise ConfigError(
-                f"model {name!r} takes {gb(needed)} with its keys and values, but there are {gb(nbytes)} for all "
-                "models; give more with --memory-gb, or leave it out"
+                f"model {name!r} needs {gb(needed)} with its KV cache, but all models together may use {gb(nbytes)}; "
+                "increase --memory-gb, or remove the model"
             )
-    return [_shared(name, config, nbytes, len(configs), say) for name, config in configs.items()]
+    return [_source(name, config, nbytes, len(configs), say) for name, config in configs.items()]
 
 
-def budget(given: int | None) -> int:
-    """Return the bytes for all models: `given`, or a share of free memory."""
-    return memory.models_bytes(memory.free_memory()) if given is None else given
-
-
-def _shared(name: str, config: LoadConfig, nbytes: int, count: int, say: Say) -> Source:
-    def about(text: str) -> None:
-        say(f"{name}: {text}")
-
+def _source(name: str, config: LoadConfig, nbytes: int, count: int, say: Callable[[str], None]) -> Source:
     return Source(
         name,
-        lambda: load(_sized(config, nbytes, count)[0], about),
+        lambda: load(_sized(config, nbytes, count)[0], lambda text: say(f"{name}: {text}")),
         config.max_batch,
         lambda: _sized(config, nbytes, count)[1],
         lambda: check_files(config),
@@ -289,7 +257,7 @@ def check_files(config: LoadConfig) -> None:
     """
     for folder in _folders(config):
         if not (files := _weights(folder)):
-            raise TargetError(f"{folder} has no weights; fetch or make them again")
+            raise TargetError(f"{folder} has no weights; download or create them again")
         for file in files:
             if file.suffix == ".safetensors":
                 check_length(file)

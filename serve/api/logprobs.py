@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -59,10 +59,9 @@ class TokenTexts:
 
     def __getitem__(self, token: int) -> tuple[str, bytes]:
         """Return a token's text and bytes. Part of a character reads `bytes:\\xe2\\x82`, so that texts are unique."""
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._find(token)
-        return found
+        if token not in self._known:
+            self._known[token] = self._find(token)
+        return self._known[token]
 
     def _find(self, token: int) -> tuple[str, bytes]:
         text: str = self._tokenizer.decode([*self._anchor, token])[len(self._before) :]
@@ -97,9 +96,8 @@ def _entry(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
 class CompletionLogprobs:
     """The log probability lists of a completion, with the text offset of each token."""
 
-    def __init__(self, texts: TokenTexts, tokenizer: TokenizerWrapper, offset: int = 0):
-        """offset: the text offset of the first token."""
-        self._texts, self._offset = texts, offset
+    def __init__(self, texts: TokenTexts, tokenizer: TokenizerWrapper):
+        self._texts, self._offset = texts, 0
         self._stream = TextStream(tokenizer)
 
     def take(self, found: Iterable[TokenLogprob], first_unknown: int | None = None) -> dict[str, Any]:
@@ -139,14 +137,8 @@ def score_prompt(target: Target, tokens: Sequence[int], top: int, chunk: int = 2
         logits = target.forward(read, cache).logits[0]
         cache.advance(len(following))
         cache.sync([start + len(following)])
-        chosen, ids, values = logprobs_of(logits, mx.array(following, mx.int32), top)
-        scores = listed(
-            following,
-            cast(list[float], chosen.tolist()),
-            cast(list[list[int]], ids.tolist()),
-            cast(list[list[float]], values.tolist()),
-            top,
-        )
-        del logits, chosen, ids, values
+        found: list[Any] = [part.tolist() for part in logprobs_of(logits, mx.array(following, mx.int32), top)]
+        scores = listed(following, found[0], found[1], found[2], top)
+        del logits
         freed.after_chunk()
         yield scores

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -135,13 +135,6 @@ def _labeled(name: str, text: str, label: str, counts: Mapping[str, Mapping[Any,
         for key, value in values.items():
             family.add_metric([model, str(key)], value)
     return family
-
-
-def registry(models: Models) -> CollectorRegistry:
-    """Return a registry for this server alone."""
-    own = CollectorRegistry(auto_describe=False)
-    own.register(ServerCollector(models))
-    return own
 
 
 class SpeculationSummary(Shape):

@@ -117,10 +117,9 @@ class Models:
         """Return a model as `named` does, but also while the server takes no requests."""
         names = ", ".join(map(repr, self.services))
         if model is None and len(self.services) > 1:
-            raise ApiError(400, f"model is not given, and several are served: {names}", "model")
+            raise ApiError(400, f"name the model, because this server has several: {names}", "model")
         if model is not None and model not in self.services:
-            here = f"the one that is: {names}" if len(self.services) == 1 else f"those that are: {names}"
-            said = f"model {model[:_NAMED]!r} is not served here; {here}"
+            said = f"model {model[:_NAMED]!r} is not served here; available: {names}"
             raise ApiError(404, said, "model", "model_not_found")
         return self.services[model] if model is not None else next(iter(self.services.values()))
 
@@ -140,10 +139,10 @@ class Models:
         """
         async with self._turn:
             if service.rank_waits:
-                said = f"model {service.name!r} is shared by several machines and stays loaded; end the server instead"
+                said = f"model {service.name!r} runs on several machines, so it stays loaded; stop the server instead"
                 raise ApiError(409, said, "model", "model_shared")
             if not service.idle:
-                said = f"model {service.name!r} has requests under way; unload it when they have ended"
+                said = f"model {service.name!r} has requests in progress; unload it after they have finished"
                 raise ApiError(409, said, "model", "model_busy")
             await self._end(service)
 
@@ -151,13 +150,10 @@ class Models:
         """Return the load in progress, or start one. It continues if a waiting request is cancelled."""
         if service.name not in self._loading:
             loading = self._loading[service.name] = asyncio.create_task(self._load(service))
-            loading.add_done_callback(lambda done: self._ended(service, done))
+            loading.add_done_callback(lambda done: self._loading.pop(service.name))
+            # Mark its error as retrieved, even if nobody waits.
+            loading.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._loading[service.name]
-
-    def _ended(self, service: Service, loading: asyncio.Task[None]) -> None:
-        del self._loading[service.name]
-        if not loading.cancelled():
-            loading.exception()  # mark it as retrieved, even if nobody waited
 
     async def _load(self, service: Service) -> None:
         async with self._turn:
@@ -181,7 +177,7 @@ class Models:
                 elif service.name not in self._starting:  # else the server ends and reports it then
                     log.error("model %s could not be loaded: %s", service.name, e)
                 # The reason may name folders of this machine, which clients should not see.
-                said = f"model {service.name!r} could not be loaded; the server's log says why"
+                said = f"model {service.name!r} could not be loaded; see the server's log"
                 raise ApiError(500, said, code="model_not_loaded") from e
             service.state = "loaded"
             self._starting.discard(service.name)
@@ -191,7 +187,7 @@ class Models:
         loop = asyncio.get_running_loop()
         needed = await loop.run_in_executor(self._checking, source.nbytes)
         if self._nbytes is not None and needed > self._nbytes:
-            raise EagleError(f"it takes {gb(needed)}, and there are {gb(self._nbytes)} for all models (--memory-gb)")
+            raise EagleError(f"it needs {gb(needed)}, but all models together may use {gb(self._nbytes)} (--memory-gb)")
         await loop.run_in_executor(self._checking, source.check)
         return needed
 
@@ -209,7 +205,7 @@ class Models:
             try:
                 await asyncio.wait_for(self._room.wait(), until - monotonic())
             except TimeoutError as e:
-                said = f"there is no room for model {service.name!r}: all that are loaded have requests under way"
+                said = f"there is no memory for model {service.name!r}: all loaded models have requests in progress"
                 raise ApiError(503, said, code="no_room", headers={"Retry-After": "5"}) from e
 
     async def _end(self, service: Service) -> None:
@@ -224,8 +220,6 @@ class Models:
 
 DEFAULT = "default"
 """The entry with settings for all models."""
-_KEPT_NAMES = (None, AUTO, NO_HEAD)
-"""Values of `head` that are not a folder or hub id."""
 
 
 def read_models(file: Path) -> dict[str, LoadConfig]:
@@ -233,23 +227,18 @@ def read_models(file: Path) -> dict[str, LoadConfig]:
 
     Raises ConfigError, with file, entry and remedy, for invalid, unknown, duplicate or missing settings.
     """
-    entries = _read(file)
-    shared = entries.pop(DEFAULT, None)
-    if not entries:
-        raise ConfigError(f"{file} names no model; write one as `name: {{target: folder or hub id}}`")
-    settings = {name: _settings(file, name, values) for name, values in [(DEFAULT, shared), *entries.items()]}
-    shared = settings.pop(DEFAULT)
-    return {name: _config(file, name, {**shared, **own}) for name, own in settings.items()}
-
-
-def _read(file: Path) -> dict[str, Any]:
     entries = read_yaml(file, "file of models")
     if not isinstance(entries, dict):
         raise ConfigError(f"{file} must hold models as `name: {{target: folder or hub id}}`")
     for name in entries:
         if not (isinstance(name, str) and name and name.isprintable()):
-            raise ConfigError(f"{file}: {name!r} is no name for a model; write it in quotes")
-    return entries
+            raise ConfigError(f"{file}: {name!r} is not a model name; write it in quotes")
+    shared = entries.pop(DEFAULT, None)
+    if not entries:
+        raise ConfigError(f"{file} has no models; write one as `name: {{target: folder or hub id}}`")
+    settings = {name: _settings(file, name, values) for name, values in [(DEFAULT, shared), *entries.items()]}
+    shared = settings.pop(DEFAULT)
+    return {name: _config(file, name, {**shared, **own}) for name, own in settings.items()}
 
 
 def _settings(file: Path, name: str, values: Any) -> dict[str, Any]:
@@ -266,7 +255,7 @@ def _settings(file: Path, name: str, values: Any) -> dict[str, Any]:
             raise ConfigError(f"{file}: {name}: {key!r} is not a setting of a model{hint}")
         setting, negated = known[key]
         if setting in keys:
-            raise ConfigError(f"{file}: {name}: {keys[setting]} and {key} are the same; give one")
+            raise ConfigError(f"{file}: {name}: {keys[setting]} and {key} are the same setting; keep one")
         keys[setting] = key
         if negated and not isinstance(value, bool | None):
             raise ConfigError(f"{file}: {name}: {key} must be true or false, not {value!r}")
@@ -283,14 +272,10 @@ def _config(file: Path, name: str, settings: Mapping[str, Any]) -> LoadConfig:
         raise ConfigError(f"{file}: {name}: {e}") from e
     speculation = config.speculation
     for key, place in (("target", config.name), ("head", speculation.head), ("draft-model", speculation.draft_model)):
-        if place is not None and place not in _KEPT_NAMES and _is_missing(place):
-            raise ConfigError(f"{file}: {name}: {key} {place} is no folder here; correct the path, or give a hub id")
+        if place in (None, AUTO, NO_HEAD) or Path(place).expanduser().is_dir() or hub.hub_id(place) is not None:
+            continue
+        raise ConfigError(f"{file}: {name}: {key} {place} is not a folder; correct the path, or give a hub id")
     return config
-
-
-def _is_missing(place: str | Path) -> bool:
-    """Return whether a name can only be a folder, and that folder is missing."""
-    return not Path(place).expanduser().is_dir() and hub.hub_id(place) is None
 
 
 @cache

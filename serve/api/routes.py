@@ -136,7 +136,7 @@ async def spec_decode_metrics(request: Request, model: str | None = None) -> Res
     service = models_of(request).named(model)
     loaded = service.loaded
     if loaded is None:
-        said = f"model {service.name!r} is not loaded; ask when it is, or /metrics"
+        said = f"model {service.name!r} is not loaded; send it a request first, or use /metrics"
         raise ApiError(409, said, "model", "model_not_loaded")
     return json_response(speculation_summary(service.totals, loaded.mode, loaded.most_drafts))
 
@@ -198,8 +198,8 @@ async def _asked(request: Request) -> Service:
     """Return the requested model. Raises ApiError 403 if there is no key and other machines can connect."""
     settings = models_of(request).settings
     if settings.api_key is None and not settings.is_local:
-        said = "without an API key models are loaded and unloaded only where the server listens at a loopback address"
-        raise ApiError(403, f"{said}; start it with EAGLE_API_KEY", code="api_key_needed")
+        said = "other machines can reach this server, so loading and unloading needs a key; start it with EAGLE_API_KEY"
+        raise ApiError(403, said, code="api_key_needed")
     body = await body_of(request, AdminRequest)
     return models_of(request).named(body.model)
 
@@ -208,9 +208,8 @@ async def _asked(request: Request) -> Service:
 async def embeddings() -> None:
     """Raise ApiError 501."""
     said = (
-        "this server has no embedding model: it writes text, through /v1/chat/completions, /v1/responses and "
-        "/v1/messages. For embeddings run a server that has one beside it, such as llama.cpp's "
-        "`llama-server --embedding`, and give clients its address for them"
+        "this server has no embedding model. Run another server for embeddings, such as llama.cpp's "
+        "`llama-server --embedding`, and give clients its address"
     )
     raise ApiError(501, said, code="embeddings_not_supported")
 
@@ -232,7 +231,7 @@ async def tokenize(request: Request) -> Response:
     body = await body_of(request, TokenizeRequest)
     service = models_of(request).named(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give prompt, a text, or messages", "prompt")
+        raise ApiError(400, "give either prompt or messages", "prompt")
     return await _respond(request, service, lambda loaded, encode: _tokens(body, loaded, encode))
 
 
@@ -260,7 +259,7 @@ async def detokenize(request: Request) -> Response:
 
 def _text(body: DetokenizeRequest, loaded: Loaded) -> Text:
     if max(body.tokens, default=0) >= loaded.target.vocab_size:
-        raise ApiError(400, f"tokens holds an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
+        raise ApiError(400, f"tokens contains an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
     return Text(prompt=loaded.tokenizer.decode(body.tokens))
 
 

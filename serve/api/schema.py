@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from .errors import ApiError
+from .errors import ApiError, shortened
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
@@ -20,7 +20,6 @@ _INSTANCE = re.compile(r"valid dictionary or (?:object|instance) .*")
 """How pydantic asks for an object: with a class name of ours."""
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 """A token id. The engine checks it against the vocabulary."""
-
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
 """OpenAI's range, as are the ranges below."""
@@ -77,27 +76,12 @@ class AdminRequest(Body):
     model: str
 
 
-class Request(Body):
-    """Fields that Chat Completions and Completions share."""
+class Extensions(Body):
+    """Fields that this server adds to OpenAI's and Anthropic's APIs."""
 
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=0)
-    temperature: Temperature | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    n: int | None = Field(None, ge=1)
-    stop: str | Many[str] | None = None
-    stop_token_ids: Many[Id] | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
-    response_format: ResponseFormat | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     spec_decode: Literal["none", "ngram", "draft", "eagle", "mtp"] | None = None
     """The loaded mode, `ngram` if n-grams draft alongside a model, or `none`."""
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
@@ -105,6 +89,26 @@ class Request(Body):
     """Limit from the first token to the end of an answer; 0 is none. As in llama.cpp, but not only at line ends."""
     cache_salt: str | None = Field(None, min_length=1)
     """Requests share prefix cache entries only if their salts are equal. The name is vLLM's."""
+
+
+class Request(Extensions):
+    """Fields that Chat Completions and Completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    temperature: Temperature | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: int | None = Field(None, ge=1)
+    stop: str | Many[str] | None = None
+    stop_token_ids: Many[Id] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     # Ignored: these concern OpenAI's own servers.
     user: str | None = None
     safety_identifier: str | None = None
@@ -130,7 +134,7 @@ class Request(Body):
     def answer_format(self) -> dict[str, Any] | None:
         """`response_format` as it was sent."""
         given = self.response_format
-        return given.model_dump(by_alias=True, exclude_none=True) if given is not None else None
+        return None if given is None else given.model_dump(by_alias=True, exclude_none=True)
 
     @property
     def answer_seconds(self) -> float:
@@ -184,7 +188,7 @@ def supported(part: object) -> object:
     """Refuse known parts that are not text by name, which is clearer than a list of valid types."""
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in _NOT_TEXT:
-        raise ValueError(f"{_NOT_TEXT[kind]} not supported; this server reads text alone")
+        raise ValueError(f"{_NOT_TEXT[kind]} not supported; this server reads only text")
     return part
 
 
@@ -300,7 +304,7 @@ def read(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"] = "for
     try:
         fields = from_json(body, allow_inf_nan=False)
     except ValueError as e:
-        raise ApiError(400, f"the body is not JSON that can be used: {e}") from e
+        raise ApiError(400, f"the body is not valid JSON: {e}") from e
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
     if unknown == "forbid" and (strange := sorted(fields.keys() - kind.model_fields.keys())):
@@ -335,14 +339,14 @@ def _path(steps: Sequence[int | str], is_strange: bool) -> str:
 
     is_strange: whether the last step is the client's name for an unknown field.
     """
-    last = len(steps) - 1
-    ways = _PLAIN | _class_names(Body)
-    fields = (step for at, step in enumerate(steps) if _is_field(step, ways) or (is_strange and at == last))
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in fields).removeprefix(".")
-
-
-def _is_field(step: int | str, ways: Collection[str]) -> bool:
-    return isinstance(step, int) or (step.isidentifier() and step not in ways)
+    types = _PLAIN | _class_names(Body)
+    path = ""
+    for at, step in enumerate(steps):
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif (step.isidentifier() and step not in types) or (is_strange and at == len(steps) - 1):
+            path += f".{step}"
+    return path.removeprefix(".")
 
 
 def _class_names(base: type[BaseModel]) -> frozenset[str]:
@@ -357,4 +361,4 @@ def _progress(detail: ErrorDetails) -> tuple[int, int, bool]:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 100 else f"{name[:100]}..."
+    return shortened(name, 100)

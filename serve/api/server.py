@@ -17,6 +17,7 @@ from typing import Any, Literal, TextIO
 import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from prometheus_client import CollectorRegistry
 from pydantic.json_schema import models_json_schema
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -109,7 +110,8 @@ def create_app(models: Models) -> FastAPI:
     app = FastAPI(title="eagle-serve", version="1", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.models = models
     app.state.responses = ResponseMemory(settings.limits.responses, settings.limits.response_bytes)
-    app.state.registry = metrics.registry(models)
+    app.state.registry = CollectorRegistry(auto_describe=False)
+    app.state.registry.register(metrics.ServerCollector(models))
     add_handlers(app)
     for router in ROUTERS:
         app.include_router(router)
@@ -183,6 +185,7 @@ def close_overdue(connections: Iterable[Connection], limits: Limits, now: float)
             connection.transport.abort()
 
 
+log = logging.getLogger("eagle_mlx.serve")
 _LAST_WORDS = 2.0
 """Seconds to send the errors of aborted answers."""
 
@@ -193,10 +196,8 @@ class Server(uvicorn.Server):
     After `drain_seconds`, or at a second signal, the remaining requests end with an error.
     """
 
-    def __init__(
-        self, app: FastAPI, say: Callable[[str], None] = lambda _: None, note: Callable[[str], None] = lambda _: None
-    ):
-        """say: prints startup lines. note: logs later lines."""
+    def __init__(self, app: FastAPI, say: Callable[[str], None] = lambda _: None):
+        """say: prints startup lines."""
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -212,12 +213,11 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.models: Models = app.state.models
-        self._say, self._note = say, note
-        self._announced = False
+        self._say = say
+        self._announced = self._abandoned = False
         self._end: float | None = None
         """When requests in progress must have finished."""
         self._draining = False
-        self._abandoned = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         seconds = self.models.settings.drain_seconds if self._end is None else 0.0
@@ -242,12 +242,12 @@ class Server(uvicorn.Server):
         assert self._end is not None
         if not self._draining:
             self._draining = True
-            self._note(f"draining: no new requests; those in progress have {max(0.0, self._end - now):.0f} s")
+            log.info("draining: no new requests; those in progress have %.0f s", max(0.0, self._end - now))
         if self.models.idle or now > self._end + _LAST_WORDS:
             self.should_exit = True
         elif now > self._end and not self._abandoned:
             self._abandoned = True
-            self._note("drain time is over; ending the remaining requests with an error")
+            log.info("drain time is over; ending the remaining requests with an error")
             self.models.abort_all("the server is shutting down")
 
 
@@ -276,14 +276,6 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as e:
         raise ConfigError(f"cannot listen at --host {host} --port {port}: {e}; use another address or port") from e
     return sock
-
-
-def run(server: Server, sock: socket.socket) -> None:
-    """Serve until shutdown. Raises the failure of a model that the server cannot run without."""
-    server.run(sockets=[sock])
-    failure = server.models.failure
-    if failure is not None:
-        raise failure
 
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -112,21 +112,18 @@ State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The operator's settings for all models."""
+    """The operator's settings for all models; `cli.PlaceOptions` and `cli.LimitOptions` describe them."""
 
     limits: Limits = field(default_factory=Limits)
     api_key: str | None = None
-    """Accepted keys, separated by spaces. Each has a prefix cache of its own."""
+    """Accepted keys, separated by spaces."""
     cache_report: bool = True
-    """Whether answers and metrics report prefix cache hits."""
     origins: tuple[str, ...] = ()
-    """Origins of web pages that may use the server; `*` allows all."""
+    """Origins of web pages that may use the server."""
     hosts: tuple[str, ...] | None = None
     """Accepted host names besides loopback ones; None accepts any."""
     forwarded_allow_ips: tuple[str, ...] = ()
-    """Addresses and networks of proxies with a trusted `X-Forwarded-For`; `*` is any peer."""
     ignore_unknown_fields: bool = False
-    """Whether to drop unknown request fields instead of refusing them."""
     drain_seconds: float = 30.0
     is_local: bool = True
     """Whether only this machine can connect."""

@@ -257,7 +257,7 @@ class Worker:
         try:
             engine.step()
         except Exception:  # the requests in the step have ended; the others continue
-            log.exception("a step of the engine failed; the requests in it end")
+            log.exception("an engine step failed; its requests end with an error")
         self._publish(engine)
 
     def _end_overdue(self, engine: Engine) -> None:
@@ -275,7 +275,7 @@ class Worker:
 
     def _fail_all(self, engine: Engine, error: Exception) -> None:
         """End all requests; the engine continues with new ones."""
-        log.exception("the engine failed; the requests in it end")
+        log.exception("the engine failed; its requests end with an error")
         engine.abandon(f"the engine failed: {type(error).__name__}: {error}")
         self._publish(engine)
 

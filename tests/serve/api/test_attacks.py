@@ -73,7 +73,7 @@ def unread() -> Iterator[Callable[[Live], socket.socket]]:
         raw.close()
 
 
-def test_rows_that_have_ended_hold_no_place_though_nobody_reads_their_text(
+def test_finished_rows_hold_no_slot_even_if_their_text_is_unread(
     unread: Callable[[Live], socket.socket],
 ) -> None:
     with live(settings=wide(Limits(queue=0)), unread_bytes=4096) as server:
@@ -88,9 +88,7 @@ def test_rows_that_have_ended_hold_no_place_though_nobody_reads_their_text(
         server.until(lambda: server.idle)
 
 
-def test_a_stream_that_nobody_reads_is_ended(
-    unread: Callable[[Live], socket.socket], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unread_stream_is_closed(unread: Callable[[Live], socket.socket], caplog: pytest.LogCaptureFixture) -> None:
     with live(settings=wide(Limits(send_seconds=0.3)), unread_bytes=4096) as server:
         unread(server)
         server.until(lambda: not server.service.idle)
@@ -100,7 +98,7 @@ def test_a_stream_that_nobody_reads_is_ended(
     assert not caplog.records
 
 
-def test_a_whole_answer_that_nobody_reads_is_ended_too() -> None:
+def test_an_unread_answer_is_closed() -> None:
     asked = {"prompt": MEGABYTES[:60_000], "return_token_strs": True}
     with live(settings=wide(Limits(send_seconds=0.3)), unread_bytes=4096) as server:
         raws = [connect(server, request("/tokenize", asked), unread_bytes=4096) for _ in range(3)]
@@ -110,7 +108,7 @@ def test_a_whole_answer_that_nobody_reads_is_ended_too() -> None:
             raw.close()
 
 
-def test_who_reads_slowly_is_not_cut_off() -> None:
+def test_slow_readers_are_not_cut_off() -> None:
     asked = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True, "logprobs": 20}
     with live(settings=wide(Limits(send_seconds=1.0)), unread_bytes=4096) as server:
         with connect(server, request(COMPLETIONS, asked), unread_bytes=4096) as raw:
@@ -141,7 +139,7 @@ def test_connections_that_do_not_send_a_request_are_closed() -> None:
         assert server.http.get("/health").status_code == 200
 
 
-def test_a_body_that_does_not_come_is_answered_with_408() -> None:
+def test_a_missing_body_gets_408() -> None:
     with live(settings=wide(Limits(body_seconds=0.2))) as server:
         with connect(server, request(COMPLETIONS, {"prompt": "x"})[:-3]) as raw:
             answer = b""
@@ -152,7 +150,7 @@ def test_a_body_that_does_not_come_is_answered_with_408() -> None:
         assert is_served(server)
 
 
-def test_beyond_the_limit_connections_that_wait_longest_make_room() -> None:
+def test_beyond_the_limit_the_connections_idle_longest_are_closed() -> None:
     with live(settings=wide(Limits(connections=8))) as server:
         with server.slowed(0.01), server.http.stream("POST", COMPLETIONS, json={"prompt": "x", "stream": True}) as held:
             raws = [connect(server) for _ in range(30)]
@@ -207,7 +205,7 @@ def many_long_texts(server: Live, path: str, count: int, client: str = "127.0.0.
 
 
 @pytest.mark.parametrize("path", ["/tokenize", CHAT])
-def test_long_texts_keep_nobody_waiting_and_are_forgotten_with_their_client(path: str, encoder: LongTexts) -> None:
+def test_long_texts_delay_nobody_and_are_dropped_with_their_client(path: str, encoder: LongTexts) -> None:
     with live(unbounded) as server:
         with many_long_texts(server, path, 8):
             server.until(lambda: server.service.slots_taken == 8 and encoder.begun == 1)
@@ -220,7 +218,7 @@ def test_long_texts_keep_nobody_waiting_and_are_forgotten_with_their_client(path
         assert encoder.begun == 2  # texts of disconnected clients were not encoded
 
 
-def test_tokenizing_takes_a_place_in_the_queue(encoder: LongTexts) -> None:
+def test_tokenizing_takes_a_slot_of_the_queue(encoder: LongTexts) -> None:
     with live(unbounded, wide(Limits(queue=0))) as server:
         with many_long_texts(server, "/tokenize", 4):
             server.until(lambda: server.service.slots_taken == 4)
@@ -243,7 +241,7 @@ def test_tokenizing_takes_a_place_in_the_queue(encoder: LongTexts) -> None:
         (CHAT, {"messages": [{"role": "user", "content": MEGABYTES}]}),
     ],
 )
-def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(
+def test_texts_that_cannot_fit_are_refused_before_encoding(
     server: Live, encoder: LongTexts, path: str, body: dict[str, Any]
 ) -> None:
     answer = server.http.post(path, json=body)
@@ -265,9 +263,7 @@ def test_a_short_request_does_not_wait_for_all_requests_of_another_client() -> N
         assert "".join(pieces).endswith("data: [DONE]\n\n")
 
 
-def test_15_addresses_that_a_client_makes_up_take_one_clients_places(
-    encoder: LongTexts, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_15_forged_addresses_share_one_clients_slots(encoder: LongTexts, caplog: pytest.LogCaptureFixture) -> None:
     forged = {"X-Forwarded-For": "192.0.2.99"}
     with ExitStack() as stack:
         server = stack.enter_context(live(unbounded, wide(Limits(queue=12))))

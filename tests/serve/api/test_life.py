@@ -71,7 +71,7 @@ def hold(server: Live, count: int) -> list[Held]:
     return held
 
 
-def test_who_leaves_a_stream_frees_its_rows(server: Live) -> None:
+def test_a_client_that_leaves_a_stream_frees_its_rows(server: Live) -> None:
     with server.slowed(0.01):
         held = hold(server, 3)
         server.until(lambda: server.service.running > 0)
@@ -82,7 +82,7 @@ def test_who_leaves_a_stream_frees_its_rows(server: Live) -> None:
     assert server.service.totals.requests["cancelled"] >= 3
 
 
-def test_who_leaves_while_waiting_for_the_whole_frees_its_row(server: Live) -> None:
+def test_a_client_that_leaves_before_its_answer_frees_its_row(server: Live) -> None:
     before = server.service.totals.requests["cancelled"]
     for path, body in [
         (COMPLETIONS, {**LONG, "n": 4}),
@@ -96,7 +96,7 @@ def test_who_leaves_while_waiting_for_the_whole_frees_its_row(server: Live) -> N
     assert server.service.totals.requests["cancelled"] == before + 2
 
 
-def test_a_crowd_of_which_some_leave() -> None:
+def test_many_clients_of_which_some_leave() -> None:
     rng = random.Random(0)
     with live(settings=wide(Limits(queue=24))) as server:
 
@@ -144,7 +144,7 @@ def breakable(engine: em.Engine) -> Event:
     return broken
 
 
-def test_a_failing_step_ends_its_requests_alone() -> None:
+def test_a_failing_step_ends_only_its_requests() -> None:
     with live() as server:
         loaded = server.service.worker.loaded
         assert loaded is not None
@@ -164,7 +164,7 @@ def test_a_failing_step_ends_its_requests_alone() -> None:
         assert server.service.totals.requests["failed"] == 2
 
 
-def test_requests_that_only_wait_outlive_a_failing_step() -> None:
+def test_waiting_requests_survive_a_failing_step() -> None:
     with live() as server, ThreadPoolExecutor(1) as pool:
         loaded = server.service.worker.loaded
         assert loaded is not None
@@ -180,7 +180,7 @@ def test_requests_that_only_wait_outlive_a_failing_step() -> None:
         assert server.service.totals.requests["failed"] == made.max_batch
 
 
-def test_logits_that_are_no_numbers_end_their_request_alone() -> None:
+def test_nan_logits_end_only_their_request() -> None:
     with live(poisoned) as server, ThreadPoolExecutor(2) as pool:
         wanted = engine("none").generate(["def f(x):"], em.SamplingParams(max_tokens=60))[0].text
         good: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 60, "temperature": 0}
@@ -193,7 +193,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone() -> None:
             list(server.openai.completions.create(model=NAME, prompt=[5, POISON], max_tokens=5, stream=True))
 
 
-def test_a_server_that_starts_says_so() -> None:
+def test_a_starting_server_reports_it() -> None:
     ready = Event()
 
     def load() -> Loaded:
@@ -220,7 +220,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
         server.until(lambda: server.server.should_exit)
 
 
-def test_draining_finishes_what_has_begun() -> None:
+def test_draining_finishes_requests_in_progress() -> None:
     with live() as server:
         with server.slowed():
             held = hold(server, 2)
@@ -236,7 +236,7 @@ def test_draining_finishes_what_has_begun() -> None:
         server.until(lambda: server.server.should_exit)
 
 
-def test_draining_takes_no_longer_than_it_may() -> None:
+def test_draining_ends_after_its_time_limit() -> None:
     with live(settings=wide(Limits(queue=60), drain_seconds=0.2)) as server, server.slowed(0.05):
         held = hold(server, 6)
         server.terminate()
@@ -246,7 +246,7 @@ def test_draining_takes_no_longer_than_it_may() -> None:
 
 
 @pytest.mark.usefixtures("compiled")
-def test_the_command_serves_and_ends_in_order(tmp_path: Path) -> None:
+def test_the_command_serves_and_shuts_down(tmp_path: Path) -> None:
     target = tiny_target_folder(tmp_path / "model")
     command = [sys.executable, "-m", "eagle_mlx.serve.api.cli", "--target", str(target), "--spec-decode", "ngram"]
     with subprocess.Popen(

@@ -87,7 +87,7 @@ def several() -> Iterator[Live]:
         yield server
 
 
-def test_each_model_says_what_it_says_alone(wanted: dict[str, str]) -> None:
+def test_each_model_decodes_as_it_does_alone(wanted: dict[str, str]) -> None:
     """Loaded by the first requests, four at once for each, while the others load and decode."""
     loads = Loads()
     assert len(set(wanted.values())) == len(SEEDS)
@@ -104,7 +104,7 @@ def test_each_model_says_what_it_says_alone(wanted: dict[str, str]) -> None:
         assert [numbers[f"eagle:requests_total{{model_name={name}}}{{outcome=finished}}"] for name in SEEDS] == [4] * 3
 
 
-def test_every_api_takes_the_model_that_is_named(several: Live) -> None:
+def test_every_api_accepts_a_model_name(several: Live) -> None:
     for path, body in [
         (CHAT, {"messages": SAID, "max_tokens": 4}),
         (MESSAGES, {"messages": SAID, "max_tokens": 4}),
@@ -119,8 +119,8 @@ def test_every_api_takes_the_model_that_is_named(several: Live) -> None:
     assert several.http.get("/v1/spec_decode/metrics", params={"model": "a"}).json()["spec_decode_mode"] == "ngram"
 
 
-def test_a_name_that_is_not_known_is_refused_and_those_that_are_are_named(several: Live) -> None:
-    known = "those that are: 'a', 'b', 'c'"
+def test_an_unknown_name_is_refused_with_the_known_ones(several: Live) -> None:
+    known = "available: 'a', 'b', 'c'"
     for path, body in [
         (CHAT, {"messages": SAID}),
         (COMPLETIONS, {"prompt": "x"}),
@@ -144,7 +144,7 @@ def test_a_name_that_is_not_known_is_refused_and_those_that_are_are_named(severa
     assert "several are served: 'a', 'b', 'c'" in answer.json()["error"]["message"]
 
 
-def test_who_was_idle_for_longest_makes_room(wanted: dict[str, str]) -> None:
+def test_the_model_idle_longest_is_unloaded(wanted: dict[str, str]) -> None:
     loads = Loads()
     with serving(loads, room=2) as server:
         for name in ("a", "b", "a", "c", "a"):
@@ -158,7 +158,7 @@ def test_who_was_idle_for_longest_makes_room(wanted: dict[str, str]) -> None:
         assert numbers["eagle:requests_total{model_name=c}{outcome=finished}"] == 1  # kept after unloading
 
 
-def test_memory_comes_back() -> None:
+def test_unloading_frees_memory() -> None:
     taken: dict[str, int] = {}
     with serving(Loads(), room=1) as server:
         for name in ("a", "b", "a", "b"):  # the first time, each thread takes a few bytes and keeps them
@@ -193,7 +193,7 @@ def test_a_model_with_requests_is_not_unloaded() -> None:
         assert complete(server, "b").status_code == 200  # the disconnected client's model could be unloaded
 
 
-def test_who_has_no_room_waits_until_another_has_ended() -> None:
+def test_a_model_without_memory_waits_for_another_to_finish() -> None:
     with serving(Loads(), room=1) as server, ThreadPoolExecutor(2) as pool:
         assert complete(server, "a").status_code == 200
         with server.slowed():
@@ -206,7 +206,7 @@ def test_who_has_no_room_waits_until_another_has_ended() -> None:
         assert states(server) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
 
 
-def test_a_load_that_fails_is_told_and_may_be_tried_again(wanted: dict[str, str]) -> None:
+def test_a_failed_load_is_reported_and_can_be_retried(wanted: dict[str, str]) -> None:
     loads = Loads()
 
     def missing(name: str) -> None:
@@ -218,7 +218,7 @@ def test_a_load_that_fails_is_told_and_may_be_tried_again(wanted: dict[str, str]
             assert answer.status_code == 500
             error = answer.json()["error"]
             assert error["code"] == "model_not_loaded"
-            assert error["message"] == "model 'a' could not be loaded; the server's log says why"
+            assert error["message"] == "model 'a' could not be loaded; see the server's log"
         answer = server.http.post(MESSAGES, json={"model": "a", "messages": SAID, "max_tokens": 4})
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "api_error")
         assert states(server)["a"] == "failed"
@@ -248,9 +248,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def test_18_models_that_cannot_be_loaded_leave_one_that_works_where_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_18_a_broken_model_does_not_unload_a_working_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     works = tiny_target_folder(tmp_path / "works", layers=2)
     for name, (damage, _) in DAMAGES.items():
         damage(Path(shutil.copytree(works, tmp_path / name)))
@@ -272,7 +270,7 @@ def test_18_models_that_cannot_be_loaded_leave_one_that_works_where_it_is(
         assert said in line, (name, line)
 
 
-def test_a_model_whose_engine_dies_is_loaded_anew(wanted: dict[str, str]) -> None:
+def test_a_model_is_reloaded_after_its_engine_dies(wanted: dict[str, str]) -> None:
     loads = Loads()
     with serving(loads, room=1) as server:
         assert complete(server, "a").status_code == 200
@@ -292,7 +290,7 @@ def test_a_model_whose_engine_dies_is_loaded_anew(wanted: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_stream_whose_model_is_being_loaded_gives_signs_of_life(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_sends_keep_alives_while_its_model_loads(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "KEEP_ALIVE_SECONDS", 0.02)
     loads, seen = Loads(), Event()
 
@@ -302,7 +300,7 @@ def test_a_stream_whose_model_is_being_loaded_gives_signs_of_life(fails: bool, m
             raise TargetError("it is broken")
 
     loads.before = slow
-    told = "model 'a' could not be loaded; the server's log says why"
+    told = "model 'a' could not be loaded; see the server's log"
     for path, body, alive, ends in [
         (CHAT, {"messages": SAID, "max_tokens": 4}, ": waiting", "data: [DONE]"),
         (MESSAGES, {"messages": SAID, "max_tokens": 4}, "event: ping", "event: message_stop"),
@@ -332,7 +330,7 @@ def complete_other(server: Live) -> bool:
     return server.http.get("/v1/models").status_code == 200
 
 
-def test_whose_client_leaves_before_the_model_is_there_decodes_nothing() -> None:
+def test_a_client_that_leaves_while_the_model_loads_decodes_nothing() -> None:
     loads, ready = Loads(), Event()
     loads.before = lambda name: ready.wait(20)
     with serving(loads) as server:
@@ -345,7 +343,7 @@ def test_whose_client_leaves_before_the_model_is_there_decodes_nothing() -> None
         assert complete(server, "a").status_code == 200
 
 
-def test_models_are_loaded_and_unloaded_when_asked() -> None:
+def test_models_are_loaded_and_unloaded_on_request() -> None:
     loads = Loads()
     with serving(loads, settings=wide(api_key="secret", is_local=False)) as server:
         for path in ("/admin/load", "/admin/unload"):
@@ -361,7 +359,7 @@ def test_models_are_loaded_and_unloaded_when_asked() -> None:
         assert server.http.get("/v1/spec_decode/metrics", params={"model": "b"}).status_code == 409
 
 
-def test_without_a_key_only_this_machine_loads_and_unloads() -> None:
+def test_without_a_key_only_this_machine_can_load_and_unload() -> None:
     with serving(Loads(), settings=wide(is_local=False)) as server:
         for path in ("/admin/load", "/admin/unload"):
             answer = server.http.post(path, json={"model": "a"})
@@ -369,7 +367,7 @@ def test_without_a_key_only_this_machine_loads_and_unloads() -> None:
         assert states(server)["a"] == "unloaded"
 
 
-def test_a_single_model_can_be_unloaded_too_and_comes_back() -> None:
+def test_a_single_model_can_be_unloaded_and_reloaded() -> None:
     with live() as server:
         before = complete(server, "tiny").json()["choices"]
         assert server.http.post("/admin/unload", json={"model": "tiny"}).json()["state"] == "unloaded"
@@ -377,7 +375,7 @@ def test_a_single_model_can_be_unloaded_too_and_comes_back() -> None:
         assert complete(server, "tiny").json()["choices"] == before
 
 
-def test_the_end_drains_all_models() -> None:
+def test_shutdown_drains_all_models() -> None:
     with serving(Loads()) as server, ThreadPoolExecutor(2) as pool:
         for name in "ab":
             assert complete(server, name).status_code == 200

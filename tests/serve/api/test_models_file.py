@@ -1,4 +1,4 @@
-"""A file of models has the meaning of the flags; errors are named before anything is loaded."""
+"""A file of models equals flags; errors are reported before anything is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
-def test_an_entry_says_what_its_flags_would_say(tmp_path: Path, target: Path) -> None:
+def test_entries_equal_flags(tmp_path: Path, target: Path) -> None:
     text = f"""
 default: {{max-batch: 2, spec-decode: ngram, volatile: ["a+", "b+"], target: {target}}}
 plain:
@@ -75,23 +75,26 @@ def test_the_example_of_the_guide_is_read(tmp_path: Path) -> None:
         ("default: {port: 3}\na: {target: org/x}", "default: 'port' is not a setting of a model"),
         ("a: {head: org/y}", "a: has no target; add `target: folder or hub id`"),
         ("a:", "a: has no target"),
-        ("a: {target: ./nowhere}", "a: target ./nowhere is no folder here; correct the path, or give a hub id"),
-        ("a: {target: org/x, head: /nowhere}", "a: head /nowhere is no folder here"),
-        ("a: {target: org/x, draft-model: ./no}", "a: draft-model ./no is no folder here"),
+        ("a: {target: ./nowhere}", "a: target ./nowhere is not a folder; correct the path, or give a hub id"),
+        ("a: {target: org/x, head: /nowhere}", "a: head /nowhere is not a folder"),
+        ("a: {target: org/x, draft-model: ./no}", "a: draft-model ./no is not a folder"),
         ("a: {target: org/x, max-batch: many}", "a: --max-batch must be a whole number, not 'many'"),
         ("a: {target: org/x, max-batch: 0}", "a: --max-batch must be at least 1"),
         ("a: {target: org/x, max-batch: [1]}", "a: --max-batch must be a whole number, not [1]"),
         ("a: {target: org/x, no-prior: 1}", "a: no-prior must be true or false, not 1"),
-        ("a: {target: org/x, head: org/h, eagle-head-path: org/g}", "a: head and eagle-head-path are the same; give"),
+        (
+            "a: {target: org/x, head: org/h, eagle-head-path: org/g}",
+            "a: head and eagle-head-path are the same setting",
+        ),
         ("a: {target: org/x, spec-decode: draft}", "a: --spec-decode draft needs a model that drafts"),
         ("a: org/x", "a: must hold settings such as"),
-        ("7: {target: org/x}", "7 is no name for a model; write it in quotes"),
-        ("default: {target: org/x}", "names no model"),
+        ("7: {target: org/x}", "7 is not a model name; write it in quotes"),
+        ("default: {target: org/x}", "has no models"),
         ("- a", "must hold models as"),
         ("a: {", "cannot be read as YAML"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_the_entry(tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path, text)
     assert main(["--models", str(file), "--port", "0"]) == 2
     (error,) = capsys.readouterr().err.splitlines()[:1]
@@ -104,13 +107,13 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str, capsys: py
     [
         (["--models", "nowhere.yaml"], "there is no file of models nowhere.yaml"),
         (["--memory-gb", "1"], "--memory-gb is for several models"),
-        (["--models", "FILE", "--head", "org/h"], "--head belongs to a model: write it in "),
-        (["--models", "FILE", "--served-model-name", "x"], "--served-model-name belongs to a model"),
+        (["--models", "FILE", "--head", "org/h"], "--head is a setting of a model: write it in "),
+        (["--models", "FILE", "--served-model-name", "x"], "--served-model-name is a setting of a model"),
         (["--models", "FILE", "--memory-gb", "0"], "--memory-gb must be above 0"),
-        (["--models", "FILE", "--memory-gb", "0.0001"], "model 'a' takes "),
+        (["--models", "FILE", "--memory-gb", "0.0001"], "model 'a' needs "),
     ],
 )
-def test_flags_that_cannot_be(
+def test_conflicting_flags_are_refused(
     tmp_path: Path, target: Path, args: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(written(tmp_path, f"a: {{target: {target}}}"))
@@ -154,5 +157,5 @@ def test_models_share_the_memory(tmp_path: Path, target: Path) -> None:
 
 def test_a_model_that_never_fits_is_refused(tmp_path: Path, target: Path) -> None:
     configs = read_models(written(tmp_path, f"a: {{target: {target}, kv-gb: 1}}"))
-    with pytest.raises(ConfigError, match="model 'a' takes 1.0. GB .* --memory-gb"):
+    with pytest.raises(ConfigError, match="model 'a' needs 1.0. GB .* --memory-gb"):
         several(configs, 900_000_000, lambda _: None)

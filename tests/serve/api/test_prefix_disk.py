@@ -100,20 +100,20 @@ def test_the_flags_open_the_folder_and_say_so(tmp_path: Path) -> None:
     assert loaded.disk is not None
     assert loaded.disk.folder.parent == tmp_path / "cache"
     [line] = [line for line in said if line.startswith("prefix files: ")]
-    assert line.endswith("0.0 MB there, up to 1.00 GB of all models")
+    assert line.endswith("0.0 MB, limit 1.00 GB for all models")
     loaded.disk.close(10)
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--prefix-cache-dir", "x", "--prefix-cache-gb", "0"], "leave one of them out"),
-        (["--prefix-disk-gb", "1"], "which is missing; name a folder"),
+        (["--prefix-cache-dir", "x", "--prefix-cache-gb", "0"], "remove one of them"),
+        (["--prefix-disk-gb", "1"], "give that folder too"),
         (["--prefix-cache-dir", "x", "--prefix-disk-gb", "0"], "--prefix-disk-gb must be above 0"),
         (["--prefix-cache-dir", __file__], "is a file; name a folder"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_at_the_start(
+def test_invalid_cache_settings_are_refused_at_startup(
     args: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_target_folder(tmp_path / "model")

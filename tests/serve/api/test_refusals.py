@@ -91,7 +91,7 @@ def still_serves(server: Live) -> None:
         (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
         (COMPLETIONS, {"prompt": "x", "stop": ["a"] * 17}, "stop", "at most 16"),
         (COMPLETIONS, {"prompt": "x", "stop": "a" * 257}, "stop", "256"),
-        (COMPLETIONS, {"prompt": "x", "stop": ""}, "stop", "not empty"),
+        (COMPLETIONS, {"prompt": "x", "stop": ""}, "stop", "non-empty strings"),
         (COMPLETIONS, {"prompt": "x", "n": 0}, "n", "greater"),
         (COMPLETIONS, {"prompt": "x", "n": 17}, "n", "at most 16"),
         (COMPLETIONS, {"prompt": "x", "best_of": 2}, "best_of", "equal n"),

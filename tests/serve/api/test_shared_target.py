@@ -86,7 +86,7 @@ def test_answers_are_those_of_one_process_and_sigterm_at_any_rank_drains(tmp_pat
         assert 'eagle:rank_wait_seconds_total{model_name="target",rank="1"}' in metrics
         kept = server.http.post("/admin/unload", json={"model": "target"})
         assert kept.status_code == 409
-        assert "is shared by several machines" in kept.json()["error"]["message"]
+        assert "runs on several machines" in kept.json()["error"]["message"]
         answers: list[httpx.Response] = []
         asking = Thread(target=lambda: answers.append(server.complete(200)))
         asking.start()
@@ -136,9 +136,9 @@ def test_requests_end_with_an_error_where_the_other_rank_is_killed(tmp_path: Pat
 
 
 def test_what_does_not_go_with_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="--prefix-cache-dir does not go with --shard"):
+    with pytest.raises(ConfigError, match="--prefix-cache-dir cannot be used with --shard"):
         LoadConfig("a", Speculation(), loading=TargetOptions(shard="tensor"), prefix_cache_dir=tmp_path)
     models = tmp_path / "models.yaml"
     models.write_text("one: {target: a, shard: tensor}")
     assert main(["--models", str(models)]) == 2
-    assert "one has a shard, which is for a model that is served alone" in capsys.readouterr().err
+    assert "one has a shard; serve that model alone" in capsys.readouterr().err

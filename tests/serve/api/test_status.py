@@ -104,7 +104,7 @@ def test_memory_is_counted_and_who_never_fits_gets_a_400() -> None:
         assert before["eagle:kv_bytes_max"] == allowed
         refused = server.http.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 300})
         assert refused.status_code == 400
-        assert "300 to generate takes" in refused.json()["error"]["message"]
+        assert "300 to generate needs" in refused.json()["error"]["message"]
         assert "enough for 300 tokens" in refused.json()["error"]["message"]
         answer = server.http.post(COMPLETIONS, json={"prompt": PROMPT, "temperature": 0, "ignore_eos": True})
         usage = answer.json()["usage"]

@@ -112,7 +112,7 @@ def long_bodies() -> dict[str, dict[str, Any]]:
     }
 
 
-def test_16_a_stream_tells_no_counts_of_a_prompt_if_they_are_hidden() -> None:
+def test_16_hidden_cache_counts_are_not_streamed() -> None:
     with gated(max_batch=1, cache_report=False) as (server, gate):
         stream = Stream(server, COMPLETIONS, {"prompt": LONG, "max_tokens": 2})
         assert stream.comment() == "waiting, 0 requests before this one"
@@ -120,7 +120,7 @@ def test_16_a_stream_tells_no_counts_of_a_prompt_if_they_are_hidden() -> None:
         assert stream.comment() == "reading the prompt"
 
 
-def test_a_stream_says_how_far_its_prompt_has_been_read_and_who_goes_before_it() -> None:
+def test_a_stream_reports_prefill_progress_and_queue_position() -> None:
     with gated(max_batch=1) as (server, gate):
         first = Stream(server, COMPLETIONS, {"prompt": LONG, "max_tokens": 2})
         assert first.comment() == "waiting, 0 requests before this one"
@@ -137,7 +137,7 @@ def test_a_stream_says_how_far_its_prompt_has_been_read_and_who_goes_before_it()
             each.end()
 
 
-def test_a_short_prompt_says_nothing_while_it_is_read() -> None:
+def test_a_short_prompt_reports_no_progress() -> None:
     with gated() as (server, gate):
         body = {"prompt": [5, 6, 7], "max_tokens": 8, "stream": True}
         request = server.http.build_request("POST", COMPLETIONS, json=body)
@@ -149,7 +149,7 @@ def test_a_short_prompt_says_nothing_while_it_is_read() -> None:
         assert text.endswith("data: [DONE]\n\n")
 
 
-def test_official_clients_do_not_mind_the_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_official_clients_ignore_the_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     """During prefill, the engine waits in each step until the stream has sent something."""
     told: list[str] = []
     looked, waits_for = Event(), Call.waits_for
@@ -208,7 +208,7 @@ class Clock:
 TEXT: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
 
 
-def test_an_answer_whose_time_is_over_ends_with_what_it_has() -> None:
+def test_a_timed_out_answer_ends_with_its_text_so_far() -> None:
     with ThreadPoolExecutor(2) as pool, gated(limits=Limits(request_seconds=30)) as (server, gate):
         clock = Clock(server)
         whole = pool.submit(server.http.post, COMPLETIONS, json=TEXT)
@@ -236,7 +236,7 @@ def test_an_answer_whose_time_is_over_ends_with_what_it_has() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_request_without_a_token_when_its_time_is_over_gets_an_error(streamed: bool) -> None:
+def test_a_request_that_times_out_without_a_token_gets_an_error(streamed: bool) -> None:
     with ThreadPoolExecutor(3) as pool, gated(max_batch=1, limits=Limits(request_seconds=30)) as (server, gate):
         clock = Clock(server)
         held = pool.submit(server.http.post, COMPLETIONS, json={**TEXT, "prompt": LONG})
@@ -261,7 +261,7 @@ def test_a_request_without_a_token_when_its_time_is_over_gets_an_error(streamed:
         server.until(lambda: server.idle and gate.engine.waiting == 0)
 
 
-def test_official_clients_do_not_ask_again_when_the_time_was_over() -> None:
+def test_official_clients_do_not_retry_after_a_timeout() -> None:
     with ThreadPoolExecutor(1) as pool, gated(limits=Limits(request_seconds=30)) as (server, gate):
         clock = Clock(server)
         client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=3)
@@ -276,7 +276,7 @@ def test_official_clients_do_not_ask_again_when_the_time_was_over() -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES, RESPONSES])
-def test_a_request_may_bound_its_own_answers_time(path: str) -> None:
+def test_a_request_can_limit_its_own_answers_time(path: str) -> None:
     """From its first token; earlier time does not count."""
     most = "max_output_tokens" if path == RESPONSES else "max_tokens"
     asked: Any = {"input": "x"} if path == RESPONSES else {"messages": [{"role": "user", "content": "x"}]}
@@ -313,7 +313,7 @@ def test_invalid_times_are_refused(server: Live, capsys: pytest.CaptureFixture[s
     assert answer.status_code == 200
 
 
-def test_clients_are_told_apart_by_their_address() -> None:
+def test_clients_are_distinguished_by_address() -> None:
     """With a proxy on this machine, by the address that it names."""
     behind = {"forwarded_allow_ips": ("127.0.0.1",)}
     with ThreadPoolExecutor(6) as pool, gated(max_batch=1, **behind) as (server, gate):
