@@ -131,7 +131,7 @@ def test_memory_is_shared_out_at_the_start(models: tuple[str, str]) -> None:
     engine = load(given, said.append).engine
     assert (engine.prefixes, engine.kv_budget.nbytes) == (None, 3_000_000)
     memory = next(line for line in reversed(said) if line.startswith("memory: "))
-    assert f"keys and values up to 3.0 MB ({engine.kv_budget.longest} tokens of one request)" in memory
+    assert f"keys and values up to 3.0 MB ({engine.kv_budget.longest} tokens for one request)" in memory
     assert memory.endswith("no prefix cache")
 
 
