@@ -18,7 +18,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.setting import Group, Setting, setting, settings_of
 from eagle_mlx.target import Target, fingerprint
 
-from .config import NOT_BESIDE_HOURS, SELF, TrainConfig, named_settings
+from .config import NOT_WITH_HOURS, SELF, TrainConfig, named_settings
 from .data import data_config, heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
 from .hours import train_for_hours
@@ -30,17 +30,17 @@ from .run import BEST, check_incomplete, check_wandb, claim, existing_head, resu
 OWN_RECIPE = ""
 """The value of `--recipe` without a name: use the target's recipe."""
 _HELP = """\
-Train a head for a target, from nothing or from a head that exists.
+Train a new head for a target, or continue training an existing one.
 
 kinds of heads:
-  eagle3  reads three of the target's layers; an output projection of its own, over the most frequent tokens
+  eagle3  reads three of the target's layers; has its own output projection over the most frequent tokens
   eagle   EAGLE-1 and 2: reads the target's last hidden state and predicts the next one
-  mtp     a layer of the target's own architecture over the last hidden state, used again for every draft token
+  mtp     one layer of the target's architecture; reads the last hidden state, and is reused for every draft token
 
 examples:
   eagle-train --target checkpoints/target --minutes 6 --rows 4 --length 256 --unroll 3 --lr 2e-3 --output out/head
-  eagle-train --target Qwen3-4B-4bit --output out/qwen3-4b-eagle3      (no data: the target makes up its own)
-  eagle-train --target Qwen3-4B-4bit --hours 8 --output out/night   (the same, portion by portion, in that time)
+  eagle-train --target Qwen3-4B-4bit --output out/qwen3-4b-eagle3      (without --data, the target writes it)
+  eagle-train --target Qwen3-4B-4bit --hours 8 --output out/night   (the same, portion by portion, in 8 hours)
   eagle-train --target Qwen3-4B-4bit --self-tokens 3000000 --minutes 480 --output out/long --dry-run
   eagle-train --target Qwen3-4B-4bit --data chats.jsonl --output out/qwen3-4b-eagle3
   eagle-train --target Qwen3-4B-4bit --head eagle --data chats.jsonl --output out/qwen3-4b-eagle
@@ -52,17 +52,17 @@ examples:
 
 eagle-train report compares runs, finished or not: loss, τ, time, and the settings in which they differ.
 
-Without --data or --shards every target but the included one is asked to make up conversations of its own first, as
-eagle-data make has it: OUTPUT.self.jsonl, of --self-tokens tokens. What is made is kept, whatever interrupts it; the
-same command continues. The file is found again by a later run with the same target, seed and number of tokens.
-With --hours data are made and learnt from in turns, and the head drafts what is made next.
+Without --data or --shards, the target first writes --self-tokens tokens of conversations to OUTPUT.self.jsonl, like
+eagle-data make; only the included target does not. If it is interrupted, the same command continues. A later run with
+the same target, seed and number of tokens reuses the file. With --hours, making data and training alternate, and the
+head drafts the next data.
 
-Settings come from their defaults, then the recipe, then the YAML file, then the flags. A key of the file is its flag
-without the dashes in front, with _ for - (draft_vocab: 32000). A bare model name such as Qwen3-4B-4bit means
+Flags override the YAML file, which overrides the recipe, which overrides the defaults. A key in the file is the flag
+without the leading dashes and with _ for - (draft_vocab: 32000). A bare model name such as Qwen3-4B-4bit means
 mlx-community/Qwen3-4B-4bit.
 
-Ctrl-C (or SIGTERM) saves the run's state and stops; --resume continues as if nothing had happened, after a crash from
-the last state that was saved. A second Ctrl-C stops at once.
+Ctrl-C (or SIGTERM) saves the run's state and stops. --resume continues exactly from there, or after a crash from the
+last saved state. A second Ctrl-C stops immediately.
 """
 
 
@@ -70,16 +70,14 @@ the last state that was saved. A second Ctrl-C stops at once.
 class Start(Group):
     """Options of a start, apart from the run's settings."""
 
-    resume: Path | None = setting(
-        None, "continue the run in this folder, with the settings it began with", metavar="DIR"
-    )
+    resume: Path | None = setting(None, "continue the run in this folder with its original settings", metavar="DIR")
     recipe: str | None = setting(
         None,
-        "settings for a known model, by the recipe's name or the model's; without NAME the one for --target: "
+        "settings for a known model, by the name of the recipe or of the model; without NAME, the recipe for --target: "
         + ", ".join(recipe_names()),
         bare=OWN_RECIPE,
     )
-    dry_run: bool = setting(False, "print what the run would read, learn and take, and begin nothing")
+    dry_run: bool = setting(False, "print the plan of the run with its memory and time, and stop")
     config_file: Path | None = setting(None, "YAML file with settings", name="config", also=("-c",))
 
 
@@ -97,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(start: Start, flags: Mapping[str, Any]) -> None:
     resume, name = start.resume, start.recipe
     if resume is not None and (name is not None or start.dry_run):
-        raise ConfigError("a resumed run has its own settings: leave --recipe and --dry-run out beside --resume")
+        raise ConfigError("--resume uses the run's own settings: leave out --recipe and --dry-run")
     if start.dry_run:
         print(plan_of(*new_run(name, start.config_file, flags)))
         return
@@ -109,7 +107,7 @@ def _main(start: Start, flags: Mapping[str, Any]) -> None:
         elif resume is None:
             config, _ = new_run(name, start.config_file, flags)
         elif start.config_file is not None:
-            raise ConfigError("a resumed run has its own settings: leave -c out beside --resume")
+            raise ConfigError("--resume uses the run's own settings: leave out -c")
         else:
             config = resumed_config(resume, flags)
         if world.is_rank_zero:
@@ -128,21 +126,21 @@ def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tu
     named = named_settings(file, flags)
     target = str(named.get("target", ""))
     if name == OWN_RECIPE and not target:
-        raise ConfigError("--recipe without a name takes the one for the target: name that with --target")
+        raise ConfigError("--recipe without a name uses the recipe for the target: name the target with --target")
     recipe = None if name is None else load_recipe(name or target)
     known = dict(recipe.settings) if recipe else {}
     if named.get("hours"):  # the target makes the data, so ignore a recipe's
-        known = {setting: value for setting, value in known.items() if setting not in ("map", *NOT_BESIDE_HOURS)}
+        known = {setting: value for setting, value in known.items() if setting not in ("map", *NOT_WITH_HOURS)}
         known["data"] = [SELF]
     named = named_settings(file, flags, known)
     if target and not (named.get("data") or named.get("shards") or is_embedded_target(target)):
         named["data"] = [SELF]
         fits = recipe_for(target)
         others = f"; data sets for it: --recipe {fits.name}" if fits else ""
-        print(f"no --data is given, so {target} makes up conversations (--data self){others}", file=sys.stderr)
+        print(f"no --data is given, so {target} writes conversations first (--data self){others}", file=sys.stderr)
     config = TrainConfig.of(**named)
     if "self_tokens" in named and not config.data.is_self:
-        raise ConfigError("--self-tokens says how much --data self makes up; leave it out beside other data")
+        raise ConfigError("--self-tokens applies only to --data self; leave it out with other data")
     return config, recipe
 
 
@@ -152,7 +150,7 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
         raise ConfigError("no target: name the model that the head is for with --target")
     config = resolved(config)
     if config.optimization.hours and world.size > 1:
-        raise ConfigError("--hours is for one process: start it without mlx.launch")
+        raise ConfigError("--hours works with one process only: start it without mlx.launch")
     if config.run.wandb and world.is_rank_zero:
         check_wandb()
     check_incomplete(resume)

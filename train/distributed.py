@@ -40,27 +40,19 @@ class World(ranks.World):
             self.all_sum(np.zeros(1, np.int64))
         return done
 
-    def all_sum_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Return the sums over all processes of float32 arrays with the same names and shapes."""
-        if self.group is None:
-            return dict(arrays)
-        summed: dict[str, mx.array] = {}
-        waiting: list[str] = []
-        for name in sorted(arrays):
-            waiting.append(name)
-            if sum(arrays[each].size for each in waiting) >= _BUCKET:
-                summed |= self._sum_bucket({each: arrays[each] for each in waiting})
-                waiting = []
-        if waiting:
-            summed |= self._sum_bucket({each: arrays[each] for each in waiting})
-        return summed
-
     def all_sum_tree(self, tree: Any) -> Any:
-        """Return a tree of arrays summed as in `all_sum_arrays`."""
+        """Return the sum over all processes of a tree of float32 arrays with the same names and shapes."""
         if self.group is None:
             return tree
-        flat = dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
-        return tree_unflatten(list(self.all_sum_arrays(flat).items()))
+        arrays = dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
+        summed: dict[str, mx.array] = {}
+        bucket: dict[str, mx.array] = {}
+        for count, name in enumerate(sorted(arrays), 1):
+            bucket[name] = arrays[name]
+            if count == len(arrays) or sum(array.size for array in bucket.values()) >= _BUCKET:
+                summed |= self._sum_bucket(bucket)
+                bucket = {}
+        return tree_unflatten(list(summed.items()))
 
     def broadcast_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Return rank 0's arrays, bit for bit. Other ranks pass arrays of the same names, shapes and dtypes."""

@@ -86,7 +86,7 @@ def test_a_time_budget_and_states_captured_anew(target: Path, chats: Path, tmp_p
     assert run(target, chats, out, "-c", str(file)) == 0
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] >= 1
-    assert report["data"]["states"] == "captured anew for each batch"
+    assert report["data"]["states"] == "captured for each batch"
 
 
 def test_training_from_shards(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
@@ -96,7 +96,7 @@ def test_training_from_shards(target: Path, chats: Path, tmp_path: Path, capsys:
     assert run(target, chats, tmp_path / "out", *more) == 0
     assert load_head(tmp_path / "out" / "last", model).config.aux_layers == (0, 2)
     assert run(target, chats, tmp_path / "other", *more, "--aux-layers", "1", "2") == 2
-    assert "holds the layers 0, 2, 3, and the head is to read 1, 2" in capsys.readouterr().err
+    assert "has the layers 0, 2, 3, but the head reads 1, 2" in capsys.readouterr().err
     smaller = tiny_target_folder(tmp_path / "smaller", hidden=16)
     assert run(smaller, chats, tmp_path / "other", *more) == 2
     assert "hidden size 32" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_maps_and_filters_reach_training_and_held_out_prompts(tmp_path: Path) ->
     assert report["left_out"] == 0
     assert 0 < len(heldout_prompts(TARGET, mapped)) < 20  # of the first source, one in 25
     assert len(heldout_prompts(TARGET, config(usual, eval_data=odd, map=("prompt=q,completion=a",)))) == 100
-    with pytest.raises(DataError, match="nothing to learn"):
+    with pytest.raises(DataError, match="no usable conversations"):
         training_data(TARGET, config(usual, keep_tokens="500:"))
 
 
@@ -87,7 +87,9 @@ def test_26_answers_that_the_template_does_not_render_are_not_learned(tmp_path: 
     assert f"the chat template of {TARGET.name} does not render reasoning: 9 conversations affected" in said
     assert "answers of which nothing is rendered: 9 conversations skipped" in said
     source.write_text(f"{json.dumps({'messages': thought})}\n" * 9, encoding="utf-8")
-    with pytest.raises(DataError, match=r"nothing to learn from in .*\n  the chat template of .* render reasoning: 9"):
+    with pytest.raises(
+        DataError, match=r"no usable conversations in .*\n  the chat template of .* render reasoning: 9"
+    ):
         training_data(TARGET, config(str(source)))
 
 
@@ -105,7 +107,7 @@ def test_states_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.Monke
     source, output = chats(tmp_path, "a", 60), str(tmp_path / "head")
     settings = config(source, output=output).changed(cache_gb=1.0)
     in_memory = training_data(TARGET, settings)
-    assert (in_memory.place, in_memory.report["states"]) == ("memory", "captured once, in memory")
+    assert (in_memory.place, in_memory.report["states"]) == ("memory", "captured once, kept in memory")
     monkeypatch.setattr(storage, "free_memory", lambda: 1000)
     on_disk = training_data(TARGET, settings)
     assert on_disk.place == "disk"
@@ -162,9 +164,9 @@ def test_a_place_that_is_asked_for_is_kept_to(tmp_path: Path, monkeypatch: pytes
     assert training_data(TARGET, config(source, states="online", cache_bits=8)).place == "online"
     monkeypatch.setattr(storage, "free_memory", lambda: 1000)
     monkeypatch.setattr(storage, "free_disk", lambda folder: 1000)
-    with pytest.raises(ConfigError, match="kept in memory: .* of memory are left for them; .*--states disk"):
+    with pytest.raises(ConfigError, match="kept in memory: .* of memory are free; .*--states disk"):
         training_data(TARGET, config(source, states="memory"))
-    with pytest.raises(OutputError, match=r"are left at .*kept; make room, .*--cache-bits 8"):
+    with pytest.raises(OutputError, match=r"are free at .*kept; free some space, .*--cache-bits 8"):
         training_data(TARGET, config(source, states="disk", cache_dir=str(tmp_path / "kept")))
     assert not (tmp_path / "kept").exists()
 
@@ -182,10 +184,10 @@ def test_flags_that_cannot_be_meant_are_refused(tmp_path: Path, capsys: pytest.C
     ("cache", "memory", "disk", "place", "said"),
     [
         (1e9, 1e9, 1e9, "memory", "156.0 MB in 16 bits, captured once, kept in memory"),
-        (1e9, 1e8, 1e9, "disk", "81.4 MB in 8 bits, captured once, kept on the disk"),
-        (9e7, 1e9, 1e9, "disk", "kept on the disk"),
-        (8e7, 1e9, 1e9, "online", "more than the cache of 80.0 MB, so captured anew for each batch"),
-        (1e9, 1e8, 8e7, "online", "more than the 80.0 MB that are free on the disk"),
+        (1e9, 1e8, 1e9, "disk", "81.4 MB in 8 bits, captured once, kept on disk"),
+        (9e7, 1e9, 1e9, "disk", "kept on disk"),
+        (8e7, 1e9, 1e9, "online", "more than the cache of 80.0 MB, so captured for each batch"),
+        (1e9, 1e8, 8e7, "online", "more than the 80.0 MB free on the disk"),
     ],
 )
 def test_where_states_go(cache: float, memory: float, disk: float, place: str, said: str) -> None:

@@ -121,7 +121,7 @@ def test_what_cannot_be_is_refused(more: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])
 def test_other_kinds_have_one_layer(kind: str) -> None:
-    with pytest.raises(ConfigError, match="--layers is not for --head"):
+    with pytest.raises(ConfigError, match="--layers cannot be used with --head"):
         config_of(head=kind, layers=2)
 
 

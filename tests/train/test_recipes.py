@@ -160,7 +160,7 @@ def test_a_recipe_is_found_by_its_models_name(line: list[str], name: str) -> Non
 
 def test_a_bare_recipe_needs_a_target_that_has_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--recipe", "--dry-run"]) == 2
-    assert "name that with --target" in capsys.readouterr().err
+    assert "name the target with --target" in capsys.readouterr().err
     assert main(["--recipe", "--target", "someone/unknown-7B", "--dry-run"]) == 2
     assert "there is no recipe someone/unknown-7B" in capsys.readouterr().err
 
@@ -168,8 +168,11 @@ def test_a_bare_recipe_needs_a_target_that_has_one(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("mlx-community/Qwen3-8B-4bit", "makes up conversations (--data self); data sets for it: --recipe qwen3-8b\n"),
-        ("someone/unknown-7B", "so someone/unknown-7B makes up conversations (--data self)\n"),
+        (
+            "mlx-community/Qwen3-8B-4bit",
+            "writes conversations first (--data self); data sets for it: --recipe qwen3-8b\n",
+        ),
+        ("someone/unknown-7B", "so someone/unknown-7B writes conversations first (--data self)\n"),
         ("", ""),
         (str(EMBEDDED_TARGET), ""),
     ],

@@ -117,7 +117,7 @@ def test_what_may_change_and_what_may_not(
     assert main(["--resume", str(tmp_path / "nothing")]) == 2
     assert "holds no run" in capsys.readouterr().err
     assert main(["--resume", str(out), "-c", "some.yaml"]) == 2
-    assert "leave -c out" in capsys.readouterr().err
+    assert "leave out -c" in capsys.readouterr().err
     about = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps(about | {"processes": 2}))
     assert main(["--resume", str(out)]) == 2
@@ -174,42 +174,27 @@ def test_the_newest_whole_state_is_taken(
     assert [line["step"] for line in lines(out) if line["kind"] == "eval"] == list(range(7))
 
 
-def test_a_full_disk_leaves_the_state_before(
-    target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, usage = tmp_path / "out", state.shutil.disk_usage
-
-    def full(run: Path) -> Any:
-        return usage(run)._replace(free=0) if state.exists(out) else usage(run)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(state.shutil, "disk_usage", full)
-        assert main(flags(target, chats, out, "--max-steps", "3", "--eval-steps", "1")) == 2
-    assert "0 MB free, and the state after step 2 takes" in capsys.readouterr().err
-    assert main(["--resume", str(out)]) == 0
-
-
 def test_a_disk_that_fills_while_a_state_is_written_leaves_the_state_before(
     target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit on file sizes stands for the full disk: the system refuses writes in the same way."""
-    out, check, limits = tmp_path / "out", state.check_room, resource.getrlimit(resource.RLIMIT_FSIZE)
+    out, make, limits = tmp_path / "out", state.new_folder, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def check_and_fill(run: Path, checkpoint: state.Checkpoint) -> None:
-        check(run, checkpoint)
-        if state.exists(run):
+    def make_and_fill(folder: Path, overwrite: bool) -> Any:
+        if state.exists(out):
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        return make(folder, overwrite=overwrite)
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(state, "check_room", check_and_fill)
+            patch.setattr(state, "new_folder", make_and_fill)
             assert main(flags(target, chats, out, "--max-steps", "3", "--eval-steps", "1")) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     [earlier] = (out / "checkpoints").iterdir()
     error = capsys.readouterr().err.splitlines()[-1]
     assert "step-00000002 could not be written: File too large; no part of it was kept" in error
-    assert f"{earlier} is whole: make room and continue from there with `eagle-train --resume {out}`" in error
+    assert f"{earlier} is intact: free some space and continue from there with `eagle-train --resume {out}`" in error
     assert main(["--resume", str(out)]) == 0
 
 

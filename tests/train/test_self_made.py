@@ -71,7 +71,7 @@ def command(target: Path, output: Path, *more: str) -> list[str]:
 
 def test_from_a_target_alone_to_a_head(talker: Path, whole: tuple[Path, str]) -> None:
     out, said = whole
-    assert f"no --data is given, so {talker} makes up conversations (--data self)" in said
+    assert f"no --data is given, so {talker} writes conversations first (--data self)" in said
     assert f"{out}.self.jsonl: " in said
     assert " tries, " in said
     rows = Path(f"{out}.self.jsonl").read_text().splitlines()
@@ -86,7 +86,7 @@ def test_the_states_are_those_of_the_forwards_that_made_the_data(
 ) -> None:
     """The text is not read again, and a head learns the same as from captured states."""
     out, said = whole
-    assert f"states: those of the forwards that made them, in {out}.shards" in said
+    assert f"states: captured while the data was made, in {out}.shards" in said
     target = load_target(talker)
     with monkeypatch.context() as patch:
         for name in ("capture", "capture_to_shards"):
@@ -131,7 +131,7 @@ def test_interrupted_making_is_continued(
     with monkeypatch.context() as patch:
         interrupt_after(7, Stopped, patch)
         assert main(command(talker, out)) == 130
-    assert "the same command continues with it" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
     begun = partial_path(f"{out}.self.jsonl").read_bytes().splitlines()
     assert len(begun) == 1 + 7
     assert not out.exists()
@@ -183,7 +183,7 @@ def test_what_is_made_is_found_again_and_by_no_other_run(
     file = copied(whole[0], out)
     made = file.read_bytes()
     assert main(command(talker, out, "--limit", "5")) == 0
-    assert "made before" in capsys.readouterr().err
+    assert "already complete" in capsys.readouterr().err
     assert json.loads((out / "report.json").read_text())["data"]["conversations"] == 5
     for more, why in (
         (("--seed", "1"), "was made with seed 0, not 1"),
@@ -225,10 +225,10 @@ def test_a_recipes_data_stay_unless_self_is_named() -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (("--data", "self", "chats.jsonl"), "make a file first, with eagle-data make"),
-        (("--data", "self=0.5"), "self stands alone, without a weight"),
-        (("--data", "self", "--shards", "states"), "leave --data self out"),
-        (("--data", "chats.jsonl"), "--self-tokens says how much --data self makes up"),
+        (("--data", "self", "chats.jsonl"), "make a file first (eagle-data make"),
+        (("--data", "self=0.5"), "self cannot be mixed with other sources"),
+        (("--data", "self", "--shards", "states"), "leave out --data self"),
+        (("--data", "chats.jsonl"), "--self-tokens applies only to --data self"),
         (("--self-tokens", "0"), "--self-tokens must be at least 1"),
         (("--keep-turns", "x"), "--keep-turns x"),
         (("--eval-data", "none.jsonl"), "none.jsonl"),
@@ -248,7 +248,7 @@ def test_self_elsewhere_is_no_data_set_of_the_hub(talker: Path, chats: Path, tmp
     line.remove("--self-tokens")
     line.remove(str(TOKENS))
     assert main(line) == 2
-    assert "make a file first, with eagle-data make" in capsys.readouterr().err
+    assert "make a file with `eagle-data make`" in capsys.readouterr().err
 
 
 def test_a_target_without_a_chat_template_writes_texts(tmp_path: Path, capsys: Any) -> None:

@@ -149,7 +149,7 @@ def test_shards_must_hold_the_layers_that_the_head_reads(tmp_path: Path) -> None
     capture_to_shards(TARGET, (0, 1), [CONVERSATION] * 3, tmp_path / "shards")
     more = {"shards": str(tmp_path / "shards")}
     config = config_of("eagle3", written(SHAPES["eagle3"](), tmp_path / "head"), **more)
-    with pytest.raises(ShardError, match=r"holds the layers 0, 1, 3, and the head is to read 0, 2, 3; .*0,2,3"):
+    with pytest.raises(ShardError, match=r"has the layers 0, 1, 3, but the head reads 0, 2, 3; .*0,2,3"):
         training_data(TARGET, config, head=existing_head(TARGET, config))
     for kind in ("eagle", "mtp"):
         config = config_of(kind, written(SHAPES[kind](), tmp_path / kind), **more)
@@ -174,7 +174,7 @@ def test_a_head_reads_any_layers_of_several_folders_of_shards(tmp_path: Path) ->
         np.testing.assert_array_equal(sample.states.last, sample.states.features[:, : TARGET.hidden_size])
     held = training_data(TARGET, resolved(TrainConfig.of(shards=tuple(shards))))
     assert held.aux_layers == (0, 1)
-    with pytest.raises(ShardError, match=r"a holds the layers 0, 1, 3, and the head is to read 2"):
+    with pytest.raises(ShardError, match=r"a has the layers 0, 1, 3, but the head reads 2"):
         training_data(TARGET, resolved(TrainConfig.of(shards=tuple(shards), aux_layers=(2,))))
 
 
@@ -210,7 +210,7 @@ def test_a_run_and_one_that_goes_on_from_it(target: Path, chats: Path, tmp_path:
 
 def test_the_wrong_kind_is_an_error_message(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
     assert run(target, chats, tmp_path / "out", "--head", "mtp", "--draft-vocab", "512") == 2
-    assert "error: --draft-vocab is not for --head mtp" in capsys.readouterr().err
+    assert "error: --draft-vocab cannot be used with --head mtp" in capsys.readouterr().err
     assert run(target, chats, tmp_path / "out", "--init-from", str(tmp_path / "none")) == 2
     assert "there is no folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -98,7 +98,7 @@ def test_states_of_other_adapters_are_refused(
     mine = ["--adapter-path", str(adapters)]
     for name, more, said in (
         ("plain", mine, "was captured without adapters, but the target has those of"),
-        ("tuned", [], "but the target has none; name those with --adapter-path"),
+        ("tuned", [], "but the target has none; give them with --adapter-path"),
         ("tuned", others, "was captured with the adapters"),
     ):
         out = tmp_path / "out"

@@ -11,7 +11,7 @@ from eagle_mlx.files import read_yaml
 from eagle_mlx.setting import flag
 
 from .groups import (
-    NOT_BESIDE_HOURS,
+    NOT_WITH_HOURS,
     SELF,
     DataConfig,
     EvaluationConfig,
@@ -22,7 +22,7 @@ from .groups import (
 )
 
 __all__ = [
-    "NOT_BESIDE_HOURS",
+    "NOT_WITH_HOURS",
     "SELF",
     "DataConfig",
     "EvaluationConfig",

@@ -19,8 +19,8 @@ def count_tokens(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_s
     """Count each token id with loss mask 1 in pairs of tokens and mask: [V]."""
     counts = np.zeros(vocab_size, np.int64)
     for tokens, mask in samples:
-        learnt = np.asarray(tokens, np.int64)[np.asarray(mask, bool)]
-        counts += np.bincount(learnt, minlength=vocab_size)
+        learned = np.asarray(tokens, np.int64)[np.asarray(mask, bool)]
+        counts += np.bincount(learned, minlength=vocab_size)
     return counts
 
 

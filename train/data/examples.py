@@ -88,11 +88,11 @@ class OnDisk:
         """Count each token id to learn: [V]."""
         counts = np.zeros(vocab_size, np.int64)
         for entry in self._reader.files:
-            learnt = self._array(entry.name, "loss_mask") == 1
+            learned = self._array(entry.name, "loss_mask") == 1
             if self._most is not None:
                 lengths = self._array(entry.name, "lengths")
-                learnt &= np.concatenate([np.arange(length) < self._most for length in lengths])
-            counts += np.bincount(self._array(entry.name, "tokens")[learnt], minlength=vocab_size)
+                learned &= np.concatenate([np.arange(length) < self._most for length in lengths])
+            counts += np.bincount(self._array(entry.name, "tokens")[learned], minlength=vocab_size)
         return counts
 
     @property

@@ -29,17 +29,12 @@ from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..kinds import KINDS, aux_layers_of, kind_of, resolved
+from ..kinds import aux_layers_of, resolved
 from .batches import Rows
 from .draft_vocab import count_tokens, draft_vocabulary
 from .examples import Examples, InMemory, Joined, OnDisk
-from .storage import Place, cache_folder, choose_states, data_config, sources_of, states_of_made
+from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, sources_of, states_of_made
 
-_IN_WORDS: dict[Place, str] = {
-    "memory": "captured once, in memory",
-    "disk": "shards {}",
-    "online": "captured anew for each batch",
-}
 _TEXT_PROMPT = 64
 """Number of tokens of a plain text that form a prompt."""
 
@@ -92,7 +87,7 @@ def training_data(
         **read,
         "tokens": tokens,
         "loss_tokens": sum(sum(one.loss_mask) for one in rendered),
-        "states": _IN_WORDS[choice.place].format(cache_folder(config)),
+        "states": f"shards {cache_folder(config)}" if choice.place == "disk" else IN_WORDS[choice.place],
         "draft_vocab": target.vocab_size if kept is None else len(kept),
         "draft_vocab_coverage": share,
     }
@@ -119,7 +114,7 @@ def _samples(
             target, aux_layers, rendered, folder, progress=progress, bits=config.data.cache_bits, resume=True
         )
     except ShardError as e:
-        raise ShardError(f"{e}. As a cache: remove {folder}, or name another place with --cache-dir") from e
+        raise ShardError(f"{e}. Remove this cache, or choose another place with --cache-dir") from e
     return OnDisk(ShardReader(folder), None if aux_layers else ())
 
 
@@ -128,11 +123,11 @@ def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
 
     A source in `eval_data` that is not trained on is used entirely. Raises DataError if there are none.
     """
-    learnt = data_config(config)
-    source = learnt.sources[0] if config.prompts_are_heldout else config.evaluation.data
-    wanted = learnt.alone(source)
+    learned = data_config(config)
+    source = learned.sources[0] if config.prompts_are_heldout else config.evaluation.data
+    wanted = learned.alone(source)
     [spec] = wanted.sources
-    split: Literal["heldout", "all"] = "heldout" if spec in learnt.specs or spec.startswith("builtin:") else "all"
+    split: Literal["heldout", "all"] = "heldout" if spec in learned.specs or spec.startswith("builtin:") else "all"
     prompts: list[list[int]] = []
     for conversation in read_conversations(wanted, split, target.tokenizer):
         prompt = _prompt(target, conversation, config.evaluation.tokens)
@@ -142,8 +137,8 @@ def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
             break
     if not prompts:
         raise DataError(
-            f"{source} has no held-out conversations (one in 25 is held out); name others with --eval-data, since "
-            "acceptance is measured on prompts that were not learnt"
+            f"{source} has no held-out conversations to measure acceptance (one in 25 is held out); choose other "
+            "prompts with --eval-data"
         )
     return prompts
 
@@ -151,7 +146,7 @@ def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
 def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[Rendered], dict[str, int]]:
     """Render the conversations and count those left out; with `progress`, print what the template drops."""
     if target.tokenizer is None:
-        raise TargetError("the target has no tokenizer, which conversations need; train from shards instead")
+        raise TargetError("the target has no tokenizer, so it cannot read conversations; train from shards instead")
     length = min(config.data.max_length, target.context_length)
     left_out = ReadReport()
     found = read_conversations(data_config(config), "train", target.tokenizer, left_out)
@@ -159,7 +154,7 @@ def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[R
     notes = report.template.notes(target.name)
     if not rendered:
         raise DataError(
-            f"nothing to learn from in {', '.join(sources_of(config))}; check the source, or raise --max-length"
+            f"no usable conversations in {', '.join(sources_of(config))}; check the source, or raise --max-length"
             + "".join(f"\n  {note}" for note in notes)
         )
     for note in notes if progress else ():
@@ -178,7 +173,9 @@ def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) ->
                 "capture again with this target"
             )
         _check_adapter(target, config, reader)
-    aux_layers = _aux_layers_of_shards(target, config, readers[0].meta.aux_layers, head)
+    aux_layers = aux_layers_of(target, config, head)
+    if head is None and aux_layers:
+        aux_layers = config.head.aux_layers or readers[0].meta.aux_layers
     for reader in readers:
         _check_layers(target, reader, aux_layers)
     parts = [OnDisk(reader, aux_layers, target.num_layers - 1) for reader in readers]
@@ -190,9 +187,9 @@ def _from_made(target: Target, config: TrainConfig, reader: ShardReader, head: D
     try:
         samples = OnDisk(reader, most=min(config.data.max_length, target.context_length))
     except ShardError as e:
-        raise ShardError(f"{e}. As a cache: remove {reader.folder}, and the conversations are read again") from e
+        raise ShardError(f"{e}. Remove {reader.folder}, and the target reads the conversations again") from e
     found = data_on_disk(target, config, [samples], reader.meta.aux_layers, head)
-    print(f"states: those of the forwards that made them, in {reader.folder}", file=sys.stderr)
+    print(f"states: captured while the data was made, in {reader.folder}", file=sys.stderr)
     return found
 
 
@@ -228,19 +225,9 @@ def _check_adapter(target: Target, config: TrainConfig, reader: ShardReader) -> 
     has = f"has those of {config.loading.adapter_path} ({now})" if now else "has none"
     raise ShardError(
         f"{reader.folder} was captured {had}, but the target {has}; "
-        + ("name those with --adapter-path" if captured else "leave --adapter-path out")
+        + ("give them with --adapter-path" if captured else "leave --adapter-path out")
         + ", or capture again with this target"
     )
-
-
-def _aux_layers_of_shards(
-    target: Target, config: TrainConfig, held: tuple[int, ...], head: DraftHead | None
-) -> tuple[int, ...]:
-    """Return the layers that the head reads: the head's own, the configured ones, or those of the first shards."""
-    if head is not None:
-        return kind_of(head).aux_layers_of(head)
-    wanted = KINDS[config.head.kind].aux_layers(target, config)
-    return config.head.aux_layers or held if wanted else ()
 
 
 def _check_layers(target: Target, reader: ShardReader, aux_layers: tuple[int, ...]) -> None:
@@ -249,8 +236,8 @@ def _check_layers(target: Target, reader: ShardReader, aux_layers: tuple[int, ..
     missing = [layer for layer in aux_layers if layer not in held]
     if missing:
         raise ShardError(
-            f"{reader.folder} holds the layers {', '.join(map(str, held))}, and the head is to read "
-            f"{', '.join(map(str, aux_layers))}; read others with --aux-layers, or capture again with --aux-layers "
+            f"{reader.folder} has the layers {', '.join(map(str, held))}, but the head reads "
+            f"{', '.join(map(str, aux_layers))}; choose others with --aux-layers, or capture again with --aux-layers "
             f"{','.join(map(str, aux_layers))}"
         )
 
@@ -259,7 +246,7 @@ def _prompt(target: Target, conversation: Conversation, room: int) -> list[int] 
     """Return the prompt's tokens, or None if there are none or `room` more would not fit in the context."""
     tokenizer = target.tokenizer
     if tokenizer is None:
-        raise TargetError("the target has no tokenizer, without which there are no held-out prompts to decode")
+        raise TargetError("the target has no tokenizer, so it cannot decode held-out prompts")
     if conversation.text is not None:
         tokens = list(tokenizer.encode(conversation.text))
         tokens = tokens[: min(_TEXT_PROMPT, len(tokens) // 2)]

@@ -25,10 +25,10 @@ Place = Literal["memory", "disk", "online"]
 
 _MEMORY_SHARE, _DISK_SHARE = 0.8, 0.95
 """Share of free memory and disk that the cache may use."""
-_AS_ASKED: dict[Place, str] = {
+IN_WORDS: dict[Place, str] = {
     "memory": "captured once, kept in memory",
-    "disk": "captured once, kept on the disk",
-    "online": "captured anew for each batch",
+    "disk": "captured once, kept on disk",
+    "online": "captured for each batch",
 }
 
 
@@ -52,7 +52,7 @@ def sources_of(config: TrainConfig) -> tuple[str, ...]:
     return (str(self_file(config)),) if config.data.is_self else config.data.sources
 
 
-def learnt_whole(config: TrainConfig) -> bool:
+def learns_all(config: TrainConfig) -> bool:
     """Return whether the run learns from everything that the target makes up, without filters."""
     data = config.data
     return data.is_self and not (data.limit or data.keep_turns or data.keep_tokens or data.dedupe != "none")
@@ -64,7 +64,7 @@ def keeps_states(config: TrainConfig, meta: ShardMeta, reserve: int = 0) -> bool
     Making takes long and may be interrupted, so memory alone is not enough. `reserve` is as in `choose_states`, which
     raises if `--states disk` does not have enough room.
     """
-    if not learnt_whole(config):
+    if not learns_all(config):
         return False
     choice = choose_states(config, config.data.self_tokens, meta, reserve)
     if config.data.states != "auto":
@@ -92,13 +92,12 @@ def choose_states(
     choice = as_asked(config, tokens, meta)
     if choice.place == "memory" and choice.size > memory:
         raise ConfigError(
-            f"{choice.text}: {gb(memory)} of memory are left for them; use less data (--limit, --max-length), or keep "
-            "them elsewhere with --states disk"
+            f"{choice.text}: {gb(memory)} of memory are free; use less data (--limit, --max-length) or --states disk"
         )
     if choice.place == "disk" and choice.size > disk:
         raise OutputError(
-            f"{choice.text}: {gb(disk)} are left at {cache_folder(config).absolute()}; make room, name another place "
-            "with --cache-dir, or use --cache-bits 8, less data (--limit, --max-length) or --states online"
+            f"{choice.text}: {gb(disk)} are free at {cache_folder(config).absolute()}; free some space, choose "
+            "another --cache-dir, or use --cache-bits 8, less data (--limit, --max-length) or --states online"
         )
     return choice
 
@@ -115,10 +114,10 @@ def choose_cache(tokens: int, meta: ShardMeta, cache: float, memory: float, disk
     if in_memory <= min(cache, memory):
         return CacheChoice("memory", in_memory, f"{what}: {gb(in_memory)} in 16 bits, captured once, kept in memory")
     if on_disk <= min(cache, disk):
-        text = f"{what}: {gb(on_disk)} in {meta.bits} bits, captured once, kept on the disk"
+        text = f"{what}: {gb(on_disk)} in {meta.bits} bits, captured once, kept on disk"
         return CacheChoice("disk", on_disk, text)
-    limit = f"the cache of {gb(cache)}" if cache <= disk else f"the {gb(disk)} that are free on the disk"
-    text = f"{what}: {gb(on_disk)} in {meta.bits} bits, more than {limit}, so captured anew for each batch"
+    limit = f"the cache of {gb(cache)}" if cache <= disk else f"the {gb(disk)} free on the disk"
+    text = f"{what}: {gb(on_disk)} in {meta.bits} bits, more than {limit}, so captured for each batch"
     return CacheChoice("online", on_disk, text)
 
 
@@ -127,7 +126,7 @@ def as_asked(config: TrainConfig, tokens: int, meta: ShardMeta) -> CacheChoice:
     assert config.data.states != "auto"
     kept = meta if config.data.states == "disk" else replace(meta, bits=16)
     size = tokens * bytes_per_token(kept)
-    what = f"hidden states of {tokens:,} tokens: {gb(size)} in {kept.bits} bits, {_AS_ASKED[config.data.states]}"
+    what = f"hidden states of {tokens:,} tokens: {gb(size)} in {kept.bits} bits, {IN_WORDS[config.data.states]}"
     return CacheChoice(config.data.states, size, what)
 
 
@@ -184,7 +183,7 @@ def states_of_made(target: Target, config: TrainConfig, head: object = None) -> 
 
     Raises ShardError if the manifest is damaged.
     """
-    if not learnt_whole(config):
+    if not learns_all(config):
         return None
     return made_states(target, MakeConfig(seed=config.run.seed), _wanted(config), _place(target, config, head))
 
@@ -194,10 +193,10 @@ def _make(target: Target, config: TrainConfig, place: ShardPlace | None) -> None
     try:
         report = make_once(target, making, _wanted(config), file, progress=True, place=place)
     except KeyboardInterrupt:
-        print(f"what {target.name} has made up is kept, and the same command continues with it", file=sys.stderr)
+        print("the conversations so far are kept; the same command continues", file=sys.stderr)
         raise
     mx.clear_cache()  # training does not need the KV cache
-    print(f"{file}: {report.summary() if report is not None else 'made before, learnt from as it is'}", file=sys.stderr)
+    print(f"{file}: {report.summary() if report is not None else 'already complete'}", file=sys.stderr)
 
 
 def _wanted(config: TrainConfig) -> Wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,17 @@ from ..run import BEST, HoursBar, Phase, Phases, Run, Stopwatch, train_phases
 from ..step import WarmupStableDecay
 from . import journal as journals
 from .division import (
+    COOLDOWN,
     EVALUATION,
     FIRST,
     HELD_OUT,
     LONGEST,
+    RATHER_LAST,
     WRITING,
-    Deadline,
     Next,
     Rates,
-    is_last,
     next_portion,
     prompts_to_judge,
-    seconds_to_cool,
-    seconds_to_end,
     seconds_to_learn,
 )
 from .journal import Journal, Portion
@@ -102,7 +101,7 @@ class HoursPhases(Phases):
         self._write()
         best = self._folder / BEST
         there = f"the best head so far is in {best}; " if best.exists() else ""
-        tqdm.write(f"{there}what is made is kept; continue with: eagle-train --resume {self._folder}")
+        tqdm.write(f"{there}the data is kept; continue with: eagle-train --resume {self._folder}")
 
     def summary(self, run: Run) -> tuple[Mapping[str, Any], set[Piece]]:
         told = ("tokens", "made_seconds", "acceptance_length")
@@ -114,8 +113,8 @@ class HoursPhases(Phases):
         made, learned = report["data"]["tokens"], report["data"]["learned_tokens"]
         if learned < made:
             tqdm.write(
-                f"{made - learned:,} of the {made:,} tokens that were made were not learned from: the time was over "
-                "before; the report and the card count the others"
+                f"the time was over before {made - learned:,} of the {made:,} tokens were learned; the report and "
+                "the card count only the others"
             )
         self._portions.remove_states(len(self._journal.portions))
 
@@ -166,19 +165,19 @@ class HoursPhases(Phases):
         return next_portion(
             left,
             self._journal.made,
-            progress.tokens + round(learning * rates.learnt),
+            progress.tokens + round(learning * rates.learned),
             self._config.optimization.epochs,
             rates,
             self._fewest(),
-            seconds_to_cool(progress.train_seconds + learning),
+            COOLDOWN * (progress.train_seconds + learning),
         )
 
     def _rates(self) -> Rates:
         made = next(portion for portion in reversed(self._journal.portions) if portion.tokens)
-        return Rates((made.tokens or 0) / max(made.made_seconds, 1e-9), self._learnt_rate)
+        return Rates((made.tokens or 0) / max(made.made_seconds, 1e-9), self._learned_rate)
 
     @property
-    def _learnt_rate(self) -> float:
+    def _learned_rate(self) -> float:
         """Tokens per second in the latest phase that had time for a step; before that, as measured by a probe."""
         for portion in reversed(self._journal.portions):
             if portion.learned:
@@ -206,7 +205,7 @@ class HoursPhases(Phases):
         except DataError as e:
             if not number:
                 raise
-            tqdm.write(f"{e}; the rest of the time goes to learning from what there is")
+            tqdm.write(f"{e}; the rest of the time goes to learning from the existing data")
             self._write(self._journal.changed(number, tokens=0, makes=False, last=True))
             return
         self._bar.made += tokens
@@ -218,12 +217,16 @@ class HoursPhases(Phases):
         if not number:
             return self._first_limits(portion)
         rates, begun = self._rates(), self._watch.elapsed
-        learnt, passes = self._run.progress.tokens, self._config.optimization.epochs
-        cooldown = max(seconds_to_cool(self._run.progress.train_seconds), EVALUATION * self._total)
+        learned, passes = self._run.progress.tokens, self._config.optimization.epochs
+        cooldown = max(COOLDOWN * self._run.progress.train_seconds, EVALUATION * self._total)
         fresh = sum(one.tokens or 0 for one in self._journal.portions[self._fresh(number) : number])
-        deadline = Deadline(self._end, self._journal.made, learnt, passes, rates.learnt, cooldown, fresh)
         first: int | None = None
         """Tokens made before an interruption."""
+
+        def left(tokens: int) -> float:
+            """Return the seconds left for making data, if each of the portion's tokens is learned."""
+            repeat = seconds_to_learn(self._journal.made + tokens, learned, passes, rates.learned)
+            return self._end - self._beat() - max(repeat, (fresh + tokens) / rates.learned, cooldown)
 
         def enough(tokens: int, coming: int) -> bool:
             nonlocal first
@@ -231,9 +234,9 @@ class HoursPhases(Phases):
             now = self._beat()
             self._bar.making(number, now, tokens)
             rate = (tokens - first) / (now - begun) if tokens > first and now > begun else rates.made
-            return deadline.left(now, tokens + coming) <= seconds_to_end(coming, rate)
+            return left(tokens + coming) <= coming / 2 / rate  # half of the current conversations is written
 
-        return Limits(enough=enough, over=lambda tokens: deadline.left(self._beat(), tokens) <= 0)
+        return Limits(enough=enough, over=lambda tokens: left(tokens) <= 0)
 
     def _first_limits(self, portion: Portion) -> Limits:
         """Return the limits for the first portion, which must not be empty. The learning speed is not known yet."""
@@ -258,7 +261,7 @@ class HoursPhases(Phases):
         portion = self._journal.portions[number]
         assert portion.schedule is not None
         fresh = self._portions.conversations(portion.fresh)
-        return Phase(portion.schedule, self._bar.learning(number), portion.epoch, fresh)
+        return Phase(portion.schedule, partial(self._bar.learning, number), portion.epoch, fresh)
 
     def _end_phase(self, number: int) -> None:
         """Save the state after a measured phase, and register the best head so far."""
@@ -290,11 +293,11 @@ class HoursPhases(Phases):
     def _schedule(self, number: int) -> WarmupStableDecay:
         """Return the schedule of the phase after a portion, long enough for its share of the passes."""
         run, passes, now = self._run, self._config.optimization.epochs, self._watch.elapsed
-        made, learnt, left = self._journal.made, self._run.progress.tokens, max(0.0, self._left)
+        made, learned, left = self._journal.made, self._run.progress.tokens, max(0.0, self._left)
         last = self._journal.portions[number].last or self._is_last(number, left)
         # The learning rate always falls at the end, if necessary in the extra time of one measurement.
         longest = max(left, EVALUATION * self._total) if last else LONGEST * left
-        count = max(1, round(max(0, passes * made - learnt) / made * run.batches.steps_per_epoch()))
+        count = max(1, round(max(0, passes * made - learned) / made * run.batches.steps_per_epoch()))
         return WarmupStableDecay(
             begins=now,
             seconds=now + longest,
@@ -308,10 +311,10 @@ class HoursPhases(Phases):
         """Return whether this is the last phase: with `left` seconds, no other portion could be made and learned."""
         if not number:
             return left * (1 - LONGEST) <= 2 * self._evaluation
-        made, learnt, passes = self._journal.made, self._run.progress.tokens, self._config.optimization.epochs
-        needed = seconds_to_learn(made, learnt, passes, self._learnt_rate)
+        made, learned, passes = self._journal.made, self._run.progress.tokens, self._config.optimization.epochs
+        needed = seconds_to_learn(made, learned, passes, self._learned_rate)
         seconds = min(needed, LONGEST * left)
-        return is_last(left, needed) or not self._following(left - seconds - self._evaluation, seconds).tokens
+        return needed >= RATHER_LAST * left or not self._following(left - seconds - self._evaluation, seconds).tokens
 
     def _learned(self) -> set[Piece]:
         """Return the pieces that the phases learned, each from the data available at the time."""

@@ -109,7 +109,7 @@ class Portions:
             "conversations": len(samples.lengths),
             "tokens": sum(samples.lengths),
             "loss_tokens": sum(part.loss_tokens for part in parts),
-            "states": states if kept else "captured anew for each batch, since those of all would not fit",
+            "states": states if kept else "captured for each batch, since those of all portions do not fit",
         }
         return replace(found, samples=samples, report=report)
 
@@ -120,7 +120,7 @@ class Portions:
 
     def _of_first(self) -> TrainData:
         part = self._samples(0)
-        assert isinstance(part, OnDisk), "the first portion has its states, whatever it comes to"
+        assert isinstance(part, OnDisk), "the first portion always has hidden states"
         return data_on_disk(self._target, self._config, [part], self._aux_layers, self._head)
 
     def _samples(self, number: int) -> OnDisk | InMemory:
@@ -135,7 +135,7 @@ class Portions:
 
     def _rendered(self, number: int, most: int) -> InMemory:
         tokenizer = self._target.tokenizer
-        assert tokenizer is not None, "a target without one has made nothing"
+        assert tokenizer is not None, "a target without a tokenizer makes no data"
         rows = read_conversations(DataConfig((str(self._file(number)),), seed=None), "train", tokenizer)
         rendered, _ = render_all(tokenizer, rows, most)
         return InMemory([Example.of(*one) for one in rendered])

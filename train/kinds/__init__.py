@@ -48,7 +48,7 @@ def resolved(config: TrainConfig, target: Target | None = None) -> TrainConfig:
     kind = KINDS[config.head.kind]
     for name, reason in kind.foreign.items():
         if config.value(name) != OPEN[name]:
-            raise ConfigError(f"{flag(name)} is not for --head {kind.name}: {reason}; leave {flag(name)} out")
+            raise ConfigError(f"{flag(name)} cannot be used with --head {kind.name}: {reason}; leave {flag(name)} out")
     own = {name: value for name, value in kind.defaults.items() if config.value(name) == OPEN[name]}
     if config.optimization.step_weights:
         own.pop("decay", None)

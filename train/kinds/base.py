@@ -30,6 +30,17 @@ Jitter = Callable[[mx.array], mx.array]
 """Adds noise to float32 hidden states [B, L, n], and casts them to the head's compute dtype."""
 
 
+LAST_LAYER_ONLY = {
+    "draft_vocab": "it drafts the target's whole vocabulary",
+    "aux_layers": "it reads only the target's last layer",
+    "layers": "it has one layer",
+    "feature_norm": "it has no such norm",
+    "recycle": "its format determines it",
+    "norm_before_residual": "it has no such norm",
+}
+"""Settings that kinds with the target's vocabulary and one layer do not support."""
+
+
 class Kind(ABC, Generic[H]):
     """A kind of head: how to initialize it, which states it reads, how it unrolls draft steps, how to save it.
 
@@ -70,11 +81,18 @@ class Kind(ABC, Generic[H]):
         """Return the target layers, besides the last, that an existing head reads."""
         return ()
 
-    @abstractmethod
     def new(
         self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
     ) -> H:
-        """Return an untrained head. `kept` [Vd]: the target's ids of the draft vocabulary, None for all."""
+        """Return an untrained head, by default random with a layer that adds nothing.
+
+        `kept` [Vd]: the target's ids of the draft vocabulary, None for all.
+        """
+        head = self.blank(target, config)
+        randomize(head, config.run.seed)
+        head.attach(target)
+        mx.eval(head.parameters())
+        return head
 
     @abstractmethod
     def guess(

@@ -15,10 +15,8 @@ from eagle_mlx.heads.mtp import MTPConfig, MTPHead
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from .base import Kind, final_norm, randomize
+from .base import LAST_LAYER_ONLY, Kind, final_norm
 from .least_squares import Matrix, Moments
-
-_OWN_LAYER = "its layer is shaped as the target's own"
 
 
 class MTPKind(Kind[MTPHead]):
@@ -30,16 +28,9 @@ class MTPKind(Kind[MTPHead]):
     head_class = MTPHead
     defaults: ClassVar[Mapping[str, Any]] = {"unroll": 3, "decay": 0.6, "loss": "soft", "feature_noise": 0.0}
     foreign: ClassVar[Mapping[str, str]] = {
-        "draft_vocab": "it drafts the target's whole vocabulary",
-        "aux_layers": "it reads the target's last layer alone",
-        "layers": "it has one",
-        "intermediate_size": _OWN_LAYER,
-        "heads": _OWN_LAYER,
-        "kv_heads": _OWN_LAYER,
-        "feature_norm": "it has no such norm",
-        "recycle": "its layout says which",
-        "norm_before_residual": "it has no such norm",
-        "loss_weights": "its loss is the cross entropy alone",
+        **LAST_LAYER_ONLY,
+        **dict.fromkeys(("intermediate_size", "heads", "kv_heads"), "its layer has the shape of the target's"),
+        "loss_weights": "its loss is only the cross-entropy",
     }
 
     def blank(self, target: Target, config: TrainConfig) -> MTPHead:
@@ -53,11 +44,8 @@ class MTPKind(Kind[MTPHead]):
         After 150,000 tokens of the included target, τ at depth 3 was 1.88. Initializing the head to copy the hidden
         state gave 1.73, and also copying the target's last layer 1.62.
         """
-        head = self.blank(target, config)
-        randomize(head, config.run.seed)
+        head = super().new(target, config, kept, aux_layers)
         head.norm.weight = final_norm(target)
-        head.attach(target)
-        mx.eval(head.parameters())
         return head
 
     def guess(

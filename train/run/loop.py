@@ -96,7 +96,7 @@ def check_incomplete(resume: Path | None) -> None:
     """Raise CheckpointError if the run is complete."""
     if resume and (resume / REPORT).exists():
         raise CheckpointError(
-            f"the run in {resume} is complete; to train its head further, begin another run with --init-from "
+            f"the run in {resume} is complete; to train its head further, start another run with --init-from "
             f"{resume}/{BEST}"
         )
 
@@ -205,21 +205,21 @@ class Run:
         if self.progress.epoch < phase.epoch:
             self.progress.epoch, self.progress.batch = phase.epoch, 0
         if self._next_eval is None:
-            self._plan_next_eval()
+            self._next_eval = sum(self._eval_clock())
         self._plan_next_save()
         with contextlib.closing(self._all_batches()) as stream:
             for rows in stream:
                 if self.schedule.is_over(self.progress.step, self.elapsed):
                     break
                 self.stop.check()
-                if self._eval_is_due():
+                if self._eval_clock()[0] >= (self._next_eval or 0.0):
                     self.evaluate()
-                    self._plan_next_eval()
+                    self._next_eval = sum(self._eval_clock())
                     self.save_state()
                 elif self.elapsed >= self._next_save:
                     self.save_state()
                 result = self._step(rows)
-                phase.bar.show(self.progress, self.elapsed, result, self._recent)
+                phase.show(self.progress, self.elapsed, result, self._recent)
         self._log_recent()
         self.learned_until = self.elapsed
 
@@ -258,10 +258,10 @@ class Run:
     def _explained(self, error: NotFiniteError, rows: Rows) -> EagleError:
         """Return an error that names the suspicious samples and a remedy."""
         found = [self.batches.where(sample) for row in error.rows for sample in rows.samples[row]]
-        what = f"look at {', '.join(found)}, or lower --lr" if found else "lower --lr, since no row is so by itself"
+        what = f"check {', '.join(found)}, or lower --lr" if found else "lower --lr, since each row alone is finite"
         last = self.folder / LAST
         return EagleError(
-            f"{error} at step {self.progress.step + 1}; nothing was changed by it; {what} "
+            f"{error} at step {self.progress.step + 1}; the weights are unchanged; {what} "
             f"(now {self.config.optimization.lr:g})" + (f"; the last good head is in {last}" if last.exists() else "")
         )
 
@@ -347,21 +347,14 @@ class Run:
             steps = counted(self.progress.step, "step")
             tqdm.write(f"stopped after {steps}; continue with: eagle-train --resume {self.folder}")
 
-    def _plan_next_eval(self) -> None:
-        if self.config.evaluation.steps:
-            self._next_eval = self.progress.step + self.config.evaluation.steps
-        elif self.config.evaluation.minutes:
-            self._next_eval = self.elapsed + 60 * self.config.evaluation.minutes
-        else:
-            self._next_eval = self.schedule.progress(self.progress.step, self.elapsed) + 1 / _DEFAULT_EVALS
-
-    def _eval_is_due(self) -> bool:
-        due = self._next_eval or 0.0
-        if self.config.evaluation.steps:
-            return self.progress.step >= due
-        if self.config.evaluation.minutes:
-            return self.elapsed >= due
-        return self.schedule.progress(self.progress.step, self.elapsed) >= due
+    def _eval_clock(self) -> tuple[float, float]:
+        """Return the current position and the distance between evaluations, in steps, seconds or shares of the run."""
+        how = self.config.evaluation
+        if how.steps:
+            return self.progress.step, how.steps
+        if how.minutes:
+            return self.elapsed, 60 * how.minutes
+        return self.schedule.progress(self.progress.step, self.elapsed), 1 / _DEFAULT_EVALS
 
     def _plan_next_save(self) -> None:
         minutes = self.config.run.checkpoint_minutes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..data import Piece, TrainData
 from ..step import Schedule, span_of
 from .folder import fingerprint_of
-from .progress import Bar, Shows
+from .progress import Bar, Show
 
 if TYPE_CHECKING:
     from .loop import Run
@@ -21,7 +21,7 @@ class Phase:
     """Training on the run's data until a schedule is over, and then a measurement of acceptance."""
 
     schedule: Schedule
-    bar: Shows
+    show: Show
     epoch: int = 0
     """The first epoch, unless the run is already in a later one."""
     fresh: int = 0
@@ -68,7 +68,7 @@ class OnePhase(Phases):
             run.watch.restart()
         schedule = span_of(run.config, run.batches.steps_per_epoch())
         with Bar(schedule, run.watch.elapsed if schedule.seconds else run.progress.step) as bar:
-            yield Phase(schedule, bar)
+            yield Phase(schedule, bar.show)
 
     def summary(self, run: Run) -> tuple[Mapping[str, Any], set[Piece]]:
         return self._data.report, run.batches.learned(0, (run.progress.epoch, run.progress.batch))

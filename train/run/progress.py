@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from eagle_mlx.progress import progress_bar, tokens_per_second
 
@@ -44,10 +43,8 @@ class Stopwatch:
         self._begin = self._clock() - elapsed
 
 
-class Shows(Protocol):
-    """A display of a run's progress."""
-
-    def show(self, progress: Progress, elapsed: float, result: StepResult | None, recent: list[StepResult]) -> None: ...
+Show = Callable[[Progress, float, StepResult | None, list[StepResult]], None]
+"""Displays a run's progress: elapsed seconds, the latest result, and the results not yet logged."""
 
 
 class Bar:
@@ -100,35 +97,22 @@ class HoursBar:
         """Show the tokens made so far in portion `number`, counted from 0."""
         self._show(f"phase {number + 1} makes", elapsed, f"{self.made + tokens:,} tokens made{self._head}")
 
-    def learning(self, number: int) -> LearningBar:
-        """Return a display for the steps after a portion."""
-        return LearningBar(self, number)
-
-    def learnt(
-        self, number: int, elapsed: float, progress: Progress, result: StepResult | None, recent: list[StepResult]
+    def learning(
+        self, number: int, progress: Progress, elapsed: float, result: StepResult | None, recent: list[StepResult]
     ) -> None:
+        """Show the steps after portion `number`."""
         loss = mean([one.loss for one in recent or ([result] if result is not None else [])] or [0.0])
-        said = f"{self.made:,} tokens made, {progress.tokens:,} learnt, loss {loss:.3f}{self._head}"
-        self._show(f"phase {number + 1} learns", elapsed, said)
+        text = f"{self.made:,} tokens made, {progress.tokens:,} learned, loss {loss:.3f}{self._head}"
+        self._show(f"phase {number + 1} learns", elapsed, text)
 
     def close(self) -> None:
         self._bar.close()
 
-    def _show(self, doing: str, elapsed: float, said: str) -> None:
+    def _show(self, doing: str, elapsed: float, text: str) -> None:
         left = max(0, round((self._total - elapsed) / 60))
         self._bar.set_description_str(f"{doing}, {left // 60}:{left % 60:02d} h left", refresh=False)
-        self._bar.set_postfix_str(said, refresh=False)
+        self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(min(elapsed, self._total) - self._bar.n)
-
-
-class LearningBar:
-    """Shows the steps of one phase."""
-
-    def __init__(self, bar: HoursBar, number: int):
-        self._bar, self._number = bar, number
-
-    def show(self, progress: Progress, elapsed: float, result: StepResult | None, recent: list[StepResult]) -> None:
-        self._bar.learnt(self._number, elapsed, progress, result, recent)
 
 
 def mean(values: list[float]) -> float:

@@ -64,7 +64,6 @@ def save(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
     The write is atomic and flushed to disk. Raises OutputError if the disk is full or cannot be written. The error
     names the newest earlier checkpoint, and earlier ones are not touched.
     """
-    check_room(run, checkpoint)
     folder = run / STATES / f"step-{checkpoint.state.progress.step:08d}"
     try:
         with new_folder(folder, overwrite=True) as part:
@@ -91,7 +90,7 @@ def newest(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
         try:
             return load(folder)
         except CheckpointError as e:
-            warn(f"{e}; going back to the one before")
+            warn(f"{e}; going back to the previous one")
     return None
 
 
@@ -103,7 +102,7 @@ def load(folder: Path) -> Checkpoint:
             raise CheckpointError(f"{folder} was written by another version of eagle-train")
         for name, digest in about["sha256"].items():
             if _digest(folder / name) != digest:
-                raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the one that was written down")
+                raise CheckpointError(f"{folder / name} is damaged: its SHA-256 does not match")
         state = _state(about["state"])
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{folder} cannot be read: {type(e).__name__} {e}") from e
@@ -121,7 +120,7 @@ def load_weights(head: Head, weights: Arrays) -> None:
     given = {name: weight.shape for name, weight in weights.items()}
     if has != given:
         odd = sorted(name for name in has.keys() | given.keys() if has.get(name) != given.get(name))
-        raise CheckpointError(f"the saved state is of a head of another shape: {odd[0]} differs")
+        raise CheckpointError(f"the saved state belongs to a head of another shape: {odd[0]} differs")
     head.update(tree_unflatten(list(weights.items())))
 
 
@@ -164,20 +163,9 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def check_room(run: Path, checkpoint: Checkpoint) -> None:
-    """Raise OutputError if the disk has too little space for a state."""
-    size = sum(array.nbytes for arrays in (checkpoint.head, checkpoint.stepper) for array in arrays.values())
-    free = shutil.disk_usage(run).free
-    if free < 1.05 * size:
-        raise OutputError(
-            f"{run} has {free / 1e6:,.0f} MB free, and the state after step {checkpoint.state.progress.step} takes "
-            f"{size / 1e6:,.0f} MB; {_earlier(run)}"
-        )
-
-
 def _earlier(run: Path) -> str:
     """Return the error message's remedy for a state that could not be written."""
     folders = _folders(run)
     if not folders:
-        return "there is no earlier state, so make room and begin again"
-    return f"{folders[0]} is whole: make room and continue from there with `eagle-train --resume {run}`"
+        return "there is no earlier state; free some space and start again"
+    return f"{folders[0]} is intact: free some space and continue from there with `eagle-train --resume {run}`"

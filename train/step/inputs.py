@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -79,33 +80,18 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-@dataclass(frozen=True)
-class Noise:
-    """The noise of a batch, keyed per row so that it does not depend on which rows are computed together."""
+def noise_of(rows: Rows, size: float, seed: int, step: int) -> dict[str, NDArray[Any]]:
+    """Return the arrays for a step's noise: `noise` [B, L] float32, its maximum, and `keys` [B, 2] uint32; none for 0.
 
-    sizes: NDArray[np.float32]
-    """[B, L]: maximum absolute value at each position."""
-    keys: NDArray[np.uint32]
-    """[B, 2]: random key of each row."""
-
-    def part(self, first: int, count: int) -> Noise:
-        """Return the noise of `count` rows from `first` on."""
-        at = slice(first, first + count)
-        return Noise(self.sizes[at], self.keys[at])
-
-
-def noise_of(rows: Rows, size: float, seed: int, step: int) -> Noise | None:
-    """Return the noise of a step, or None if `size` is 0. Conversations up to 512 tokens get the full `size`.
-
-    A row's noise does not depend on the process that computes it.
+    Conversations up to 512 tokens get the full `size`. A row's noise does not depend on the other rows or the process.
     """
     if not size:
-        return None
+        return {}
     width = len(rows.segments)
     places = rows.segments + np.arange(width)[:, None] * (int(rows.segments.max(initial=0)) + 1)
     lengths = np.bincount(places.reshape(-1))[places]
-    drawn = np.random.default_rng([seed, step]).integers(0, 1 << 32, (rows.first + width, 2), dtype=np.uint32)
-    return Noise((size * np.minimum(_LENGTH / lengths, 1)).astype(np.float32), drawn[rows.first :])
+    keys = np.random.default_rng([seed, step]).integers(0, 1 << 32, (rows.first + width, 2), dtype=np.uint32)
+    return {"noise": (size * np.minimum(_LENGTH / lengths, 1)).astype(np.float32), "keys": keys[rows.first :]}
 
 
 def add_noise(arrays: Mapping[str, mx.array], states: mx.array) -> mx.array:

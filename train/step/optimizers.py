@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -40,19 +40,14 @@ class Optimizers:
     def restore(self, arrays: Mapping[str, mx.array]) -> None:
         """Restore the state from `arrays`. Raises CheckpointError if names or shapes do not match this head."""
         places = list(self._places())
-        names = {name for name, _, _ in places}
-        if names != arrays.keys():
-            odd = sorted(names ^ arrays.keys())
+        own = {name: holder[key].shape for name, holder, key in places}
+        given = {name: array.shape for name, array in arrays.items()}
+        if own != given:
+            odd = next(name for name in sorted({**own, **given}) if own.get(name) != given.get(name))
             raise CheckpointError(
-                f"the optimizer's state is of another head or optimizer: {odd[0]} and {len(odd) - 1} more are in one "
-                "alone; resume with the settings that the run began with"
+                f"the optimizer's state belongs to another head or optimizer: {odd} has the shape {given.get(odd)} and "
+                f"not {own.get(odd)}; resume with the run's original settings"
             )
-        for name, holder, key in places:
-            if holder[key].shape != arrays[name].shape:
-                raise CheckpointError(
-                    f"{name} of the optimizer's state has the shape {arrays[name].shape} and not {holder[key].shape}; "
-                    "resume with the settings that the run began with"
-                )
         for name, holder, key in places:  # in place: a compiled step keeps references to these containers
             holder[key] = arrays[name].astype(holder[key].dtype)
 
@@ -112,33 +107,12 @@ def learning_rate_factor(progress: float, warmup: float, final: float) -> float:
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * fall))
 
 
-class Schedule(Protocol):
-    """Length and learning rate of a run or phase. Steps count from 0; `elapsed` is in seconds of the run."""
-
-    @property
-    def seconds(self) -> float:
-        """The second of the run at which it is over; 0 if only `steps` counts."""
-        ...
-
-    @property
-    def steps(self) -> int: ...
-
-    def progress(self, step: int, elapsed: float) -> float:
-        """Return the progress, from 0 to 1."""
-        ...
-
-    def is_over(self, step: int, elapsed: float) -> bool: ...
-
-    def factor(self, step: int, elapsed: float, warmup: float, final: float) -> float:
-        """Return the share of the peak learning rate. `warmup` and `final` are as in the settings."""
-        ...
-
-
 @dataclass(frozen=True)
 class Cosine:
     """A run with a time limit or a number of steps, and a learning rate that falls like half a cosine."""
 
     seconds: float = 0.0
+    """Second of the run at which it is over; 0 if only `steps` counts."""
     steps: int = 0
 
     def progress(self, step: int, elapsed: float) -> float:
@@ -149,6 +123,7 @@ class Cosine:
         return elapsed >= self.seconds if self.seconds else step >= self.steps
 
     def factor(self, step: int, elapsed: float, warmup: float, final: float) -> float:
+        """Return the share of the peak learning rate. `warmup` and `final` are as in the settings."""
         return learning_rate_factor(self.progress(step, elapsed), warmup, final)
 
 
@@ -186,13 +161,17 @@ class WarmupStableDecay:
         return elapsed >= self.seconds or bool(self.steps and step >= self.steps)
 
     def factor(self, step: int, elapsed: float, warmup: float, final: float) -> float:
-        learnt = self.before + elapsed - self.begins
-        rise = min(1.0, learnt / (warmup * self.total)) if warmup else 1.0
+        learned = self.before + elapsed - self.begins
+        rise = min(1.0, learned / (warmup * self.total)) if warmup else 1.0
         if not self.last:
             return rise
         window = max(_DECAY * (self.seconds - self.begins), 1e-9)
         fallen = math.sqrt(min(max(1 - (self.seconds - elapsed) / window, 0.0), 1.0))
         return rise * (final + (1 - final) * (1 - fallen))
+
+
+Schedule = Cosine | WarmupStableDecay
+"""Length and learning rate of a run or phase. Steps count from 0; `elapsed` is in seconds of the run."""
 
 
 def span_of(config: TrainConfig, steps_per_epoch: int) -> Cosine:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, cast
 
 import mlx.core as mx
@@ -28,7 +28,7 @@ from ..data import Rows, capture_rows
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import Head, kind_of, resolved
 from ..unroll import holding, weights_but
-from .inputs import Noise, Plan, add_noise, make_plan, noise_of
+from .inputs import Plan, add_noise, make_plan, noise_of
 from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses, step_weights
 from .optimizers import Optimizers
 
@@ -72,7 +72,7 @@ class _Part:
 
     rows: Rows
     plan: Plan
-    noise: Noise | None
+    noise: dict[str, NDArray[Any]]
 
 
 class Stepper:
@@ -136,11 +136,11 @@ class Stepper:
     def _parts(self, rows: Rows) -> list[list[_Part]]:
         """Return sequential groups of parts that run in parallel, without parts that have no loss."""
         multiple = 1 if use_shortcuts() else _COMPILED_MULTIPLE
-        noise = noise_of(rows, self._config.optimization.feature_noise, self._config.run.seed, self._steps)
+        size, seed = self._config.optimization.feature_noise, self._config.run.seed
 
         def part_of(part: Rows) -> _Part:
-            own = noise.part(part.first - rows.first, len(part.tokens)) if noise else None
-            return _Part(part, make_plan(part, len(self._weights), multiple), own)
+            plan = make_plan(part, len(self._weights), multiple)
+            return _Part(part, plan, noise_of(part, size, seed, self._steps))
 
         groups = [
             map(part_of, group.split(len(self._streams))) for group in rows.split(self._config.optimization.accumulate)
@@ -237,9 +237,7 @@ class Stepper:
             with mx.stream(stream):
                 result, gradient = loss_and_grad(arrays)
             found.append((list(result), gradient))
-        total = found[0]
-        for one in found[1:]:
-            total = tree_map(mx.add, total, one)
+        total: tuple[list[mx.array], Any] = reduce(partial(tree_map, mx.add), found)
         return total
 
     def _part_loss(self, arrays: Arrays) -> tuple[mx.array, ...]:
@@ -258,7 +256,12 @@ def gradient_norm(gradient: Any) -> mx.array:
 
 
 def part_arrays(
-    head: Head, target: Target, rows: Rows, plan: Plan, scale: NDArray[np.float32], noise: Noise | None = None
+    head: Head,
+    target: Target,
+    rows: Rows,
+    plan: Plan,
+    scale: NDArray[np.float32],
+    noise: Mapping[str, NDArray[Any]] | None = None,
 ) -> Arrays:
     """Return the arrays of one part of a batch. `scale` [S]: weight of a position in each draft step."""
     aux_layers = kind_of(head).aux_layers_of(head)
@@ -271,7 +274,7 @@ def part_arrays(
         "labels": mx.array(plan.labels),
         "select": mx.array(plan.select),
         "weights": mx.array(plan.valid * scale[:, None]),
-        **({"noise": mx.array(noise.sizes), "keys": mx.array(noise.keys)} if noise else {}),
+        **{name: mx.array(value) for name, value in (noise or {}).items()},
     }
 
 
@@ -289,32 +292,26 @@ def part_loss(
     for the gradient, with the same results. The head computes in `dtype`.
     """
     with in_pass_type(head, dtype):
-        return _part_loss(head, target, arrays, objective, grad_checkpoint, dtype)
+        kind, width = kind_of(head), target.hidden_size
+        states, select, weights = arrays["states"], arrays["select"], arrays["weights"]
+        last = last_of(states, width).reshape(-1, width)[arrays["labels"]].astype(target.dtype)
 
+        def noisy(read: mx.array) -> mx.array:
+            return (add_noise(arrays, read) if "noise" in arrays else read).astype(dtype)
 
-def _part_loss(
-    head: Head, target: Target, arrays: Arrays, objective: Objective, grad_checkpoint: bool, dtype: mx.Dtype
-) -> tuple[mx.array, ...]:
-    kind, width = kind_of(head), target.hidden_size
-    states, select, weights = arrays["states"], arrays["select"], arrays["weights"]
-    last = last_of(states, width).reshape(-1, width)[arrays["labels"]].astype(target.dtype)
-
-    def noisy(read: mx.array) -> mx.array:
-        return (add_noise(arrays, read) if "noise" in arrays else read).astype(dtype)
-
-    g = kind.features(head, target, states, noisy)
-    tokens = arrays["tokens"]
-    embeddings = (head.embed_tokens(tokens) if head.config.own_embedding else target.embed(tokens)).astype(dtype)
-    outputs = kind.unroll(
-        head, embeddings, g, arrays["segments"], arrays["positions"], select.shape[0], grad_checkpoint
-    )
-    loss, by_step, hits = ChunkedLoss(head, target, last, weights, objective.hard)(outputs, select)
-    if not objective.feature_weight:
-        return loss, by_step, hits
-    distances = feature_losses(outputs, target.norm(last).astype(mx.float32), select, weights)
-    loss = objective.token_weight * loss + objective.feature_weight * mx.sum(distances)
-    distances = mx.stop_gradient(distances)
-    return loss, objective.token_weight * by_step + objective.feature_weight * distances, hits, distances
+        features = kind.features(head, target, states, noisy)
+        tokens = arrays["tokens"]
+        embeddings = (head.embed_tokens(tokens) if head.config.own_embedding else target.embed(tokens)).astype(dtype)
+        outputs = kind.unroll(
+            head, embeddings, features, arrays["segments"], arrays["positions"], select.shape[0], grad_checkpoint
+        )
+        loss, by_step, hits = ChunkedLoss(head, target, last, weights, objective.hard)(outputs, select)
+        if not objective.feature_weight:
+            return loss, by_step, hits
+        distances = feature_losses(outputs, target.norm(last).astype(mx.float32), select, weights)
+        loss = objective.token_weight * loss + objective.feature_weight * mx.sum(distances)
+        distances = mx.stop_gradient(distances)
+        return loss, objective.token_weight * by_step + objective.feature_weight * distances, hits, distances
 
 
 def weights_of_steps(config: TrainConfig) -> NDArray[np.float32]:

@@ -42,7 +42,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
         "feature_norm": "each",
         "recycle": "normed",
     }
-    foreign: ClassVar[Mapping[str, str]] = {"loss_weights": "its loss is the cross entropy alone"}
+    foreign: ClassVar[Mapping[str, str]] = {"loss_weights": "its loss is only the cross-entropy"}
 
     def blank(self, target: Target, config: TrainConfig) -> Eagle3Head:
         """Return a blank head. A head to continue from is not loaded yet, so its vocabulary gets the default size."""
