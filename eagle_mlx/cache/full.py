@@ -10,8 +10,7 @@ import mlx.core as mx
 from eagle_mlx.cache.lengths import Moves, RowLengths
 from eagle_mlx.cpu import use_shortcuts
 
-STEP = 256
-"""The smallest step by which a buffer grows, in positions, as in mlx-lm's caches."""
+STEP = 256  # the smallest step by which a buffer grows, in positions, as in mlx-lm's caches
 _GROWTH = 8
 """New buffers are an eighth larger than needed: growing to n tokens then copies only about 8 n entries in all."""
 _MOST = 1.3

@@ -142,7 +142,8 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         for step in range(call.width):
             call.replay_at(step, lambda value: self._replaced(value, None))
             states.append(self.state)
-        self.cache = [_picked(mx.stack(list(column), axis=1), count) for column in zip(*states, strict=True)]
+        columns = [mx.stack(list(column), axis=1) for column in zip(*states, strict=True)]  # [B, width + 1, ...]
+        self.cache = [x[mx.arange(call.rows), count] for x in columns]
 
     def _replaced(self, value: Any, mask: mx.array | None) -> Any:
         """Convert an argument for the second call: use this state's mask and hide cached keys from attention."""
@@ -245,12 +246,6 @@ class _PassThrough:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return keys, values
-
-
-def _picked(states: mx.array, count: mx.array) -> mx.array:
-    """Return each row's state after count[b] positions: states [B, L + 1, ...] -> [B, ...]."""
-    index = count.reshape(-1, *[1] * (states.ndim - 1))
-    return mx.take_along_axis(states, index, axis=1).squeeze(1)
 
 
 def _where(rows: mx.array, these: mx.array | None, those: mx.array) -> mx.array:

@@ -15,10 +15,8 @@ import mlx.core as mx
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.decoding.filters import best_columns, fused, has_columns
 
-FIRST = mx.array(0x85EBCA6B, mx.uint32)
-"""The first multiplier of MurmurHash3's 32-bit finalizer (Appleby 2011, `fmix32`)."""
-_SECOND = mx.array(0xC2B2AE35, mx.uint32)
-"""The second multiplier."""
+FIRST, _SECOND = mx.array(0x85EBCA6B, mx.uint32), mx.array(0xC2B2AE35, mx.uint32)
+"""The multipliers of MurmurHash3's 32-bit finalizer (Appleby 2011, `fmix32`)."""
 _UPPER = mx.array(0xFFFFFF00, mx.uint32)
 """The upper bits of a hash. The larger they are, the smaller is the exponential variate that `_gumbel_of` computes."""
 _PER_ULP = -math.log(2) * 2.0**-23

@@ -32,10 +32,10 @@ class Processors:
         self.on_host = [index for index, request in enumerate(requests) if request.params.needs_host]
         """Rows whose processors run on the host, which must read their drafts."""
         self.reach: mx.array | None = None
-        """[B] int32, how many draft tokens of each row the last round can verify; -1 if a row's masks are late, so that
-        not even its next token can be drawn. None if all can be verified."""
+        """[B] int32, how many draft tokens of each row the last round can verify; -1 if a row's masks are late. None if
+        all can be verified."""
         self.spoiled: mx.array | None = None
-        """[B, n+1] bool, where the last round's processors made NaN of numbers; None if no row has processors."""
+        """[B, n+1] bool, where the last round's processors turned numbers into NaN; None if no row has processors."""
         self._rows = [requests[index] for index in self.on_host]
         self._count = len(requests)
 

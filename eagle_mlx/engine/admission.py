@@ -155,19 +155,16 @@ class Admission:
         """
         alone = [each.batch.requests[0] for each in self.prefills if len(each.batch.requests) == 1]
         prefilling = set(self.prefilling)
-        rows = [
-            row
-            for row in self.admitted
-            if row not in gone and row not in prefilling and row.rounds_since and row.asked is None
-        ]
-        return [*(row for row in alone if row not in gone and row.finish_reason is None), *rows]
+        able = [row for row in alone if row.finish_reason is None]
+        able += [row for row in self.admitted if row not in prefilling and row.rounds_since and row.asked is None]
+        return [row for row in able if row not in gone]
 
     def _held(self, gone: Sequence[RequestState] = ()) -> Counter[str]:
         """Return the number of rows per client, except those in `gone`. Thread-safe."""
         return Counter(row.client for row in self.admitted if row not in gone)
 
     def due(self, room: int, decoding: bool = False) -> Prefill | None:
-        """Return the prefill that reads the next chunk, or None.
+        """Return the prefill that reads the next chunk, or None. The oldest and the shortest alternate.
 
         room: free rows, including those of prefills. decoding: whether other requests decode, and so wait for it.
         """
@@ -176,7 +173,15 @@ class Admission:
         self._now = self.chunk
         if decoding:
             self._now = min(self.chunk, max(LEAST_CHUNK, int(self._speed * self._seconds)))
-        prefill = self._due(room)
+        room -= len(self.prefilling)
+        if not self.prefills:
+            prefill = self._begin(room)
+        elif not self._others_are_due:
+            prefill = self.prefills[0]
+        else:
+            shortest = min(self.prefills, key=lambda each: each.left)
+            chunks = self._steps(shortest.left)
+            prefill = (self._begin(room, chunks) if chunks > 1 else None) or shortest
         if prefill is not None:
             self._others_are_due = prefill is self.prefills[0]
         return prefill
@@ -218,17 +223,6 @@ class Admission:
         self.prefills, self._entering = [], []
         if self.prefixes is not None:
             self.prefixes.stop_fetching()
-
-    def _due(self, room: int) -> Prefill | None:
-        """Return the prefill to read next. The oldest one and the one with the least left alternate."""
-        room -= len(self.prefilling)
-        if not self.prefills:
-            return self._begin(room)
-        if not self._others_are_due:
-            return self.prefills[0]
-        shortest = min(self.prefills, key=lambda each: each.left)
-        chunks = self._steps(shortest.left)
-        return (self._begin(room, chunks) if chunks > 1 else None) or shortest
 
     def _begin(self, room: int, chunks: int | None = None) -> Prefill | None:
         """Start a prefill for the next requests. chunks: if others are being read, prompts must need fewer chunks."""

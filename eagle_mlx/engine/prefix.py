@@ -30,10 +30,6 @@ class Prefix:
     """The proposer's state, if it reads the target's hidden states."""
 
 
-class _NotNumbersError(Exception):
-    """Raised if cached state contains NaN."""
-
-
 class PrefixCache:
     """Caches keys and values of texts without duplicates, with snapshots of windows and states at some positions.
 
@@ -122,22 +118,10 @@ class PrefixCache:
         """
         if past.length < LEAST or past.length < past.cache.shortest(past.row):
             return
-        snapshot, copies = Snapshot(past.cache.outline(past.row, past.length)), list[PrefixPiece]()
-        keys = keys_of(tokens[: past.length + 1])
-
-        def piece(start: int, end: int) -> PrefixPiece:
-            copies.append(past.piece(start, end))
-            return copies[-1]
-
-        def check() -> None:
-            # Unevaluated copies would keep the batch's buffers alive.
-            _check_numbers([*snapshot.outline.state, *(x for copy in copies for x in copy.arrays)])
-
+        snapshot, keys = Snapshot(past.cache.outline(past.row, past.length)), keys_of(tokens[: past.length + 1])
+        check = partial(_are_numbers, snapshot)
         try:
-            kept = self._tree.insert(keys, snapshot, piece, self._limit, past.namespace, check)
-        except _NotNumbersError:  # raised before the tree is changed
-            log.warning("a text is not cached for later prompts because its KV cache contains NaN")
-            return
+            kept = self._tree.insert(keys, snapshot, past.piece, self._limit, past.namespace, check)
         except BaseException:
             self._tree = PrefixTree()  # it may be inconsistent
             raise
@@ -153,12 +137,16 @@ class PrefixCache:
         return self.capacity if self.spare is None else min(self.capacity, self.spare())
 
 
-def _check_numbers(arrays: Sequence[mx.array]) -> None:
-    """Evaluate arrays. Raises _NotNumbersError if one contains NaN, since a round may not have checked them yet."""
+def _are_numbers(snapshot: Snapshot, piece: PrefixPiece | None) -> bool:
+    """Evaluate copies, which would otherwise keep the batch's buffers alive. Return whether none contains NaN, since a
+    round may not have checked them yet."""
+    arrays = [*snapshot.outline.state, *(piece.arrays if piece is not None else ())]
     found = [mx.any(mx.isnan(x)) for x in arrays if mx.issubdtype(x.dtype, mx.floating)]
     mx.eval(*arrays, *found)
     if any(each.item() for each in found):
-        raise _NotNumbersError
+        log.warning("a text is not cached for later prompts because its KV cache contains NaN")
+        return False
+    return True
 
 
 def _findable(prompt: Sequence[int]) -> Keys:

@@ -147,14 +147,14 @@ class PrefixTree:
         piece: Callable[[int, int], PrefixPiece],
         limit: float = math.inf,
         namespace: str = "",
-        check: Callable[[], None] | None = None,
+        check: Callable[[PrefixPiece | None], bool] | None = None,
     ) -> bool:
         """Insert a snapshot at the end of a text, unless another serves as well. Return whether the tree has the text.
 
         `piece`: returns the state for a range of positions; called for the missing ones. Other entries are evicted
         until `limit` bytes hold. A text that exceeds the limit alone is not inserted.
 
-        `check`: called before the tree is changed, if the text will be inserted. It may raise to prevent that.
+        `check`: called with the new piece before the tree is changed; returns whether to insert the text.
         """
         node, matched = self._match(keys, namespace)
         if matched == len(keys) and node.least <= snapshot.shortest:
@@ -167,8 +167,8 @@ class PrefixTree:
                 size += each.piece.nbytes * (min(matched, each.end) - each.start) / len(each.keys)
         if size > limit:
             return False
-        if check is not None:
-            check()
+        if check is not None and not check(new):
+            return False
         if matched < node.end:
             node = self._split(node, matched)
         if new is not None:

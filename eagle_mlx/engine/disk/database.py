@@ -27,11 +27,8 @@ from eagle_mlx.memory import gb
 
 NAME = "prefixes.sqlite3"
 BLOCK = 256
-"""Positions per file, counted from the start of a text.
-
-For a 4B model this is 38 MB, which a disk reads at full speed; a damaged file costs no more than that. oMLX and
-mlx-lm's growing caches use this block length too.
-"""
+"""Positions per file, counted from the start of a text: 38 MB for a 4B model, which disks read at full speed. oMLX and
+mlx-lm's growing caches use this length too."""
 _VERSION = 1
 """Version of the tables. A database of another version is replaced."""
 _WAIT_SECONDS = 30.0
@@ -58,17 +55,12 @@ class Entry:
     A boundary state is what cannot be cut: sliding windows and recurrent states.
     """
 
-    model: str
-    """The digest of everything that the content depends on (`identity`). It is the name of the folder."""
-    kind: str
-    """`block` or `state`."""
-    parent: str
-    """The digest of the model, the namespace and all whole blocks before `start`."""
+    model: str  # the digest of everything that the content depends on (`identity`), and the name of the folder
+    kind: str  # `block` or `state`
+    parent: str  # the digest of the model, the namespace and all whole blocks before `start`
     start: int
-    keys: Keys
-    """[N], N <= BLOCK: the keys of a block, or the keys from `start` to a state."""
-    shortest: int = 0
-    """For a state: the shortest prefix, in positions, that it can be used for."""
+    keys: Keys  # [N], N <= BLOCK: the keys of a block, or the keys from `start` to a state
+    shortest: int = 0  # for a state: the shortest prefix, in positions, that it can be used for
     nbytes: int = 0
     checksum: int = 0
 

@@ -27,12 +27,9 @@ log = logging.getLogger("eagle_mlx.prefixes")
 STEP_BYTES = 128 << 20
 """Bytes read in one step of the engine, while other requests decode: 0.1 s if disk and checksum take 1.3 GB/s."""
 _TEXTS_AHEAD = 4
-"""The most texts that may be partly read; prompts take turns, so a few are enough. The oldest is dropped."""
+"""Maximum texts that are partly read; prompts take turns, so a few are enough. The oldest is dropped."""
 _WAITING_BYTES = 1 << 30
-"""Bytes that may wait in memory to be written, not counting the last text.
-
-A disk at 1 GB/s writes them in a second. A text that is left out is offered again when it grows.
-"""
+"""Bytes that may wait in memory to be written, not counting the last text: a second at 1 GB/s."""
 
 
 class PassedOverError(Exception):
