@@ -18,7 +18,7 @@ from eagle_mlx.text import TextStream
 from .answer import Completed, Frame, dumps, stats, stream_events, usage
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
-from .logprobs import CompletionLogprobs, LogprobLists, joined, score_prompt
+from .logprobs import CompletionLogprobs, LogprobLists, score_prompt
 from .model import Encode, Loaded, check_context, check_text, sampling
 from .schema import CompletionRequest
 from .service import Call
@@ -140,7 +140,7 @@ class CompletionAnswer:
         logprobs = None
         if self.body.logprobs is not None:
             lists, first = self.lists(index)
-            logprobs = joined(first, lists.take(output.logprobs or ()))
+            logprobs = {name: first[name] + more for name, more in lists.take(output.logprobs or ()).items()}
         text = self.prompt(index).text + output.text if self.body.echo else output.text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import Discriminator
 
 from . import schema
-from .errors import ApiError, ContextExceeded
+from .errors import ApiError
 
 PARAGRAPH = "\n\n"
 """Separates pieces of text that came as separate blocks."""
@@ -36,65 +35,51 @@ class Conversation:
     """
 
     def __init__(self) -> None:
-        self._turns: list[_Turn] = []
+        self._turns: list[dict[str, Any]] = []
+        """Messages with lists of pieces, joined once; repeated concatenation takes quadratic time."""
         self._made: set[str] = set()
         """Ids of the calls so far."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        return [turn.message() for turn in self._turns]
+        joints = {"content": "", "reasoning_content": PARAGRAPH}
+        return [
+            {key: joints[key].join(filter(None, value)) if key in joints else value for key, value in turn.items()}
+            for turn in self._turns
+        ]
 
     def say(self, role: Literal["system", "user"], text: str) -> None:
-        if self._turns and self._turns[-1].role == role:
-            self._turns[-1].pieces += [PARAGRAPH, text]
+        if self._turns and self._turns[-1]["role"] == role:
+            self._turns[-1]["content"] += [PARAGRAPH, text]
         else:
-            self._turns.append(_Turn(role, [text]))
+            self._turns.append({"role": role, "content": [text]})
 
     def answer(self, text: str) -> None:
         """Append text to the model's message, without a separator."""
-        self._open_turn.pieces.append(text)
+        self._open_turn["content"].append(text)
 
     def think(self, text: str) -> None:
-        self._open_turn.thoughts.append(text)
+        self._open_turn.setdefault("reasoning_content", []).append(text)
 
     def call(self, id: str, name: str, arguments: str) -> None:
         """Add a tool call. arguments: the JSON text of an object."""
         self._made.add(id)
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self._open_turn.calls.append(call)
+        self._open_turn.setdefault("tool_calls", []).append(call)
 
     def result(self, id: str, text: str, where: str) -> None:
         """Add the result of a call. Raises ApiError 400 that names the field `where` if there is no such call."""
         if id not in self._made:
             said = f"there is no call with the id {id[:100]!r} before this result; send that call too"
             raise ApiError(400, f"{where}: {said}", where)
-        self._turns.append(_Turn("tool", [text], {"tool_call_id": id}))
+        self._turns.append({"role": "tool", "tool_call_id": id, "content": [text]})
 
     @property
-    def _open_turn(self) -> _Turn:
+    def _open_turn(self) -> dict[str, Any]:
         """Return the model's message, opening one if needed."""
-        if not self._turns or self._turns[-1].role != "assistant":
-            self._turns.append(_Turn("assistant"))
+        if not self._turns or self._turns[-1]["role"] != "assistant":
+            self._turns.append({"role": "assistant", "content": []})
         return self._turns[-1]
-
-
-@dataclass
-class _Turn:
-    """A message as a list of pieces, joined once; repeated concatenation takes quadratic time."""
-
-    role: str
-    pieces: list[str] = field(default_factory=list)
-    more: dict[str, Any] = field(default_factory=dict)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-
-    def message(self) -> dict[str, Any]:
-        message = {"role": self.role, **self.more, "content": "".join(self.pieces)}
-        if self.thoughts:
-            message["reasoning_content"] = PARAGRAPH.join(filter(None, self.thoughts))
-        if self.calls:
-            message["tool_calls"] = self.calls
-        return message
 
 
 def one_of(*kinds: str, otherwise: str = "", alike: Mapping[str, str] | None = None) -> Discriminator:
@@ -127,12 +112,10 @@ def named_as(names: Mapping[str, str], tools: Sequence[int] = ()) -> Iterator[No
     """
     try:
         yield
-    except ContextExceeded as e:
-        field = _renamed(e.param or "", names, tools)
-        raise ContextExceeded(e.message, field, e.prompt, e.context) from e
     except ApiError as e:
-        param = None if e.param is None else _renamed(e.param, names, tools)
-        raise ApiError(e.status, _renamed(e.message, names, tools), param, e.code, e.headers) from e
+        e.message = _renamed(e.message, names, tools)
+        e.param = None if e.param is None else _renamed(e.param, names, tools)
+        raise
 
 
 def _renamed(text: str, names: Mapping[str, str], tools: Sequence[int]) -> str:

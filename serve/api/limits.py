@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Request
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -174,48 +174,23 @@ async def _in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
 class FairSemaphore:
     """A semaphore that serves clients in turn, so that one with many waiters does not delay the others.
 
-    Belongs to the event loop.
+    Each client waits with only one of its requests at a time. Belongs to the event loop.
     """
 
     def __init__(self, at_once: int = 1) -> None:
-        self._free = at_once
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Waiters by client, in the order of turns."""
+        self._semaphore = asyncio.Semaphore(at_once)
+        self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Held by each client's request that waits for the semaphore."""
 
     @asynccontextmanager
     async def acquire(self, client: str) -> AsyncIterator[None]:
         """Wait for a turn and hold it inside the context."""
-        if self._free:
-            self._free -= 1
-        else:
-            await self._wait(client)
+        async with self._first.setdefault(client, asyncio.Lock()):
+            await self._semaphore.acquire()
         try:
             yield
         finally:
-            self._release()
-
-    async def _wait(self, client: str) -> None:
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(mine)
-        try:
-            await mine
-        except asyncio.CancelledError:
-            if not mine.cancelled():  # the turn had already come
-                self._release()
-            raise
-
-    def _release(self) -> None:
-        """Pass the turn to the next waiter, or free it."""
-        while self._waiting:
-            client = next(iter(self._waiting))
-            line = self._waiting.pop(client)
-            following = line.popleft()
-            if line:
-                self._waiting[client] = line  # at the end of the line
-            if not following.done():  # otherwise its client has left
-                following.set_result(None)
-                return
-        self._free += 1
+            self._semaphore.release()
 
 
 BYTE_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}

@@ -120,11 +120,6 @@ class CompletionLogprobs:
         self._offset += len(self._stream.push([token]))
 
 
-def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Concatenate two sets of lists."""
-    return {name: first[name] + second[name] for name in first}
-
-
 def score_prompt(target: Target, tokens: Sequence[int], top: int, chunk: int = 256) -> Iterator[list[TokenLogprob]]:
     """Yield the log probabilities of each token but the first, `chunk` tokens at a time, so that others get turns.
 

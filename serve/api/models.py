@@ -114,7 +114,7 @@ class Models:
         return self.known(model)
 
     def known(self, model: str | None) -> Service:
-        """Return a model as `named` does, but also while the server takes no requests."""
+        """Return a model as `named` does, even if the server takes no requests."""
         names = ", ".join(map(repr, self.services))
         if model is None and len(self.services) > 1:
             raise ApiError(400, f"name the model, because this server has several: {names}", "model")

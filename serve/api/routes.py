@@ -82,19 +82,19 @@ async def version() -> Response:
 @router.get("/v1/models", responses=documented(ModelList | AnthropicModelList, 401))
 async def models(request: Request) -> Response:
     """Return the models of this server, loaded or not."""
-    services = list(models_of(request).services.values())
+    services = models_of(request).services
     if "anthropic-version" in request.headers:
-        data = [described_to_anthropic(each) for each in services]
-        return json_response(AnthropicModelList(data=data, has_more=False, first_id=data[0].id, last_id=data[-1].id))
-    return json_response(ModelList(object="list", data=[described(each) for each in services]))
+        names, data = list(services), list(map(described_to_anthropic, services.values()))
+        return json_response(AnthropicModelList(data=data, has_more=False, first_id=names[0], last_id=names[-1]))
+    return json_response(ModelList(object="list", data=list(map(described, services.values()))))
 
 
 @router.get("/v1/models/{model:path}", responses=documented(Model | AnthropicModel, 401, 404))
 async def model(request: Request, model: str) -> Response:
     """Return a model by its name."""
     service = models_of(request).known(model)
-    is_anthropic = "anthropic-version" in request.headers
-    return json_response(described_to_anthropic(service) if is_anthropic else described(service))
+    describe = described_to_anthropic if "anthropic-version" in request.headers else described
+    return json_response(describe(service))
 
 
 def described(service: Service) -> Model:

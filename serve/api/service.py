@@ -98,11 +98,6 @@ class Totals:
             for position in range(count):
                 self.accepted_by_position[position] += 1
 
-    def ended(self, how: str, seconds: float) -> None:
-        """Count a request that has ended."""
-        self.requests[how] += 1
-        self.whole.add(seconds)
-
 
 log = logging.getLogger("eagle_mlx.serve")
 _RESERVED_SHARE = 8
@@ -287,7 +282,9 @@ class Call:
         for output in (event.output for event in found if event.output is not None):
             self.service.totals.prompt_tokens += output.prompt_tokens
             self.service.totals.cached_tokens += output.cached_tokens
-        return found if self.service.settings.cache_report else list(map(_uncounted, found))
+        if self.service.settings.cache_report:
+            return found
+        return [replace(event, output=event.output and replace(event.output, cached_tokens=0)) for event in found]
 
     def close(self) -> None:
         """Free its slots, and cancel requests that have not ended."""
@@ -301,11 +298,6 @@ class Call:
         else:
             how = "cancelled" if self.job.unfinished else "failed" if self.failed else "finished"
             self.service.worker.cancel(self.job)
-        self.service.totals.ended(how, perf_counter() - self.arrived)
+        self.service.totals.requests[how] += 1
+        self.service.totals.whole.add(perf_counter() - self.arrived)
         self.service.release(self)
-
-
-def _uncounted(event: RequestEvent) -> RequestEvent:
-    """Remove prefix cache hits from an event."""
-    output = event.output
-    return event if output is None else replace(event, output=replace(output, cached_tokens=0))

@@ -142,8 +142,13 @@ class Worker:
 
     def cancel(self, job: Job) -> None:
         """Cancel the unfinished requests of a job."""
+
+        def change(engine: Engine) -> None:
+            for request in job.requests:
+                engine.cancel(request)
+
         if job.unfinished:
-            self._commands.put(lambda: self._cancel(job))
+            self._commands.put(lambda: self._change(change))
 
     async def score(self, score: Score) -> list[TokenLogprob]:
         """Compute log probabilities of a prompt between steps."""
@@ -151,11 +156,11 @@ class Worker:
 
     def abort_all(self, reason: str) -> None:
         """End every request with an error."""
-        self._commands.put(lambda: self._abort_all(reason))
+        self._commands.put(lambda: self._change(lambda engine: engine.abandon(reason)))
 
     def stop(self) -> None:
         """End the thread after its current step; use `join` to wait."""
-        self._commands.put(self._stop)
+        self._commands.put(lambda: setattr(self, "_stopped", True))
 
     def join(self) -> None:
         """Wait briefly for the thread, and close the model."""
@@ -214,8 +219,13 @@ class Worker:
         while not (self._unloading or self._stopped):
             self._run_commands(engine)
             self._end_overdue(engine)
-            if not engine.idle:
-                self._step(engine)
+            if engine.idle:
+                continue
+            try:
+                engine.step()
+            except Exception:  # the requests in the step have ended; the others continue
+                log.exception("an engine step failed; its requests end with an error")
+            self._publish(engine)
 
     def _fail_what_is_left(self) -> None:
         """End the remaining requests after the engine has died."""
@@ -252,13 +262,6 @@ class Worker:
                 self._fail_all(engine, e)
             if self._unloading:
                 return
-
-    def _step(self, engine: Engine) -> None:
-        try:
-            engine.step()
-        except Exception:  # the requests in the step have ended; the others continue
-            log.exception("an engine step failed; its requests end with an error")
-        self._publish(engine)
 
     def _end_overdue(self, engine: Engine) -> None:
         """End overdue requests with their output so far, or with an error if their job has no tokens."""
@@ -311,15 +314,9 @@ class Worker:
             self.loaded.engine.submit(request)
             self.slots.append(_Slot(request, job, index, job.deadline))
 
-    def _cancel(self, job: Job) -> None:
+    def _change(self, change: Callable[[Engine], object]) -> None:
         if self.loaded is not None:
-            for request in job.requests:
-                self.loaded.engine.cancel(request)
-            self._publish(self.loaded.engine)
-
-    def _abort_all(self, reason: str) -> None:
-        if self.loaded is not None:
-            self.loaded.engine.abandon(reason)
+            change(self.loaded.engine)
             self._publish(self.loaded.engine)
 
     def _score(self, score: Score, found: list[TokenLogprob], result: Future[list[TokenLogprob]]) -> None:
@@ -337,9 +334,6 @@ class Worker:
         except Exception as e:
             log.exception("a prompt could not be scored")
             _settle(result, error=ApiError(500, f"the prompt could not be scored: {type(e).__name__}"))
-
-    def _stop(self) -> None:
-        self._stopped = True
 
 
 def _deliver(events: Sequence[tuple[Job, RequestEvent]]) -> None:

@@ -115,7 +115,7 @@ def codex() -> dict[str, Any]:
     }
 
 
-def test_what_claude_code_sends_is_one_prompt_however_it_is_billed(thinker: Live) -> None:
+def test_billing_headers_do_not_change_the_prompt_of_claude_code(thinker: Live) -> None:
     body = claude_code("a1")
     answer = thinker.http.post(f"{MESSAGES}?beta=true", json=body, headers={"anthropic-beta": "claude-code-20250219"})
     assert answer.status_code == 200, answer.text
@@ -153,7 +153,7 @@ def test_what_claude_code_sends_is_one_prompt_however_it_is_billed(thinker: Live
 COUNTED = ("model", "system", "messages", "tools", "thinking", "context_management", "output_config")
 
 
-def test_what_codex_sends_is_answered(thinker: Live) -> None:
+def test_requests_of_codex_are_answered(thinker: Live) -> None:
     answer = thinker.http.post(RESPONSES, json=codex())
     assert answer.status_code == 200, answer.text
     last = json.loads(answer.text.split("\n\n")[-2].split("data: ", 1)[1])
@@ -341,7 +341,7 @@ def test_a_failure_in_a_stream_is_told_in_each_shape() -> None:
         assert server.http.post(RESPONSES, json={"input": "x"}).status_code == 500
 
 
-def test_three_apis_in_one_batch_say_what_each_would_say_alone() -> None:
+def test_three_apis_in_one_batch_answer_as_they_do_alone() -> None:
     def texts(server: Live, seed: int, api: str, more: dict[str, Any]) -> str:
         sampling = {"seed": seed, "temperature": 0.8, **more}
         messages = [{"role": "user", "content": f"def f{seed}(x):"}]

@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(root / "target"), str(root / "head")
 
 
-def test_a_target_alone_is_served_with_what_is_found_for_it(
+def test_a_target_is_served_with_the_head_found_for_it(
     models: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path))
@@ -72,7 +72,7 @@ def test_a_target_alone_is_served_with_what_is_found_for_it(
         (["--speculative-config", '{"method": "magic"}'], "method"),
     ],
 )
-def test_what_cannot_work_is_refused_at_the_start(
+def test_invalid_settings_are_refused_at_startup(
     models: tuple[str, str], args: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = [] if "--port" in args else ["--port", "0"]
@@ -102,7 +102,7 @@ def test_the_check_passes(models: tuple[str, str], how: list[str], capsys: pytes
     assert "tau " in said
 
 
-def test_the_check_fails_where_speculation_changes_the_text(models: tuple[str, str]) -> None:
+def test_the_check_fails_if_speculation_changes_the_text(models: tuple[str, str]) -> None:
     said: list[str] = []
     loaded = load(LoadConfig(models[0], Speculation(mode="ngram")), said.append)
     forward = loaded.target.forward
@@ -140,7 +140,7 @@ def test_plans_that_cannot_be() -> None:
         LoadConfig("x", Speculation(), max_batch=0)
 
 
-def test_what_the_models_authors_advise(tmp_path: Path) -> None:
+def test_sampling_defaults_come_from_the_model(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path) == {}
     advice = tmp_path / "generation_config.json"
     advice.write_text(

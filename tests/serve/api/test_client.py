@@ -127,7 +127,7 @@ def test_the_wire_form_of_a_stream(server: Live) -> None:
     assert "usage" not in last
 
 
-def test_answers_are_what_openais_own_types_say(server: Live) -> None:
+def test_answers_match_openais_types(server: Live) -> None:
     chat = {"messages": MESSAGES, "max_tokens": 5, "n": 2, "logprobs": True, "top_logprobs": 2}
     text = {"prompt": PROMPT, "max_tokens": 5, "logprobs": 2}
     whole = {"/v1/chat/completions": (chat, ChatCompletion), "/v1/completions": (text, Completion)}

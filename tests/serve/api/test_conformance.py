@@ -248,7 +248,7 @@ def test_21_errors_name_the_fields_of_clients(server: Live, path: str, more: dic
     assert "instance of" not in message
 
 
-def test_21_refusals_do_not_echo_what_is_long(caller: Live) -> None:
+def test_21_refusals_do_not_echo_long_values(caller: Live) -> None:
     long = "a" * 70_000
     bodies = [
         {"model": long},

@@ -90,7 +90,7 @@ def test_the_text_is_that_of_chat_completions(server: Live, messages: Any, sampl
     assert last["delta"] == {"stop_reason": ended, "stop_sequence": None}
 
 
-def test_the_official_client_reads_it_whole_and_streamed(client: anthropic.Anthropic) -> None:
+def test_the_official_client_reads_whole_and_streamed_answers(client: anthropic.Anthropic) -> None:
     asked: Any = {"model": NAME, "messages": USER, "max_tokens": 24, "extra_body": {"temperature": 0}}
     whole = client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
@@ -106,7 +106,7 @@ def test_the_official_client_reads_it_whole_and_streamed(client: anthropic.Anthr
         assert each.input_tokens + (each.cache_read_input_tokens or 0) == counted.input_tokens
 
 
-def test_answers_are_what_the_official_types_say(server: Live) -> None:
+def test_answers_match_the_official_types(server: Live) -> None:
     Message.model_validate(ask(server, messages=USER, **GREEDY), strict=True)
     adapter: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
     for event in events(server, messages=USER, **GREEDY):

@@ -192,7 +192,7 @@ def test_05_answers_are_as_published_while_another_client_holds_every_row() -> N
         assert server.service.running + server.service.waiting == 8  # none of them has ended
 
 
-def test_what_every_answer_has_is_published_as_required(short: Live) -> None:
+def test_fields_of_every_answer_are_published_as_required(short: Live) -> None:
     """Clients generated from the schema need no checks for fields that are always present, or for request items."""
     shapes = short.http.get("/openapi.json").json()["components"]["schemas"]
 

@@ -45,7 +45,7 @@ def written() -> tuple[Call, ChatAnswer, Output]:
 
 @settings(max_examples=some(40), deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
-def test_the_pieces_of_an_answer_make_up_the_whole(written: tuple[Call, ChatAnswer, Output], sizes: list[int]) -> None:
+def test_streamed_pieces_equal_the_whole_answer(written: tuple[Call, ChatAnswer, Output], sizes: list[int]) -> None:
     """For any number of tokens at a time, and both APIs."""
     call, chat, output = written
     tokens, at, index, events = output.tokens, 0, 0, []

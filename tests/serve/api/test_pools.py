@@ -1,4 +1,4 @@
-"""FairSemaphore serves clients in turns. A client that leaves holds none, and loses none for others."""
+"""FairSemaphore serves clients in turn, even if some of them leave."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_clients_take_turns() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.booleans()), max_size=12), st.sampled_from([1, 3])
 )
-def test_whoever_leaves_whenever_the_others_have_their_turns(asked: list[tuple[str, int, bool]], at_once: int) -> None:
+def test_clients_that_leave_do_not_take_turns_from_others(asked: list[tuple[str, int, bool]], at_once: int) -> None:
     """asked: the client, the event loop's steps until it leaves, and whether it leaves."""
 
     async def run() -> None:

@@ -43,7 +43,7 @@ def asked(running: Live, chat: list[dict[str, Any]]) -> tuple[str, int, int]:
     return said, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_server_that_is_restarted_under_load_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_restarted_server_reuses_its_prefix_files(tmp_path: Path) -> None:
     chats = [[SYSTEM, user(question)] for question in QUESTIONS]
 
     def turn(running: Live) -> list[tuple[str, int, int]]:

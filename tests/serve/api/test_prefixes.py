@@ -56,7 +56,7 @@ def test_another_question_and_the_next_turn_are_not_read_from_the_start(hybrid: 
     assert following - cached < 40
 
 
-def test_a_header_that_changes_is_left_out_and_what_else_changes_is_named_once(
+def test_changing_headers_are_removed_and_other_changes_logged_once(
     hybrid: Live, caplog: pytest.LogCaptureFixture
 ) -> None:
     chat: list[dict[str, Any]] = [user("Count to three, one number a turn, and wait for me in between.")]
@@ -99,7 +99,7 @@ def running_prompt(running: Live) -> list[int]:
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-def test_16_what_another_key_or_salt_has_sent_cannot_be_told(path: str) -> None:
+def test_16_prompts_of_other_keys_and_salts_stay_hidden(path: str) -> None:
     with live(load, wide(api_key="mine yours")) as running:
         assert cached_tokens(running, path, "mine") == 0
         assert cached_tokens(running, path, "yours") == 0

@@ -31,7 +31,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.recorded)
-def test_a_program_gets_what_it_asks_for(program: Program, scripted: Live) -> None:
+def test_requests_of_programs_are_answered(program: Program, scripted: Live) -> None:
     said = []
     for line in (RECORDED / program.recorded).read_text().splitlines():
         asked = json.loads(line)

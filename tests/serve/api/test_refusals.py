@@ -176,7 +176,7 @@ def test_prompts_that_do_not_fit_the_context(server: Live) -> None:
         assert "512" in error["message"]
 
 
-def test_the_context_bounds_what_is_not_bounded(server: Live) -> None:
+def test_the_context_limits_answers_without_a_limit(server: Live) -> None:
     body = {"prompt": [7] * 500, "temperature": 0, "ignore_eos": True}
     usage = server.http.post(COMPLETIONS, json=body).json()["usage"]
     assert usage["total_tokens"] == 512
@@ -197,7 +197,7 @@ def test_a_path_that_is_not_there_names_those_that_are(server: Live) -> None:
         assert path in said
 
 
-def test_fields_that_are_not_known_are_ignored_where_the_operator_says_so() -> None:
+def test_unknown_fields_are_ignored_if_the_operator_allows_it() -> None:
     strange = {"cache_prompt": True, "stream_options": None, "id_slot": 3}
     with live(settings=wide(ignore_unknown_fields=True)) as server:
         for path, body in [

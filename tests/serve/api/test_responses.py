@@ -93,7 +93,7 @@ def test_the_text_is_that_of_chat_completions(server: Live, given: Any, sampling
     assert alike(streamed(events(server, **mine))) == alike(response["output"])
 
 
-def test_the_official_client_reads_it_whole_and_streamed(server: Live) -> None:
+def test_the_official_client_reads_whole_and_streamed_answers(server: Live) -> None:
     whole = server.openai.responses.create(model=NAME, input="def f(x):", **GREEDY)
     with server.openai.responses.stream(model=NAME, input="def f(x):", **GREEDY) as stream:
         found = list(stream)
@@ -105,7 +105,7 @@ def test_the_official_client_reads_it_whole_and_streamed(server: Live) -> None:
     assert found[-1].response.output_text == whole.output_text
 
 
-def test_answers_are_what_the_official_types_say(server: Live) -> None:
+def test_answers_match_the_official_types(server: Live) -> None:
     Response.model_validate(ask(server, input=USER, **GREEDY))
     adapter: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
     for event in events(server, input=USER, **GREEDY):
@@ -206,7 +206,7 @@ def test_thoughts_are_items_that_go_back(thinker: Live) -> None:
     assert ask(thinker, input=foreign, max_output_tokens=1)["usage"]["input_tokens"] < count
 
 
-def test_a_conversation_goes_on_from_what_is_kept(server: Live) -> None:
+def test_a_conversation_continues_from_a_stored_response(server: Live) -> None:
     first = ask(server, input="def f(x):", instructions="Be brief.", max_output_tokens=9, seed=1)
     follow = {"input": "def g(x):", "max_output_tokens": 9, "seed": 2}
     second = ask(server, previous_response_id=first["id"], **follow)
@@ -225,7 +225,7 @@ def test_a_conversation_goes_on_from_what_is_kept(server: Live) -> None:
     assert said(ask(server, previous_response_id=second["id"], **follow)) == said(third)
 
 
-def test_what_is_not_kept_is_not_found() -> None:
+def test_responses_that_are_not_stored_are_not_found() -> None:
     with live(settings=wide(Limits(responses=2))) as server:
         ids = [ask(server, input="x", max_output_tokens=1)["id"] for _ in range(3)]
         ids.append(ask(server, input="x", max_output_tokens=1, store=False)["id"])
@@ -255,7 +255,7 @@ def test_a_client_that_leaves_frees_its_row_and_leaves_nothing(server: Live) -> 
     assert len(server.server.config.app.state.responses) == kept  # type: ignore[union-attr]
 
 
-def test_embeddings_are_not_served_and_what_is_instead_is_said(server: Live) -> None:
+def test_embeddings_are_refused_with_an_alternative(server: Live) -> None:
     with pytest.raises(openai.InternalServerError, match="llama-server --embedding") as raised:
         server.openai.embeddings.create(model=NAME, input="x")
     assert raised.value.status_code == 501

@@ -46,7 +46,7 @@ def test_a_schema_that_turns_out_to_hang_is_refused_and_others_go_on(monkeypatch
         assert ": too complex: " in hanging.result().json()["error"]["message"]  # of time or of memory
 
 
-def test_who_asks_for_no_schema_does_not_wait_for_those_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_without_a_schema_do_not_wait_for_slow_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
     monkeypatch.setattr("eagle_mlx.serve.chat.structured.COMPILE_SECONDS", 3.0)
     plain = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -58,7 +58,7 @@ def test_who_asks_for_no_schema_does_not_wait_for_those_that_hang(monkeypatch: p
         assert {each.result().status_code for each in hanging} == {400}
 
 
-def test_who_meets_a_limit_while_decoding_meets_it_alone() -> None:
+def test_a_grammar_limit_ends_only_its_own_request() -> None:
     """All share a pattern. The random model hits the lexer's limit; a bias makes the others write what is allowed."""
     pattern = {"type": "string", "pattern": ".{0,200}(a|e).{0,200}(t|s).{0,200}(red|blue)"}
     with live() as server:
@@ -77,7 +77,7 @@ def test_who_meets_a_limit_while_decoding_meets_it_alone() -> None:
             assert server.http.post(CHAT, json=good).status_code == 200
 
 
-def test_a_server_whose_threads_all_hang_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_hanging_threads_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     over = Event()
     monkeypatch.setattr(chat, "open_chat", lambda *asked: over.wait(60))
     made = Server(

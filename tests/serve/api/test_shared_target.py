@@ -118,7 +118,7 @@ def test_layers_on_two_machines_answer_as_one_process_and_refuse_a_head(tmp_path
 
 
 @needs_ring
-def test_requests_end_with_an_error_where_the_other_rank_is_killed(tmp_path: Path) -> None:
+def test_requests_end_with_an_error_if_the_other_rank_is_killed(tmp_path: Path) -> None:
     with shared(tiny_target_folder(tmp_path / "target"), tmp_path) as server:
         server.until_ready()
         answers: list[httpx.Response] = []
@@ -135,7 +135,7 @@ def test_requests_end_with_an_error_where_the_other_rank_is_killed(tmp_path: Pat
         assert server.processes[0].wait(60) == 2
 
 
-def test_what_does_not_go_with_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_conflict_with_a_shard_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--prefix-cache-dir cannot be used with --shard"):
         LoadConfig("a", Speculation(), loading=TargetOptions(shard="tensor"), prefix_cache_dir=tmp_path)
     models = tmp_path / "models.yaml"

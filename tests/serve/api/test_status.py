@@ -44,9 +44,7 @@ def test_health_can_be_asked_without_a_body(server: Live) -> None:
     assert (answer.status_code, answer.content) == (200, b"")
 
 
-def test_who_asks_for_a_websocket_gets_an_answer_and_no_line_in_the_log(
-    server: Live, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_websocket_requests_are_answered_and_not_logged(server: Live, caplog: pytest.LogCaptureFixture) -> None:
     asked = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     assert server.http.get("/health", headers=asked).status_code == 200
     assert not caplog.records
@@ -95,7 +93,7 @@ def test_the_numbers_add_up() -> None:
         assert summary["current_k"] == DEPTH
 
 
-def test_memory_is_counted_and_who_never_fits_gets_a_400() -> None:
+def test_memory_is_counted_and_requests_that_never_fit_get_400() -> None:
     made = engine(prefix_cache_bytes=1 << 24)
     allowed = made.kv_budget.size.nbytes(1, 300)
     with live(lambda: Loaded(engine(prefix_cache_bytes=1 << 24, kv_bytes=allowed), "ngram", DEPTH)) as server:
@@ -122,7 +120,7 @@ def test_memory_is_counted_and_who_never_fits_gets_a_400() -> None:
         assert 0 < samples(server)["eagle:prefix_cache_bytes"] <= allowed
 
 
-def test_the_depth_follows_what_requests_allow(server: Live) -> None:
+def test_the_depth_follows_the_limits_of_requests(server: Live) -> None:
     before = samples(server)
     body = {"prompt": "x", "max_tokens": 20, "temperature": 0, "num_speculative_tokens": 0}
     assert server.http.post(COMPLETIONS, json=body).json()["timings"]["draft_n"] == 0

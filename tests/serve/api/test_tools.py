@@ -170,7 +170,7 @@ def test_17_strict_holds_with_auto_once_a_call_begins(talker: Live, dialect: Dia
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_17_strict_is_refused_where_calls_are_not_json(coder: Live, dialect: Dialect) -> None:
+def test_17_strict_is_refused_if_calls_are_not_json(coder: Live, dialect: Dialect) -> None:
     body = asking(dialect, "x", strict=True)
     refused = coder.http.post(dialect.path, json=body)
     assert refused.status_code == 400
