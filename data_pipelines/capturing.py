@@ -54,14 +54,15 @@ def capture_batches(
     Raises TargetError if a hidden state is NaN.
     """
     streams = make_streams(default_streams())
-    for group in _groups(iter(batches), len(streams)):
+    remaining = iter(batches)
+    while group := list(islice(remaining, len(streams))):
         hidden = _hidden_states(target, aux_layers, group, streams)
         for (tokens, mask), states in zip(chain.from_iterable(group), chain.from_iterable(hidden), strict=True):
             states = states[: len(tokens)]
             if np.isnan(states).any():
                 raise TargetError(
-                    f"{target.name} gives hidden states that are no numbers, for a conversation of {len(tokens)} "
-                    "tokens; its weights are damaged, or its type is too narrow for it: load it in float32"
+                    f"{target.name} gives hidden states that are NaN for a conversation of {len(tokens)} tokens; its "
+                    "weights are damaged, or its dtype is too narrow: load it in float32"
                 )
             yield Example.of(tokens, mask, HiddenStates.split(aux_layers, states))
 
@@ -77,11 +78,6 @@ def make_batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterato
                 batch = []
             batch.append(sample)
         yield batch
-
-
-def _groups(batches: Iterator[list[TokensAndMask]], size: int) -> Iterator[list[list[TokensAndMask]]]:
-    while group := list(islice(batches, size)):
-        yield group
 
 
 def _hidden_states(

@@ -8,11 +8,11 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import IO, Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 from eagle_mlx.errors import DataError, OutputError
 from eagle_mlx.files import check_writable, locked
@@ -46,13 +46,6 @@ def as_line(conversation: Conversation, **more: str) -> bytes:
         return json.dumps(row).encode() + b"\n"
 
 
-def _written(file: BinaryIO, path: Path) -> AbstractContextManager[IO[bytes]]:
-    """Return the file, or a gzip writer around it. There is no timestamp, so equal rows give equal bytes."""
-    if path.suffix != GZ:
-        return nullcontext(file)
-    return cast(AbstractContextManager[IO[bytes]], gzip.GzipFile("", "wb", fileobj=file, mtime=0))
-
-
 def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = False) -> int:
     """Write rows and return their number. The file appears once the last row is on disk.
 
@@ -66,7 +59,8 @@ def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = Fals
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         part = Path(name)
         with os.fdopen(handle, "wb") as file:
-            with _written(file, path) as inner:
+            # Without a timestamp, equal rows give equal bytes.
+            with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if path.suffix == GZ else nullcontext(file) as inner:
                 for count, line in enumerate(lines, 1):  # noqa: B007  (count is returned)
                     inner.write(line)
             file.flush()

@@ -125,35 +125,26 @@ def run(options: MakeOptions) -> None:
     """Check the template first, so that an unusable target is reported at once, then make conversations."""
     check_new(options.output, options.overwrite)
     check_idle(options.output)
-    limits = _limits(options)
+    limits = Limits()
+    if options.finish:
+        if not (begun := partial_path(options.output)).exists():
+            raise DataError(f"there is no {begun} to finish; leave out --finish to make conversations")
+        limits = Limits(enough=lambda made, coming: True, first=False)
     wanted = Wanted(options.rows or 0, options.tokens or 0)
     config = options.writing.config(options.seed)
     tune_process()
     target = options.loading.load(options.target)
     _tell_unsteered(target, config)
-    place, layers = _place(options, target)
+    place: ShardPlace | None = None
+    layers: tuple[int, ...] = ()
+    if options.capture is not None:
+        aux_layers = aux_layers_of(options.aux_layers, target)
+        place = ShardPlace(options.capture, shard_meta(target, aux_layers, options.bits), options.overwrite)
+        layers = (*aux_layers, target.num_layers - 1)
     with continued_later(options.output):
         engine = engine_of(options.drafting, options.loading, target, layers)
         report = make_to_file(engine, config, wanted, options.output, options.overwrite, True, place, limits=limits)
     print(f"{options.output}: {report.summary()}")
-
-
-def _limits(options: MakeOptions) -> Limits:
-    """Return the conditions that end the file early. Raises DataError if there is nothing to finish."""
-    if not options.finish:
-        return Limits()
-    if not (begun := partial_path(options.output)).exists():
-        raise DataError(f"there is no {begun} to finish; leave out --finish to make conversations")
-    return Limits(enough=lambda made, coming: True, first=False)
-
-
-def _place(options: MakeOptions, target: Target) -> tuple[ShardPlace | None, tuple[int, ...]]:
-    """Return the place for hidden states and the layers to capture, or None and no layers without `--capture`."""
-    if options.capture is None:
-        return None, ()
-    aux_layers = aux_layers_of(options.aux_layers, target)
-    place = ShardPlace(options.capture, shard_meta(target, aux_layers, options.bits), options.overwrite)
-    return place, (*aux_layers, target.num_layers - 1)
 
 
 def _tell_unsteered(target: Target, config: MakeConfig) -> None:

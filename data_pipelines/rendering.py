@@ -71,9 +71,9 @@ class TemplateReport:
         ]
         skipped = [
             *([f"{counted(self.empty, 'conversation')} skipped"] if self.empty else []),
-            *([f"{counted(self.empty_turns, 'turn')} of others not learned"] if self.empty_turns else []),
+            *([f"{counted(self.empty_turns, 'turn')} of other conversations not learned"] if self.empty_turns else []),
         ]
-        return [*lost, *([f"answers of which nothing is rendered: {', '.join(skipped)}"] if skipped else [])]
+        return [*lost, *([f"answers that render as nothing: {', '.join(skipped)}"] if skipped else [])]
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,8 @@ class _Template(NamedTuple):
     """A chat template with the tools of one conversation."""
 
     tokenizer: TokenizerWrapper
-    tools: list[dict[str, Any]]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"tools": self.tools} if self.tools else {}
+    options: dict[str, Any]
+    """The conversation's tools, if it has any."""
 
     def text(self, messages: Messages, add_generation_prompt: bool = False) -> str:
         text: str = self.tokenizer.apply_chat_template(
@@ -172,8 +169,8 @@ def _examined(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[
         return Rendered(tokens, [1] * len(tokens)), Unrendered()
     if not any(m.role == "assistant" for m in conversation.messages):
         raise DataError(
-            f"{conversation.origin}: no assistant turn, so there is nothing to learn from; remove the row, or have "
-            "the target answer it with `eagle-data regenerate`"
+            f"{conversation.origin}: no assistant turn, so there is nothing to learn; remove the row, or let the "
+            "target answer it with `eagle-data regenerate`"
         )
     template = _template(tokenizer, conversation)
     messages = [m.as_dict() for m in conversation.messages]
@@ -217,7 +214,7 @@ def _left_out(template: _Template, messages: Messages, text: str) -> Unrendered:
         "reasoning": any(k in m for m in messages[recent:] for k in _REASONING) and same(without(_REASONING, recent)),
         "tool calls": any("tool_calls" in m for m in messages) and same(without(("tool_calls",))),
         "tool results": results != messages and same(results),
-        "tools": bool(template.tools) and same(messages, template._replace(tools=[])),
+        "tools": bool(template.options) and same(messages, template._replace(options={})),
     }
     empty = frozenset(filter(silent, range(len(messages))))
     answers = sum(m["role"] == "assistant" for m in messages) - len(empty)
@@ -241,25 +238,18 @@ def prompt_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> li
     messages: list[Message] = list(conversation.messages)
     while messages and messages[-1].role == "assistant":
         messages.pop()
-    try:
-        return list(
-            tokenizer.apply_chat_template(
-                [m.as_dict() for m in messages], add_generation_prompt=True, tokenize=True, **template.options
-            )
-        )
-    except Exception as e:  # templates may raise anything
-        raise DataError(f"{conversation.origin}: the chat template refuses this conversation: {e}") from e
+    return template.encode(_whole(template, [m.as_dict() for m in messages], conversation.origin, True))
 
 
 def _template(tokenizer: TokenizerWrapper, conversation: Conversation) -> _Template:
     if not tokenizer.has_chat_template:
-        raise DataError(f"{conversation.origin}: the target has no chat template; use rows of the shape `text`")
-    return _Template(tokenizer, [dict(tool) for tool in conversation.tools])
+        raise DataError(f"{conversation.origin}: the target has no chat template; use rows with `text`")
+    return _Template(tokenizer, {"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {})
 
 
-def _whole(template: _Template, messages: Messages, origin: str) -> str:
+def _whole(template: _Template, messages: Messages, origin: str, add_generation_prompt: bool = False) -> str:
     try:
-        return template.text(messages)
+        return template.text(messages, add_generation_prompt)
     except Exception as e:  # templates may raise anything
         raise DataError(f"{origin}: the chat template refuses this conversation: {e}") from e
 
@@ -311,9 +301,9 @@ def _found_spans(
         span = _by_prefix(template, messages, turn, text) or _by_substitution(template, messages, turn, text)
         if span is None:
             raise DataError(
-                f"{origin}: message {turn + 1} cannot be found in what the chat template makes of the conversation, "
-                "so no loss mask can be made; use a template with {% generation %} tags, or split the conversation "
-                "so that each ends with one answer"
+                f"{origin}: message {turn + 1} cannot be found in the rendered conversation, so there is no loss "
+                "mask for it; use a template with {% generation %} tags, or split the conversation so that each part "
+                "ends with one answer"
             )
         start, _ = _common(template.encode(text[: span[0]]), tokens)
         end, within = _common(template.encode(text[: span[1]]), tokens)

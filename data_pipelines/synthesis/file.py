@@ -45,7 +45,7 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if (self.rows > 0) == (self.tokens > 0) or min(self.rows, self.tokens) < 0:
-            raise ConfigError("say how much is wanted: --rows N or --tokens N")
+            raise ConfigError("give either --rows N or --tokens N")
 
     def reached(self, rows: float, tokens: float, heldout: int) -> bool:
         """Return whether these counts are enough."""
@@ -147,9 +147,9 @@ class Selection:
         self.settled += 1
         if self.settled - self.report.late > FREE_TRIES + TRIES_A_ROW * len(self.rows):
             raise DataError(
-                f"the target writes too little that is usable: of {counted(self.settled, 'try')} {len(self.rows):,} "
-                f"gave a conversation; what the others failed by: {self.report.failures()}; give prompts to answer "
-                "instead (eagle-data regenerate --data prompts.jsonl)"
+                f"too few tries are usable: {len(self.rows):,} of {counted(self.settled, 'try')}; the others failed: "
+                f"{self.report.failures()}; give the target prompts to answer instead (eagle-data regenerate --data "
+                "prompts.jsonl)"
             )
 
 
@@ -216,8 +216,8 @@ def _run(
             _make(engine, config, part, selection, shown, limits)
     if not selection.rows:
         raise DataError(
-            f"of {counted(selection.settled, 'try')} none has given a conversation yet; what they failed by: "
-            f"{selection.report.failures()}; give more time"
+            f"none of {counted(selection.settled, 'try')} has given a conversation yet; they failed: "
+            f"{selection.report.failures()}; allow more time"
         )
     return selection
 
@@ -245,10 +245,7 @@ def _make(
         begun, ahead = ahead, next(numbers)
         return begin(begun)
 
-    def over() -> bool:
-        return limits.over(selection.ended[1])
-
-    for ended in run_tasks(engine, following, shown, over):
+    for ended in run_tasks(engine, following, shown, lambda: limits.over(selection.ended[1])):
         conversation, key = ended.result()
         ended.report.heldout = int(conversation is not None and conversation.is_held_out)
         if isinstance(selection.shards, MadeShards) and ended.example is not None and conversation is not None:
@@ -315,7 +312,7 @@ def make_once(
         _compare(output, settings_of(target, config, wanted))
         return None
     if place is not None and place.folder.exists() and made_states(target, config, wanted, place) is None:
-        raise OutputError(f"{place.folder} holds something else than the states of {output}; remove it, or move it")
+        raise OutputError(f"{place.folder} has other content than the states of {output}; remove it or move it")
     engine = making_engine(target, place)
     return make_to_file(engine, config, wanted, output, progress=progress, place=place, note=note_path(output))
 
@@ -350,13 +347,13 @@ def note_path(output: Path) -> Path:
 
 
 def _compare(output: Path, settings: Mapping[str, Any]) -> None:
-    instead = f"move it away to have it made anew, or learn from it as it is with --data {output}"
+    instead = f"move it away to make it again, or train on it as it is with --data {output}"
     try:
         noted = json.loads(note_path(output).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         noted = None
     if not isinstance(noted, dict):
-        raise OutputError(f"{output} exists, and nothing tells what it was made from; {instead}")
+        raise OutputError(f"{output} exists, but its settings are not recorded; {instead}")
     now = json.loads(json.dumps(settings))
     for name in sorted(noted.keys() | now.keys()):
         if noted.get(name) != now.get(name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,7 +72,14 @@ def regenerate(
     dropped if no answer is left. The batch is kept full across conversations and turns. Conversations that `skip`
     selects are left out. Raises DataError if the target has no chat template.
     """
-    tasks = (task for task in _regenerations(engine, conversations, config) if not skip(task))
+    seen: Counter[int] = Counter()  # repeated prompts are numbered, so that their answers differ
+
+    def task(position: int, conversation: Conversation) -> Regeneration:
+        key = conversation.prompt_key()
+        seen[key] += 1
+        return Regeneration(engine, config, position, conversation, seen[key] - 1)
+
+    tasks = (one for one in starmap(task, enumerate(conversations)) if not skip(one))
     return run_tasks(engine, lambda _: next(tasks, None), shown)
 
 
@@ -166,7 +174,7 @@ class Regeneration:
         """Add an answer to the conversation, and end it if the answer loops or was cut."""
         output = self._engine.output(request)
         if output.finish_reason == "error":
-            raise DataError(f"{self.source.origin}: no answer could be made: {output.error}")
+            raise DataError(f"{self.source.origin}: the target could not answer: {output.error}")
         if is_loop(output.tokens, self._config.least_distinct):
             self.report.looping += 1
             self._ended = True
@@ -219,17 +227,6 @@ class Regeneration:
     def _asked(self) -> bool:
         """Whether there is a user or tool message. Without one, a greeting of the assistant is not an answer."""
         return any(m.role not in ("system", "developer", "assistant") for m in self._messages)
-
-
-def _regenerations(
-    engine: Engine, conversations: Iterable[Conversation], config: RegenerateConfig
-) -> Iterator[Regeneration]:
-    """Yield tasks in order. Repeated prompts are numbered, so that their answers differ."""
-    seen: Counter[int] = Counter()
-    for position, conversation in enumerate(conversations):
-        key = conversation.prompt_key()
-        yield Regeneration(engine, config, position, conversation, seen[key])
-        seen[key] += 1
 
 
 def _settings(engine: Engine, config: RegenerateConfig) -> dict[str, Any]:

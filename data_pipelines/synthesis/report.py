@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from eagle_mlx.progress import counted
 from eagle_mlx.text import is_loop
@@ -82,6 +82,12 @@ class Counts:
         return tuple(getattr(self, own.name) for own in fields(self))  # type: ignore[arg-type]
 
 
+def _failure(why: str) -> int:
+    """Return a field that counts failures; `why` is for the report."""
+    found: int = field(default=0, metadata={"why": why})
+    return found
+
+
 @dataclass
 class MakeReport(Counts):
     """Counts of tries. Each try gives one conversation or one failure."""
@@ -97,55 +103,36 @@ class MakeReport(Counts):
     """Conversations kept without later planned turns, because one of those failed."""
     heldout: int = 0
     """Conversations in the held-out split."""
-    endless: int = 0
-    """User turns that did not end in time."""
-    markup: int = 0
-    """Turns with special tokens."""
-    short: int = 0
-    """User turns with fewer than `LEAST_WORDS` words."""
-    question_loops: int = 0
-    no_user: int = 0
-    """User turns that read like an assistant's."""
-    silent: int = 0
-    """Empty answers."""
-    answer_loops: int = 0
-    refusals: int = 0
-    """Answers that refuse."""
-    duplicates: int = 0
-    """Conversations that begin like another."""
-    late: int = 0
-    """Tries stopped because time was up, with nothing to keep."""
+    endless: int = _failure("user turns without an end")
+    markup: int = _failure("turns with special tokens")
+    short: int = _failure(f"user turns of less than {LEAST_WORDS} words")
+    question_loops: int = _failure("user turns that loop")
+    no_user: int = _failure("user turns that sound like an assistant")
+    silent: int = _failure("empty answers")
+    answer_loops: int = _failure("answers that loop")
+    refusals: int = _failure("refusals")
+    duplicates: int = _failure("duplicates")
+    late: int = _failure("stopped because time was up")
 
     @property
     def failed(self) -> int:
         """Tries that gave no conversation."""
-        return sum(getattr(self, name) for name in _FAILURES)
+        return sum(count for count, _ in self._failed())
+
+    def _failed(self) -> list[tuple[int, str]]:
+        return [(getattr(self, one.name), one.metadata["why"]) for one in fields(self) if one.metadata]
 
     def summary(self) -> str:
         """Return the counts in two lines."""
         return (
             f"{counted(self.tries - self.failed, 'conversation')} of {counted(self.tokens, 'token')}, "
             f"{counted(self.answers, 'answer')} of "
-            f"{self.answer_tokens:,}; {self.heldout:,} on the held-out side, {counted(self.cut, 'answer')} cut, "
+            f"{self.answer_tokens:,}; {self.heldout:,} held out, {counted(self.cut, 'answer')} cut, "
             f"{counted(self.shortened, 'conversation')} shorter than planned\n"
-            f"{counted(self.tries, 'try')}, {self.failed:,} left out: {self.failures()}"
+            f"{counted(self.tries, 'try')}, {self.failed:,} failed: {self.failures()}"
         )
 
     def failures(self) -> str:
         """Return the reasons of failures, the most frequent first."""
-        said = sorted(((getattr(self, name), text) for name, text in _FAILURES.items()), key=lambda each: -each[0])
+        said = sorted(self._failed(), key=lambda each: -each[0])
         return ", ".join(f"{count:,} {text}" for count, text in said if count) or "none"
-
-
-_FAILURES = {
-    "endless": "user turns without an end",
-    "markup": "turns with special tokens",
-    "short": "user turns too short",
-    "question_loops": "user turns that loop",
-    "no_user": "user turns that an assistant would say",
-    "silent": "empty answers",
-    "answer_loops": "answers that loop",
-    "refusals": "refusals",
-    "duplicates": "duplicates",
-    "late": "stopped because the time was over",
-}

@@ -101,8 +101,8 @@ class MadeShards(ShardPlan):
         except OSError as e:
             part.unlink(missing_ok=True)
             raise OutputError(
-                f"{path} could not be written: {e.strerror or e}; what is done stays, so make room and give the same "
-                "command again"
+                f"{path} could not be written: {e.strerror or e}; finished rows are kept, so make room and run "
+                "the same command again"
             ) from e
 
     def drop(self, number: int) -> None:
@@ -138,7 +138,7 @@ def open_shards(place: ShardPlace, made_from: Mapping[str, str]) -> Iterator[Mad
             try:
                 waiting.mkdir(exist_ok=True)
             except OSError as e:
-                raise OutputError(f"{waiting} cannot be made: {e.strerror or e}") from e
+                raise OutputError(f"{waiting} cannot be created: {e.strerror or e}") from e
             made = MadeShards(place, waiting, shards)
             yield made
             made.finish()

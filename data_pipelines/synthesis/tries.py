@@ -7,6 +7,7 @@ from where the user speaks. A target without a chat template writes plain texts.
 from __future__ import annotations
 
 import bisect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -56,9 +57,9 @@ class MakeConfig:
     def __post_init__(self) -> None:
         for name in ("domains", "turns", "temperatures", "systems"):
             if not getattr(self, name):
-                raise ConfigError(f"{name} must name at least one")
+                raise ConfigError(f"{name} must have at least one value")
         if min(self.turns) < 0 or not sum(self.turns) > 0:
-            raise ConfigError(f"turns {self.turns}: these are shares, none below 0 and one above it")
+            raise ConfigError(f"turns {self.turns}: shares must be at least 0, and one must be above 0")
         for temperature in self.temperatures:
             self.answer(temperature)
         self.question(UserPlace((), (), ()))
@@ -78,10 +79,12 @@ class MakeConfig:
         return SamplingParams(temperature=temperature, top_p=self.top_p, max_tokens=self.max_tokens)
 
 
-class Try:
+class Try(ABC):
     """A try to make up something, as a task of `run_tasks`. It depends only on the seed and its number."""
 
     domain: str
+    answering = True
+    """Whether the text being generated is an answer."""
 
     def __init__(self, engine: Engine, config: MakeConfig, number: int):
         self.engine, self.config, self.number = engine, config, number
@@ -92,20 +95,17 @@ class Try:
         self.ended = False
         self._capture = engine.proposer if isinstance(engine.proposer, CapturingProposer) else None
 
-    answering = True
-    """Whether the text being generated is an answer."""
-
+    @abstractmethod
     def prompt(self) -> tuple[list[int], SamplingParams]:
         """Return the tokens before the next text, and its sampling parameters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, request: RequestState, output: Output, said: list[int]) -> bool:
-        """Add a text, where `said` is its tokens without the end of turn; return whether another text follows."""
-        raise NotImplementedError
+        """Add a text with the tokens `said`, without the end of turn; return whether another text follows."""
 
+    @abstractmethod
     def result(self) -> tuple[Conversation | None, int]:
         """Return the conversation, or None if the try failed, and a hash of its beginning to find duplicates."""
-        raise NotImplementedError
 
     def fail(self, why: str) -> None:
         """End the try; `why` is a field of `MakeReport`."""
@@ -124,7 +124,7 @@ class Try:
     def take(self, request: RequestState) -> None:
         output = self.engine.output(request)
         if output.finish_reason == "error":
-            raise DataError(f"try {self.number}: nothing could be written: {output.error}")
+            raise DataError(f"try {self.number}: the target could not write: {output.error}")
         said = output.tokens[:-1] if output.tokens[-1] in request.request.stop_ids else output.tokens
         self.ended = not self.add(request, output, said)
 
@@ -141,7 +141,13 @@ class Try:
 
     def answered(self, request: RequestState, output: Output, said: list[int], mask: list[int]) -> bool:
         """Count an answer and take its hidden states; return False if it is unusable. `mask` belongs to the prompt."""
-        example = self._captured(request, [*mask, *([1] * len(request.tokens))]) if self._capture is not None else None
+        example = None
+        if self._capture is not None:
+            states = self._capture.take(request.prompt, request.tokens)
+            if states is None:
+                raise DataError(f"try {self.number}: some hidden states of its answer were not captured")
+            mask = [*mask, *([1] * len(request.tokens))]
+            example = Example.of([*request.prompt, *request.tokens], mask, states)
         why = why_no_answer(output.text, said, self._special)
         if why is not None:
             self.fail(why)
@@ -161,14 +167,6 @@ class Try:
     def _special(self) -> frozenset[int]:
         assert self.engine.target.tokenizer is not None
         return frozenset(self.engine.target.tokenizer.all_special_ids)
-
-    def _captured(self, request: RequestState, mask: list[int]) -> Example:
-        """Return the tokens with their captured hidden states. Raises DataError if some are missing."""
-        assert self._capture is not None
-        states = self._capture.take(request.prompt, request.tokens)
-        if states is None:
-            raise DataError(f"try {self.number}: the hidden states of its answer were not captured whole")
-        return Example.of([*request.prompt, *request.tokens], mask, states)
 
 
 class ConversationTry(Try):
@@ -322,7 +320,7 @@ def tries(engine: Engine, config: MakeConfig) -> Callable[[int], Try]:
     target = engine.target
     tokenizer = target.tokenizer
     if tokenizer is None:
-        raise TargetError(f"{target.name} has no tokenizer, so it can make up nothing")
+        raise TargetError(f"{target.name} has no tokenizer, so it cannot make up text")
     if not tokenizer.has_chat_template:
         begin = beginning(tokenizer, target.name)
         return lambda number: TextTry(engine, config, number, begin)
@@ -345,8 +343,8 @@ def beginning(tokenizer: TokenizerWrapper, name: str) -> list[int]:
         if token is not None:
             return [int(token)]
     raise TargetError(
-        f"{name} has neither a chat template nor a token that begins or ends a text, so it can make up nothing; give "
-        "it data to learn from: texts or conversations as FILE.jsonl, or a data set of the hub (docs/data.md)"
+        f"{name} has neither a chat template nor a token that begins or ends a text, so it cannot make up text; use "
+        "data instead: texts or conversations as FILE.jsonl, or a data set on the hub (docs/data.md)"
     )
 
 

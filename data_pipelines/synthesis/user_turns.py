@@ -49,7 +49,7 @@ def read_domains(file: Path) -> tuple[Domain, ...]:
     """
     found = read_yaml(file, "file of domains")
     if not isinstance(found, dict) or not found:
-        raise ConfigError(f"{file} must hold domains, each with a weight under its name; see {FILE}")
+        raise ConfigError(f"{file} must have domains, each with a weight under its name; see {FILE}")
     try:
         return tuple(_domain(str(name), entry) for name, entry in found.items())
     except ConfigError as e:
@@ -70,15 +70,18 @@ def choose_domains(wishes: Sequence[str], file: Path = FILE) -> tuple[Domain, ..
         found = next((domain for domain in domains if domain.name == name), None)
         if found is None:
             raise ConfigError(f"--domain {wish}: the domains are {', '.join(domain.name for domain in domains)}")
-        chosen[name] = _weighed(found, wish, weight) if given else found
+        try:
+            chosen[name] = replace(found, weight=float(weight)) if given else found
+        except (ValueError, ConfigError) as e:
+            raise ConfigError(f"--domain {wish}: a weight must be a number above 0, such as code=2") from e
     return tuple(chosen.values())
 
 
 def _domain(name: str, entry: Any) -> Domain:
     if not isinstance(entry, dict):
-        raise ConfigError(f"{name}: must have `weight: 2` or the like under it, not {entry!r}")
+        raise ConfigError(f"{name}: needs keys such as `weight: 2` under it, not {entry!r}")
     if unknown := [key for key in entry if key not in ("weight", "system", "openings")]:
-        raise ConfigError(f"{name}: {unknown[0]!r} is neither weight nor system nor openings")
+        raise ConfigError(f"{name}: {unknown[0]!r} is not weight, system or openings")
     system, openings = entry.get("system", ""), entry.get("openings", [""])
     if not isinstance(system, str):
         raise ConfigError(f"{name}: system must be a text, not {system!r}")
@@ -87,16 +90,7 @@ def _domain(name: str, entry: Any) -> Domain:
     return Domain(name, entry.get("weight", 1.0), system, tuple(openings))
 
 
-def _weighed(domain: Domain, wish: str, weight: str) -> Domain:
-    try:
-        return replace(domain, weight=float(weight))
-    except (ValueError, ConfigError) as e:
-        raise ConfigError(f"--domain {wish}: a weight must be a number above 0, such as code=2") from e
-
-
 DOMAINS = read_domains(FILE)
-
-
 _MARKS = ("\ue0f0\ue0f1", "\ue0f2 \ue0f3\ue0f4")
 """Private-use characters in place of the user's text. Two kinds detect templates that depend on the text."""
 
@@ -123,17 +117,17 @@ def find_user_place(
     """
     found = {_around(tokenizer, messages, mark, name) for mark in _MARKS}
     if len(found) != 1:
-        raise _closed(name, "what stands around the user's words depends on them")
+        raise _closed(name, "the text around the user's words depends on them")
     before, after = found.pop()
     if hidden := [m for m in messages if m.content.strip() and m.content.strip() not in before]:
-        raise _closed(name, f"it does not show what the {hidden[0].role} says in front of the user's turn")
+        raise _closed(name, f"it does not show what the {hidden[0].role} says before the user's turn")
     # A trailing space would be a token of its own, and no text in training begins that way.
     tokens = tuple(tokenizer.encode(before + opening if opening else before.rstrip(" "), add_special_tokens=False))
     if not tokens:
-        raise _closed(name, "it puts nothing in front of the user's words, so there is nothing to continue")
-    behind = list(tokenizer.encode(after.strip(), add_special_tokens=False))
-    if behind and behind[0] in tokenizer.all_special_ids:
-        return UserPlace(tokens, (behind[0],), ())
+        raise _closed(name, "it has no text before the user's words, so there is nothing to continue")
+    following = list(tokenizer.encode(after.strip(), add_special_tokens=False))
+    if following and following[0] in tokenizer.all_special_ids:
+        return UserPlace(tokens, (following[0],), ())
     return UserPlace(tokens, (), (after.strip(),) if after.strip() else ())
 
 
@@ -146,14 +140,14 @@ def _around(tokenizer: TokenizerWrapper, messages: Sequence[Message], mark: str,
         raise _closed(name, f"it refuses the conversation: {e}") from e
     before, found, after = text.partition(mark)
     if not found or mark in after:
-        raise _closed(name, "the user's words do not stand in it once, as they were said")
+        raise _closed(name, "it changes, drops or repeats the user's words")
     return before, after
 
 
 def _closed(name: str, why: str) -> TargetError:
     return TargetError(
-        f"the chat template of {name} cannot be opened before the user's turn: {why}; give prompts to answer instead "
-        "(eagle-data regenerate --data prompts.jsonl), or another template with --chat-template FILE"
+        f"the target cannot write user turns with the chat template of {name}: {why}; give it prompts to answer "
+        "(eagle-data regenerate --data prompts.jsonl), or use another template with --chat-template FILE"
     )
 
 

@@ -42,7 +42,7 @@ class ShardMeta:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
-            raise ConfigError(f"hidden states are kept in 16 or in 8 bits, not in {self.bits}")
+            raise ConfigError(f"hidden states have 16 or 8 bits per value, not {self.bits}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ShardFile:
             size = path.stat().st_size
             if size != self.size:
                 what = "cut short" if size < self.size else "longer than it was"
-                return f"is {what}: {size:,} bytes in place of {self.size:,}"
+                return f"is {what}: {size:,} bytes instead of {self.size:,}"
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
@@ -119,7 +119,7 @@ class Manifest:
                     f"{VERSION}; read it with the version of EAGLE-MLX that wrote it"
                 )
             if found["sha256"] != _digest(content):
-                raise ShardError(f"{path} is damaged: its SHA-256 does not fit its content; {_remedy(path)}")
+                raise ShardError(f"{path} is damaged: its SHA-256 does not match its content; {_remedy(path)}")
             meta = {**content["meta"], "aux_layers": tuple(content["meta"]["aux_layers"])}
             if content["version"] == 1:
                 del meta["dtype"]
@@ -132,7 +132,9 @@ class Manifest:
         """Return how `made_from` differs from this folder's, in words; empty if it does not."""
         found = self.made_from
         names = [name for name in {**made_from, **found} if found.get(name) != made_from.get(name)]
-        return "; ".join(f"{n}: {found.get(n, 'not said')} there, {made_from.get(n, 'not said')} now" for n in names)
+        return "; ".join(
+            f"{n}: {found.get(n, 'not recorded')} there, {made_from.get(n, 'not recorded')} now" for n in names
+        )
 
 
 def bytes_per_token(meta: ShardMeta) -> int:

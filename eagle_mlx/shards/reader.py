@@ -53,13 +53,12 @@ class ShardReader:
 
     def __getitem__(self, index: int) -> Example:
         shard, row = self._place(index)
-        starts = self._check(shard)
-        rows = slice(int(starts[row]), int(starts[row + 1]))
+        rows = slice(*map(int, self._check(shard)[row : row + 2]))
         path = self.folder / self.files[shard].name
         try:
             return decode(path, rows, self.meta)
         except (SafetensorError, OSError) as e:  # it was changed after its check
-            raise ShardError(f"{path} cannot be read any more: {e}; {self._remedy}") from e
+            raise ShardError(f"{path} can no longer be read: {e}; {self._remedy}") from e
 
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))
@@ -86,8 +85,7 @@ class ShardReader:
         if shard not in self._starts:
             entry = self.files[shard]
             path = self.folder / entry.name
-            wrong = entry.fault(self.folder)
-            if wrong is not None:
+            if (wrong := entry.fault(self.folder)) is not None:
                 raise ShardError(f"{path} {wrong}; {self._remedy}")
             try:
                 with safe_open(str(path), "numpy") as file:
@@ -100,7 +98,7 @@ class ShardReader:
     @property
     def _remedy(self) -> str:
         if self.manifest.command:
-            return f"`eagle-data collect --repair {self.folder}` captures it again and leaves the rest as it is"
+            return f"`eagle-data collect --repair {self.folder}` captures it again and keeps the rest"
         return "copy the folder again, or remove it and capture its conversations again with `eagle-data collect`"
 
 
@@ -115,8 +113,8 @@ def read_manifest(folder: Path) -> Manifest:
         if part is None:
             raise ShardError(f"{folder} is not a folder of shards: it has no {MANIFEST}") from e
         raise ShardError(
-            f"{folder} is not finished: its capture was interrupted, or is still under way, in {part}; "
-            "give the same `eagle-data` command again, which continues where it stopped"
+            f"{folder} is not finished: its capture was interrupted or is still running, in {part}; "
+            "run the same `eagle-data` command again to continue"
         ) from e
     except OSError as e:
         raise ShardError(f"{path} cannot be read: {e.strerror}") from e

@@ -72,7 +72,7 @@ class ShardWriter:
                     self._begin()
                 self._lock = stack.pop_all()
         except OSError as e:
-            raise OutputError(f"{self.folder} cannot be made: {e.strerror or e}") from e
+            raise OutputError(f"{self.folder} cannot be created: {e.strerror or e}") from e
         return self
 
     def __exit__(
@@ -119,13 +119,13 @@ class ShardWriter:
         found = read_manifest(self.folder)
         if not found.made_from:
             raise ShardError(
-                f"{self.folder} does not say what it was made from, so none of it can be captured again; capture all "
-                "of it with --overwrite"
+                f"{self.folder} does not record what it was made from, so it cannot be repaired; capture everything "
+                "with --overwrite"
             )
         if wrong := found.differences(self._manifest.made_from):
             raise ShardError(
-                f"{self.folder} was made from something else ({wrong}); give the options and the data of then, or "
-                "capture all of it with --overwrite"
+                f"{self.folder} was made from something else ({wrong}); use the original options and data, "
+                "or capture everything with --overwrite"
             )
         self._manifest = found
 
@@ -145,9 +145,7 @@ class ShardWriter:
         known = (UNFINISHED, MANIFEST)
         strange = [p.name for p in self.part.iterdir() if p.name not in known and not p.name.endswith((PART, SUFFIX))]
         if strange:
-            raise OutputError(
-                f"{self.part} is in the way and is no unfinished capture: it holds {strange[0]}; move it away"
-            )
+            raise OutputError(f"{self.part} is not an unfinished capture, since it has {strange[0]}; move it away")
         try:
             self.files = self._kept()
         except OutputError:
@@ -167,11 +165,11 @@ class ShardWriter:
         try:
             found = Manifest.read(path)
         except ShardError as e:
-            raise OutputError(f"{path} is damaged, so nothing tells what was captured; remove {self.part}") from e
+            raise OutputError(f"{path} is damaged, so the capture cannot continue; remove {self.part}") from e
         if wrong := found.differences(self._manifest.made_from):
             raise OutputError(
-                f"{self.part} holds the unfinished capture of something else ({wrong}); give the "
-                "options of then to continue it, or remove the folder, or drop it with --overwrite"
+                f"{self.part} has an unfinished capture of something else ({wrong}); use the original options to "
+                "continue it, or replace it with --overwrite"
             )
         return {entry.index: entry for entry in found.files if found.made_from and entry.fault(self.part) is None}
 
@@ -189,7 +187,7 @@ class ShardWriter:
     def _finish(self) -> None:
         self._write_pending()
         if missing := set(range(max(self.files, default=0))) - set(self.files):
-            raise ValueError(f"{shard_name(min(missing))} was never written, so {self.folder} is not complete")
+            raise ValueError(f"{shard_name(min(missing))} was never written, so {self.folder} is incomplete")
         self._write_manifest(MANIFEST)
         (self.part / UNFINISHED).unlink()
         sync_folder(self.part)

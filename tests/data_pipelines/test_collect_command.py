@@ -76,7 +76,7 @@ def test_repair_needs_the_folder_alone(command: list[str], tmp_path: Path, capsy
         assert "shard-00001.safetensors is cut short" in capsys.readouterr().err
         assert cli.main(repair) == 0
         said = capsys.readouterr().out
-        assert "shard-00001.safetensors is cut short: 0 bytes in place of" in said
+        assert "shard-00001.safetensors is cut short: 0 bytes instead of" in said
         assert "2 of 3 shards are complete" in said
         assert content(folder) == whole
         assert (folder / "shard-00001.safetensors.damaged").exists()
@@ -149,5 +149,5 @@ def test_26_collect_and_inspect_say_what_the_template_leaves_out(
         said = capsys.readouterr().out
         assert "the chat template of " in said
         assert "tiny does not render tool calls: 12 conversations affected" in said
-        assert "answers of which nothing is rendered: 12 conversations skipped" in said
+        assert "answers that render as nothing: 12 conversations skipped" in said
     assert len(ShardReader(tmp_path / "s")) == 40

@@ -211,7 +211,7 @@ def test_23_running_tries_stop_when_the_time_is_over(
     path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
     place = place_at(folder, target) if captures else None
     engine = capturing(target, 2) if captures else Engine(target, max_batch=3)
-    with pytest.raises(DataError, match=r"7 stopped because the time was over; give more time"):
+    with pytest.raises(DataError, match=r"7 stopped because time was up; allow more time"):
         make_to_file(engine, CONFIG, Wanted(rows=99), tmp_path / "b.jsonl", limits=Limits(over=lambda made: True))
     report = make_to_file(
         engine, CONFIG, Wanted(rows=99), path, place=place, limits=Limits(over=lambda made: made >= 90)
@@ -482,7 +482,7 @@ def test_a_selection_depends_on_no_order() -> None:
 
 
 def test_one_that_writes_nothing_usable_ends_with_the_counts() -> None:
-    with pytest.raises(DataError, match=rf"of {FREE_TRIES + 1} tries 0 gave .* user turns without an"):
+    with pytest.raises(DataError, match=rf"0 of {FREE_TRIES + 1} tries; .* user turns without an"):
         settle(Selection(Wanted(rows=5)), [(n, n, False) for n in range(500)])
     with pytest.raises(DataError, match=rf"of {FREE_TRIES + TRIES_A_ROW + 1} tries 1 gave .* duplicates"):
         settle(Selection(Wanted(rows=5)), [(n, 1, True) for n in range(500)])
@@ -490,7 +490,7 @@ def test_one_that_writes_nothing_usable_ends_with_the_counts() -> None:
 
 def test_a_target_that_never_ends_a_turn_is_told_of(tmp_path: Path) -> None:
     silent = tiny_target(tokenizer=True)
-    with pytest.raises(DataError, match="writes too little that is usable"):
+    with pytest.raises(DataError, match="too few tries are usable"):
         make_to_file(Engine(silent, max_batch=32), MakeConfig(user_tokens=4), Wanted(rows=1), tmp_path / "a.jsonl")
     assert not (tmp_path / "a.jsonl").exists()
 
@@ -498,18 +498,18 @@ def test_a_target_that_never_ends_a_turn_is_told_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{{ messages[0]['content'] | upper | replace('\ue0f0', '') }}", "do not stand in it once"),
-        ("{{ messages[0]['content'] }} and {{ messages[0]['content'] }}", "do not stand in it once"),
+        ("{{ messages[0]['content'] | upper | replace('\ue0f0', '') }}", "changes, drops or repeats"),
+        ("{{ messages[0]['content'] }} and {{ messages[0]['content'] }}", "changes, drops or repeats"),
         ("<{{ messages[0]['content'] | length }}>{{ messages[0]['content'] }}", "depends on them"),
         ("{{ raise_exception('no') }}", "it refuses the conversation: no"),
-        ("{{ messages[0]['content'] }}", "it puts nothing in front of the user's words"),
+        ("{{ messages[0]['content'] }}", "it has no text before the user's words"),
     ],
 )
 def test_a_template_that_cannot_be_opened_is_named(template: str, why: str) -> None:
     target = tiny_target(tokenizer=True)
     assert target.tokenizer is not None
     target.tokenizer._tokenizer.chat_template = template
-    with pytest.raises(TargetError, match=f"the chat template of M cannot be opened.*{why}.*regenerate --data"):
+    with pytest.raises(TargetError, match=f"with the chat template of M: .*{why}.*regenerate --data"):
         find_user_place(target.tokenizer, [], "M")
 
 
@@ -576,12 +576,12 @@ def test_an_opening_is_read_as_the_template_would_have_it() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "must hold domains"),
-        ("- code", "must hold domains"),
-        ("code: 2", "code: must have `weight: 2`"),
+        ("", "must have domains"),
+        ("- code", "must have domains"),
+        ("code: 2", "code: needs keys such as `weight: 2`"),
         ("code: {weight: 0}", "code: a weight must be a number above 0"),
         ("code: {weight: many}", "code: a weight must be a number above 0"),
-        ("code: {wait: 1}", "code: 'wait' is neither weight nor system nor openings"),
+        ("code: {wait: 1}", "code: 'wait' is not weight, system or openings"),
         ("code: {system: [a]}", "code: system must be a text"),
         ("code: {openings: Who}", "code: openings must be a list of texts"),
         ("code: {openings: []}", "code: openings must be a list of texts"),

@@ -181,7 +181,7 @@ def test_26_what_a_template_ignores_is_counted_and_empty_answers_are_not_learned
         "the chat template of tiny does not render tool calls: 2 conversations affected",
         "the chat template of tiny does not render tool results: 1 conversation affected",
         "the chat template of tiny does not render tools: 2 conversations affected",
-        "answers of which nothing is rendered: 2 conversations skipped, 1 turn of others not learned",
+        "answers that render as nothing: 2 conversations skipped, 1 turn of other conversations not learned",
     ]
 
 

@@ -225,5 +225,5 @@ def test_a_target_without_numbers_is_refused() -> None:
     target = tiny_target()
     embedding = target.model.model.embed_tokens
     embedding.weight = embedding.weight * mx.array(float("nan"))
-    with pytest.raises(TargetError, match="tiny gives hidden states that are no numbers, for a conversation of 34"):
+    with pytest.raises(TargetError, match="tiny gives hidden states that are NaN for a conversation of 34"):
         list(capture(target, AUX, conversations(1)))

@@ -112,7 +112,7 @@ def test_8_bits_come_back_as_float16_from_smaller_files(tmp_path: Path, hidden: 
 
 
 def test_other_numbers_of_bits_are_refused() -> None:
-    with pytest.raises(ConfigError, match="in 16 or in 8 bits, not in 4"):
+    with pytest.raises(ConfigError, match="16 or 8 bits per value, not 4"):
         ShardMeta("tiny", 4, 50, (1,), bits=4)
 
 
@@ -141,7 +141,7 @@ def test_a_shard_cut_short_or_missing_is_named(shards: Path) -> None:
     first = shards / "shard-00000.safetensors"
     data = first.read_bytes()
     first.write_bytes(data[:-1])
-    with pytest.raises(ShardError, match=r"shard-00000.safetensors is cut short: [\d,]+ bytes in place of"):
+    with pytest.raises(ShardError, match=r"shard-00000.safetensors is cut short: [\d,]+ bytes instead of"):
         ShardReader(shards)[0]
     first.write_bytes(data + b"x")
     with pytest.raises(ShardError, match="longer than it was"):

@@ -82,9 +82,7 @@ def test_nothing_is_left_where_nothing_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["s", "s.unfinished"])
 def test_an_unfinished_capture_is_not_read(tmp_path: Path, place: str) -> None:
     interrupt(tmp_path / "s", COUNT)
-    with pytest.raises(
-        ShardError, match=rf"{place} is not finished.*s\.unfinished; give the same `eagle-data` command"
-    ):
+    with pytest.raises(ShardError, match=rf"{place} is not finished.*s\.unfinished; run the same `eagle-data` command"):
         ShardReader(tmp_path / place)
 
 
@@ -94,7 +92,9 @@ def test_the_capture_of_something_else_is_refused(tmp_path: Path) -> None:
     other = {"target": "tiny (abc)", "bits": "8"}
     with pytest.raises(OutputError, match=r"of something else \(bits: 16 there, 8 now\).*--overwrite"):
         writer(tmp_path / "s", other).__enter__()
-    with pytest.raises(OutputError, match="target: tiny .abc. there, not said now; bits: 16 there, not said now"):
+    with pytest.raises(
+        OutputError, match="target: tiny .abc. there, not recorded now; bits: 16 there, not recor"
+    ):
         write(tmp_path / "s", [3])
     assert content(unfinished_folder(tmp_path / "s")) == before
     with writer(tmp_path / "s", other, overwrite=True) as shards:
@@ -155,7 +155,7 @@ def test_somebody_s_files_are_left_alone(tmp_path: Path) -> None:
     part.mkdir()
     (part / "thesis.txt").write_text("mine")
     for overwrite in (False, True):
-        with pytest.raises(OutputError, match=r"s\.unfinished is in the way.*thesis\.txt; move it away"):
+        with pytest.raises(OutputError, match=r"s\.unfinished is not an unfinished capture.*thesis\.txt; move it away"):
             writer(tmp_path / "s", overwrite=overwrite).__enter__()
     assert content(part) == {"thesis.txt": b"mine"}
 
@@ -330,7 +330,7 @@ def test_what_cannot_be_repaired_is_said(tmp_path: Path, whole: dict[str, bytes]
         repair(folder, {**MADE_FROM, "bits": "8"}).__enter__()
     assert "shard-00001.safetensors" in content(folder)
     write(tmp_path / "anonymous", [3])
-    with pytest.raises(ShardError, match="does not say what it was made from"):
+    with pytest.raises(ShardError, match="does not record what it was made from"):
         repair(tmp_path / "anonymous", MADE_FROM).__enter__()
 
 

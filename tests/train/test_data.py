@@ -85,7 +85,7 @@ def test_26_answers_that_the_template_does_not_render_are_not_learned(tmp_path: 
     assert after == {**before, "left_out": 9}
     said = capsys.readouterr().err
     assert f"the chat template of {TARGET.name} does not render reasoning: 9 conversations affected" in said
-    assert "answers of which nothing is rendered: 9 conversations skipped" in said
+    assert "answers that render as nothing: 9 conversations skipped" in said
     source.write_text(f"{json.dumps({'messages': thought})}\n" * 9, encoding="utf-8")
     with pytest.raises(
         DataError, match=r"no usable conversations in .*\n  the chat template of .* render reasoning: 9"

@@ -196,7 +196,7 @@ def test_what_is_made_is_found_again_and_by_no_other_run(
         assert f"--data {file}" in said
     Path(f"{file}.from.json").unlink()
     assert main(command(talker, out, "--overwrite")) == 2
-    assert "nothing tells what it was made from" in capsys.readouterr().err
+    assert "its settings are not recorded" in capsys.readouterr().err
     assert file.read_bytes() == made
 
 
