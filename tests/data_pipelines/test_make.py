@@ -484,7 +484,7 @@ def test_a_selection_depends_on_no_order() -> None:
 def test_one_that_writes_nothing_usable_ends_with_the_counts() -> None:
     with pytest.raises(DataError, match=rf"0 of {FREE_TRIES + 1} tries; .* user turns without an"):
         settle(Selection(Wanted(rows=5)), [(n, n, False) for n in range(500)])
-    with pytest.raises(DataError, match=rf"of {FREE_TRIES + TRIES_A_ROW + 1} tries 1 gave .* duplicates"):
+    with pytest.raises(DataError, match=rf"1 of {FREE_TRIES + TRIES_A_ROW + 1} tries; .* duplicates"):
         settle(Selection(Wanted(rows=5)), [(n, 1, True) for n in range(500)])
 
 

@@ -92,9 +92,7 @@ def test_the_capture_of_something_else_is_refused(tmp_path: Path) -> None:
     other = {"target": "tiny (abc)", "bits": "8"}
     with pytest.raises(OutputError, match=r"of something else \(bits: 16 there, 8 now\).*--overwrite"):
         writer(tmp_path / "s", other).__enter__()
-    with pytest.raises(
-        OutputError, match="target: tiny .abc. there, not recorded now; bits: 16 there, not recor"
-    ):
+    with pytest.raises(OutputError, match="target: tiny .abc. there, not recorded now; bits: 16 there, not recor"):
         write(tmp_path / "s", [3])
     assert content(unfinished_folder(tmp_path / "s")) == before
     with writer(tmp_path / "s", other, overwrite=True) as shards:
