@@ -5,7 +5,7 @@ python -m venv v; v/bin/pip install torch==2.13.0 speculators==0.9.0; v/bin/pyth
 EAGLE-3 in speculators' layout is run by speculators itself. MTP layers are run with the decoder layers of transformers
 (and by speculators, whose first step must agree). EAGLE-1 and the portable EAGLE-3 layout have no reference that runs
 without a whole target, so `plain.py` is one. Of each head a .json keeps the config and the tensors' names and shapes,
-a .safetensors the logits: of the first step at every position, and of four recycled steps behind some.
+a .safetensors the logits: of the first step at every position, and of four recycled steps after some.
 """
 
 from __future__ import annotations
@@ -170,62 +170,46 @@ def make_eagle3(
     write(name, config, {prefix + key: shape for key, shape in shapes.items()}, ones, **made)
 
 
-def make_portable() -> None:
-    nested = "eagle_aux_hidden_state_layer_ids"
-    make_eagle("eagle")
-    make_eagle("eagle-qkv-bias", bias=False, qkv_bias=True, num_hidden_layers=2, rope_theta=5000.0)
-    make_eagle3("safeailab-eagle3", architectures=["LlamaForCausalLM"])
-    make_eagle3(
-        "specforge-eagle3.1", architectures=["LlamaForCausalLMEagle3"], fc_norm=True, norm_output=True, rope_theta=1e6
-    )
-    make_eagle3("specforge-no-norm", architectures=["LlamaForCausalLMEagle3"], norm_output=False)
-    make_eagle3(
-        "angelslim-qkv-bias",
-        architectures=["Eagle3LlamaForCausalLM"],
-        attention_bias=True,
-        mlp_bias=True,
-        draft_vocab_size=draws.VOCAB,
-        rope_scaling={"type": "linear", "factor": 2.0},
-    )
-    make_eagle3(
-        "sglang-narrow",
-        architectures=["LlamaForCausalLMEagle3"],
-        layers=(0, 3),
-        hidden_size=48,
-        target_hidden_size=64,
-        norm_before_residual=True,
-        eagle_config={nested: [0, 3], "use_aux_hidden_state": True},
-        norm_output=True,
-        recycle_norm=True,
-    )
-    make_eagle3(
-        "vllm-two-layers",
-        architectures=["Eagle3LlamaForCausalLM"],
-        first="layers.0",
-        prefix="model.",
-        num_hidden_layers=2,
-        norm_output=True,
-        recycle_norm=True,
-        fc_norm=True,
-        layers=(0, 1, 5),
-        **{nested: [1, 2, 6]},
-    )
-    make_eagle3(
-        "sliding",
-        architectures=["LlamaForCausalLMEagle3"],
-        use_sliding_window=True,
-        sliding_window=4,
-        norm_before_residual=False,
-    )
-    make_eagle3(
-        "modelopt-yarn",
-        architectures=["LlamaForCausalLMEagle3"],
-        first="layers.0",
-        leave_out=("t2d",),
-        layers=(1, 2, 3),
-        rope_scaling=YARN,
-        eagle_config={
-            nested: [1, 2, 3],
+NESTED = "eagle_aux_hidden_state_layer_ids"
+PORTABLE: dict[str, dict[str, Any]] = {
+    "safeailab-eagle3": {"architectures": ["LlamaForCausalLM"]},
+    "specforge-eagle3.1": {"fc_norm": True, "norm_output": True, "rope_theta": 1e6},
+    "specforge-no-norm": {"norm_output": False},
+    "angelslim-qkv-bias": {
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "draft_vocab_size": draws.VOCAB,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+    "sglang-narrow": {
+        "layers": (0, 3),
+        "hidden_size": 48,
+        "target_hidden_size": 64,
+        "norm_before_residual": True,
+        "eagle_config": {NESTED: [0, 3], "use_aux_hidden_state": True},
+        "norm_output": True,
+        "recycle_norm": True,
+    },
+    "vllm-two-layers": {
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "first": "layers.0",
+        "prefix": "model.",
+        "num_hidden_layers": 2,
+        "norm_output": True,
+        "recycle_norm": True,
+        "fc_norm": True,
+        "layers": (0, 1, 5),
+        NESTED: [1, 2, 6],
+    },
+    "sliding": {"use_sliding_window": True, "sliding_window": 4, "norm_before_residual": False},
+    "modelopt-yarn": {
+        "first": "layers.0",
+        "leave_out": ("t2d",),
+        "layers": (1, 2, 3),
+        "rope_scaling": YARN,
+        "eagle_config": {
+            NESTED: [1, 2, 3],
             "use_aux_hidden_state": True,
             "use_mtp_layernorm": False,
             "use_input_layernorm_in_first_layer": True,
@@ -233,22 +217,27 @@ def make_portable() -> None:
             "next_layer_regular": True,
             "parallel_draft_step": 1,
         },
-    )
-    make_eagle3(
-        "modelopt-without-aux",
-        architectures=["LlamaForCausalLMEagle3"],
-        first="layers.0",
-        leave_out=("fc.weight", "layers.0.hidden_norm.weight", "t2d"),
-        eagle_config={"use_aux_hidden_state": False},
-    )
-    make_eagle3(
-        "modelopt-fewer-norms",
-        architectures=["LlamaForCausalLMEagle3"],
-        first="layers.0",
-        leave_out=("layers.0.input_layernorm.weight", "norm.weight", "t2d"),
-        layers=(1, 2, 3),
-        eagle_config={nested: [1, 2, 3], "use_input_layernorm_in_first_layer": False, "use_last_layernorm": False},
-    )
+    },
+    "modelopt-without-aux": {
+        "first": "layers.0",
+        "leave_out": ("fc.weight", "layers.0.hidden_norm.weight", "t2d"),
+        "eagle_config": {"use_aux_hidden_state": False},
+    },
+    "modelopt-fewer-norms": {
+        "first": "layers.0",
+        "leave_out": ("layers.0.input_layernorm.weight", "norm.weight", "t2d"),
+        "layers": (1, 2, 3),
+        "eagle_config": {NESTED: [1, 2, 3], "use_input_layernorm_in_first_layer": False, "use_last_layernorm": False},
+    },
+}
+"""The arguments of `make_eagle3` for each head in the portable layout."""
+
+
+def make_portable() -> None:
+    make_eagle("eagle")
+    make_eagle("eagle-qkv-bias", bias=False, qkv_bias=True, num_hidden_layers=2, rope_theta=5000.0)
+    for name, how in PORTABLE.items():
+        make_eagle3(name, **{"architectures": ["LlamaForCausalLMEagle3"], **how})
 
 
 def make_speculators(name: str, layer: str = "llama", ids: tuple[int, ...] = (1, 2, 4), **fields: Any) -> None:

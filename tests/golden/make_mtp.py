@@ -139,11 +139,15 @@ def make_mtp(
 
 
 def make_published() -> None:
+    make_deepseek()
+    make_mimo()
+    make_qwen()
+
+
+def make_deepseek() -> None:
+    """DeepSeek-V3, and GLM-4.5, which has the same names."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
     from transformers.models.glm4_moe import modeling_glm4_moe as glm
-    from transformers.models.qwen2 import modeling_qwen2 as qwen2
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
-    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
     around = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
     ends = {"embed_tokens": "embed_tokens", "lm_head": "shared_head.head"}
@@ -188,6 +192,11 @@ def make_published() -> None:
         around,
         ends=ends,
     )
+
+
+def make_mimo() -> None:
+    from transformers.models.qwen2 import modeling_qwen2 as qwen2
+
     around = {
         "enorm": "token_layernorm",
         "hnorm": "hidden_layernorm",
@@ -206,6 +215,13 @@ def make_published() -> None:
         hidden_first=True,
         recycle_norm=True,
     )
+
+
+def make_qwen() -> None:
+    """Qwen3-Next and Qwen3.5."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
     around = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
     fields = {"model_type": "qwen3_next", **SIZES, **QWEN, **EXPERTS, "partial_rotary_factor": 0.5}
     make_mtp(
