@@ -30,7 +30,7 @@ TOKENS = 64
 """Tokens to decode for each prompt."""
 DEPTH = 2
 SOUND = 0.4
-"""The share of rounds in which the weakest fitting heads have their first draft token accepted; good ones reach 0.9."""
+"""The share of first draft tokens accepted from the weakest fitting heads; good heads reach 0.9."""
 BOUND = 0.11
 """A head is no better than chance if it has both of two draft tokens accepted in a smaller share of rounds.
 
@@ -117,15 +117,15 @@ def warning_of(trial: Trial, layers: tuple[int, ...] = ()) -> str | None:
     seen = f"in {trial.rounds} rounds the target accepted {share:.0%} of first draft tokens, and two in {both:.0%}"
     if share >= SOUND:
         return (
-            f"{seen}: right at depth 1 and poor behind it. Likely causes: norm_output, which says what the next draft "
-            "step reads, unlike in training; or a head trained for one step, which should draft one token"
+            f"{seen}: good at depth 1 and poor after it. Likely causes: norm_output (the input of the next draft step) "
+            "differs from training; or the head was trained for one step and should draft one token"
         )
-    read = f" (read are the outputs of {', '.join(map(str, layers))}, counted from 0)" if layers else ""
+    read = f" (it reads the outputs of layers {', '.join(map(str, layers))}, counted from 0)" if layers else ""
     return (
-        f"{seen}; of heads that fit it accepts {SOUND:.0%} to 90% and more than half as many pairs. Likely causes: "
-        f"layer ids in the other convention or order{read}; norm_before_residual or another norm flag unlike in "
-        "training; a target that is another model, fine-tune or quantisation than the head was trained for; hardly any "
-        "training. The text stays right, but comes no sooner"
+        f"{seen}; heads that fit reach {SOUND:.0%} to 90%, and more than half as many pairs. Likely causes: layer ids "
+        f"in another convention or order{read}; norm_before_residual or another norm flag differs from training; the "
+        "head was trained for another model, fine-tune or quantization; hardly any training. The text stays correct, "
+        "but is not faster"
     )
 
 

@@ -27,23 +27,23 @@ class TargetOptions(Group):
     """How the target is loaded, as in mlx-lm."""
 
     adapter_path: str = setting("", "LoRA adapters trained with mlx_lm.lora for this target", metavar="DIR")
-    trust_remote_code: bool = setting(False, "fetch and run the code that a model comes with")
+    trust_remote_code: bool = setting(False, "download and run the model's own code")
     extra_eos_tokens: tuple[str, ...] = setting(
-        (), "tokens that end a text as well", name="extra_eos_token", metavar="TOKEN"
+        (), "additional tokens that end a text", name="extra_eos_token", metavar="TOKEN"
     )
     chat_template: str = setting(
-        "", "a chat template in place of the tokenizer's own, or a file that holds one", metavar="TEXT_OR_FILE"
+        "", "a chat template to use instead of the tokenizer's, or a file with one", metavar="TEXT_OR_FILE"
     )
     chat_template_args: str = setting(
-        "", "what the chat template takes, such as '{\"enable_thinking\": false}'", metavar="JSON"
+        "", "arguments of the chat template, such as '{\"enable_thinking\": false}'", metavar="JSON"
     )
     shard: Literal["none", "tensor", "pipeline"] = setting(
         "none",
-        "divide the target over the processes that mlx.launch has started: a part of every layer each (tensor), or "
+        "divide the target among the processes that mlx.launch started: each gets a part of every layer (tensor), or "
         "some of the layers (pipeline, without a head)",
     )
     rank_seconds: float = setting(
-        TIMEOUT, "with --shard: end where another process has not answered for so long", ABOVE_0, metavar="S"
+        TIMEOUT, "with --shard: exit if another process does not answer for this long", ABOVE_0, metavar="S"
     )
     wire: bool = setting(True, "on a Mac, keep weights from being paged out, up to three fifths of its memory")
 
@@ -91,9 +91,9 @@ def _template(given: str) -> str | None:
     try:
         text = Path(given).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--chat-template {given} is no template, and as a file it cannot be read: {e}") from e
+        raise ConfigError(f"--chat-template {given} is not a template, and cannot be read as a file: {e}") from e
     if _OF_A_TEMPLATE not in text:
-        raise ConfigError(f"--chat-template {given}: the file holds no template; one shows messages with {{{{ … }}}}")
+        raise ConfigError(f"--chat-template {given}: the file has no template, such as {{{{ … }}}}")
     return text
 
 
@@ -107,5 +107,5 @@ def _template_args(text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError("--chat-template-args must be an object, such as '{\"enable_thinking\": false}'")
     if reserved := sorted(values.keys() & _OF_THE_RENDERING):
-        raise ConfigError(f"--chat-template-args: {reserved[0]!r} is not the template's; leave it out")
+        raise ConfigError(f"--chat-template-args: {reserved[0]!r} is not an argument of the template; leave it out")
     return values

@@ -24,27 +24,23 @@ from numpy.typing import NDArray
 
 from eagle_mlx.decoding.draft import Branches
 from eagle_mlx.errors import RanksError
-from eagle_mlx.ranks.world import World
+from eagle_mlx.ranks.world import World, sum_over
 
 TIMEOUT = 60.0
 """Seconds after which a silent rank counts as lost: longer than any forward, including a prompt's longest chunk."""
 _TEXT = 2048
 """Bytes of text in the first sum. A round of 8 rows takes a few hundred, a chunk of a prompt ten thousand."""
 _MAGIC = 0x4EAD
-"""The first number of every message, by which ranks that are out of step are noticed."""
+"""The first number of every message. Another number means that the ranks are out of step."""
 _HEADER = 2 + _TEXT // 4
 """Numbers before the statuses: the magic number, the text's size and its beginning."""
 _HEARTBEAT = 1.0
-"""Most seconds between two messages, so that a waiting rank can tell a busy rank 0 from a lost one."""
+"""Maximum seconds between two messages, so that a waiting rank can tell a busy rank 0 from a lost one."""
 REST = 0.02
 """Seconds that all ranks sleep between two messages when idle, because MLX waits without sleeping.
 
 It is the most that the first token after a pause is delayed.
 """
-
-
-_KINDS = {"int32": mx.int32, "bool": mx.bool_, "float32": mx.float32}
-"""The dtypes of arrays in messages."""
 
 
 class State(IntEnum):
@@ -87,16 +83,12 @@ class Channel:
         self._waited = 0.0
         self._said = monotonic()
         """Time of rank 0's last message other than a heartbeat."""
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Hold it while layers communicate, so that no message comes in between."""
         self._last = monotonic()
         """Time of the last message."""
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Hold it while layers communicate, so that no message comes in between."""
-        return self._lock
 
     def watch(self) -> None:
         """Start to watch the connection and, in rank 0, to send heartbeats. All ranks must be connected."""
@@ -109,7 +101,7 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """Send a JSON value to the other ranks. Raises RanksError if the connection is lost."""
-        with self._lock:
+        with self.lock:
             self._said = monotonic()
             self.exchange(json.dumps(message, separators=(",", ":")).encode())
 
@@ -123,7 +115,7 @@ class Channel:
 
     def check(self) -> None:
         """Raise RanksError if the connection is lost."""
-        with self._lock:
+        with self.lock:
             self.exchange(b"")
 
     @property
@@ -150,15 +142,15 @@ class Channel:
             raise RanksError(self.lost)
         began = monotonic()
         try:
-            numbers = self._sum(self._packed(text))
+            numbers = np.array(sum_over(self.world.group, mx.array(self._packed(text))))
             sign, size = int(numbers[0]), int(numbers[1])
             if sign != _MAGIC:
-                raise RuntimeError("what came is no message: the ranks are not in step")
+                raise RuntimeError("received something that is not a message: the ranks are out of step")
             head = numbers[2:_HEADER].tobytes()[:size]
             rest = b""
             if size > _TEXT:
                 own = text[_TEXT:] if self.world.is_rank_zero else bytes(size - _TEXT)
-                rest = self._sum(np.frombuffer(own, np.uint8)).tobytes()
+                rest = np.array(sum_over(self.world.group, mx.array(np.frombuffer(own, np.uint8)))).tobytes()
         except RuntimeError as e:
             self.fail(e)
         self._last = monotonic()
@@ -185,28 +177,21 @@ class Channel:
         numbers[own : own + 2] = self.state, int(1000 * self._waited) & 0x7FFFFFFF
         return numbers
 
-    def _sum(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        summed = mx.distributed.all_sum(mx.array(numbers), group=self.world.group, stream=mx.cpu)
-        mx.eval(summed)
-        return np.array(summed)
-
     def _read_statuses(self, numbers: NDArray[np.int32]) -> None:
         before = self.statuses
         self.statuses = [RankStatus(State(int(state)), int(ms) / 1000) for state, ms in numbers.reshape(-1, 2)]
         for rank, (old, new) in enumerate(zip(before, self.statuses, strict=True)):
-            if rank and self.world.is_rank_zero and new.state != old.state:
-                self._hear(rank, new.state)
-
-    def _hear(self, rank: int, state: State) -> None:
-        if state == State.WANTS_TO_STOP:
-            self.on_stop()
-        elif state == State.DIFFERS:
-            self._lose(f"rank {rank} has come to other numbers than rank 0; it has said which")
+            if not rank or not self.world.is_rank_zero or new.state == old.state:
+                continue
+            if new.state == State.WANTS_TO_STOP:
+                self.on_stop()
+            elif new.state == State.DIFFERS:
+                self._lose(f"rank {rank}'s results differ from rank 0's; see its output")
 
     def _heartbeat(self) -> None:
         interval, idle = min(_HEARTBEAT, self.timeout / 4), False
         while not self._ended.wait(REST if idle else interval):
-            with self._lock:
+            with self.lock:
                 if self._ended.is_set():
                     return
                 idle = monotonic() - self._said >= interval
@@ -222,7 +207,7 @@ class Channel:
         while not self._ended.wait(min(_HEARTBEAT, self.timeout / 4)):
             if monotonic() - self._last > self.timeout:
                 self._lose(
-                    f"rank {self.world.rank}: no answer of {self.world.others} for {self.timeout:g} seconds "
+                    f"rank {self.world.rank}: no answer from {self.world.others} for {self.timeout:g} seconds "
                     "(--rank-seconds)"
                 )
                 return
@@ -282,4 +267,4 @@ def _decode_array(value: dict[str, Any]) -> mx.array:
         values = np.unpackbits(np.frombuffer(data, np.uint8), count=int(np.prod(shape))).astype(np.bool_)
     else:
         values = np.frombuffer(data, kind)
-    return mx.array(values.reshape(shape), _KINDS[kind])
+    return mx.array(values.reshape(shape))

@@ -167,11 +167,11 @@ class LeadingTarget(Target):
         """
         if aux_layers and not self.has_all_layers:
             raise TargetError(
-                "with --shard pipeline the layers are on several machines, where no head can read them; draft with "
+                "with --shard pipeline the layers are on several machines, so a head cannot read them; draft with "
                 "n-grams or a draft model, or use --shard tensor"
             )
         if cache is not None and not isinstance(cache, tuple(_MIRRORED.values())):
-            raise TargetError("a target over several ranks keeps caches of its own: RaggedCache.of(target.model, …)")
+            raise TargetError("a target over several ranks needs its own caches: RaggedCache.of(target.model, …)")
         number = None if cache is None else cache.number  # type: ignore[attr-defined]
         # Nothing is computed yet, so unreadable input raises here before other ranks start.
         out = super().forward(tokens, cache, aux_layers, ends)

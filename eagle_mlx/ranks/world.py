@@ -41,11 +41,11 @@ class World:
         try:
             group = mx.distributed.init()
         except RuntimeError as e:
-            raise ConfigError(f"the other processes cannot be reached: {e}; look at the hosts and their ports") from e
+            raise ConfigError(f"the other processes cannot be reached: {e}; check the hosts and their ports") from e
         if group.size() < wanted:
             raise ConfigError(
-                f"process {rank} of at least {wanted} sees {group.size()} of them; does the installed MLX have the "
-                "backend that mlx.launch was told? (`--backend ring` works everywhere)"
+                f"process {rank} of at least {wanted} sees only {group.size()}; does the installed MLX have the "
+                "backend that mlx.launch uses? (`--backend ring` works everywhere)"
             )
         return cls(group.rank(), group.size(), group if group.size() > 1 else None)
 
@@ -85,11 +85,17 @@ class World:
         return json.loads(np.array(self._sum(mx.array(sent))).tobytes())
 
     def _sum(self, numbers: mx.array) -> mx.array:
-        """Sum [n] over all processes and evaluate it, so that messages are sent in the order of the calls."""
         try:
-            # On the CPU: the numbers are not on a GPU, and any thread may wait for them.
-            summed = mx.distributed.all_sum(numbers, group=self.group, stream=mx.cpu)
-            mx.eval(summed)
+            return sum_over(self.group, numbers)
         except RuntimeError as e:
-            raise RanksError(f"another process of this run has ended ({e}); what it has said tells why") from e
-        return summed
+            raise RanksError(f"another process of this run has ended ({e}); see its output for the reason") from e
+
+
+def sum_over(group: mx.distributed.Group | None, numbers: mx.array) -> mx.array:
+    """Sum [n] over all processes and evaluate it, so that messages are sent in the order of the calls.
+
+    It runs on the CPU: the numbers are not on a GPU, and any thread may wait for them.
+    """
+    summed = mx.distributed.all_sum(numbers, group=group, stream=mx.cpu)
+    mx.eval(summed)
+    return summed

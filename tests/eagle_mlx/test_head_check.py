@@ -51,13 +51,13 @@ def test_hidden_states_that_say_nothing_to_the_head(target: Target) -> None:
     head.fc.weight = head.fc.weight[:, ::-1]
     said = head_warning(head, target)
     assert said is not None
-    assert "layer ids in the other convention or order (read are the outputs of 1, 6, 10" in said
+    assert "layer ids in another convention or order (it reads the outputs of layers 1, 6, 10" in said
     assert "norm_before_residual" in said
-    assert "another model, fine-tune or quantisation" in said
+    assert "another model, fine-tune or quantization" in said
     assert "\n" not in said
 
 
-@pytest.mark.parametrize(("flag", "said"), [("fc_norm", "another norm flag"), ("norm_output", "right at depth 1")])
+@pytest.mark.parametrize(("flag", "said"), [("fc_norm", "another norm flag"), ("norm_output", "good at depth 1")])
 def test_a_norm_flag_read_wrongly(target: Target, flag: str, said: str) -> None:
     assert said in str(head_warning(shipped(**{flag: False}), target))
 
@@ -70,7 +70,7 @@ def saved(folder: Path) -> Target:
 
 def test_a_random_head_is_a_warning_that_can_be_left_out(tmp_path: Path) -> None:
     tiny = saved(tmp_path / "h")
-    with pytest.warns(em.HeadWarning, match="first draft tokens, and two in 0%; of heads that fit") as caught:
+    with pytest.warns(em.HeadWarning, match="first draft tokens, and two in 0%; heads that fit") as caught:
         em.load_head(tmp_path / "h", tiny)
     assert Path(caught[0].filename) == Path(__file__)
     with warnings.catch_warnings():
@@ -122,7 +122,7 @@ def test_heads_of_every_kind_are_tried(name: str, monkeypatch: pytest.MonkeyPatc
         (Trial(0, 0, 0), None),
         (Trial(190, 2, 0), "accepted 1% of first draft tokens, and two in 0%"),
         (Trial(190, 47, 15), "Likely causes: layer ids"),
-        (Trial(100, 60, 4), "right at depth 1 and poor behind it. Likely causes: norm_output"),
+        (Trial(100, 60, 4), "good at depth 1 and poor after it. Likely causes: norm_output"),
     ],
 )
 def test_what_is_said_of_a_trial(trial: Trial, expected: str | None) -> None:

@@ -128,7 +128,7 @@ def test_the_flags_say_what_load_target_takes() -> None:
     [
         ("--chat-template-args {", "is not JSON"),
         ("--chat-template-args []", "must be an object"),
-        ("""--chat-template-args '{"tokenize": false}'""", "'tokenize' is not the template's"),
+        ("""--chat-template-args '{"tokenize": false}'""", "'tokenize' is not an argument of the template"),
     ],
 )
 def test_template_arguments_that_cannot_be_meant_are_refused(line: str, said: str) -> None:
@@ -144,7 +144,7 @@ def test_a_template_may_be_in_a_file(models: tuple[Path, Path], tmp_path: Path) 
         assert tokenizer is not None
         assert tokenizer.chat_template == TEMPLATE
     file.write_text("words")
-    for given, said in ((str(file), "the file holds no template"), ("chatml", "as a file it cannot be read")):
+    for given, said in ((str(file), "the file has no template"), ("chatml", "cannot be read as a file")):
         with pytest.raises(ConfigError, match=f"--chat-template {given}.*{said}"):
             TargetOptions(chat_template=given).load(models[0])
 
@@ -166,7 +166,7 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(tmp_path: Pa
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_file": "mine.py"}))
     (folder / "mine.py").write_text("from mlx_lm.models.qwen3 import Model, ModelArgs\n")
-    with pytest.raises(TargetError, match="say so with --trust-remote-code"):
+    with pytest.raises(TargetError, match="add --trust-remote-code"):
         em.load_target(folder)
     assert em.load_target(folder, trust_remote_code=True).num_layers == 4
 

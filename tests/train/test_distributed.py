@@ -140,5 +140,5 @@ def test_a_process_that_finds_no_others_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("MLX_HOSTFILE", raising=False)
     assert World.init() == World.single()
     monkeypatch.setenv("MLX_RANK", "1")
-    with pytest.raises(ConfigError, match="process 1 of at least 2 sees 1"):
+    with pytest.raises(ConfigError, match="process 1 of at least 2 sees only 1"):
         World.init()

@@ -124,7 +124,7 @@ def test_a_template_and_what_it_takes_change_what_is_learnt(
     assert len(set(counts)) == 3
     template.unlink()
     assert main(command(target, chats, tmp_path / "out", *own)) == 2
-    assert f"--chat-template {template} is no template" in capsys.readouterr().err
+    assert f"--chat-template {template} is not a template" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
