@@ -237,8 +237,8 @@ def strip(folder: Path) -> None:
     ("damage", "said"),
     [
         (lambda folder: without("midlayer.hidden_norm.weight", folder), "missing: midlayer.hidden_norm.weight"),
-        (spoil, "hold NaN or infinity: fc.weight"),
-        (shorten, "model.safetensors has"),
+        (spoil, "have NaN or infinity: fc.weight"),
+        (shorten, "model.safetensors is damaged or cut short"),
         (strip, "num_attention_heads"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "no .safetensors files"),
         (lambda folder: (folder / "config.json").unlink(), "holds neither a head"),
