@@ -147,7 +147,7 @@ def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tu
 def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: World = SINGLE_PROCESS) -> None:
     """Run the training and print where the head is. Only rank 0 of a `world` writes files and reports progress."""
     if not config.head.target:
-        raise ConfigError("no target: name the model that the head is for with --target")
+        raise ConfigError("no target: name the model with --target")
     config = resolved(config)
     if config.optimization.hours and world.size > 1:
         raise ConfigError("--hours works with one process only: start it without mlx.launch")
@@ -198,7 +198,7 @@ def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, fol
 def _say(config: TrainConfig, report: Mapping[str, Any], resume: Path | None, target: Target) -> None:
     """Print where a run's head is and how good it is, and register it for the commands that serve the target."""
     folder = resume if resume and resume.exists() else config.run.output
-    before = f"{config.head.init_from} before it" if config.head.init_from else "untrained"
+    before = f"{config.head.init_from} had" if config.head.init_from else "untrained"
     print(
         f"τ {report['acceptance_length']:.2f} at depth {config.evaluation.depth}, {before} "
         f"{report['untrained_acceptance_length']:.2f}, after {report['tokens']:,} tokens in "

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypedDict
 
@@ -88,11 +89,12 @@ class Evaluator:
 def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds: float = 0.0) -> Acceptance:
     """Return the acceptance over all outputs, with τ 0 if there are none."""
     rounds, tokens = sum(output.rounds for output in outputs), sum(len(output.tokens) for output in outputs)
-    drafted, accepted = [0] * depth, [0] * depth
-    for output in outputs:
-        for position, (d, a) in enumerate(zip(output.drafted_by_position, output.accepted_by_position, strict=True)):
-            drafted[position] += d
-            accepted[position] += a
+    drafted = [
+        sum(counts) for counts in zip_longest([0] * depth, *(o.drafted_by_position for o in outputs), fillvalue=0)
+    ]
+    accepted = [
+        sum(counts) for counts in zip_longest([0] * depth, *(o.accepted_by_position for o in outputs), fillvalue=0)
+    ]
     by_position = [a / d if d else 0.0 for a, d in zip(accepted, drafted, strict=True)]
     length = tokens / rounds if rounds else 0.0
     interval = _interval([(len(output.tokens), output.rounds) for output in outputs])

@@ -87,8 +87,8 @@ def unroll_feedback(
         """Return the output, then each layer's keys and values. `past` has the keys and values of earlier steps."""
         pairs = list(zip(past[::2], past[1::2], strict=True))
         caches = [UnrolledCache(segments, pairs[layer::layers]) for layer in range(layers)]
-        behind = mx.repeat(embeddings[:, -1:], step + 1, axis=1)
-        following = mx.concatenate([embeddings[:, step + 1 :], behind], axis=1)[:, : embeddings.shape[1]]
+        padding = mx.repeat(embeddings[:, -1:], step + 1, axis=1)
+        following = mx.concatenate([embeddings[:, step + 1 :], padding], axis=1)[:, : embeddings.shape[1]]
         h = head(following, h, caches)
         return [h, *(array for cache in caches for array in cache.latest)]
 

@@ -110,7 +110,7 @@ def test_at_most_a_twentieth_is_padding(lengths: np.ndarray[Any, Any], length: i
     assert batches.padding == pytest.approx(1 - held / places)
 
 
-def test_full_rows_meet_others_in_every_epoch_anew() -> None:
+def test_full_rows_are_regrouped_in_every_epoch() -> None:
     lengths = [100] * 64
     groups = [
         {
@@ -122,13 +122,13 @@ def test_full_rows_meet_others_in_every_epoch_anew() -> None:
     assert not groups[0] & groups[1]
 
 
-def test_long_samples_are_cut_and_ends_too_short_left_out() -> None:
+def test_long_samples_are_cut_and_short_rests_are_dropped() -> None:
     assert [(p.start, p.stop) for p in cut_into_pieces(0, 20, 8)] == [(0, 8), (8, 16), (16, 20)]
     assert [(p.start, p.stop) for p in cut_into_pieces(0, 17, 8)] == [(0, 8), (8, 16)]
     assert cut_into_pieces(0, MIN_TOKENS - 1, 8) == []
 
 
-def test_rows_hold_what_the_samples_hold() -> None:
+def test_rows_contain_the_samples() -> None:
     samples = make_samples([5, 9, 3, 14, 7, 6, 30])
     batches = Batches(InMemory(samples), rows=2, length=16, seed=1)
     seen: list[int] = []
@@ -157,7 +157,7 @@ def test_the_order_is_fixed_by_seed_and_epoch() -> None:
     assert not np.array_equal(first[0].tokens, collect(Batches(store, 2, 10, seed=4), 0)[0].tokens)
 
 
-def test_an_epoch_can_be_entered_midway() -> None:
+def test_an_epoch_can_start_midway() -> None:
     batches = Batches(InMemory(make_samples([4, 6, 5, 7, 3, 8, 9, 4])), 2, 10, seed=0)
     whole, rest = collect(batches, 0), collect(batches, 0, skip=1)
     assert [r.tokens.tolist() for r in whole[1:]] == [r.tokens.tolist() for r in rest]
@@ -175,7 +175,7 @@ def test_samples_without_states() -> None:
     assert rows.states is None
 
 
-def test_rows_are_dealt_out() -> None:
+def test_rows_are_split() -> None:
     rows = Rows(np.arange(6, dtype=np.int32).reshape(3, 2), np.zeros((3, 2), np.uint8), np.ones((3, 2), np.int32), None)
     assert [part.tokens.tolist() for part in rows.split(2)] == [[[0, 1], [2, 3]], [[4, 5]]]
     assert len(rows.split(8)) == 3
@@ -210,7 +210,7 @@ def test_a_damaged_shard_is_found_before_training(tmp_path: Path) -> None:
         OnDisk(ShardReader(tmp_path / "s"))
 
 
-def test_an_error_in_a_reading_thread_arrives(tmp_path: Path) -> None:
+def test_an_error_in_a_reading_thread_is_raised(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "s", ShardMeta("t", H, 1000, tuple(range(N))), tokens_per_shard=4) as writer:
         for sample in make_samples([6] * 4):
             writer.add(sample)
@@ -218,11 +218,11 @@ def test_an_error_in_a_reading_thread_arrives(tmp_path: Path) -> None:
     store = OnDisk(reader)
     shard = next((tmp_path / "s").glob("shard-00001*"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ShardError, match="cannot be read any more"):
+    with pytest.raises(ShardError, match="can no longer be read"):
         collect(Batches(store, 2, 8, 0), 0)
 
 
-def test_reading_ahead_leaves_the_blas_its_threads() -> None:
+def test_prefetching_does_not_change_the_number_of_blas_threads() -> None:
     """The last bits of a product depend on the threads, so a run with changing threads could not be repeated."""
     before = blas_threads()
     if not before:

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.utils import get_total_parameters
 
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats.tensors import weights_of
@@ -18,7 +19,7 @@ from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.plan import bound
-from eagle_mlx.train.plan.bound import PROGRAM, Bound, bound_of, described_target, parameters_of
+from eagle_mlx.train.plan.bound import PROGRAM, Bound, bound_of, described_target
 from eagle_mlx.train.plan.probe import Probe, check_memory, probe
 from eagle_mlx.train.plan.recipe import load_recipe
 from tests.fakes import EMBEDDED_TARGET, talking_target_folder, tiny_target, tiny_target_folder
@@ -39,7 +40,7 @@ def described(recipe: str, folder: Path, **changes: Any) -> Bound:
 def test_shapes_are_read_without_loading_a_weight() -> None:
     before = mx.get_active_memory()
     found = bound_of(TrainConfig.of(target=str(EMBEDDED_TARGET), draft_vocab=3072))
-    assert parameters_of(found.target.model) == 6_298_816
+    assert get_total_parameters(found.target.model) == 6_298_816
     assert found.head.token_ids is not None
     assert found.head.token_ids.size == 3072
     assert KINDS["eagle3"].aux_layers_of(found.head) == (1, 6, 10)
@@ -47,23 +48,23 @@ def test_shapes_are_read_without_loading_a_weight() -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_target_of_32_billion_fits_a_mac_of_64_gb_and_not_one_of_16(tmp_path: Path) -> None:
+def test_a_target_of_32_billion_parameters_fits_in_64_gb_but_not_in_16(tmp_path: Path) -> None:
     found = described("qwen3-32b", tmp_path)
     assert 17e9 < found.weights < 19e9, "4 bits and their scales"
     assert found.training == 16 * found.trained, "weights, gradients and two moments in float32"
     assert found.memory == found.weights + found.training + PROGRAM
     found.check(MAC_64)
-    with pytest.raises(ConfigError, match=r"at least .* use a smaller or more strongly quantised --target"):
+    with pytest.raises(ConfigError, match=r"at least .* use a smaller or more strongly quantized --target"):
         found.check(16 << 30)
     with pytest.raises(ConfigError, match=r"a smaller --intermediate-size or a smaller --draft-vocab"):
         found.check(25 << 30)
 
 
-def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = bound_of(CONFIG.changed(target=str(tiny_target_folder(tmp_path / "t")), output=str(tmp_path / "out")))
     found.check()
     monkeypatch.setattr(bound, "free_disk", lambda folder: 1000)
-    with pytest.raises(OutputError, match=r"out will hold .* --checkpoints"):
+    with pytest.raises(OutputError, match=r"out needs .* --checkpoints"):
         found.check()
 
 
@@ -89,7 +90,7 @@ def test_a_probe_measures_and_leaves_no_trace(head: str) -> None:
         np.testing.assert_array_equal(value, before[name])
 
 
-def test_more_rows_take_more_memory_and_parts_less() -> None:
+def test_more_rows_need_more_memory_and_more_parts_less() -> None:
     wide, config = tiny_target(vocab=2048), CONFIG.changed(length=128, unroll=4)
     few, many, parts = (
         probe(wide, config.changed(**how)).memory for how in ({}, {"rows": 8}, {"rows": 8, "accumulate": 8})
@@ -98,18 +99,18 @@ def test_more_rows_take_more_memory_and_parts_less() -> None:
     assert parts < 0.6 * many
 
 
-def test_a_step_that_would_not_fit_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolved(CONFIG.changed(rows=8))
     check_memory(config, 1000, 100, 2000)
     with pytest.raises(ConfigError, match=r"use --accumulate 3 or --grad-checkpoint or a shorter --length"):
         check_memory(config, 1000, 100, 1400)
     with pytest.raises(ConfigError, match=r"use --grad-checkpoint or a shorter --length"):
         check_memory(config, 1000, 100, 1100)
-    with pytest.raises(ConfigError, match="besides the target"):
+    with pytest.raises(ConfigError, match="in addition to the target"):
         probe(tiny_target(), config, free=1000)
 
 
-def test_the_time_of_a_run_follows_from_what_was_measured() -> None:
+def test_the_time_of_a_run_follows_from_measured_speeds() -> None:
     measured = Probe(captured=1000, learned=100, memory=0)
     assert measured.seconds(1000, passes=2, online=False) == 21
     assert measured.seconds(1000, passes=2, online=True) == 22
@@ -118,7 +119,7 @@ def test_the_time_of_a_run_follows_from_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("more", "row"), [([], "time"), (["--hours", "8"], "speed")])
-def test_a_dry_run_measures_a_target_that_is_here(
+def test_a_dry_run_measures_a_local_target(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], row: str
 ) -> None:
     target = talking_target_folder(tmp_path / "target")
@@ -131,12 +132,12 @@ def test_a_dry_run_measures_a_target_that_is_here(
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_a_dry_run_of_a_target_that_lacks_memory_loads_nothing(
+def test_a_dry_run_without_enough_memory_loads_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bound, "free_memory", lambda: 10**8)
     before = mx.get_active_memory()
     assert main(["--target", str(EMBEDDED_TARGET), "--dry-run"]) == 0
-    assert "here        this run takes at least" in capsys.readouterr().out
+    assert "here        this run needs at least" in capsys.readouterr().out
     assert mx.get_active_memory() - before < 10**7
     assert load_target(EMBEDDED_TARGET, lazy=True).vocab_size == 4096

@@ -27,7 +27,7 @@ def run(target: Path, chats: Path, output: Path, *more: str) -> int:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_what_a_run_leaves(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_files_of_a_run(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     assert run(target, chats, out, "--max-steps", "5", "--eval-steps", "2") == 0
     assert {p.name for p in out.iterdir()} == {
@@ -79,7 +79,7 @@ def test_the_best_head_of_a_run_is_found_by_its_target(
         assert one.prompts == report["acceptance"]["best"]["prompts"]
 
 
-def test_a_time_budget_and_states_captured_anew(target: Path, chats: Path, tmp_path: Path) -> None:
+def test_a_time_limit_and_states_captured_for_each_batch(target: Path, chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     file = tmp_path / "c.yaml"
     file.write_text("minutes: 0.01\ncache_gb: 0\noptimizer: muon\n")
@@ -119,7 +119,7 @@ def test_the_same_seed_gives_the_same_head(target: Path, chats: Path, tmp_path: 
         (("--data", "no/such.jsonl"), "no/such.jsonl"),
         (("--shards", "no/such/folder"), "not a folder of shards"),
         (("--target", "no/such/model/anywhere"), "there is no folder"),
-        (("--target", ""), "name the model that the head is for with --target"),
+        (("--target", ""), "name the model with --target"),
         (("--eval-data", "no-such.jsonl"), "no-such.jsonl"),
     ],
 )

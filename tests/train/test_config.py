@@ -14,7 +14,7 @@ from eagle_mlx.train.config import TrainConfig, flag, load_config
 from eagle_mlx.train.config.groups import DataConfig, EvaluationConfig
 
 
-def test_flags_go_over_yaml_over_defaults(tmp_path: Path) -> None:
+def test_flags_override_yaml_which_overrides_defaults(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("lr: 3e-4\nunroll: 5\ndata: [a.jsonl, b.jsonl]\nminutes: 6\naux_layers: [1, 2, 3]\n")
     config = load_config(file, {"unroll": 3})
@@ -34,7 +34,7 @@ def test_an_unknown_key_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(("line", "said"), [("unrol: 3", "unknown setting 'unrol'"), ("rows: 0", "at least 1")])
-def test_what_is_wrong_with_a_file_is_said_of_the_file(tmp_path: Path, line: str, said: str) -> None:
+def test_errors_name_the_file(tmp_path: Path, line: str, said: str) -> None:
     (tmp_path / "c.yaml").write_text(line)
     with pytest.raises(ConfigError, match=f"c.yaml: .*{said}"):
         load_config(tmp_path / "c.yaml")
@@ -66,7 +66,7 @@ def test_what_is_wrong_with_a_file_is_said_of_the_file(tmp_path: Path, line: str
         ({"draft_vocab": -1}, "--draft-vocab must not be negative"),
     ],
 )
-def test_values_that_cannot_be_used(values: dict[str, Any], message: str) -> None:
+def test_invalid_values(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainConfig.of(**values)
 
@@ -79,7 +79,7 @@ def test_values_that_cannot_be_used(values: dict[str, Any], message: str) -> Non
         ("lr: 1e-3\nrows: 2\nlr: 2e-3", "c.yaml.*'lr' is there twice; give each name once"),
     ],
 )
-def test_yaml_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_yaml(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -104,7 +104,7 @@ def test_a_group_made_by_itself_names_the_flag() -> None:
         DataConfig(sources="a.jsonl")  # type: ignore[arg-type]
 
 
-def test_settings_have_names_of_their_own_over_all_groups() -> None:
+def test_setting_names_are_unique_across_groups() -> None:
     config = TrainConfig.of(data=("a.jsonl",), head="mtp", eval_depth=2)
     assert (config.data.sources, config.head.kind, config.evaluation.depth) == (("a.jsonl",), "mtp", 2)
     assert config.changed(eval_depth=3).changed(eval_depth=2) == config
@@ -115,12 +115,12 @@ def test_settings_have_names_of_their_own_over_all_groups() -> None:
 
 
 @pytest.mark.parametrize("group", groups_of(TrainConfig))
-def test_a_group_is_no_key_of_a_file(group: str) -> None:
+def test_a_group_is_not_a_key(group: str) -> None:
     with pytest.raises(ConfigError, match="unknown setting|must be"):
         TrainConfig.of(**{group: {"rows": 2}})
 
 
-def test_a_config_comes_back_from_what_is_saved_of_it() -> None:
+def test_a_saved_config_is_restored() -> None:
     config = TrainConfig.of(data=("a", "b"), aux_layers=(1, 2, 3), loss_weights=(1.0, 0.1), minutes=2.0, eval_tokens=9)
     config = config.changed(adapter_path="a", trust_remote_code=True, extra_eos_token=("x",), chat_template_args="{}")
     assert TrainConfig.of(**json.loads(json.dumps(config.flat()))) == config != TrainConfig()

@@ -58,7 +58,7 @@ def test_maps_and_filters_reach_training_and_held_out_prompts(tmp_path: Path) ->
         training_data(TARGET, config(usual, keep_tokens="500:"))
 
 
-def test_a_prompt_is_never_learnt_and_measured(tmp_path: Path) -> None:
+def test_measured_prompts_are_not_learned(tmp_path: Path) -> None:
     source = chats(tmp_path, "all", 200)
     weighted = config(f"{source}=1")
     data = training_data(TARGET, weighted)
@@ -68,7 +68,7 @@ def test_a_prompt_is_never_learnt_and_measured(tmp_path: Path) -> None:
     assert not any(tokens[: len(prompt)] == prompt for prompt in prompts for tokens in learnt)
 
 
-def test_rows_that_cannot_be_used_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_skip_bad_skips_unusable_rows(tmp_path: Path) -> None:
     source = Path(chats(tmp_path, "some", 60))
     source.write_text(source.read_text() + '{"prompt": 7}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"some.jsonl:61"):
@@ -103,7 +103,7 @@ def places(data: TrainData) -> dict[tuple[int, ...], list[NDArray[np.float16]]]:
     return found
 
 
-def test_states_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_kept_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output = chats(tmp_path, "a", 60), str(tmp_path / "head")
     settings = config(source, output=output).changed(cache_gb=1.0)
     in_memory = training_data(TARGET, settings)
@@ -126,7 +126,7 @@ def test_states_go_where_there_is_room(tmp_path: Path, monkeypatch: pytest.Monke
     assert training_data(TARGET, elsewhere, reserve=10**9).place == "online"
 
 
-def test_a_capture_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_capture_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config(chats(tmp_path, "a", 400), states="disk", cache_bits=8, cache_dir=str(tmp_path / "kept"))
     whole = training_data(TARGET, settings.changed(cache_dir=str(tmp_path / "whole")))
     written, write = [], ShardWriter.write
@@ -158,7 +158,7 @@ def test_a_capture_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytes
         training_data(TARGET, other)
 
 
-def test_a_place_that_is_asked_for_is_kept_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_place_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = chats(tmp_path, "a", 20)
     assert training_data(TARGET, config(source, states="memory")).place == "memory"  # for any --cache-gb
     assert training_data(TARGET, config(source, states="online", cache_bits=8)).place == "online"
@@ -171,7 +171,7 @@ def test_a_place_that_is_asked_for_is_kept_to(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "kept").exists()
 
 
-def test_flags_that_cannot_be_meant_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictory_flags_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = chats(tmp_path, "a", 10)
     with pytest.raises(ConfigError, match="has no weight"):
         training_data(TARGET, config(f"{source}=1", source))

@@ -34,7 +34,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 
 
 @needs_ring
-def test_processes_learn_as_one_with_all_their_rows(tmp_path: Path, pair: tuple[Path, list[Any]]) -> None:
+def test_processes_learn_like_one_process_with_all_their_rows(tmp_path: Path, pair: tuple[Path, list[Any]]) -> None:
     count = in_full(3, 2)
     found = together(count, tmp_path) if count > 2 else pair[1]
     assert [(one["rank"], one["size"]) for one in found] == [(rank, count) for rank in range(count)]
@@ -58,7 +58,7 @@ def test_processes_learn_as_one_with_all_their_rows(tmp_path: Path, pair: tuple[
 
 
 @needs_ring
-def test_two_processes_make_the_run_of_one_with_twice_the_rows(tmp_path: Path, pair: tuple[Path, list[Any]]) -> None:
+def test_two_processes_equal_one_with_twice_the_rows(tmp_path: Path, pair: tuple[Path, list[Any]]) -> None:
     """Also if the second process is asked to stop, and the run continues later."""
     compared = ("step", "tokens", "loss", "grad_norm")
     (tmp_path / "alone").mkdir()
@@ -92,7 +92,7 @@ def test_the_command_takes_settings_and_made_up_data_from_rank_zero(tmp_path: Pa
 
 
 @needs_ring
-def test_a_head_is_learnt_of_a_target_that_two_processes_share(tmp_path: Path) -> None:
+def test_training_with_a_target_split_over_two_processes(tmp_path: Path) -> None:
     target, data = tiny_target_folder(tmp_path / "target"), tmp_path / "data.jsonl"
     said = [f"number {index} and what comes behind it" for index in range(50)]
     rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": a[::-1]}]} for a in said]

@@ -17,7 +17,7 @@ from eagle_mlx.train.data.draft_vocab import (
 from tests.fakes import tiny_target
 
 
-def test_only_learnt_tokens_count() -> None:
+def test_only_learned_tokens_count() -> None:
     counts = count_tokens([([1, 2, 2, 5], [0, 1, 1, 1]), ([5, 5], [1, 0])], 6)
     assert counts.tolist() == [0, 0, 2, 0, 0, 2]
 
@@ -45,7 +45,7 @@ def test_the_choice_has_the_size_and_what_must_be_in_it(counts: list[int], data:
 
 
 @pytest.mark.parametrize(("size", "said"), [(0, "between 1 and"), (7, "between 1 and"), (2, "3 special tokens alone")])
-def test_a_size_that_cannot_be(size: int, said: str) -> None:
+def test_invalid_sizes(size: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         choose_draft_vocab(np.ones(6, np.int64), size, always=(1, 2, 3))
 

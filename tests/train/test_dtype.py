@@ -51,7 +51,7 @@ def begun(target: Target, kind: str, **changes: Any) -> tuple[TrainConfig, Any, 
 
 
 @pytest.mark.parametrize(("kind", "again"), diagonal(KINDS, [False, True]))
-def test_gradients_are_those_of_float32_but_for_rounding(target_in_memory: Target, kind: str, again: bool) -> None:
+def test_gradients_equal_those_of_float32_except_for_rounding(target_in_memory: Target, kind: str, again: bool) -> None:
     target = target_in_memory
     config, head, rows = begun(target, kind, grad_checkpoint=again)
     arrays = part_arrays(head, target, rows, make_plan(rows, 3), np.full(3, 1 / 50, np.float32))
@@ -98,7 +98,7 @@ def test_the_passes_see_rounded_weights_and_the_head_keeps_its_own(target_in_mem
     assert all(value is before[name] for name, value in weights_of(head).items())
 
 
-def test_what_is_left_open_follows_the_device() -> None:
+def test_the_default_dtype_depends_on_the_device() -> None:
     assert pass_type(CONFIG, mx.Device(mx.cpu)) == mx.float32
     assert pass_type(CONFIG, mx.Device(mx.gpu)) == mx.bfloat16
     for name, dtype in (("float32", mx.float32), ("bfloat16", mx.bfloat16)):

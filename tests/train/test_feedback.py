@@ -104,12 +104,12 @@ def test_the_gradient_reaches_the_keys_of_earlier_steps(name: str) -> None:
     size = np.abs(np.array(gradient)).sum(axis=-1)[0]
     assert np.all(np.isfinite(size))
     assert size[4] > 0
-    assert np.all(size[5:] == 0), "nothing behind a position is seen"
+    assert np.all(size[5:] == 0), "no position attends to later ones"
     if not any(getattr(getattr(head, "config", None), "windows", ()) or ()):
         assert np.all(size[:4] > 0)
 
 
-def test_the_mask_is_causal_on_the_first_keys_and_diagonal_behind_them() -> None:
+def test_the_mask_is_causal_on_the_first_keys_and_then_diagonal() -> None:
     made = mx.zeros((1, 1, 4, 2))
     cache = UnrolledCache(mx.array([[1, 1, 2, 2]]), [(made, made)])
     mask = np.array(cache.make_mask(4)[0, 0], np.int32)

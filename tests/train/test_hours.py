@@ -1,4 +1,4 @@
-"""`--hours`: data and training in turns, with a clock that counts forwards and tokens."""
+"""`--hours`, which alternates between data and training, with a clock that counts forwards and tokens."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return out, report, clock.now
 
 
-def test_from_nothing_to_a_head_in_the_time_given(whole: tuple[Path, dict[str, Any], float], target: Target) -> None:
+def test_a_head_is_trained_in_the_given_time(whole: tuple[Path, dict[str, Any], float], target: Target) -> None:
     out, report, seconds = whole
     assert 0.97 * 3600 * HOURS < seconds < 1.03 * 3600 * HOURS
     made = [portion["tokens"] for portion in report["data"]["portions"]]
@@ -118,7 +118,7 @@ def test_from_nothing_to_a_head_in_the_time_given(whole: tuple[Path, dict[str, A
     assert is_found(out, target)
 
 
-def test_no_conversation_begins_like_another_or_like_what_is_judged(whole: tuple[Path, dict[str, Any], float]) -> None:
+def test_all_prompts_and_held_out_prompts_differ(whole: tuple[Path, dict[str, Any], float]) -> None:
     files = sorted((whole[0] / "made").glob("*.jsonl"))
     assert [file.name for file in files] == [f"{n:02d}.jsonl" for n in range(len(files) - 1)] + ["held-out.jsonl"]
     keys = [prompt_keys(file) for file in files]
@@ -169,9 +169,7 @@ class Ends:
             raise error
 
 
-def test_it_continues_at_the_phase_behind_any_end(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_from_any_interruption(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while prompts and portions are made and during training, and stopped during training."""
     out = tmp_path / "head"
     clock, ends = Clock(monkeypatch), Ends(monkeypatch)
@@ -195,7 +193,7 @@ def test_it_continues_at_the_phase_behind_any_end(
         train_for_hours(target, config, resume=out, watch=Stopwatch(clock))
 
 
-def test_states_that_do_not_fit_are_captured_anew(
+def test_states_that_do_not_fit_are_captured_for_each_batch(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second portion does not fit the cache: its hidden states are not kept but captured for each batch."""
@@ -223,7 +221,7 @@ def metrics_of(out: Path, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("slower", "after"), in_full([(1.0, 0.0), (4.0, 0.3), (12.0, 0.5), (40.0, 0.4)], [(12.0, 0.5)])
 )
-def test_23_what_is_made_is_learned_though_making_slows_down(
+def test_23_all_data_is_learned_if_making_slows_down(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float, after: float
 ) -> None:
     """After a share of the time, each forward of data generation takes several times as long."""
@@ -253,7 +251,7 @@ def test_23_what_is_made_is_learned_though_making_slows_down(
 
 
 @pytest.mark.parametrize("slower", in_full([1.0, 1000.0], [1000.0]))
-def test_23_the_rate_falls_and_only_what_was_learned_counts_though_measuring_takes_the_time(
+def test_23_the_rate_falls_and_only_learned_data_counts_if_training_slows_down(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slower: float
 ) -> None:
     """Training slows down in the middle of the last phase, so much of its data is not used."""
@@ -282,7 +280,7 @@ def test_23_the_rate_falls_and_only_what_was_learned_counts_though_measuring_tak
     assert factors[-1] < 1
 
 
-def test_23_the_rate_falls_though_a_measurement_takes_all_the_time(
+def test_23_the_rate_falls_if_a_measurement_takes_all_the_time(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, out = Clock(monkeypatch), tmp_path / "head"
@@ -311,7 +309,7 @@ def is_found(out: Path, target: Target) -> bool:
     st.floats(10, 1e5), st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 5), st.floats(1, 1e4),
     st.floats(1, 1e4),
 )  # fmt: skip
-def test_a_last_portion_leaves_the_time_to_learn_it(
+def test_the_last_portion_leaves_time_to_learn_it(
     left: float, made: int, learnt: int, passes: int, making: float, learning: float
 ) -> None:
     found = next_portion(left, made, learnt, passes, Rates(making, learning))
@@ -323,11 +321,11 @@ def test_a_last_portion_leaves_the_time_to_learn_it(
         assert found.tokens <= 2 * made
 
 
-def test_the_time_goes_to_learning_where_there_is_none_to_make() -> None:
+def test_without_time_to_make_data_the_rest_goes_to_learning() -> None:
     assert next_portion(10, 1000, 0, 2, Rates(100, 100)) == Next(0, last=True)
 
 
-def test_the_rate_rises_stays_and_falls_with_the_last_phase() -> None:
+def test_the_rate_rises_stays_constant_and_falls_in_the_last_phase() -> None:
     first = WarmupStableDecay(begins=50, seconds=80, steps=10, total=1000)
     assert first.factor(0, 50, 0.02, 0.0) == 0
     assert first.factor(0, 60, 0.02, 0.0) == pytest.approx(0.5)
@@ -354,7 +352,7 @@ def test_the_rate_rises_stays_and_falls_with_the_last_phase() -> None:
         (("--hours", "-1"), "--hours must not be negative"),
     ],
 )
-def test_what_is_not_for_it_is_refused(
+def test_settings_that_conflict_with_hours_are_refused(
     target: Target, tmp_path: Path, capsys: Any, more: tuple[str, ...], why: str
 ) -> None:
     assert main(["--target", target.name, "--output", str(tmp_path / "out"), "--hours", "1", *more]) == 2
@@ -362,7 +360,7 @@ def test_what_is_not_for_it_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recipes_data_give_way() -> None:
+def test_hours_ignores_a_recipes_data() -> None:
     flags = {"target": "mlx-community/Qwen3-8B-4bit", "hours": 8.0}
     config, recipe = new_run("", None, flags)
     assert recipe is not None
@@ -371,7 +369,7 @@ def test_a_recipes_data_give_way() -> None:
         new_run("", None, {**flags, "data": ["chats.jsonl"]})
 
 
-def test_where_no_more_comes_the_rest_of_the_time_is_for_learning(
+def test_if_no_more_data_can_be_made_the_rest_of_the_time_goes_to_learning(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, make = Clock(monkeypatch), portions.Portions.make

@@ -71,7 +71,7 @@ LEARNT_FROM = [
 
 
 @pytest.mark.parametrize(("name", "more"), in_turn(LEARNT_FROM))
-def test_the_loss_falls_and_the_target_stays_as_it_is(target: Target, name: str, more: dict[str, Any]) -> None:
+def test_the_loss_falls_and_the_target_is_unchanged(target: Target, name: str, more: dict[str, Any]) -> None:
     before = {key: np.array(value) for key, value in weights_of(target.model).items()}
     config = config_of(name, lr=1e-2, **more)
     _, results = trained(target, config, 40)
@@ -84,7 +84,7 @@ def test_the_loss_falls_and_the_target_stays_as_it_is(target: Target, name: str,
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_any_head_that_exists_has_a_finite_gradient_that_points_downhill(name: str) -> None:
+def test_the_gradient_of_any_head_is_finite_and_points_downhill(name: str) -> None:
     target = tiny_target(vocab=64)
     head: Any = RANDOM[name](target)
     head.attach(target)
@@ -106,7 +106,7 @@ def test_any_head_that_exists_has_a_finite_gradient_that_points_downhill(name: s
 
 
 @pytest.mark.parametrize("name", in_turn(NEW))
-def test_lanes_change_nothing_but_rounding(target: Target, name: str) -> None:
+def test_streams_change_only_rounding(target: Target, name: str) -> None:
     noise = {"feature_noise": 0.3}
     head, results = trained(target, config_of(name, **noise), 3)
     other, others = trained(target, config_of(name, lanes=2, **noise), 3)
@@ -125,7 +125,7 @@ def test_the_same_seed_gives_the_same_weights(target: Target, name: str) -> None
 
 
 @pytest.mark.parametrize("name", in_full(list(KINDS), ["mtp"]))
-def test_what_is_saved_drafts_the_same(target: Target, tmp_path: Path, name: str) -> None:
+def test_a_saved_head_drafts_the_same(target: Target, tmp_path: Path, name: str) -> None:
     """Weights in bfloat16 are precise enough for nearly all greedy drafts of a trained head."""
     head, _ = trained(target, config_of(name, lr=1e-2), 30)
     kind_of(head).save(head, tmp_path / "head", "tiny", {"step": 30})
@@ -139,7 +139,7 @@ def test_what_is_saved_drafts_the_same(target: Target, tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_the_last_layer_is_all_that_is_captured(target: Target, name: str) -> None:
+def test_only_the_last_layer_is_captured(target: Target, name: str) -> None:
     head = new(target, config_of(name))
     rows = batch(target, head)
     assert rows.states is not None
@@ -158,7 +158,7 @@ def test_states_with_aux_layers_serve_as_well(target: Target, name: str) -> None
     assert [r.loss for r in with_aux] == pytest.approx([r.loss for r in without], rel=1e-5)
 
 
-def test_the_feature_s_distance_is_smooth_and_weighted() -> None:
+def test_the_feature_distance_is_smooth_and_weighted() -> None:
     outputs = [mx.array([[[0.0, 0.5], [3.0, 0.0]]])]
     wanted = mx.array([[0.0, 0.0], [0.0, 0.0]])
     found = feature_losses(outputs, wanted, mx.array([[1, 0]]), mx.array([[2.0, 10.0]]))
@@ -240,7 +240,7 @@ def test_an_architecture_without_mtp_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_quantised_target(name: str) -> None:
+def test_a_quantized_target(name: str) -> None:
     target = tiny_target(hidden=64)
     nn.quantize(target.model, 32, 4)
     target = Target(target.model, name="4-bit")
@@ -269,7 +269,7 @@ def test_settings_of_another_kind_are_refused(values: dict[str, Any], message: s
         resolved(TrainConfig.of(**values))
 
 
-def test_what_is_left_open_is_the_kind_s_own() -> None:
+def test_defaults_depend_on_the_kind() -> None:
     assert (resolved(TrainConfig()).optimization.unroll, resolved(TrainConfig()).head.draft_vocab) == (7, 32000)
     mtp = config_of("mtp")
     weights = [mtp.optimization.decay**j for j in range(mtp.optimization.unroll)]
@@ -291,7 +291,7 @@ def test_the_learning_rate_follows_the_targets_width_unless_it_is_given(target: 
     assert resolved(open_).optimization.lr == 0, "no target was there to tell by"
 
 
-def test_a_head_learns_at_the_targets_own_rate_where_none_is_given(target: Target) -> None:
+def test_the_default_learning_rate_depends_on_the_target(target: Target) -> None:
     own = 1e-4 * 4096 / target.hidden_size
     heads = [trained(target, config_of("eagle", lr=rate), 3)[0] for rate in (0.0, own, own / 2)]
     weights = [np.array(head.layers[0].self_attn.q_proj.weight) for head in heads]

@@ -63,7 +63,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize(("name", "layers"), diagonal(TARGETS, [2, 3]))
-def test_behind_the_first_layer_stand_the_targets_own_last_ones(name: str, layers: int) -> None:
+def test_layers_after_the_first_are_copies_of_the_targets_last_layers(name: str, layers: int) -> None:
     target = TARGETS[name]()
     aux_layers = aux_layers_for(target.num_layers, layers)
     head = head_of(target, samples_of(target, aux_layers), aux_layers, layers=layers)
@@ -76,7 +76,7 @@ def test_behind_the_first_layer_stand_the_targets_own_last_ones(name: str, layer
 
 
 @pytest.mark.parametrize("name", in_full(["qwen3", "llama, neighbours turned"], ["qwen3"]))
-def test_the_copies_make_the_guess_better(name: str) -> None:
+def test_the_copies_improve_the_linear_start(name: str) -> None:
     target = TARGETS[name]()
     samples = samples_of(target, (0, 1, 2), 120)
     head = head_of(target, samples, (0, 1, 2), layers=3)
@@ -106,13 +106,13 @@ def test_it_learns_and_is_written_and_read(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"layers": 3, "aux_layers": [0, 2]}, "its layer 1, which the head does not read; name it in --aux-layers"),
-        ({"layers": 5}, "--layers 5: the target has 4"),
-        ({"layers": 2, "norm_before_residual": True}, "--norm-before-residual is not for --layers 2"),
-        ({"layers": 2, "heads": 2}, "layer 3 of tiny is not one that a head can have, since these weights differ"),
+        ({"layers": 3, "aux_layers": [0, 2]}, "layer 1, which the head does not read; add it to --aux-layers"),
+        ({"layers": 5}, "--layers 5: must be at most 4"),
+        ({"layers": 2, "norm_before_residual": True}, "--norm-before-residual cannot be used with --layers 2"),
+        ({"layers": 2, "heads": 2}, "layer 3 of tiny has weights that a head cannot have"),
     ],
 )
-def test_what_cannot_be_is_refused(more: dict[str, Any], message: str) -> None:
+def test_impossible_shapes_are_refused(more: dict[str, Any], message: str) -> None:
     target = tiny_target()
     config = config_of(**more)
     with pytest.raises(ConfigError, match=message):
@@ -127,5 +127,5 @@ def test_other_kinds_have_one_layer(kind: str) -> None:
 
 def test_shards_without_the_layer_in_front_are_refused() -> None:
     target = tiny_target()
-    with pytest.raises(ConfigError, match="its layer 1, which the head does not read"):
+    with pytest.raises(ConfigError, match="layer 1, which the head does not read"):
         kind_of(tiny_head(target)).new(target, config_of(layers=3), None, (0, 2))

@@ -91,7 +91,7 @@ def test_states_that_are_not_kept_are_read_again(target: Target, samples: list[E
     assert mx.allclose(kept.fc.weight, read.fc.weight, atol=0.02)  # saved ones are float16
 
 
-def test_a_target_that_has_to_read_reads_less(target: Target, samples: list[Example]) -> None:
+def test_fewer_tokens_are_read_if_states_must_be_computed(target: Target, samples: list[Example]) -> None:
     """It uses fewer tokens for each number of the prediction than with saved states."""
 
     class Counted(InMemory):
@@ -111,7 +111,7 @@ def test_a_target_that_has_to_read_reads_less(target: Target, samples: list[Exam
     assert 0 < 3 * read([Example(sample.tokens, sample.loss_mask) for sample in many]) < read(many)
 
 
-def test_states_that_are_no_numbers_are_left_out(target: Target, samples: list[Example]) -> None:
+def test_states_that_are_not_finite_are_left_out(target: Target, samples: list[Example]) -> None:
     spoilt = replace(samples[3], states=replace(samples[3].states, last=samples[3].states.last * np.float16("nan")))
     head = started(target, [*samples[:3], spoilt, *samples[4:20]])
     assert mx.all(mx.isfinite(head.fc.weight))
@@ -161,7 +161,7 @@ def test_solving_leaves_the_moments_as_they_were() -> None:
     assert np.array_equal(found.xx, before)
 
 
-def test_the_memory_of_the_search_is_what_is_foretold() -> None:
+def test_the_memory_of_the_search_is_predicted() -> None:
     """Counts arrays only; LAPACK's own memory is small in comparison."""
     inputs, outputs = 1024, 256
     x, y = mx.zeros((512, inputs)), mx.zeros((512, outputs))

@@ -34,7 +34,7 @@ def test_a_run_that_fails_leaves_only_checkpoints(tmp_path: Path) -> None:
 
 def test_29_a_full_disk_names_what_is_kept_and_how_to_continue(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(OutputError, match=r"what is done is kept: .*eagle-train --resume .*out$"):
+    with pytest.raises(OutputError, match=r"the results so far are kept: .*eagle-train --resume .*out$"):
         fail(tmp_path / "out", full, checkpoint=True)
     with pytest.raises(OutputError, match="No space left on device$"):
         fail(tmp_path / "other", full, checkpoint=False)

@@ -14,7 +14,7 @@ RESULT = StepResult(
 )
 
 
-def test_the_bar_tells_how_long_a_run_will_take(capsys: Any) -> None:
+def test_the_bar_shows_the_remaining_time(capsys: Any) -> None:
     with Bar(Cosine(steps=40)) as bar:
         bar.show(Progress(step=30, tokens=3000, train_seconds=3.0), 3.0, RESULT, [])
     shown = capsys.readouterr().err
@@ -24,7 +24,7 @@ def test_the_bar_tells_how_long_a_run_will_take(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("span", [Cosine(steps=1000), Cosine(seconds=1000.0)])
-def test_a_run_that_goes_on_does_not_count_what_it_did_before_as_done_now(span: Cosine, capsys: Any) -> None:
+def test_the_remaining_time_ignores_steps_before_a_resume(span: Cosine, capsys: Any) -> None:
     with Bar(span, done=500) as bar:
         bar.bar.start_t -= 100  # 100 steps or seconds took 100 seconds since then
         bar.show(Progress(step=600), 600.0, RESULT, [])
@@ -32,7 +32,7 @@ def test_a_run_that_goes_on_does_not_count_what_it_did_before_as_done_now(span: 
     assert "<06:4" in shown or "<06:3" in shown, "400 more at the same rate"
 
 
-def test_seconds_do_not_go_beyond_the_budget(capsys: Any) -> None:
+def test_the_bar_does_not_exceed_the_time_limit(capsys: Any) -> None:
     with Bar(Cosine(seconds=60.0)) as bar:
         bar.show(Progress(step=1), 75.0, None, [])
     assert "60/60 s" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import yaml
+from mlx_lm.utils import get_total_parameters
 
 from eagle_mlx.data_pipelines import DataConfig
 from eagle_mlx.errors import ConfigError
@@ -17,7 +18,7 @@ from eagle_mlx.heads.precision import quantize
 from eagle_mlx.train.cli import flags_parser, main, new_run
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.kinds import KINDS, resolved
-from eagle_mlx.train.plan.bound import FLOAT, bound_of, described_target, parameters_of
+from eagle_mlx.train.plan.bound import FLOAT, bound_of, described_target
 from eagle_mlx.train.plan.dry_run import as_text, assumed
 from eagle_mlx.train.plan.recipe import FOLDER, load_recipe, recipe_names
 from tests import hub_server
@@ -60,7 +61,7 @@ def test_a_recipe_makes_a_plan(name: str) -> None:
     recipe = load_recipe(name)
     config = TrainConfig.of(**recipe.settings)
     found = bound_of(config, described_target(config.head.target, recipe.model))
-    parameters = parameters_of(found.target.model)
+    parameters = get_total_parameters(found.target.model)
     assert parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
     assert found.weights < parameters * 6 / 8  # 4 bits, and scales
     assert found.head.token_ids is not None
@@ -133,7 +134,7 @@ def test_27_an_unknown_target_has_a_plan_that_says_what_is_missing(
     assert main(["--target", "Nobody-7B-4bit", "--dry-run", "--limit", "40", "--data", "chats.jsonl"]) == 0
     said = capsys.readouterr()
     plan = dict(line.split(maxsplit=1) for line in said.out.splitlines())
-    assert plan["target"].startswith("mlx-community/Nobody-7B-4bit, of which nothing is known here: ")
+    assert plan["target"].startswith("mlx-community/Nobody-7B-4bit, which is not known here: ")
     assert plan["tokens"].startswith("40,000: ")
     assert plan["unknown"] == "layers, vocabulary, memory, disk and time: these need the target's config.json"
     assert "Retrying" not in caplog.text + said.err
@@ -188,13 +189,13 @@ def test_only_the_embedded_target_has_data_of_its_own(
 
 
 @pytest.mark.parametrize("named", [{"data": ["builtin:python"]}, {"shards": "somewhere"}])
-def test_data_that_are_named_are_taken_for_any_target(named: dict[str, Any], tmp_path: Path) -> None:
+def test_named_data_is_used_for_any_target(named: dict[str, Any], tmp_path: Path) -> None:
     assert new_run(None, None, {"target": "someone/unknown-7B", **named})[1] is None
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"target": "someone/unknown-7B", **named}))
     assert new_run(None, str(tmp_path / "c.yaml"), {})[0].head.target == "someone/unknown-7B"
 
 
-def test_flags_go_over_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_flags_override_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--recipe", "qwen3-0.6b", "--dry-run", "--draft-vocab", "1000", "--max-steps", "7"]) == 0
     out = capsys.readouterr().out
     assert "drafts 1,000 of 151,936" in out
@@ -207,11 +208,11 @@ def test_flags_go_over_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "14 layers of 192" in capsys.readouterr().out  # for a target without a recipe, its own config is read
 
 
-def test_a_target_at_hand_needs_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_local_target_needs_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--target", str(EMBEDDED_TARGET), "--dry-run", "--head", "mtp", "--rows", "1", "--length", "16"]) == 0
     assert "MTP, " in capsys.readouterr().out
     assert main(["--dry-run"]) == 2
-    assert "--target, or a --recipe" in capsys.readouterr().err
+    assert "--target, or choose a --recipe" in capsys.readouterr().err
 
 
 def test_an_unknown_recipe_names_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ def save_at_the_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Run, "finish", lambda self, *args: self.save_state() or finish(self, *args))
 
 
-def test_what_may_change_and_what_may_not(
+def test_settings_that_a_resume_may_change(
     target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -115,7 +115,7 @@ def test_what_may_change_and_what_may_not(
     assert main(["--resume", str(out), "--lr", "1e-2"]) == 2
     assert "began with 0.001; leave --lr out" in capsys.readouterr().err
     assert main(["--resume", str(tmp_path / "nothing")]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "has no run" in capsys.readouterr().err
     assert main(["--resume", str(out), "-c", "some.yaml"]) == 2
     assert "leave out -c" in capsys.readouterr().err
     about = json.loads((out / "run.json").read_text())
@@ -126,7 +126,7 @@ def test_what_may_change_and_what_may_not(
     before = chats.read_text()
     chats.write_text(before.replace("def", "DEF"))
     assert main(["--resume", str(out)]) == 2
-    assert "are not those that the run" in capsys.readouterr().err
+    assert "has changed since the run" in capsys.readouterr().err
     chats.write_text(before)
     assert main(["--resume", str(out), "--log-steps", "1"]) == 0
     assert not (out / "checkpoints").exists(), "a finished run is not resumed"
@@ -150,7 +150,7 @@ def test_an_overwriting_run_takes_its_place_when_it_is_complete(
     assert json.loads((out / "report.json").read_text())["steps"] == 3
 
 
-def test_the_newest_whole_state_is_taken(
+def test_the_newest_intact_state_is_used(
     target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -174,7 +174,7 @@ def test_the_newest_whole_state_is_taken(
     assert [line["step"] for line in lines(out) if line["kind"] == "eval"] == list(range(7))
 
 
-def test_a_disk_that_fills_while_a_state_is_written_leaves_the_state_before(
+def test_a_disk_that_fills_while_a_state_is_written_keeps_the_previous_state(
     target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit on file sizes stands for the full disk: the system refuses writes in the same way."""

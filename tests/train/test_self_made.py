@@ -69,7 +69,7 @@ def command(target: Path, output: Path, *more: str) -> list[str]:
     return ["--target", str(target), "--output", str(output), *SMALL, *more]
 
 
-def test_from_a_target_alone_to_a_head(talker: Path, whole: tuple[Path, str]) -> None:
+def test_a_head_is_trained_from_the_target_alone(talker: Path, whole: tuple[Path, str]) -> None:
     out, said = whole
     assert f"no --data is given, so {talker} writes conversations first (--data self)" in said
     assert f"{out}.self.jsonl: " in said
@@ -78,7 +78,7 @@ def test_from_a_target_alone_to_a_head(talker: Path, whole: tuple[Path, str]) ->
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] == 2
     assert report["config"]["data"] == ["self"]
-    assert 0 < report["data"]["conversations"] < len(rows), "the held-out side is not learnt"
+    assert 0 < report["data"]["conversations"] < len(rows), "the head does not learn from held-out conversations"
 
 
 def test_the_states_are_those_of_the_forwards_that_made_the_data(
@@ -117,14 +117,14 @@ def config_of(target: Path, output: Path) -> TrainConfig:
     return new_run(None, None, vars(flags_parser().parse_args(command(target, output))))[0]
 
 
-def test_states_are_read_again_where_not_all_is_learnt(talker: Path, whole: tuple[Path, str]) -> None:
+def test_states_are_captured_again_unless_all_data_is_learned(talker: Path, whole: tuple[Path, str]) -> None:
     target, config = load_target(talker), resolved(config_of(talker, whole[0]))
     assert states_of_made(target, config) is not None
     for changes in ({"limit": 2}, {"keep_turns": "1:1"}, {"self_tokens": TOKENS + 1}, {"cache_bits": 8}):
         assert states_of_made(target, config.changed(**changes)) is None
 
 
-def test_interrupted_making_is_continued(
+def test_interrupted_data_generation_continues(
     talker: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     out = tmp_path / "out"
@@ -146,7 +146,7 @@ def test_interrupted_making_is_continued(
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # states in another batch differ by rounding
 
 
-def test_a_resumed_run_makes_again_what_is_gone(
+def test_a_resumed_run_makes_deleted_data_again(
     talker: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, looked = tmp_path / "out", 0
@@ -175,7 +175,7 @@ def no_making(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("eagle_mlx.data_pipelines.synthesis.file.make_to_file", refuse)
 
 
-def test_what_is_made_is_found_again_and_by_no_other_run(
+def test_only_runs_with_the_same_settings_reuse_the_data(
     talker: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     no_making(monkeypatch)
@@ -200,7 +200,7 @@ def test_what_is_made_is_found_again_and_by_no_other_run(
     assert file.read_bytes() == made
 
 
-def test_a_plan_counts_what_is_to_be_made(
+def test_a_plan_counts_the_data_to_make(
     talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     out = tmp_path / "out"
@@ -209,12 +209,12 @@ def test_a_plan_counts_what_is_to_be_made(
         assert main([*line, *more]) == 0
         plan = dict(row.split(maxsplit=1) for row in capsys.readouterr().out.splitlines())
         assert plan["data"] == "self"
-        assert plan["tokens"].startswith(f"{tokens}: conversations that the target makes up first, in {out}.self.jsonl")
-        assert "after the making of conversations" in plan["time"]
+        assert plan["tokens"].startswith(f"{tokens}: conversations that the target writes first, in {out}.self.jsonl")
+        assert "after the target has written the conversations" in plan["time"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recipes_data_stay_unless_self_is_named() -> None:
+def test_a_recipes_data_is_used_unless_self_is_given() -> None:
     flags = {"target": "mlx-community/Qwen3-8B-4bit"}
     config, recipe = new_run("", None, flags)
     assert recipe is not None
@@ -234,7 +234,7 @@ def test_a_recipes_data_stay_unless_self_is_named() -> None:
         (("--eval-data", "none.jsonl"), "none.jsonl"),
     ],
 )
-def test_bad_wishes_are_refused_before_anything_is_made(
+def test_invalid_settings_are_refused_before_data_is_made(
     talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, more: tuple[str, ...], why: str
 ) -> None:
     no_making(monkeypatch)
@@ -260,10 +260,10 @@ def test_a_target_without_a_chat_template_writes_texts(tmp_path: Path, capsys: A
     assert all(row["text"] for row in rows)
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] == 2
-    assert 0 < report["data"]["conversations"] < len(rows), "the held-out side is not learnt"
+    assert 0 < report["data"]["conversations"] < len(rows), "the head does not learn from held-out conversations"
 
 
-def test_a_target_that_can_make_up_nothing_is_named(tmp_path: Path, capsys: Any) -> None:
+def test_a_target_that_cannot_write_data_is_named(tmp_path: Path, capsys: Any) -> None:
     base = tiny_target_folder(tmp_path / "base")
     (base / "chat_template.jinja").unlink()
     told = json.loads((base / "tokenizer_config.json").read_text())

@@ -78,7 +78,7 @@ def test_it_begins_as_the_head_that_was_saved_and_learns(tmp_path: Path, name: s
         assert changed == (not key.startswith("embed_tokens")), key
 
 
-def test_a_quantised_head_is_trained_as_what_its_weights_stand_for(tmp_path: Path) -> None:
+def test_a_quantized_head_is_trained_dequantized(tmp_path: Path) -> None:
     folder = written(quantized(mtp(TARGET), bits=4, group_size=32), tmp_path / "head")
     saved = load_head(folder, TARGET)
     head: Any = existing_head(TARGET, config_of("mtp", folder))
@@ -93,7 +93,7 @@ def test_a_quantised_head_is_trained_as_what_its_weights_stand_for(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", in_turn(SHAPES))
-def test_of_every_kind_a_quantised_head_is_trained_so(tmp_path: Path, name: str) -> None:
+def test_quantized_heads_of_every_kind_are_trained_dequantized(tmp_path: Path, name: str) -> None:
     made = SHAPES[name]()
     quantize(made, 8, 32)
     saved: Any = load_head(written(made, tmp_path / "head"), TARGET)
@@ -109,8 +109,8 @@ def test_of_every_kind_a_quantised_head_is_trained_so(tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     ("made", "head", "more", "message"),
     [
-        ("eagle3", "mtp", {}, "is an EAGLE-3 head; continue from it with --head eagle3"),
-        ("mtp", "eagle3", {}, "is an MTP head; continue from it with --head mtp"),
+        ("eagle3", "mtp", {}, "is an EAGLE-3 head; continue it with --head eagle3"),
+        ("mtp", "eagle3", {}, "is an MTP head; continue it with --head mtp"),
         ("eagle3", "eagle3", {"draft_vocab": 64}, "--draft-vocab is 64, but .* has 48; leave --draft-vocab out"),
         ("eagle3", "eagle3", {"aux_layers": [0, 1, 2]}, "--aux-layers is 0 1 2, but .* has 0 2 3"),
         ("eagle3", "eagle3", {"heads": 2}, "--heads is 2, but .* has 4"),
@@ -126,7 +126,7 @@ def test_contradictions_are_refused_by_name(
         existing_head(TARGET, config_of(head, folder, **more))
 
 
-def test_what_agrees_is_no_contradiction(tmp_path: Path) -> None:
+def test_matching_settings_are_accepted(tmp_path: Path) -> None:
     folder = written(SHAPES["eagle3"](), tmp_path / "head")
     more = {"draft_vocab": 48, "aux_layers": [0, 2, 3], "heads": 4, "norm_before_residual": True}
     assert existing_head(TARGET, config_of("eagle3", folder, **more)) is not None
@@ -136,7 +136,7 @@ def test_what_agrees_is_no_contradiction(tmp_path: Path) -> None:
     assert existing_head(TARGET, resolved(TrainConfig())) is None
 
 
-def test_a_folder_that_holds_no_head(tmp_path: Path) -> None:
+def test_a_folder_without_a_head(tmp_path: Path) -> None:
     (tmp_path / "head").mkdir()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         existing_head(TARGET, config_of("eagle3", tmp_path / "head"))
@@ -185,7 +185,7 @@ def run(target: Path, chats: Path, output: Path, *more: str) -> int:
 
 
 @pytest.mark.parametrize("kind", in_full(list(KINDS), ["mtp"]))
-def test_a_run_and_one_that_goes_on_from_it(target: Path, chats: Path, tmp_path: Path, capsys: Any, kind: str) -> None:
+def test_a_run_continues_the_head_of_another(target: Path, chats: Path, tmp_path: Path, capsys: Any, kind: str) -> None:
     shape = ("--draft-vocab", "512") if kind == "eagle3" else ()
     first, second = tmp_path / "first", tmp_path / "second"
     assert run(target, chats, first, "--head", kind, *shape) == 0
@@ -200,7 +200,7 @@ def test_a_run_and_one_that_goes_on_from_it(target: Path, chats: Path, tmp_path:
     assert went_on["started_from"] == str(first / "last")
     before, began = report["acceptance"]["last"], went_on["acceptance"]["untrained"]
     assert began["acceptance_length"] == pytest.approx(before["acceptance_length"], rel=0.2)
-    assert f"{first / 'last'} before it" in capsys.readouterr().out
+    assert f"{first / 'last'} had" in capsys.readouterr().out
     model: Target = load_target(str(target))
     for name in ("best", "last"):
         assert kind_of(load_head(second / name, model)).name == kind

@@ -72,7 +72,7 @@ def test_the_loss_falls_on_few_samples(target: Target, optimizer: str) -> None:
     assert min(results[-1].accuracy_by_step) > 0.5 > max(results[0].accuracy_by_step)
 
 
-def test_lanes_change_nothing_but_rounding(target: Target) -> None:
+def test_streams_change_only_rounding(target: Target) -> None:
     rows = batch(target)
     one, weights = trained(target, CONFIG, rows, 3)
     two, others = trained(target, CONFIG.changed(lanes=2), rows, 3)
@@ -123,7 +123,7 @@ def test_the_gradient_is_finite_and_points_downhill(target: Target, draft_vocab:
     assert float(np.array(loss())) == pytest.approx(float(np.array(before)) - 1e-3, abs=3e-4)
 
 
-def test_a_batch_without_answers_is_passed_over(target: Target) -> None:
+def test_a_batch_without_answers_is_skipped(target: Target) -> None:
     rows = batch(target)
     silent = Rows(rows.tokens, np.zeros_like(rows.loss_mask), rows.segments, rows.states)
     head = new_head(target, head_config(target, CONFIG, target.vocab_size), None, seed=0)
@@ -140,7 +140,7 @@ def test_prompts_carry_no_loss(target: Target) -> None:
     assert all(0 <= share <= 1 for share in result.accuracy_by_step)
 
 
-def test_a_new_head_takes_what_the_target_has(target: Target) -> None:
+def test_a_new_head_starts_with_the_targets_weights(target: Target) -> None:
     kept = np.sort(np.random.default_rng(0).choice(target.vocab_size, 48, replace=False)).astype(np.int64)
     head = new_head(target, head_config(target, CONFIG, 48), kept, seed=0)
     hidden = mx.array(np.random.default_rng(1).normal(size=(5, 32)), mx.float32)
@@ -187,7 +187,7 @@ def test_layers_that_the_target_lacks(target: Target) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("as_compiled", in_full([False, True], [False]))
-def test_a_restored_stepper_goes_on_bit_by_bit(
+def test_a_restored_stepper_continues_bit_for_bit(
     target: Target, tmp_path: Path, optimizer: str, as_compiled: bool
 ) -> None:
     config = CONFIG.changed(optimizer=optimizer, feature_noise=0.1, weight_decay=0.01)

@@ -108,7 +108,7 @@ def test_states_of_other_adapters_are_refused(
     assert main(command(target, chats, tmp_path / "out", "--shards", str(tmp_path / "tuned"), *mine)) == 0
 
 
-def test_a_template_and_what_it_takes_change_what_is_learnt(
+def test_a_template_and_its_arguments_change_the_training_data(
     target: Path, chats: Path, tmp_path: Path, capsys: Any
 ) -> None:
     template = tmp_path / "own.jinja"
@@ -135,7 +135,7 @@ def test_a_template_and_what_it_takes_change_what_is_learnt(
         (("--adapter-path", "nowhere"), "--adapter-path nowhere lacks adapter_config.json"),
     ],
 )
-def test_what_cannot_be_meant_is_said_before_anything_is_done(
+def test_contradictory_options_are_refused_first(
     target: Path, chats: Path, tmp_path: Path, capsys: Any, more: tuple[str, ...], said: str
 ) -> None:
     for dry in ((), ("--dry-run",)):

@@ -49,7 +49,7 @@ def test_the_learning_rate_itself_is_written(tmp_path: Path, settings: dict[str,
     assert {name: value for name, value in row.items() if name.endswith("learning_rate")} == pytest.approx(rates)
 
 
-def test_texts_are_there_to_read(tmp_path: Path) -> None:
+def test_sample_texts_are_written(tmp_path: Path) -> None:
     def texts(rounds: int) -> list[Generation]:
         return [
             {"prompt": "def add(", "text": "a, b):", "tokens": 6, "rounds": rounds},
@@ -68,7 +68,7 @@ def test_texts_are_there_to_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("half", ["", '{"kind": "train", "st', '{"kind": "train", "step": 9, "loss": 1.0}', "\0" * 40])
-def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path, half: str) -> None:
+def test_a_resumed_run_logs_each_step_once(tmp_path: Path, half: str) -> None:
     a_run(tmp_path, range(1, 9))
     file = tmp_path / METRICS
     file.write_text(file.read_text() + half)
@@ -80,7 +80,7 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path, half: str) -> Non
     assert [p.name for p in tmp_path.iterdir()] == [METRICS]
 
 
-def test_a_file_that_ends_anywhere_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_a_file_that_ends_anywhere_can_be_continued(tmp_path: Path) -> None:
     a_run(tmp_path, range(1, 5))
     file = tmp_path / METRICS
     whole, rows = file.read_bytes(), read_rows(file)
@@ -92,11 +92,11 @@ def test_a_file_that_ends_anywhere_can_be_gone_on_with(tmp_path: Path) -> None:
         assert truncate(file, 3) == read_rows(file), "once more changes nothing"
 
 
-def test_a_run_goes_on_without_its_metrics(tmp_path: Path) -> None:
+def test_a_run_resumes_without_its_metrics(tmp_path: Path) -> None:
     assert a_run(tmp_path, range(4, 6), resume_step=3) == [4, 5]
 
 
-def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
+def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
     a_run(tmp_path, range(1, 9))
     assert a_run(tmp_path, range(1, 3)) == [1, 2]
     assert {row["step"] for row in read_rows(tmp_path / METRICS)} == {1, 2}

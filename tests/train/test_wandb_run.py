@@ -53,7 +53,7 @@ def log_all(tracker: Tracker, first: int = 0) -> None:
         tracker.log(row["kind"], step, {**values, **extra})
 
 
-def test_what_a_run_sends(folder: Path) -> None:
+def test_a_run_sends_its_metrics(folder: Path) -> None:
     with Tracker(folder, CONFIG) as tracker:
         log_all(tracker)
         write_plots(tracker.rows, folder)
@@ -72,7 +72,7 @@ def test_what_a_run_sends(folder: Path) -> None:
     assert read_rows(folder / METRICS) == tracker.rows
 
 
-def test_a_run_that_goes_on_stays_the_same_run(folder: Path) -> None:
+def test_a_resumed_run_keeps_its_id(folder: Path) -> None:
     with Tracker(folder, CONFIG) as tracker:
         log_all(tracker)
     with Tracker(folder, CONFIG, resume_step=4) as tracker:
@@ -126,13 +126,13 @@ def test_offline_and_disabled_need_no_login(offline: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().err == ""
 
 
-def test_a_beginning_that_fails_says_what_to_do(folder: Path) -> None:
+def test_a_failed_start_says_what_to_do(folder: Path) -> None:
     config = TrainConfig.of(wandb=True, wandb_project="no/such:name?")
     with pytest.raises(ConfigError, match="leave --wandb out"):
         Tracker(folder, config)
 
 
-def test_a_failure_later_is_told_once_and_the_run_goes_on(folder: Path, capsys: Any) -> None:
+def test_a_later_failure_is_reported_once_and_the_run_continues(folder: Path, capsys: Any) -> None:
     with Tracker(folder, CONFIG) as tracker:
         tracker.log("train", 1, {"loss": 3.0})
         assert wandb.run is not None
@@ -144,5 +144,5 @@ def test_a_failure_later_is_told_once_and_the_run_goes_on(folder: Path, capsys: 
     assert [row["step"] for row in read_rows(folder / METRICS)] == [1, 2, 3]
 
 
-def test_lists_are_taken_apart() -> None:
+def test_lists_are_flattened() -> None:
     assert flatten("a", {"b": [1, 2], "c": {"d": 3}}) == {"a/b/0": 1, "a/b/1": 2, "a/c/d": 3}

@@ -49,21 +49,15 @@ def named_settings(
     file: str | Path | None = None, overrides: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the settings in recipe, YAML file and overrides; later ones win. Raises ConfigError."""
-    values = _read_yaml(Path(file)) if file else {}
+    values = read_yaml(Path(file), "config file") if file else None
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must hold settings as `key: value` lines, not a {type(values).__name__}")
     try:
         TrainConfig.of(**values)  # report the file's errors with its name
     except ConfigError as e:
         raise ConfigError(f"{file}: {e}") from e
     return {**(recipe or {}), **values, **(overrides or {})}
-
-
-def _read_yaml(file: Path) -> dict[str, Any]:
-    values = read_yaml(file, "config file")
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold settings as `key: value` lines, not a {type(values).__name__}")
-    return values
 
 
 _NAMED = {"float32": mx.float32, "bfloat16": mx.bfloat16}

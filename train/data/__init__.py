@@ -2,7 +2,7 @@
 
 from .batches import Batches, Rows
 from .examples import Examples, InMemory, Joined, OnDisk
-from .packing import Piece
+from .packing import Piece, count_learned
 from .sources import TrainData, capture_rows, data_on_disk, heldout_prompts, training_data
 from .storage import as_asked, choose_states, data_config, free_disk, make_data, self_file, sources_of
 
@@ -18,6 +18,7 @@ __all__ = [
     "as_asked",
     "capture_rows",
     "choose_states",
+    "count_learned",
     "data_config",
     "data_on_disk",
     "free_disk",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..distributed import SINGLE_PROCESS, World
 from .examples import Examples
-from .packing import Batch, Piece, Row, batches_of, count_learned, learned_pieces, padding_of
+from .packing import Batch, Piece, Row, batches_of, learned_pieces, padding_of
 
 _PREFETCHED = 4
 """Number of prefetched batches."""
@@ -45,16 +45,10 @@ class Rows:
     def split(self, parts: int) -> list[Rows]:
         """Split the rows into at most `parts` smaller batches, none of them empty."""
         cuts = [index for index in np.array_split(np.arange(len(self.tokens)), parts) if len(index)]
-        states = self.states
+        states = [None if self.states is None else self.states[i] for i in cuts]
         return [
-            Rows(
-                self.tokens[i],
-                self.loss_mask[i],
-                self.segments[i],
-                None if states is None else states[i],
-                self.first + int(i[0]),
-            )
-            for i in cuts
+            Rows(self.tokens[i], self.loss_mask[i], self.segments[i], part, self.first + int(i[0]))
+            for i, part in zip(cuts, states, strict=True)
         ]
 
 
@@ -85,7 +79,7 @@ class Batches:
         """Yield the epoch's batches, without the first `skip`. Close the generator to stop its thread.
 
         All processes get the same number of batches. If the last one has fewer rows than there are processes, some get
-        no rows. Raises whatever reading a sample raises, such as ShardError.
+        no rows. Raises the errors of reading a sample, such as ShardError.
         """
         batches = self._batches(epoch)[skip:]
         parts = [self._world.part(len(batch.rows)) for batch in batches]
@@ -103,14 +97,6 @@ class Batches:
         """
         lengths, rows = self._samples.lengths[:count], self._rows * self._world.size
         return learned_pieces(lengths, rows, self._length, self._seed, begin, until, first)
-
-    def count(self, learned: set[Piece]) -> tuple[int, int]:
-        """Return the number of samples in these pieces, and the number of their tokens."""
-        return count_learned(self._samples.lengths, learned)
-
-    def where(self, sample: int) -> str:
-        """Return where a user can find a sample."""
-        return self._samples.where(sample)
 
     def _prefetched(self, rows: list[tuple[Row, int]]) -> Generator[Rows, None, None]:
         stream = (

@@ -107,27 +107,27 @@ def choose_cache(tokens: int, meta: ShardMeta, cache: float, memory: float, disk
 
     `cache` limits the cache anywhere; `memory` and `disk` are what is available for it. All are in bytes.
     """
-    in_memory = tokens * bytes_per_token(replace(meta, bits=16))
-    on_disk = tokens * bytes_per_token(meta)
-    layers = len(meta.aux_layers) + 1
-    what = f"hidden states of {tokens:,} tokens, {layers} layer{'s' * (layers > 1)} of {meta.hidden_size:,} values"
-    if in_memory <= min(cache, memory):
-        return CacheChoice("memory", in_memory, f"{what}: {gb(in_memory)} in 16 bits, captured once, kept in memory")
-    if on_disk <= min(cache, disk):
-        text = f"{what}: {gb(on_disk)} in {meta.bits} bits, captured once, kept on disk"
-        return CacheChoice("disk", on_disk, text)
+    in_memory, on_disk = _choice("memory", tokens, meta), _choice("disk", tokens, meta)
+    if in_memory.size <= min(cache, memory):
+        return in_memory
+    if on_disk.size <= min(cache, disk):
+        return on_disk
     limit = f"the cache of {gb(cache)}" if cache <= disk else f"the {gb(disk)} free on the disk"
-    text = f"{what}: {gb(on_disk)} in {meta.bits} bits, more than {limit}, so captured for each batch"
-    return CacheChoice("online", on_disk, text)
+    return _choice("online", tokens, meta, f"more than {limit}, so ")
 
 
 def as_asked(config: TrainConfig, tokens: int, meta: ShardMeta) -> CacheChoice:
-    """Return the place in `config.data.states`, without checking its room."""
+    """Return the place in `config.data.states`, without checking its free space."""
     assert config.data.states != "auto"
-    kept = meta if config.data.states == "disk" else replace(meta, bits=16)
-    size = tokens * bytes_per_token(kept)
-    what = f"hidden states of {tokens:,} tokens: {gb(size)} in {kept.bits} bits, {IN_WORDS[config.data.states]}"
-    return CacheChoice(config.data.states, size, what)
+    return _choice(config.data.states, tokens, meta)
+
+
+def _choice(place: Place, tokens: int, meta: ShardMeta, why: str = "") -> CacheChoice:
+    bits = 16 if place == "memory" else meta.bits
+    size = tokens * bytes_per_token(replace(meta, bits=bits))
+    layers = len(meta.aux_layers) + 1
+    what = f"hidden states of {tokens:,} tokens, {layers} layer{'s' * (layers > 1)} of {meta.hidden_size:,} values"
+    return CacheChoice(place, size, f"{what}: {gb(size)} in {bits} bits, {why}{IN_WORDS[place]}")
 
 
 def free_disk(folder: str | Path) -> int:

@@ -75,7 +75,9 @@ def write(folder: Path, journal: Journal) -> None:
     try:
         write_whole(folder / FILE, (json.dumps(asdict(journal), indent=1) + "\n").encode())
     except OSError as e:
-        raise OutputError(f"{folder / FILE} could not be written: {e.strerror or e}; make room and --resume") from e
+        raise OutputError(
+            f"{folder / FILE} could not be written: {e.strerror or e}; free some space and --resume"
+        ) from e
 
 
 def read(folder: Path) -> Journal:
@@ -88,7 +90,7 @@ def read(folder: Path) -> Journal:
         portions = [_portion(one) for one in values["portions"]]
         return Journal(values["elapsed"], values["prompts"], tuple(portions))
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{file} cannot be read: {e}; begin another run") from e
+        raise CheckpointError(f"{file} cannot be read: {e}; start another run") from e
 
 
 def _portion(values: dict[str, Any]) -> Portion:

@@ -97,19 +97,19 @@ class HoursPhases(Phases):
                 yield self._phase(number)
                 self._end_phase(number)
 
-    def stopped(self) -> None:
-        self._write()
-        best = self._folder / BEST
-        there = f"the best head so far is in {best}; " if best.exists() else ""
-        tqdm.write(f"{there}the data is kept; continue with: eagle-train --resume {self._folder}")
-
     def summary(self, run: Run) -> tuple[Mapping[str, Any], set[Piece]]:
-        told = ("tokens", "made_seconds", "acceptance_length")
-        portions = [{name: getattr(one, name) for name in told} for one in self._journal.portions]
+        names = ("tokens", "made_seconds", "acceptance_length")
+        portions = [{name: getattr(one, name) for name in names} for one in self._journal.portions]
         hours = round(self._watch.elapsed / 3600, 4)
         return {**run.data.report, "portions": portions, "hours": hours}, self._learned()
 
-    def ended(self, report: Mapping[str, Any]) -> None:
+    def ended(self, report: Mapping[str, Any] | None) -> None:
+        if report is None:
+            self._write()
+            best = self._folder / BEST
+            there = f"the best head so far is in {best}; " if best.exists() else ""
+            tqdm.write(f"{there}the data is kept; continue with: eagle-train --resume {self._folder}")
+            return
         made, learned = report["data"]["tokens"], report["data"]["learned_tokens"]
         if learned < made:
             tqdm.write(

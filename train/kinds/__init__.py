@@ -28,11 +28,11 @@ def kind_of(head: object) -> Kind[Any]:
     for kind in KINDS.values():
         if isinstance(head, kind.head_class):
             return kind
-    raise ConfigError(f"a {type(head).__name__} cannot be trained; known are {', '.join(KINDS)}")
+    raise ConfigError(f"a {type(head).__name__} cannot be trained; the known kinds are {', '.join(KINDS)}")
 
 
 def aux_layers_of(target: Target, config: TrainConfig, head: object = None) -> tuple[int, ...]:
-    """Return the target layers, besides the last, that `head` reads, or a new head with these settings."""
+    """Return the target layers that `head`, or else a new head with these settings, reads, without the last."""
     return KINDS[config.head.kind].aux_layers(target, config) if head is None else kind_of(head).aux_layers_of(head)
 
 

@@ -52,6 +52,8 @@ class Kind(ABC, Generic[H]):
     foreign: ClassVar[Mapping[str, str]]
     """Settings that it does not support, with reasons."""
     head_class: type[H]
+    unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll_feedback)
+    """Returns the outputs of all draft steps."""
 
     @property
     def name(self) -> str:
@@ -74,11 +76,11 @@ class Kind(ABC, Generic[H]):
         self.blank(target, config)
 
     def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
-        """Return the target layers, besides the last, that a new head reads."""
+        """Return the target layers that a new head reads, without the last."""
         return ()
 
     def aux_layers_of(self, head: H) -> tuple[int, ...]:
-        """Return the target layers, besides the last, that an existing head reads."""
+        """Return the target layers that an existing head reads, without the last."""
         return ()
 
     def new(
@@ -132,19 +134,6 @@ class Kind(ABC, Generic[H]):
         """Return the features [B, L, H] of the first draft step from captured states [B, L, (n + 1) * Ht], jittered."""
         last = last_of(states, target.hidden_size).astype(target.dtype)
         return jitter(head.features([last]).astype(mx.float32))
-
-    def unroll(
-        self,
-        head: H,
-        embeddings: mx.array,
-        g: mx.array,
-        segments: mx.array,
-        positions: mx.array,
-        steps: int,
-        recompute: bool = False,
-    ) -> list[mx.array]:
-        """Return the outputs of all draft steps; see `unroll_feedback`."""
-        return unroll_feedback(head, embeddings, g, segments, positions, steps, recompute)
 
     def save(
         self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16

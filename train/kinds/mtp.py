@@ -68,4 +68,4 @@ def mtp_config(target: Target) -> MTPConfig:
     try:
         return MTPConfig(model_type, {**fields, "vocab_size": target.vocab_size})
     except ConfigError as e:
-        raise ConfigError(f"no MTP head can be made for {target.name or 'this target'}: {e}; try --head eagle3") from e
+        raise ConfigError(f"no MTP head is possible for {target.name or 'this target'}: {e}; try --head eagle3") from e

@@ -95,23 +95,23 @@ class Bound:
         free = free_memory() if free is None else free
         if self.memory > MOST * free:
             raise ConfigError(
-                f"this run takes at least {gb(self.memory)} of memory (target {gb(self.weights)}, training "
-                f"{gb(self.training)}, program {gb(PROGRAM)}), and {gb(free)} are free; use {self._remedy(free)}"
+                f"this run needs at least {gb(self.memory)} of memory (target {gb(self.weights)}, training "
+                f"{gb(self.training)}, program {gb(PROGRAM)}), but {gb(free)} are free; use {self._remedy(free)}"
             )
         needed, folder = self.heads_on_disk + self.checkpoints_on_disk, self.config.run.output
         room = free_disk(folder)
         if needed > room:
             raise OutputError(
-                f"{folder} will hold {gb(needed)} ({gb(self.heads_on_disk)} of heads, {gb(self.checkpoints_on_disk)} "
-                f"of states to resume from), and {gb(room)} are free there; make room, name another --output, or keep "
-                "fewer --checkpoints"
+                f"{folder} needs {gb(needed)} ({gb(self.heads_on_disk)} of heads, {gb(self.checkpoints_on_disk)} "
+                f"of checkpoints), but {gb(room)} are free there; free some space, choose another --output, or "
+                "keep fewer --checkpoints"
             )
 
     def _remedy(self, free: int) -> str:
         foreign = KINDS[self.config.head.kind].foreign
         smaller = [] if self.weights + PROGRAM > MOST * free else ["intermediate_size", "draft_vocab"]
         own = [f"a smaller {flag(name)}" for name in smaller if name not in foreign]
-        return " or ".join([*own, "a smaller or more strongly quantised --target"])
+        return " or ".join([*own, "a smaller or more strongly quantized --target"])
 
 
 def bound_of(config: TrainConfig, target: Target | None = None) -> Bound:
@@ -147,7 +147,7 @@ def described_target(name: str, model: Mapping[str, Any]) -> Target:
         try:
             made, _ = load_model(Path(folder), lazy=True, strict=False)
         except (ValueError, KeyError, TypeError) as e:
-            raise TargetError(f"{name} is described as a model that mlx-lm cannot make: {e}") from e
+            raise TargetError(f"{name} has a config that mlx-lm does not support: {e}") from e
     made.set_dtype(mx.bfloat16)
     if how:
 
@@ -157,20 +157,6 @@ def described_target(name: str, model: Mapping[str, Any]) -> Target:
 
         nn.quantize(made, class_predicate=choose)
     return Target(made, name=name)
-
-
-def parameters_of(model: nn.Module) -> int:
-    """Return a model's number of parameters; quantized ones are counted before packing."""
-    return sum(_own_parameters(part) for _, part in model.named_modules())
-
-
-def _own_parameters(part: nn.Module) -> int:
-    own = {name: leaf for name, leaf in part.items() if isinstance(leaf, mx.array) and not name.startswith("_")}
-    if "scales" in own:
-        packed = own.pop("weight")
-        own = {name: leaf for name, leaf in own.items() if name not in ("scales", "biases")}
-        return int(packed.size * 32 // part.bits) + sum(leaf.size for leaf in own.values())
-    return sum(leaf.size for leaf in own.values())
 
 
 def leaves(tree: Any) -> list[mx.array]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mlx_lm.utils import get_total_parameters
 
 from eagle_mlx import hub
 from eagle_mlx.data_pipelines import shard_meta
@@ -18,21 +19,16 @@ from eagle_mlx.progress import counted
 from ..config import TrainConfig, pass_type
 from ..data import as_asked, choose_states, free_disk, self_file
 from ..kinds import KINDS, resolved
-from .bound import FLOAT, PROGRAM, Bound, bound_of, described_target, parameters_of
+from .bound import FLOAT, PROGRAM, Bound, bound_of, described_target
 from .probe import Probe, probe
-from .recipe import Recipe, described, described_by_name
+from .recipe import Recipe, described_by_name
 
 _COUNT, _EACH = 10_000, 1000
 """Assumed number of conversations, and tokens of each, if nothing is known about the data."""
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The amount of training data."""
-
-    count: int
-    how: str
-    """What was assumed."""
+Tokens = tuple[int, str]
+"""The number of tokens of training data, and how it was estimated."""
 
 
 def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
@@ -41,11 +37,9 @@ def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
     each = min(tokens_each, config.data.max_length)
     if config.data.is_self:
         most = min(config.data.self_tokens, config.data.limit * each or config.data.self_tokens)
-        return Tokens(most, f"conversations that the target makes up first, in {self_file(config)}; --self-tokens")
-    how = f"{counted(count, 'conversation')} of {counted(each, 'token')}, assumed" + (
-        "" if config.data.limit else "; --limit says how many"
-    )
-    return Tokens(count * each, how)
+        return most, f"conversations that the target writes first, in {self_file(config)}; set by --self-tokens"
+    more = "" if config.data.limit else "; set by --limit"
+    return count * each, f"{counted(count, 'conversation')} of {counted(each, 'token')}, assumed{more}"
 
 
 def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
@@ -56,7 +50,7 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
     it lists what is unknown. Raises ConfigError without a target.
     """
     if not config.head.target:
-        raise ConfigError("no target: name the model that the head is for with --target, or a --recipe")
+        raise ConfigError("no target: name the model with --target, or choose a --recipe")
     tokens = assumed(config, recipe.tokens_each if recipe is not None else _EACH)
     try:
         bound, here = _bound(config, recipe)
@@ -78,18 +72,18 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
     drafted = target.vocab_size if head.token_ids is None else head.token_ids.size
     read = ", ".join(map(str, (*kind.aux_layers_of(head), f"{target.num_layers - 1} (for labels)")))
     parts = f" in {config.optimization.accumulate} parts" if config.optimization.accumulate > 1 else ""
-    place, states, on_disk = _states(bound, tokens.count, measured, free_memory() if free is None else free)
+    place, states, on_disk = _states(bound, tokens[0], measured, free_memory() if free is None else free)
     rows = [
         (
             "target",
             f"{target.name}: {target.num_layers} layers of {target.hidden_size:,}, vocabulary {target.vocab_size:,}, "
-            f"{_count(parameters_of(target.model))} parameters",
+            f"{_count(get_total_parameters(target.model))} parameters",
         ),
         ("head", f"{kind.title}, {_count(bound.trained)} parameters; {config.optimization.unroll} draft steps"),
         ("layers", f"{read}, counted from 0"),
         ("vocabulary", f"drafts {drafted:,} of {target.vocab_size:,} tokens"),
         ("data", ", ".join(config.data.shards or config.data.sources)),
-        ("tokens", f"{tokens.count:,}: {tokens.how}"),
+        ("tokens", f"{tokens[0]:,}: {tokens[1]}"),
         ("run", f"{_span(config, tokens)}, {_batch(config)}{parts}, in {str(pass_type(config)).rpartition('.')[2]}"),
         ("memory", _memory(bound, measured)),
         ("states", states),
@@ -123,20 +117,20 @@ def _memory(bound: Bound, measured: Probe | None) -> str:
     if measured is not None:
         whole = bound.weights + measured.memory + PROGRAM
         parts = f"training {gb(measured.memory)} at the peak of a step, program {gb(PROGRAM)}"
-        return f"{gb(whole)} besides hidden states: target {gb(bound.weights)}, {parts}"
+        return f"{gb(whole)} without hidden states: target {gb(bound.weights)}, {parts}"
     weights = gb(FLOAT * bound.trained)
     return (
-        f"at least {gb(bound.memory)}: target {gb(bound.weights)}, head {weights}, its gradients and moments or its "
-        f"start {gb(bound.training - FLOAT * bound.trained)}, program {gb(PROGRAM)}; activations are measured by a "
-        "probe when the target is loaded"
+        f"at least {gb(bound.memory)}: target {gb(bound.weights)}, head {weights}, its gradients and moments (or its "
+        f"linear start) {gb(bound.training - FLOAT * bound.trained)}, program {gb(PROGRAM)}; a probe measures "
+        "activations when the target is loaded"
     )
 
 
 def _time(config: TrainConfig, tokens: Tokens, measured: Probe | None, online: bool) -> str:
     if measured is None:
         return "measured by a probe when the target is loaded"
-    hours = measured.seconds(tokens.count, config.optimization.epochs, online) / 3600
-    after = ", after the making of conversations" if config.data.is_self else ""
+    hours = measured.seconds(tokens[0], config.optimization.epochs, online) / 3600
+    after = ", after the target has written the conversations" if config.data.is_self else ""
     return f"{duration(hours)} on this machine{after}: {measured}"
 
 
@@ -149,7 +143,7 @@ def _bound(config: TrainConfig, recipe: Recipe | None) -> tuple[Bound, bool]:
     repo = None if Path(name).expanduser().exists() else hub.hub_id(name)
     if repo is None or hub.cached(repo) is not None:
         return bound_of(config), True
-    model = described(recipe, name)
+    model = recipe.model if recipe is not None and hub.hub_id(recipe.settings["target"]) == repo else None
     if model is None:
         try:
             model = _published(repo)
@@ -157,7 +151,7 @@ def _bound(config: TrainConfig, recipe: Recipe | None) -> tuple[Bound, bool]:
             model = described_by_name(name)
             if model is None:
                 raise
-            told = f"the hub cannot be reached: {repo} is planned as its recipe and its name describe it"
+            told = f"the hub cannot be reached: the plan of {repo} uses its recipe and its name"
             print(told, file=sys.stderr)
     return bound_of(config, described_target(name, model)), False
 
@@ -172,10 +166,10 @@ def _published(repo: str) -> Mapping[str, Any]:
 def _unknown(config: TrainConfig, tokens: Tokens, error: EagleError) -> str:
     """Return the plan for a target if only its name is known."""
     rows = [
-        ("target", f"{hub.hub_id(config.head.target)}, of which nothing is known here: {error}"),
+        ("target", f"{hub.hub_id(config.head.target)}, which is not known here: {error}"),
         ("head", f"{config.head.kind}; {config.optimization.unroll} draft steps"),
         ("data", ", ".join(config.data.shards or config.data.sources)),
-        ("tokens", f"{tokens.count:,}: {tokens.how}"),
+        ("tokens", f"{tokens[0]:,}: {tokens[1]}"),
         ("run", f"{_span(config, tokens)}, {_batch(config)}"),
         ("unknown", "layers, vocabulary, memory, disk and time: these need the target's config.json"),
     ]
@@ -186,12 +180,12 @@ def _span(config: TrainConfig, tokens: Tokens) -> str:
     """Describe the length of a run."""
     how = config.optimization
     if how.hours:
-        return f"{how.hours:g} hours of making data and learning in turns"
+        return f"{how.hours:g} hours, alternating between making data and learning"
     if how.minutes:
         return f"{how.minutes:g} minutes"
     if how.max_steps:
         return counted(how.max_steps, "step")
-    return f"{counted(how.epochs, 'epoch')} of {counted(max(1, round(tokens.count / (how.rows * how.length))), 'step')}"
+    return f"{counted(how.epochs, 'epoch')} of {counted(max(1, round(tokens[0] / (how.rows * how.length))), 'step')}"
 
 
 def _batch(config: TrainConfig) -> str:

@@ -46,8 +46,8 @@ class Probe:
 
     def __str__(self) -> str:
         return (
-            f"a step learns from {tokens_per_second(self.learned)} and takes {gb(self.memory)} besides the target, "
-            f"which reads {tokens_per_second(self.captured)}"
+            f"a step learns from {tokens_per_second(self.learned)} and needs {gb(self.memory)} in addition to the "
+            f"target, which reads {tokens_per_second(self.captured)}"
         )
 
 
@@ -114,7 +114,7 @@ def check_memory(config: TrainConfig, fixed: int, each: int, free: int) -> None:
     if "draft_vocab" not in KINDS[config.head.kind].foreign:
         advice.append("a smaller --draft-vocab")
     raise ConfigError(
-        f"a step of this run would take {gb(needed)} besides the target, and {gb(free)} are free; use "
+        f"a step of this run needs {gb(needed)} in addition to the target, but {gb(free)} are free; use "
         f"{' or '.join(advice)}"
     )
 

@@ -13,7 +13,6 @@ import yaml
 
 from eagle_mlx.catalog.base_model import names_of, same_model
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.hub import hub_id
 
 from ..config import TrainConfig
 
@@ -65,14 +64,6 @@ def recipe_for(target: str) -> Recipe | None:
 
 def _read(name: str) -> Recipe:
     return Recipe(name=name, **yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))
-
-
-def described(recipe: Recipe | None, target: str) -> Mapping[str, Any] | None:
-    """Return the recipe's model config if the target is the recipe's, else None.
-
-    A bare name means mlx-community's. There is no network access.
-    """
-    return recipe.model if recipe is not None and hub_id(recipe.settings["target"]) == hub_id(target) else None
 
 
 def described_by_name(target: str) -> Mapping[str, Any] | None:

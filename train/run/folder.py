@@ -78,7 +78,7 @@ def read_identity(folder: Path) -> Identity:
         return Identity(TrainConfig.of(**values["config"]), values["target"], values["data"], values["processes"])
     except FileNotFoundError as e:
         raise CheckpointError(
-            f"{folder} holds no run ({RUN_FILE} is missing); name the --output of a run that was cut short"
+            f"{folder} has no run ({RUN_FILE} is missing); name the --output of an interrupted run"
         ) from e
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}") from e
@@ -96,7 +96,7 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
         if before != now and name not in MUTABLE:
             raise ConfigError(
                 f"{flag(name)} is {now!r}, but the run in {folder} began with {before!r}; leave {flag(name)} out, "
-                f"or begin another run from its head with --init-from {folder}/last"
+                f"or start another run from its head with --init-from {folder}/last"
             )
     return config
 
@@ -107,15 +107,15 @@ def check_same(folder: Path, now: Identity) -> None:
     if began.processes != now.processes:
         raise ConfigError(
             f"the run in {folder} began with {began.processes} process{'es' * (began.processes > 1)}, not "
-            f"{now.processes}; start as many (`mlx.launch -n {began.processes}`), since they share each batch"
+            f"{now.processes}; start the same number (`mlx.launch -n {began.processes}`), since they share each batch"
         )
     if began.target != now.target:
         raise ConfigError(
-            f"{now.config.head.target} is not the target that the run in {folder} began with; bring it back"
+            f"{now.config.head.target} is not the target that the run in {folder} began with; restore that target"
         )
     if began.data != now.data:
         source = ", ".join(now.config.data.shards or sources_of(now.config))
-        raise ConfigError(f"the data of {source} are not those that the run in {folder} began with; bring them back")
+        raise ConfigError(f"the data in {source} has changed since the run in {folder} began; restore it")
 
 
 MADE = "made"
@@ -136,7 +136,11 @@ def run_folder(
             yield folder
     except OSError as e:
         kept = folder is not None and worth_keeping(folder)
-        how = f"; what is done is kept: make room, then continue with eagle-train --resume {folder}" if kept else ""
+        how = (
+            f"; the results so far are kept: free some space, then continue with eagle-train --resume {folder}"
+            if kept
+            else ""
+        )
         raise OutputError(f"{output} could not be written: {e.strerror or e}{how}") from e
 
 
@@ -168,7 +172,7 @@ def claim(output: str | Path, overwrite: bool, resume: Path | None = None) -> It
             if not resume and not worth_keeping(folder):
                 shutil.rmtree(folder, ignore_errors=True)
             elif replaces and folder.exists():
-                tqdm.write(f"what the unfinished run has made is in {folder}; {path} is as it was")
+                tqdm.write(f"the unfinished run is in {folder}; {path} is unchanged")
             raise
 
 
@@ -184,7 +188,7 @@ def _new(path: Path, beside: bool) -> Path:
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)
     except OSError as e:
-        raise OutputError(f"{path} cannot be made: {e.strerror or e}") from e
+        raise OutputError(f"{path} cannot be created: {e.strerror or e}") from e
     return folder
 
 

@@ -20,7 +20,7 @@ from eagle_mlx.progress import counted
 from eagle_mlx.target import Target, fingerprint
 
 from ..config import TrainConfig, file_type
-from ..data import Batches, Rows, TrainData
+from ..data import Batches, Rows, TrainData, count_learned
 from ..distributed import SINGLE_PROCESS, World
 from ..evaluation import Acceptance, Evaluator
 from ..kinds import Head, kind_of, resolved
@@ -156,7 +156,7 @@ class Run:
             with self._interruptible():
                 report = self.finish(last or self.evaluate(), phases)
         except Stopped:
-            phases.stopped()
+            phases.ended(None)
             raise
         finally:
             self._workers.end()
@@ -257,7 +257,7 @@ class Run:
 
     def _explained(self, error: NotFiniteError, rows: Rows) -> EagleError:
         """Return an error that names the suspicious samples and a remedy."""
-        found = [self.batches.where(sample) for row in error.rows for sample in rows.samples[row]]
+        found = [self.data.samples.where(sample) for row in error.rows for sample in rows.samples[row]]
         what = f"check {', '.join(found)}, or lower --lr" if found else "lower --lr, since each row alone is finite"
         last = self.folder / LAST
         return EagleError(
@@ -363,24 +363,9 @@ class Run:
     def finish(self, last: Acceptance, phases: Phases) -> dict[str, Any]:
         """Write the report and the plots. Delete the saved states, because a complete run is never resumed."""
         data, learned = phases.summary(self)
-        conversations, tokens = self.batches.count(learned)
-        assert self.best is not None
-        best_step, best = self.best
-        report = outcome(
-            self.target.name,
-            self.head,
-            self.config,
-            self.progress,
-            {"untrained": self.untrained, "best": best, "last": last},
-            best_step,
-            self.tracker.rows,
-            {
-                **data,
-                "learned_conversations": conversations,
-                "learned_tokens": tokens,
-                "padding": round(self.batches.padding, 4),
-            },
-        )
+        conversations, tokens = count_learned(self.data.samples.lengths, learned)
+        counts = {"learned_conversations": conversations, "learned_tokens": tokens}
+        report = outcome(self, last, {**data, **counts, "padding": round(self.batches.padding, 4)})
         write_plots(self.tracker.rows, self.folder)
         write_whole(self.folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
         state.remove(self.folder)

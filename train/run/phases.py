@@ -46,12 +46,8 @@ class Phases(ABC):
         """Return the report's facts about the data, and the pieces that were learned."""
 
     @abstractmethod
-    def stopped(self) -> None:
-        """Save what an interrupted run needs besides its training state, and print how to continue."""
-
-    @abstractmethod
-    def ended(self, report: Mapping[str, Any]) -> None:
-        """Clean up after the report is written."""
+    def ended(self, report: Mapping[str, Any] | None) -> None:
+        """Clean up after the report is written. If the run was interrupted (None), save what a resume needs."""
 
 
 class OnePhase(Phases):
@@ -73,8 +69,5 @@ class OnePhase(Phases):
     def summary(self, run: Run) -> tuple[Mapping[str, Any], set[Piece]]:
         return self._data.report, run.batches.learned(0, (run.progress.epoch, run.progress.batch))
 
-    def stopped(self) -> None:
-        return
-
-    def ended(self, report: Mapping[str, Any]) -> None:
+    def ended(self, report: Mapping[str, Any] | None) -> None:
         return

@@ -32,7 +32,7 @@ def existing_head(target: Target, config: TrainConfig) -> Head | None:
     loaded: Any = load_head(config.head.init_from, target)
     kind = kind_of(loaded)
     if kind.name != config.head.kind:
-        raise ConfigError(f"{config.head.init_from} is an {kind.title} head; continue from it with --head {kind.name}")
+        raise ConfigError(f"{config.head.init_from} is an {kind.title} head; continue it with --head {kind.name}")
     for name, has in kind.mismatches(loaded, config).items():
         asked = config.value(name)
         if asked not in (OPEN[name], has):

@@ -17,8 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import mlx.core as mx
 from tqdm import tqdm
@@ -28,9 +27,11 @@ from eagle_mlx.errors import ConfigError
 
 from ..config import TrainConfig, pass_type
 from ..evaluation import Acceptance, Generation, per_round, write_generations
-from ..kinds import Head, kind_of
+from ..kinds import kind_of
 from ..report import METRICS, PICTURES, Row, truncate
-from .progress import Progress
+
+if TYPE_CHECKING:
+    from .loop import Run
 
 _ID = "run-id"
 """File in `wandb/` with the id of the W&B run, for resuming."""
@@ -113,8 +114,8 @@ class WandbRun:
         except Exception as e:
             self._run = None
             tqdm.write(
-                f"warning: Weights & Biases failed ({_first_line(e)}); the run continues without it, and its files "
-                "have everything",
+                f"warning: Weights & Biases failed ({_first_line(e)}); the run continues without it, and its own "
+                "files are complete",
                 file=sys.stderr,
             )
 
@@ -151,7 +152,7 @@ def flatten(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refusal(error: Exception) -> ConfigError:
     return ConfigError(
-        f"Weights & Biases cannot be used: {_first_line(error)}; type `wandb login`, set WANDB_MODE=offline to upload "
+        f"Weights & Biases cannot be used: {_first_line(error)}; run `wandb login`, set WANDB_MODE=offline to upload "
         "later, or leave --wandb out"
     )
 
@@ -218,34 +219,25 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish(failed=error is not None)
 
 
-def outcome(
-    target_name: str,
-    head: Head,
-    config: TrainConfig,
-    progress: Progress,
-    acceptance: Mapping[str, Acceptance],
-    best_step: int,
-    rows: Sequence[Row],
-    data: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return a run's report. `acceptance` has the keys `untrained`, `best` and `last`."""
-    logged = [row for row in rows if row["kind"] == "train"]
-    best = acceptance["best"]
+def outcome(run: Run, last: Acceptance, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's report. `last`: the final measurement. `data`: facts about the data."""
+    assert run.best is not None
+    (best_step, best), config, progress = run.best, run.config, run.progress
+    logged = [row for row in run.tracker.rows if row["kind"] == "train"]
+    acceptance = {"untrained": run.untrained, "best": best, "last": last}
     return {
-        "target": target_name,
-        "kind": kind_of(head).name,
+        "target": run.target.name,
+        "kind": kind_of(run.head).name,
         "started_from": config.head.init_from or None,
         "acceptance_length": best.acceptance_length,
         "acceptance_by_position": best.acceptance_by_position,
-        "untrained_acceptance_length": acceptance["untrained"].acceptance_length,
+        "untrained_acceptance_length": run.untrained.acceptance_length,
         "best_step": best_step,
         "acceptance": {name: dataclasses.asdict(found) for name, found in acceptance.items()},
         "loss": logged[-1]["loss"] if logged else None,
@@ -255,7 +247,7 @@ def outcome(
         "train_seconds": progress.train_seconds,
         "tokens_per_second": progress.tokens_per_second,
         "data": data,
-        "head": dataclasses.asdict(head.config),
+        "head": dataclasses.asdict(run.head.config),
         "config": config.flat(),
         "machine": {
             "platform": platform.platform(),

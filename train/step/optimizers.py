@@ -35,11 +35,11 @@ class Optimizers:
 
     def arrays(self) -> dict[str, mx.array]:
         """Return the optimizers' state by name, with prefix `0.` for the inner matrices and `1.` for the others."""
-        return {name: holder[key] for name, holder, key in self._places()}
+        return {name: holder[key] for name, holder, key in _places(self.together.state["states"])}
 
     def restore(self, arrays: Mapping[str, mx.array]) -> None:
         """Restore the state from `arrays`. Raises CheckpointError if names or shapes do not match this head."""
-        places = list(self._places())
+        places = list(_places(self.together.state["states"]))
         own = {name: holder[key].shape for name, holder, key in places}
         given = {name: array.shape for name, array in arrays.items()}
         if own != given:
@@ -51,19 +51,14 @@ class Optimizers:
         for name, holder, key in places:  # in place: a compiled step keeps references to these containers
             holder[key] = arrays[name].astype(holder[key].dtype)
 
-    def _places(self) -> Iterator[tuple[str, Any, Any]]:
-        for number, state in enumerate(self.together.state["states"]):
-            yield from _places(state, str(number))
 
-
-def _places(tree: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+def _places(tree: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the name, container and key of each array in a tree of dicts and lists."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in items:
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         if isinstance(value, mx.array):
-            yield f"{name}.{key}", tree, key
+            yield f"{name}{key}", tree, key
         else:
-            yield from _places(value, f"{name}.{key}")
+            yield from _places(value, f"{name}{key}.")
 
 
 def make_optimizers(config: OptimizationConfig) -> dict[optim.Optimizer, float]:

@@ -213,7 +213,7 @@ class Stepper:
         self.restore(self._world.broadcast_arrays(self.state()))
 
     def state(self) -> dict[str, mx.array]:
-        """Return by name everything that the next step needs besides the head's weights and the batch.
+        """Return the state of training by name, without the head's weights.
 
         `step` counts the updates; the rest is the optimizers' state. A new Stepper with this state and a head with the
         same weights continues exactly as this one would.

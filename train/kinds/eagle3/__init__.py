@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.hidden_states import features_of
 from eagle_mlx.target import Target
 
@@ -33,6 +33,7 @@ from .unroll import unroll
 
 class Eagle3Kind(Kind[Eagle3Head]):
     head_class = Eagle3Head
+    unroll = staticmethod(unroll)
     defaults: ClassVar[Mapping[str, Any]] = {
         "draft_vocab": 32000,
         "unroll": 7,
@@ -117,21 +118,3 @@ class Eagle3Kind(Kind[Eagle3Head]):
             return super().features(head, target, states, jitter)
         read = jitter(features_of(states, target.hidden_size).astype(mx.float32))
         return head.features(list(mx.split(read, count, axis=-1)) if head.config.fc_norm else [read])
-
-    def unroll(
-        self,
-        head: Eagle3Head,
-        embeddings: mx.array,
-        g: mx.array,
-        segments: mx.array,
-        positions: mx.array,
-        steps: int,
-        recompute: bool = False,
-    ) -> list[mx.array]:
-        way = unroll if _is_standard(head.config) else super().unroll
-        return way(head, embeddings, g, segments, positions, steps, recompute)
-
-
-def _is_standard(config: Eagle3Config) -> bool:
-    """Return whether `unroll` supports this head: one layer with full attention."""
-    return config.num_hidden_layers == 1 and not any(config.windows)

@@ -52,8 +52,8 @@ def check_shape(target: Target, config: TrainConfig) -> None:
         raise ConfigError(f"aux_layers {layers}: the target has layers 0 to {target.num_layers - 1}")
     if shape.norm_before_residual and shape.num_hidden_layers > 1:
         raise ConfigError(
-            f"--norm-before-residual is not for --layers {shape.num_hidden_layers}: the copies of the target's layers "
-            "read numbers of the target's own size; leave one of them out"
+            f"--norm-before-residual cannot be used with --layers {shape.num_hidden_layers}: the copied layers need "
+            "inputs of the target's scale; leave one of them out"
         )
 
 
@@ -128,12 +128,12 @@ def aux_layers_for(num_layers: int, layers: int) -> tuple[int, ...]:
 def check_reads_front(num_layers: int, layers: int, aux_layers: tuple[int, ...]) -> None:
     """Raise ConfigError if copied layers would need an output that the head does not read."""
     if layers > num_layers:
-        raise ConfigError(f"--layers {layers}: the target has {num_layers}, and a copy of each but the first is made")
+        raise ConfigError(f"--layers {layers}: must be at most {num_layers}, the number of the target's layers")
     front = layer_in_front(num_layers, layers)
     if layers > 1 and front not in aux_layers:
         raise ConfigError(
-            f"--layers {layers}: the copies of the target's last layers go on from the output of its layer {front}, "
-            f"which the head does not read; name it in --aux-layers, beside or in place of one of "
+            f"--layers {layers}: the copied layers continue from the output of the target's layer {front}, which "
+            f"the head does not read; add it to --aux-layers, or replace one of "
             f"{', '.join(map(str, aux_layers))}"
         )
 
@@ -166,8 +166,8 @@ def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
         if found != wanted:
             odd = sorted(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
             raise ConfigError(
-                f"--layers {count}: layer {number} of {target.name or 'the target'} is not one that a head can have, "
-                f"since these weights differ: {', '.join(odd[:4])}; leave --layers out"
+                f"--layers {count}: layer {number} of {target.name or 'the target'} has weights that a head "
+                f"cannot have: {', '.join(odd[:4])}; leave --layers out"
             )
         copies.append(own)
     return copies

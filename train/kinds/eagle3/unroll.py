@@ -12,7 +12,7 @@ import mlx.core as mx
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.heads.eagle3 import Eagle3Head
 
-from ...unroll import Relay, Step, recomputed, take_rows
+from ...unroll import Relay, Step, recomputed, take_rows, unroll_feedback
 
 NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
 """Parts of the head that a draft step does not use."""
@@ -36,8 +36,11 @@ def unroll(
     position t+j. It attends to the keys of step 0 at indices t' <= t of the same segment, and to those of steps 1..j at
     t itself. This is the cache that a row would have after drafting j tokens from index t.
 
-    With `recompute`, only values passed from step to step are kept for the gradient.
+    With `recompute`, only values passed from step to step are kept for the gradient. Heads with several layers or a
+    window are unrolled by `unroll_feedback`, which is slower.
     """
+    if head.config.num_hidden_layers > 1 or any(head.config.windows):
+        return unroll_feedback(head, embeddings, g, segments, positions, steps, recompute)
     attention = head.midlayer.self_attn
     following = mx.concatenate([embeddings[:, 1:], embeddings[:, -1:]], axis=1)
     past_keys, past_values = attention.project(head.inputs(following, g)[0])[1:]
