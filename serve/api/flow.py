@@ -72,7 +72,7 @@ def models_of(request: Request) -> Models:
 
 
 def client_of(request: Request) -> str:
-    """Return the client's address for fair scheduling; clients may share a key (`guard.ForwardedFor`)."""
+    """Return the client's address for fair scheduling; clients may share a key."""
     return request.client.host if request.client is not None else ""
 
 

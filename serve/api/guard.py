@@ -30,7 +30,7 @@ ANYBODY = "*"
 class KeyGuard:
     """Requires `Authorization: Bearer <key>` or Anthropic's `x-api-key: <key>`.
 
-    Passes the key to the routes as a hash (`flow.namespace_of`).
+    Passes the key to the routes as a hash (`flow.owner_of`).
     """
 
     def __init__(self, app: ASGIApp, keys: Collection[str]):
@@ -96,7 +96,7 @@ def check_trusted(given: str) -> tuple[str, ...]:
         except ValueError as e:
             said = f"--forwarded-allow-ips: {e}; give addresses or networks, separated by commas, or *"
             raise ConfigError(said) from e
-    return parts
+    return (ANYBODY,) if ANYBODY in parts else parts
 
 
 def header(scope: Scope, name: bytes) -> str | None:
