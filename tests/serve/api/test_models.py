@@ -141,7 +141,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(several: Live) -> None:
     assert several.http.get("/v1/models/d").json()["error"]["code"] == "model_not_found"
     answer = several.http.post(COMPLETIONS, json={"prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
-    assert "several are served: 'a', 'b', 'c'" in answer.json()["error"]["message"]
+    assert "this server has several: 'a', 'b', 'c'" in answer.json()["error"]["message"]
 
 
 def test_the_model_idle_longest_is_unloaded(wanted: dict[str, str]) -> None:
