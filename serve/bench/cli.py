@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, get_args
 
 from eagle_mlx import hub
 from eagle_mlx.catalog import embedded
@@ -20,7 +19,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
 from eagle_mlx.machine import describe
-from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SHARE, Group, setting
+from eagle_mlx.setting import AT_LEAST_1, Group, setting
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.target_options import TargetOptions
 
@@ -54,6 +53,8 @@ from .modes import (
 )
 from .report import Run
 
+RANDOM = "random"
+"""The value of `--head` for random weights: the worst case."""
 EPILOG = """\
 examples:
   eagle-bench                                   the embedded target and head on the embedded prompts
@@ -61,16 +62,16 @@ examples:
   eagle-bench --target mlx-community/Qwen3-4B-4bit --head out/head --prompts mine.jsonl --json figures.json
   eagle-bench --batch 1 4 8 --temperature 0 0.7
   eagle-bench --target Qwen3-4B-4bit --prompts spec_bench.jsonl --limit 80      τ and tokens/s by category
-  eagle-bench --head random --modes plain eagle --policy throughput     what a useless head costs
+  eagle-bench --head random --modes plain eagle --policy throughput     the cost of a useless head
 
-All modes decode the same prompts in one process, in turns; figures are medians over the repeats. mlx-lm and
-mlx-lm-draft decode one prompt at a time whatever --batch says; mlx-lm-batch stands beside every batch above 1. Text is
-compared with mlx-lm's greedy text; above temperature 0 with that of the plain engine under the same seeds.
+All modes decode the same prompts in one process and take turns. Figures are medians over the repeats. mlx-lm and
+mlx-lm-draft decode one prompt at a time, whatever --batch is; mlx-lm-batch is measured for each batch above 1. Texts
+are compared with mlx-lm's greedy text or, above temperature 0, with the plain engine's text for the same seeds.
 
-All modes but mlx-lm-stock decode one model object, as EAGLE-MLX loads it: on a CPU under Linux in float32.
-mlx-lm-stock decodes a second copy as mlx_lm.load loads the folder, in its own type. In another type two tokens that
-tie may come in another order, so its text may differ; that does not change the exit status. mlx-lm takes the largest
-log probability, EAGLE-MLX the largest logit: if a 16-bit model is unsure, rounding the former can make a tie."""
+All modes except mlx-lm-stock share one model, as EAGLE-MLX loads it: on a CPU under Linux in float32. mlx-lm-stock
+decodes a second copy, which mlx_lm.load loads in the folder's own type. In another type, near-ties may resolve
+differently, so its text may differ; this does not change the exit status. mlx-lm picks the largest log probability,
+EAGLE-MLX the largest logit: in 16 bits, rounding of log probabilities can create a tie if the model is unsure."""
 
 
 @dataclass(frozen=True)
@@ -79,71 +80,57 @@ class BenchOptions(Group):
 
     target: str | None = setting(None, TARGET_HELP, metavar="MODEL")
     head: str | None = setting(
-        None, "folder or hub id of its head; auto, the default, as in eagle-serve; none; random: the worst there is"
+        None,
+        "folder or hub id of the head; auto (the default) finds one, as in eagle-serve; none uses no head; random is "
+        "the worst case",
     )
     head_bits: HeadBits | None = setting(None, HEAD_BITS)
-    draft_model: str | None = setting(None, "folder or hub id of a small model of the same tokenizer", metavar="MODEL")
-    modes: tuple[ModeName, ...] | None = setting(None, f"default: all for which there are models, but {STOCK}")
-    batch: tuple[int, ...] = setting((1,), "rows at once", AT_LEAST_1)
+    draft_model: str | None = setting(
+        None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL"
+    )
+    modes: tuple[ModeName, ...] | None = setting(
+        None, f"ways to decode (default: all whose models are given, except {STOCK})"
+    )
+    batch: tuple[int, ...] = setting((1,), "rows that decode together", AT_LEAST_1)
     depth: tuple[int, ...] | None = setting(
         None,
-        "draft tokens a round, the most where the policy adapts (default: 4, with --policy throughput alone 8)",
+        "draft tokens per round; the maximum if the policy adapts (default: 4, or 8 if the only policy is throughput)",
         AT_LEAST_1,
         metavar="K",
     )
     nodes: tuple[int, ...] = setting(
-        (0,), "tokens of a draft tree that is at most K deep; 0 for chains; --nodes 0 16 compares both"
+        (0,), "tokens of a draft tree with a depth of up to K; 0 for chains; --nodes 0 16 compares both"
     )
-    policy: tuple[PolicyName, ...] = setting(("fixed",), "what decides how many of K are drafted; fixed: all")
-    temperature: tuple[float, ...] = setting((BenchConfig.temperature,), "0 is greedy", metavar="T")
-    acceptance: Literal["coupled", "rejection"] = setting(BenchConfig.acceptance, "of sampled drafts")
-    prompts: Path | None = setting(None, "jsonl of `messages`, `prompt` or `turns` rows (default: held-out functions)")
-    limit: int = setting(100, "prompts to take, evenly of all categories", AT_LEAST_1)
+    policy: tuple[PolicyName, ...] = setting(
+        ("fixed",), "how many of the K tokens are drafted; fixed drafts all of them"
+    )
+    temperature: tuple[float, ...] = setting(
+        (BenchConfig.temperature,), "sampling temperature; 0 is greedy", metavar="T"
+    )
+    prompts: Path | None = setting(
+        None, "jsonl file of rows with `messages`, `prompt` or `turns` (default: held-out functions)"
+    )
+    limit: int = setting(100, "number of prompts, spread evenly over categories", AT_LEAST_1)
     filler: int | None = setting(
         None,
-        "put N tokens of text before each prompt, another text each: what a long context does to drafting",
+        "put N tokens of text before each prompt, a different text each time, to measure long contexts",
         AT_LEAST_1,
     )
-    max_tokens: int = setting(BenchConfig.max_tokens, "new tokens each", AT_LEAST_1)
-    ignore_eos: bool = setting(False, "let every continuation be --max-tokens long")
-    repeats: int = setting(BenchConfig.repeats, "times that each is measured", AT_LEAST_1)
-    turn: int = setting(
-        BenchConfig.turn,
-        "let the modes change over after every N tokens a row rather than after whole prompts, where a machine's speed "
-        "varies; mlx-lm-batch has one long turn",
-        AT_LEAST_0,
-        shown="",
-    )
-    seed: int = setting(BenchConfig.seed, "of the first prompt when sampling")
-    least_distinct: float = setting(
-        BenchConfig.least_distinct,
-        "leave out continuations with a smaller share of distinct 4-grams",
-        SHARE,
-        metavar="R",
-    )
-    tolerance: float | None = setting(
-        None, "excuse a first difference where the two best logits are closer than this (default: by the model's type)"
-    )
     prior: bool = setting(
-        False,
-        "with --policy throughput: begin with the target's cost curve, which is measured once and kept",
+        False, "with --policy throughput: start with the target's cost curve, which is measured once and saved"
     )
-    json: Path | None = setting(None, "write the figures")
-    plot: Path | None = setting(None, "draw them; trees of several sizes as curves", metavar="FILE.png")
+    json: Path | None = setting(None, "write the figures to this file")
+    plot: Path | None = setting(None, "draw the figures as a bar chart", metavar="FILE.png")
     quiet: bool = setting(False, "no progress bars")
+    measuring: BenchConfig = field(default_factory=BenchConfig)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
-
-    def configs(self) -> list[BenchConfig]:
-        """Return a configuration for each temperature."""
-        same = {each.name: getattr(self, each.name) for each in fields(BenchConfig) if each.name != "temperature"}
-        return [BenchConfig(temperature=temperature, **same) for temperature in self.temperature]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-bench. Return the exit status: 0, 1 if a text differs, 2 for an error, 130 if interrupted."""
     given = arguments(argv)
-    about = "Measure tokens/s, acceptance and identity of speculative decoding against plain decoding."
+    about = "Compare tokens/s, acceptance and texts of speculative decoding with plain decoding."
     command = shlex.join(["eagle-bench", *given])
     return exit_code(lambda: _bench(read(BenchOptions, given, "eagle-bench", about, EPILOG), command))
 
@@ -162,7 +149,8 @@ def _bench(options: BenchOptions, command: str) -> int:
     head = _head(head_name, target, options.head_bits)
     draft = load_target(options.draft_model) if options.draft_model is not None else None
     loading.wire_active()
-    questions = read_questions(options.prompts or embedded("prompts.jsonl"), options.limit)
+    prompts = options.prompts or embedded("prompts.jsonl")
+    questions = read_questions(prompts, options.limit)
     if options.filler is not None:
         questions = behind_filler(questions, target, options.filler)
     machine = describe()
@@ -174,40 +162,43 @@ def _bench(options: BenchOptions, command: str) -> int:
     runs: list[Run] = []
     stock = StockModel.load(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
     models = Models(target, head, draft, options.memory.kv_bytes, options.memory.prefill_chunk, options.prior, stock)
-    for config in options.configs():
+    for temperature in options.temperature:
         built = build_modes(models, modes, options.batch, depth, options.policy, options.nodes)
+        config = replace(options.measuring, temperature=temperature)
         runs += measure(target, built, questions, config, progress=not options.quiet)
-    tolerance = tolerance_for(target) if options.tolerance is None else options.tolerance
-    print(f"\n{report.table(runs)}\n\n{report.by_category(runs)}{report.footnote(runs, options.max_tokens, tolerance)}")
-    extra: dict[str, object] = {
-        "command": command,
-        "eagle_mlx": version("eagle-mlx"),
-        "prompts": str(options.prompts or embedded("prompts.jsonl")),
-        "head_sha256": _digest(head_name),
-        "head_quantization": quantization_of(head) if head is not None else None,
-        "filler": options.filler or 0,
-        "max_tokens": options.max_tokens,
-        "acceptance": options.acceptance,
-        "repeats": options.repeats,
-        "turn": options.turn,
-        "tolerance": tolerance,
-    }
+    own = options.measuring.tolerance
+    tolerance = tolerance_for(target) if own is None else own
+    footnote = report.footnote(runs, options.measuring.max_tokens, tolerance)
+    print(f"\n{report.table(runs)}\n\n{report.by_category(runs)}{footnote}")
     if options.json is not None:
-        head_text = str(head_name) if head_name is not None else None
-        report.write_json(report.document(target.name, head_text, machine, runs, **extra), options.json)
+        figures = {
+            "target": target.name,
+            "head": None if head_name is None else str(head_name),
+            "machine": asdict(machine),
+            "command": command,
+            "eagle_mlx": version("eagle-mlx"),
+            "prompts": str(prompts),
+            "head_sha256": None if head_name in (None, RANDOM) else hub.weights_digest(hub.resolve(head_name)),
+            "head_quantization": quantization_of(head) if head is not None else None,
+            "filler": options.filler or 0,
+            **options.measuring.flat(),
+            "tolerance": tolerance,
+            "runs": list(map(asdict, runs)),
+        }
+        report.write_json(figures, options.json)
     if options.plot is not None:
         report.plot(runs, options.plot)
-    own = type_name(target.dtype)
-    return 1 if any(run.identical is False and run.dtype == own for run in runs) else 0
+    dtype = type_name(target.dtype)
+    return 1 if any(run.identical is False and run.dtype == dtype for run in runs) else 0
 
 
 def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHead | None:
     """Load the head in the target's type, or return None without a name."""
     if name is None:
         if bits is not None:
-            raise ConfigError("--head-bits needs a --head, and mode eagle")
+            raise ConfigError("--head-bits needs a --head and a mode that uses it, such as eagle")
         return None
-    if name == "random":
+    if name == RANDOM:
         head: DraftHead = random_head(target)
         quantize_for(head, target, bits)
         return head
@@ -216,34 +207,28 @@ def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHea
     return head
 
 
-def _digest(name: str | Path | None) -> str | None:
-    """Return a hash of the head's weights, which identifies the head in reports."""
-    return None if name is None or name == "random" else hub.weights_digest(hub.resolve(name))
-
-
 def _modes(options: BenchOptions) -> tuple[list[ModeName], str | Path | None]:
     """Return the modes to run, and the head that they need or None."""
     head = _head_name(options)
-    given = {"--head": head is not None, "--draft-model": options.draft_model is not None}
-    given["--head or --draft-model"] = any(given.values())
+    modes = list(options.modes or DEFAULT_MODES)
+    for_mlx_lm = [name for name in modes if name.startswith(MLX_LM)]
+    given = {"--head": head, "--draft-model": options.draft_model}
+    lacking = [name for name in modes if name in NEEDS and not any(given[flag] for flag in NEEDS[name])]
+    is_sharded = options.loading.shard != "none"
     if options.modes is None:
         if head is None:
             print("no head for this target: leaving out mode eagle")
-        modes = [name for name in DEFAULT_MODES if name not in NEEDS or given[NEEDS[name]]]
-        modes = [name for name in modes if options.loading.shard == "none" or not name.startswith(MLX_LM)]
-    else:
-        modes = list(options.modes)
-    for name in modes:
-        if name in NEEDS and not given[NEEDS[name]]:
-            raise missing(name)
-        if options.loading.shard != "none" and name.startswith(MLX_LM):
-            raise ConfigError(f"mode {name} does not go with --shard: mlx-lm would run a part of the target alone")
+        modes = [name for name in modes if name not in lacking and not (is_sharded and name in for_mlx_lm)]
+    elif lacking:
+        raise missing(lacking[0])
+    elif is_sharded and for_mlx_lm:
+        raise ConfigError(f"mode {for_mlx_lm[0]} does not work with --shard: mlx-lm would run one part of the target")
     return modes, head if not set(modes).isdisjoint(USE_HEAD) else None
 
 
 def _head_name(options: BenchOptions) -> str | Path | None:
     """Return the named head, the embedded one, or the first one found; None if no mode needs one."""
-    if options.head not in (None, AUTO) or set(options.modes or get_args(ModeName)).isdisjoint(USE_HEAD):
+    if options.head not in (None, AUTO) or set(options.modes or USE_HEAD).isdisjoint(USE_HEAD):
         return None if options.head in (AUTO, NO_HEAD) else options.head
     if options.target is None:
         return embedded("head")

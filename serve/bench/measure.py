@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Literal
 
 import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.sampling_params import Acceptance, SamplingParams
+from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SHARE, Group, setting
 from eagle_mlx.target import Target
 from eagle_mlx.text import LEAST_DISTINCT, is_loop
 
@@ -35,24 +37,35 @@ GROUP_PER_ROW = 4
 
 
 @dataclass(frozen=True)
-class BenchConfig:
-    """What to measure, besides the modes."""
+class BenchConfig(Group):
+    """How to measure."""
 
-    max_tokens: int = 128
+    max_tokens: int = setting(128, "maximum number of new tokens per prompt", AT_LEAST_1)
     temperature: float = 0.0
-    repeats: int = 3
-    seed: int = 0
-    """Prompt i is sampled with seed + i if the temperature is above 0."""
-    least_distinct: float = LEAST_DISTINCT
-    """Prompts are left out of the figures if their reference continuation has a smaller share of distinct 4-grams."""
-    acceptance: Acceptance = "coupled"
-    """The acceptance rule for sampled drafts. Only coupled texts can be compared with plain ones."""
-    ignore_eos: bool = False
-    """Let every continuation be `max_tokens` long."""
-    turn: int = 0
-    """Tokens per row after which modes change over; 0: after a group of prompts is finished."""
-    tolerance: float | None = None
-    """How close the two best logits must be to excuse a difference. None: depends on the target's type."""
+    repeats: int = setting(3, "number of measurements", AT_LEAST_1)
+    seed: int = setting(0, "seed of the first prompt if the temperature is above 0; later prompts count up from it")
+    least_distinct: float = setting(
+        LEAST_DISTINCT,
+        "leave out prompts if their reference continuation has a smaller share of distinct 4-grams, because it loops",
+        SHARE,
+        metavar="R",
+    )
+    acceptance: Literal["coupled", "rejection"] = setting(
+        "coupled", "acceptance rule for sampled drafts; only coupled texts can be compared"
+    )
+    ignore_eos: bool = setting(False, "make every continuation --max-tokens long")
+    turn: int = setting(
+        0,
+        "switch modes after N tokens per row instead of after whole prompts, if the machine's speed varies; "
+        "mlx-lm-batch always takes one long turn",
+        AT_LEAST_0,
+        shown="",
+    )
+    tolerance: float | None = setting(
+        None,
+        "excuse a first difference if both tokens' logits are within this distance of the best (default: by the "
+        "model's type)",
+    )
 
     def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
         seeds = [self.seed + index if self.temperature else None for index in range(count)]
@@ -64,8 +77,6 @@ class BenchConfig:
 
 @dataclass
 class _Results:
-    """One mode's prompts, continuations and times."""
-
     mode: Mode
     prompts: dict[int, list[int]] = field(default_factory=dict)
     continuations: dict[int, Continuation] = field(default_factory=dict)
@@ -114,7 +125,7 @@ def measure(
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
     if config.ignore_eos and any(mode.name in BASELINES for mode in modes):
-        raise ConfigError("mlx-lm ends where the model does: leave its modes out, or --ignore-eos")
+        raise ConfigError("mlx-lm cannot ignore the end of text; leave out its modes, or --ignore-eos")
     questions = [prompt if isinstance(prompt, Question) else Question(prompt) for prompt in prompts]
     for question in questions:
         question.check(target, config.max_tokens)
@@ -132,8 +143,6 @@ class _Measurement:
         self.places = [(at, turn) for turn in turns for at, one in enumerate(questions) if turn <= len(one.later)]
         """For each number: the question, and which of its turns."""
         self.params = config.params(len(self.places), config.max_tokens)
-        self.first = config.params(len(self.places), 1)
-        """The same as `params`, for one token only."""
         self.results = [_Results(mode) for mode in modes]
         self.reference = self._reference()
 
@@ -177,9 +186,9 @@ class _Measurement:
 
     def _decode(self, results: Sequence[_Results], group: Sequence[int], first: bool = False) -> list[Timed]:
         """Decode some prompts by several modes, to the end or to the first token."""
-        params = self.first if first else self.params
+        params = [replace(self.params[index], max_tokens=1) if first else self.params[index] for index in group]
         jobs = [(result.mode, [result.prompts[index] for index in group]) for result in results]
-        return take_turns(jobs, [params[index] for index in group], 0 if first else self.config.turn)
+        return take_turns(jobs, params, 0 if first else self.config.turn)
 
     def _time(self, indices: Sequence[int]) -> list[int]:
         """Time every mode on some turns. Return those on which the reference does not loop."""
@@ -201,8 +210,8 @@ class _Measurement:
         kept = [index for index in indices if not is_loop(said[index].tokens, least)]
         if not kept and min(indices, default=1) == 0:
             raise ConfigError(
-                f"all {len(said)} continuations loop (distinct 4-grams under {least:g}), so no figure means anything; "
-                "take other prompts or a better target"
+                f"all {len(said)} continuations loop (their share of distinct 4-grams is below {least:g}), so there is "
+                "nothing to measure; use other prompts or a better target"
             )
         return kept
 
@@ -235,6 +244,7 @@ class _Measurement:
 
     def _figures(self, result: _Results, kept: Sequence[int]) -> Run:
         mode, said, identity = result.mode, result.outputs(kept), self._identity(result)
+        reference = self.reference.mode
         by_mode = {(other.mode.name, other.mode.batch): other for other in self.results}
         return Run(
             mode=mode.name,
@@ -260,7 +270,7 @@ class _Measurement:
             by_category=self._by_category(result, by_mode.get(("mlx-lm", 1)), kept),
             model=mode.model,
             dtype=type_name(mode.dtype),
-            reference=_described(self.reference.mode),
+            reference=f"{reference.name}, {reference.model} in {type_name(reference.dtype)}",
         )
 
     def _by_category(self, result: _Results, mlx_lm: _Results | None, kept: Sequence[int]) -> tuple[Category, ...]:
@@ -305,7 +315,3 @@ class _Measurement:
 def type_name(dtype: mx.Dtype) -> str:
     """Return a type as NumPy names it, such as `bfloat16`."""
     return str(dtype).rpartition(".")[2]
-
-
-def _described(mode: Mode) -> str:
-    return f"{mode.name}, {mode.model} in {type_name(mode.dtype)}"

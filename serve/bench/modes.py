@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -13,7 +13,6 @@ import mlx.core as mx
 import mlx_lm
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import hub
@@ -33,7 +32,7 @@ from ..speculation import PolicyName, Speculation
 from .decoding import Continuation, Decoding, Mode, ModeName
 
 MLX_LM = "mlx-lm"
-"""Prefix of these modes' names."""
+"""Prefix of the names of mlx-lm's modes."""
 STOCK: Final = "mlx-lm-stock"
 
 
@@ -86,8 +85,17 @@ class MlxLmMode(_MlxLm):
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         continuations = []
         for prompt, each in zip(prompts, params, strict=True):
+            _seed(each)
             steps = []
-            for step in self._steps(prompt, each):
+            for step in mlx_lm.stream_generate(
+                self._model,
+                self._tokenizer,
+                prompt,
+                max_tokens=each.max_tokens,
+                sampler=_sampler(each),
+                stream=self._stream,
+                **self._extra,
+            ):
                 steps.append(step)
                 yield 1
             rounds = sum(not step.from_draft for step in steps)
@@ -98,23 +106,11 @@ class MlxLmMode(_MlxLm):
     def sync(self) -> None:
         mx.synchronize(self._stream)
 
-    def _steps(self, prompt: list[int], params: SamplingParams) -> Iterator[GenerationResponse]:
-        _seed(params)
-        return mlx_lm.stream_generate(
-            self._model,
-            self._tokenizer,
-            prompt,
-            max_tokens=params.max_tokens,
-            sampler=_sampler(params),
-            stream=self._stream,
-            **self._extra,
-        )
-
 
 class MlxLmBatchMode(_MlxLm):
     """`mlx_lm.batch_generate`, which decodes `batch` rows at a time.
 
-    It does not return a row's last token at an end, so texts are not compared; an end counts as one token.
+    It does not return a row's end-of-text token, so texts are not compared; the end counts as one token.
     """
 
     def __init__(self, target: Target, batch: int):
@@ -153,24 +149,23 @@ def _seed(params: SamplingParams) -> None:
         mx.random.seed(params.seed)
 
 
-MODE_NAMES: tuple[ModeName, ...] = get_args(ModeName)
 BASELINES: tuple[ModeName, ...] = ("mlx-lm", "mlx-lm-batch", "mlx-lm-draft", STOCK)
-DEFAULT_MODES: tuple[ModeName, ...] = tuple(name for name in MODE_NAMES if name != STOCK)
+DEFAULT_MODES: tuple[ModeName, ...] = tuple(name for name in get_args(ModeName) if name != STOCK)
 """Modes that need no second copy of the target in memory."""
 DRAFTING: tuple[ModeName, ...] = ("ngram", "draft", "eagle", "hybrid")
-NEEDS: dict[ModeName, str] = {
-    "eagle": "--head",
-    "hybrid": "--head or --draft-model",
-    "draft": "--draft-model",
-    "mlx-lm-draft": "--draft-model",
+NEEDS: dict[ModeName, tuple[str, ...]] = {
+    "eagle": ("--head",),
+    "hybrid": ("--head", "--draft-model"),
+    "draft": ("--draft-model",),
+    "mlx-lm-draft": ("--draft-model",),
 }
-"""Modes that need a second model, and the flag that names it."""
+"""Modes that need a second model, and the flags that name one."""
 USE_HEAD: tuple[ModeName, ...] = ("eagle", "hybrid")
 """Modes in which a head drafts, if there is one."""
 
 
 def missing(name: ModeName) -> ConfigError:
-    return ConfigError(f"mode {name} needs {NEEDS[name]}; give it, or leave {name} out of --modes")
+    return ConfigError(f"mode {name} needs {' or '.join(NEEDS[name])}; give it, or leave {name} out of --modes")
 
 
 @dataclass(frozen=True)
@@ -233,7 +228,7 @@ class EngineMode(Mode):
         self.engine.schedule.clock = lambda: perf_counter() - self._excluded
         if self.engine.chains_only is not None:
             raise ConfigError(
-                f"no trees can be drafted for {target.name}: {self.engine.chains_only}; leave --nodes out"
+                f"trees cannot be drafted for {target.name}: {self.engine.chains_only}; leave out --nodes"
             )
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
@@ -276,8 +271,8 @@ def build_modes(
 ) -> list[Mode]:
     """Return a mode for each combination of name, batch size, depth, policy and tree size (0 nodes: a chain).
 
-    mlx-lm and mlx-lm-draft decode one prompt at a time whatever the batch. Raises ConfigError if a mode's model is
-    missing, HeadError or TargetError if it does not fit the target.
+    mlx-lm and mlx-lm-draft ignore the batch size: they decode one prompt at a time. Raises ConfigError if a mode's
+    model is missing, HeadError or TargetError if it does not fit the target.
     """
     target, modes = models.target, list[Mode]()
     if "mlx-lm" in names:
@@ -288,7 +283,7 @@ def build_modes(
         modes += [MlxLmMode(target, models.draft, depth) for depth in depths]
     if STOCK in names:
         if models.stock is None:
-            raise ConfigError(f"mode {STOCK} needs the target as mlx-lm loads it: give Models its `stock`")
+            raise ConfigError(f"mode {STOCK} needs the target as mlx-lm loads it; set `stock` of Models")
         modes.append(MlxLmMode(models.stock))
     for batch in batches:
         if "mlx-lm-batch" in names and batch > 1:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from eagle_mlx.errors import OutputError
 from eagle_mlx.files import write_output
-from eagle_mlx.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -109,20 +107,20 @@ def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
     lines = [
         *(
             f"temperature {temperature:g}: {run.prompts} prompts of up to {max_tokens} new tokens; "
-            f"{run.left_out_looping} more left out because their continuation loops."
+            f"{run.left_out_looping} more left out because their continuations loop."
             for temperature, run in taken.items()
         ),
-        "tokens/s: generated tokens over wall time, reading the prompt included; decode: without the time to the first "
-        "token.",
-        "x mlx-lm, x batched, x plain: tokens/s over those of mlx-lm's stream_generate, of its batch_generate at this "
-        "batch, of the engine without drafts at this batch.",
-        "tau: tokens emitted per target forward, bonus token included.",
+        "tokens/s: generated tokens per second, including the time to read the prompt; decode: without the first token "
+        "and the time to it.",
+        "x mlx-lm, x batched, x plain: tokens/s relative to mlx-lm's stream_generate, to its batch_generate at this "
+        "batch size, and to the engine without drafts at this batch size.",
+        "tau: tokens per target forward, including the bonus token.",
         *_models(runs),
     ]
     if excused:
         lines.append(
-            f"~n: n first differences where the target's two best tokens are closer than {tolerance:g}, which rounding "
-            "decides; they count as identical."
+            f"~n: n texts first differ at a near-tie: the target's best logits are within {tolerance:g}, so rounding "
+            "decides. They count as identical."
         )
     return "\n".join(lines)
 
@@ -139,21 +137,8 @@ def _models(runs: Sequence[Run]) -> list[str]:
             f"model: {', '.join(modes)} {'decodes' if len(modes) == 1 else 'decode'} {model}."
             for model, modes in by_model.items()
         ),
-        *(f"identical: token for token the text of {reference}." for reference in compared),
+        *(f"identical: every token equals that of {reference}." for reference in compared),
     ]
-
-
-def document(
-    target: str, head: str | None, machine: Machine, runs: Sequence[Run], **extra: object
-) -> dict[str, object]:
-    """Return the figures for `--json`."""
-    return {
-        "target": target,
-        "head": head,
-        "machine": machine.to_json(),
-        **extra,
-        "runs": list(map(asdict, runs)),
-    }
 
 
 def write_json(content: object, path: Path) -> None:
@@ -210,55 +195,29 @@ def _aligned(rows: Sequence[Sequence[str]], first: int) -> str:
     return "\n".join([line(rows[0]), rule, *map(line, rows[1:])])
 
 
-# Colors that color-blind readers can tell apart.
-_COLOURS = {
-    "mlx-lm": "#999999",
-    "mlx-lm-batch": "#bbbbbb",
-    "mlx-lm-draft": "#777777",
-    "mlx-lm-stock": "#555555",
-    "plain": "#56b4e9",
-    "ngram": "#e69f00",
-    "draft": "#cc79a7",
-    "eagle": "#009e73",
-    "hybrid": "#0072b2",
-}
-_CURVES = 3
-"""Curves are drawn if trees of at least this number of sizes were measured."""
-
-
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Draw bars of tokens per second, with the ratio to mlx-lm and τ. Raises OutputError.
-
-    If fixed trees of several sizes were measured, draw curves: τ and speed by draft tokens, and acceptance by depth.
-    """
+    """Draw bars of tokens per second, with the ratio to mlx-lm and τ. Raises OutputError."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    sized = [run for run in runs if run.depth and run.policy == "fixed"]
-    curves = len({run.nodes for run in sized if run.nodes}) >= _CURVES
-    figure = _curves(pyplot, sized) if curves else _bars(pyplot, runs)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as e:
-        raise OutputError(f"{path} cannot be written ({e.strerror}); name another place") from e
-    finally:
-        pyplot.close(figure)
-
-
-def _bars(pyplot: Any, runs: Sequence[Run]) -> Any:
     figure, axes = pyplot.subplots(figsize=(max(5.0, 1.3 * len(runs)), 4.0), layout="constrained")
     bars = axes.bar(
         [_label(run) for run in runs],
         [run.tokens_per_second for run in runs],
-        color=[_COLOURS[run.mode] for run in runs],
+        color=["#999999" if run.mode.startswith("mlx-lm") else "#009e73" for run in runs],
     )
     axes.bar_label(bars, [_caption(run) for run in runs], padding=2, fontsize=9)
     axes.set_ylabel("tokens per second")
     axes.margins(y=0.18)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as e:
+        raise OutputError(f"{path} cannot be written ({e.strerror}); choose another path") from e
+    finally:
+        pyplot.close(figure)
 
 
 def _label(run: Run) -> str:
@@ -277,51 +236,3 @@ def _caption(run: Run) -> str:
     if run.ratio_to_mlx_lm is not None and run.mode != "mlx-lm":
         speed += f" (x{run.ratio_to_mlx_lm:.2f})"
     return f"{speed}\n\u03c4 {run.acceptance_length:.2f}" if run.depth else speed
-
-
-def _curves(pyplot: Any, runs: Sequence[Run]) -> Any:
-    """Draw a row for each combination of mode, batch and temperature."""
-    settings = sorted({(run.mode, run.batch, run.temperature) for run in runs})
-    figure, grid = pyplot.subplots(
-        len(settings), 3, figsize=(13.0, 3.6 * len(settings)), layout="constrained", squeeze=False
-    )
-    for row, (mode, batch, temperature) in zip(grid, settings, strict=True):
-        drawn = [run for run in runs if (run.mode, run.batch, run.temperature) == (mode, batch, temperature)]
-        for axes in row:
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.set_title(f"{mode}, batch {batch}, " + (f"temperature {temperature:g}" if temperature else "greedy"))
-        _over_sizes(row[0], drawn, "tokens a round", [run.acceptance_length for run in drawn])
-        _over_sizes(row[1], drawn, "tokens per second", [run.tokens_per_second for run in drawn])
-        _by_depth(row[2], drawn)
-        row[0].legend(fontsize=8)
-    return figure
-
-
-def _over_sizes(axes: Any, runs: Sequence[Run], what: str, values: Sequence[float]) -> None:
-    """Draw chains as one curve, and trees as one curve per depth."""
-    points: dict[int, list[tuple[int, float]]] = {}
-    for run, value in zip(runs, values, strict=True):
-        points.setdefault(run.depth if run.nodes else 0, []).append((run.nodes or run.depth, value))
-    for depth, curve in sorted(points.items()):
-        style: dict[str, Any] = {"color": "black", "linestyle": "--"} if not depth else {}
-        name = f"tree, up to {depth} deep" if depth else "chain"
-        axes.plot(*zip(*sorted(curve), strict=True), marker="o", markersize=4, label=name, **style)
-    sizes = sorted({size for curve in points.values() for size, _ in curve})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
-    axes.set_xlabel("draft tokens a round")
-    axes.set_ylabel(what)
-
-
-def _by_depth(axes: Any, runs: Sequence[Run]) -> None:
-    """For the deepest drafts, draw the share of rounds that accept each depth."""
-    deepest = max(run.depth for run in runs)
-    for run in sorted((run for run in runs if run.depth == deepest), key=lambda run: run.nodes):
-        shares = run.acceptance_by_position
-        name = f"tree of {run.nodes}" if run.nodes else f"chain of {run.depth}"
-        axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, label=name)
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("depth")
-    axes.set_ylabel("share of rounds")
-    axes.legend(fontsize=8)

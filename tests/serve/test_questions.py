@@ -15,7 +15,7 @@ from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
-from eagle_mlx.serve.bench.modes import MODE_NAMES, Models, build_modes
+from eagle_mlx.serve.bench.modes import DEFAULT_MODES, Models, build_modes
 from eagle_mlx.serve.prompts import Question, behind_filler, read_questions
 from eagle_mlx.target import Target
 from eagle_mlx.text import is_loop
@@ -99,7 +99,7 @@ def test_the_command_tells_by_category(tmp_path: Path, batch: str, capsys: pytes
     assert ["qa", "mlx-lm", "1", "-", "-", "0", "2", "0"] in lines
     written = json.loads(figures.read_text())
     assert written["filler"] == 20
-    assert {run["mode"] for run in written["runs"]} <= set(MODE_NAMES)
+    assert {run["mode"] for run in written["runs"]} <= set(DEFAULT_MODES)
     for run in written["runs"]:
         assert [(each["name"], each["prompts"]) for each in run["by_category"]] == [
             ("writing", 4),
