@@ -373,7 +373,7 @@ def test_heads_are_refused_where_layers_are_on_other_machines() -> None:
     em.Engine(leading, em.NgramProposer())
     with pytest.raises(TargetError, match="so a head cannot read them; draft with n-grams or a draft model"):
         em.Engine(leading, em.HeadProposer(tiny_head(whole)))
-    with pytest.raises(ConfigError, match="a head learns from what they return; use --shard tensor"):
+    with pytest.raises(ConfigError, match="training needs them on one; use --shard tensor"):
         TrainConfig.of(target="a", shard="pipeline")
 
 

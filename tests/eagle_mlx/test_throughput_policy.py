@@ -42,8 +42,7 @@ def speeds(
     return np.array(found)
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize(("curve", "known"), diagonal(CURVES, [True, False]))
 def test_a_useless_head_costs_at_most_three_percent(curve: str, known: bool) -> None:
     """From the first round on, with all ways to draft: chains, early exits, trees and n-grams."""
     for can in (EARLY_EXITS, ALL):
@@ -67,8 +66,7 @@ def test_it_finds_a_depth_within_four_percent_of_the_best(curve: str, chance: fl
     assert reached.mean() > 0.97
 
 
-@pytest.mark.parametrize("chance", [0.6, 0.95])
-@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize(("curve", "chance"), diagonal(CURVES, [0.6, 0.95]))
 def test_it_finds_a_depth_without_a_measured_curve(curve: str, chance: float) -> None:
     assert speeds(500, curve=curve, chance=chance, known=False).mean() > 0.96 * World(curve, chance).best()
 
