@@ -260,7 +260,7 @@ def main() -> int:
         with new_folder(args.output, args.overwrite) as folder:
             found = run(args, folder)
             settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-            figures = {**found, "settings": settings, "machine": describe().to_json()}
+            figures = {**found, "settings": settings, "machine": vars(describe())}
             (folder / "comparison.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
             (folder / "comparison.md").write_text(table(found), encoding="utf-8")
     except EagleError as e:

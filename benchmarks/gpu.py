@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("| | rows | draft | ms a round | of plain |\n|---|---|---|---|---|", flush=True)
     found = rounds(target, head, args.rows, args.depths, args.nodes, args.repeats)
     if args.json is not None:
-        content: dict[str, object] = {"machine": machine.to_json(), "shape": asdict(shape), "dtype": str(dtype)}
+        content: dict[str, object] = {"machine": vars(machine), "shape": asdict(shape), "dtype": str(dtype)}
         content |= {"steps": [asdict(step) for step in steps], "rounds": [asdict(one) for one in found]}
         args.json.write_text(json.dumps(content, indent=1))
 

@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rounds.append(measure_breakdown(target, head, depth, context, args.repeats))
             print(rounds[-1], flush=True)
     if args.json is not None:
-        content = {"machine": machine.to_json(), "costs": asdict(steps), "rollback": asdict(rollback)}
+        content = {"machine": vars(machine), "costs": asdict(steps), "rollback": asdict(rollback)}
         args.json.write_text(json.dumps({**content, "rounds": [asdict(each) for each in rounds]}, indent=1))
 
 

@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         found = compare(args)
         if args.json is not None:
-            report.write_json({"machine": describe().to_json(), "servers": [asdict(f) for f in found]}, args.json)
+            report.write_json({"machine": vars(describe()), "servers": [asdict(f) for f in found]}, args.json)
     except EagleError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

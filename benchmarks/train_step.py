@@ -155,7 +155,7 @@ def main() -> int:
     }
     print(f"\nat most {ONLINE_BAR} times: {met['online']}; at most {LOADING_BAR:.0%} loading: {met['loading']}")
     if args.json:
-        args.json.write_text(json.dumps({**found, "machine": describe().to_json()}, indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps({**found, "machine": vars(describe())}, indent=2) + "\n", encoding="utf-8")
     return 0 if all(met.values()) else 1
 
 

@@ -133,7 +133,7 @@ def read(
 
 
 def new_parser(prog: str, about: str, epilog: str | None = None, usage: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser that keeps line breaks in its texts and stores only given flags."""
+    """Return a parser that keeps line breaks in its texts and stores only the flags that are given."""
     return argparse.ArgumentParser(
         prog=prog,
         usage=usage,
@@ -172,21 +172,22 @@ def default_text(known: Setting) -> str:
     return "" if any(known.default is each for each in unsaid) else shown(known.default)
 
 
-def add_flags(parser: argparse.ArgumentParser, group: type[Group], say: DefaultText = default_text) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser,
+    group: type[Group],
+    say: DefaultText = default_text,
+    to: argparse._ActionsContainer | None = None,
+) -> None:
     """Add a flag for each setting, with a heading for each inner group.
 
-    Flags that are not given do not appear in the namespace. `say` formats the default for the help.
+    Flags that are not given do not appear in the namespace. `say` formats the default for the help. `to` is the
+    heading to add the flags to, by default the parser.
     """
-    _add(parser, parser, group, say)
-
-
-def _add(parser: argparse.ArgumentParser, to: argparse._ActionsContainer, group: type[Group], say: DefaultText) -> None:
     for known in settings_of(group).values():
         if len(known.path) == 1:
-            _add_one(to, known, say)
+            _add_one(to or parser, known, say)
     for name, inner in groups_of(group).items():
-        heading = parser.add_argument_group(name.replace("_", " "), inspect.getdoc(inner))
-        _add(parser, heading, inner, say)
+        add_flags(parser, inner, say, parser.add_argument_group(name.replace("_", " "), inspect.getdoc(inner)))
 
 
 def _add_one(to: argparse._ActionsContainer, known: Setting, say: DefaultText) -> None:

@@ -23,7 +23,7 @@ PART = ".part"
 def cache_folder() -> Path:
     """Return this project's cache folder: EAGLE_MLX_CACHE, or `eagle-mlx` in the user's cache folder.
 
-    For a user without a home, as in some containers, it is a path where nothing can be stored.
+    Without a home folder, as in some containers, it is a path that cannot be written.
     """
     if named := os.environ.get("EAGLE_MLX_CACHE"):
         return Path(named)
@@ -42,7 +42,7 @@ def write_whole(path: Path, data: bytes, part: Path | None = None) -> None:
     try:
         with part.open("wb") as file:
             file.write(data)
-            sync(file.fileno())
+            os.fsync(file.fileno())
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -51,30 +51,20 @@ def write_whole(path: Path, data: bytes, part: Path | None = None) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file that the user named, as `write_whole` does, in a folder that is not ours. Raises OutputError."""
+    """Write a file that the user named atomically, with a hidden temporary file. Raises OutputError."""
     try:
         write_whole(path, text.encode(), path.with_name(f".{path.name}.{os.getpid()}{PART}"))
     except OSError as e:
         raise OutputError(f"{path} cannot be written ({e.strerror}); choose another path") from e
 
 
-def sync(descriptor: int) -> None:
-    os.fsync(descriptor)
-
-
 def sync_folder(folder: Path) -> None:
     """Write a folder's entries, or a file's contents, to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        sync(descriptor)
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def remove_parts(folder: Path) -> None:
-    """Remove the files of interrupted writes."""
-    for part in folder.glob(f"*{PART}"):
-        part.unlink()
 
 
 @contextlib.contextmanager
@@ -97,25 +87,24 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_free(folder: str | Path, overwrite: bool = False) -> Path:
-    """Return the folder as a path, after checking that it can be written and that nothing will be lost.
+    """Return the folder as a path.
 
-    Raises OutputError if it exists and `overwrite` is not set, if it is a file, or if it cannot be created.
+    Raises OutputError if it is not empty and `overwrite` is not set, if it is a file, or if it cannot be written.
     """
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise OutputError(f"{path} is a file; choose a folder that does not exist yet")
     if path.exists() and not overwrite and any(path.iterdir()):
         raise OutputError(f"{path} exists already; choose another output folder, or overwrite it with --overwrite")
-    check_writable(path.parent)
-    if path.exists():
-        check_writable(path)
+    for place in (path.parent, path) if path.exists() else (path.parent,):
+        check_writable(place)
     return path
 
 
 def check_writable(folder: Path) -> None:
     """Raise OutputError unless a folder can be written, or created in its nearest existing parent.
 
-    We try it, because permissions alone do not tell: root may do everything, but not on a read-only file system.
+    It creates a temporary folder, because permissions alone are not enough: a file system may be read-only.
     """
     place = folder.absolute()
     while not place.exists() and place != place.parent:
@@ -192,7 +181,7 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         name = loader.construct_object(key, deep=True)
         if isinstance(name, Hashable):
             if name in seen:
-                message = f"{name!r} is there twice; give each name once"
+                message = f"{name!r} appears twice; give each name once"
                 raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
             seen.add(name)
     loader.flatten_mapping(node)

@@ -6,8 +6,8 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -31,9 +31,6 @@ class Machine:
     def __str__(self) -> str:
         return f"{self.cpu}, {self.cores} cores, {self.os}, mlx {self.mlx} on {self.device}, blas {self.blas}"
 
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
 
 def describe() -> Machine:
     """Return a description of this machine."""
@@ -44,8 +41,8 @@ def describe() -> Machine:
         memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         os=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
-        mlx=version_of("mlx"),
-        mlx_lm=version_of("mlx-lm"),
+        mlx=version("mlx"),
+        mlx_lm=version("mlx-lm"),
         device="cpu" if on_cpu else str(mx.device_info().get("device_name", "gpu")),
         blas=str(blas.activate()),
     )
@@ -55,17 +52,7 @@ def _cpu() -> str:
     if sys.platform == "darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def version_of(package: str) -> str:
-    """Return the version of an installed package, or `unknown`."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

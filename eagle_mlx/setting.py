@@ -34,7 +34,6 @@ class Limit:
 AT_LEAST_0 = Limit(lambda value: value >= 0, "must be at least 0, not {}")
 AT_LEAST_1 = Limit(lambda value: value >= 1, "must be at least 1, not {}")
 ABOVE_0 = Limit(lambda value: value > 0, "must be above 0, not {}")
-NOT_NEGATIVE = Limit(lambda value: value >= 0, "must not be negative, but is {}")
 SHARE = Limit(lambda value: 0 <= value <= 1, "must be between 0 and 1, not {}")
 GIGABYTES = Limit(lambda value: 1e-9 <= value < math.inf, "must be above 0, not {}")
 GIGABYTES_OR_0 = Limit(lambda value: 0 <= value < math.inf, "must be at least 0, not {}")

@@ -14,38 +14,33 @@ _CHARACTER = 4
 class IncrementalText:
     """Decodes the text that new tokens add, with the tokenizer's own `decode`.
 
-    It decodes only the tokens that are not settled yet, after the last settled ones for context, so that the work does
-    not grow with the text. mlx-lm's streaming detokenizers drop a leading space and change NUL bytes; `decode` does
-    not.
+    It decodes only tokens that are not settled yet, with the last settled ones for context, so that the work does not
+    grow with the text. Unlike mlx-lm's streaming detokenizers, it keeps a leading space and NUL bytes.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper):
         self._tokenizer = tokenizer
-        self._window: list[int] = []
+        self.window: list[int] = []
+        """Tokens that are decoded again with the next one."""
         self._settled = 0
-
-    @property
-    def length(self) -> int:
-        """Number of tokens that are decoded again with the next one."""
-        return len(self._window)
 
     def add(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Add tokens; return the text that has become certain, and the text after it that may still change.
 
         The latter may end with U+FFFD for an incomplete character.
         """
-        self._window += tokens
-        before, text = self._decoded(self._settled), self._decoded(len(self._window))
+        self.window += tokens
+        before, text = self._decoded(self._settled), self._decoded(len(self.window))
         end = self._certain(before, text)
-        certain = "" if end is None else text if end == len(self._window) else self._decoded(end)
+        certain = "" if end is None else text if end == len(self.window) else self._decoded(end)
         if end is None or len(certain) <= len(before):  # keep tokens without text: the next one may depend on them
             return "", text[len(before) :]
-        self._window, self._settled = self._window[self._settled :], end - self._settled
+        self.window, self._settled = self.window[self._settled :], end - self._settled
         return certain[len(before) :], text[len(certain) :]
 
     def _certain(self, before: str, text: str) -> int | None:
         """Return how many tokens have text that no later token can change; None if no more than before."""
-        count = len(self._window)
+        count = len(self.window)
         if not _ends_open(before, text):
             return count
         if count - self._settled < _CHARACTER:
@@ -59,7 +54,7 @@ class IncrementalText:
         return next((end for end in ends if text[:-1].startswith(self._decoded(end))), None)
 
     def _decoded(self, end: int) -> str:
-        text: str = self._tokenizer.decode(self._window[:end])
+        text: str = self._tokenizer.decode(self.window[:end])
         return text
 
 
@@ -106,19 +101,14 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str], tokenizer: TokenizerWrapper):
         self.strings = strings
-        self._texts = IncrementalText(tokenizer)
+        self.texts = IncrementalText(tokenizer)
         self._reach = max(map(len, strings)) - 1
         self._tail = ""
         """The end of the text, long enough to contain any incomplete string."""
 
-    @property
-    def window(self) -> int:
-        """Number of tokens that the next one is decoded with."""
-        return self._texts.length
-
     def complete(self, token: int) -> bool:
         """Add a token; return whether the text now contains a string."""
-        certain, open_end = self._texts.add([token])
+        certain, open_end = self.texts.add([token])
         seen = self._tail + certain
         self._tail = seen[len(seen) - min(self._reach, len(seen)) :]
         return any(text in seen + open_end for text in self.strings)
@@ -126,17 +116,15 @@ class StopStrings:
     def cut(self, text: str) -> tuple[str, str | None]:
         """Return the text before the first string, and that string; in a tie, the one that was given first."""
         found = [(at, index) for index, string in enumerate(self.strings) if (at := text.find(string)) >= 0]
-        if not found:
-            return text, None
-        at, index = min(found)
-        return text[:at], self.strings[index]
+        at, index = min(found, default=(len(text), -1))
+        return text[:at], self.strings[index] if found else None
 
 
 class ChatTokenizer(TokenizerWrapper):
-    """mlx-lm's tokenizer with arguments for its chat template, which code that renders a chat need not know."""
+    """mlx-lm's tokenizer that passes fixed arguments to its chat template."""
 
     def __init__(self, tokenizer: TokenizerWrapper, template_args: Mapping[str, Any]):
-        """`tokenizer` must not be used any more, because both share their state."""
+        """Do not use `tokenizer` afterwards: both share their state."""
         vars(self).update(vars(tokenizer))
         self._template_args = dict(template_args)
 

@@ -140,7 +140,7 @@ def write(rows: Sequence[Row], args: argparse.Namespace, folder: Path) -> str:
         "rows": [dataclasses.asdict(row) for row in rows],
         "settings": settings,
         "recipes": recipes,
-        "machine": describe().to_json(),
+        "machine": vars(describe()),
     }
     (folder / "comparison.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     one = rows[0].by_depth[args.depths[0]]

@@ -121,7 +121,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         "max_tokens": config.max_tokens,
         "prompts": eagle.prompts,
         "left_out_looping": eagle.left_out_looping,
-        "machine": describe().to_json(),
+        "machine": vars(describe()),
     }
     report.write_json(figures, folder / "report.json")
     draw(taus, runs, folder / "summary.png")

@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> bool:
         "turn": config.turn,
         "tolerance": tolerance,
         "total_seconds": time.perf_counter() - began,
-        "machine": describe().to_json(),
+        "machine": vars(describe()),
         "runs": list(map(asdict, runs)),
     }
     draw(runs, picture)

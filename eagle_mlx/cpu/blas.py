@@ -28,9 +28,7 @@ class Blas:
         return f"{self.kind} ({self.path})" if self.path else self.kind
 
 
-_active: Blas | None = None
-
-
+@functools.cache
 def activate() -> Blas:
     """Load OpenBLAS into the global symbol table, once, and return the BLAS that MLX will use.
 
@@ -38,13 +36,7 @@ def activate() -> Blas:
     in MLX's wheel; `EAGLE_MLX_BLAS=/path/to/lib.so` names a library. A missing library is not an error: after one
     warning, everything runs slowly on the reference BLAS.
     """
-    global _active
-    if _active is None:
-        _active = _activate(os.environ.get(ENVIRONMENT, ""))
-    return _active
-
-
-def _activate(wish: str) -> Blas:
+    wish = os.environ.get(ENVIRONMENT, "")
     if sys.platform == "darwin":
         return Blas("accelerate", "")
     if wish == "reference":
@@ -68,7 +60,7 @@ def _activate(wish: str) -> Blas:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 class _DlInfo(ctypes.Structure):
@@ -97,7 +89,7 @@ def _provider() -> str | None:
 
 @contextlib.contextmanager
 def one_blas_thread(wanted: bool) -> Iterator[None]:
-    """Run OpenBLAS on one thread within the block, for parallel streams; another BLAS is not affected."""
+    """Run OpenBLAS on one thread within the block if `wanted`, for parallel streams."""
     before = blas_threads()
     if wanted:
         set_blas_threads(1)

@@ -113,6 +113,7 @@ class LeadingTarget(Target):
     their layers. Nothing after the last layer is shared: logits are computed only here, and only if they are used.
     """
 
+    channel: Channel
     calls: Calls
     has_all_layers = True
     """Whether this rank has the output of every layer."""
@@ -132,17 +133,13 @@ class LeadingTarget(Target):
         """
         self = cls.__new__(cls)
         self.__dict__.update(target.__dict__)
-        self.calls = Calls(channel)
-        channel.on_lost = self._lose
+        self.channel, self.calls = channel, Calls(channel)
+        channel.on_lost = lambda reason: (self.on_lost or end_process)(reason)
         self._least_free = free_memory
         if layers is not None:
             self.num_layers, self.has_all_layers = layers, False
         self.model.make_ragged_cache = partial(self.calls.new_cache, self)
         return self
-
-    @property
-    def channel(self) -> Channel:
-        return self.calls.channel
 
     @property
     def free_memory(self) -> int:
@@ -198,9 +195,6 @@ class LeadingTarget(Target):
                 self.calls.send("end")  # still watched, in case they are lost unnoticed
                 self.channel.close()
         self.channel.join()
-
-    def _lose(self, reason: str) -> None:
-        (self.on_lost or end_process)(reason)
 
 
 def lengths_of(cache: Any) -> mx.array:

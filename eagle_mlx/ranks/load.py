@@ -7,6 +7,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,6 @@ import mlx.nn as nn
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.kinds import model_file
 from eagle_mlx.errors import ConfigError, RanksError, TargetError
-from eagle_mlx.machine import version_of
 from eagle_mlx.ranks.channel import TIMEOUT, Channel
 from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
@@ -50,7 +50,7 @@ def load_over_ranks(
         raise ConfigError("--shard needs several processes; start them with mlx.launch (docs/several-machines.md)")
     divide = shard_tensors if shard == "tensor" else shard_layers
     target = load_target(name, shard=partial(divide, group=world.group), **how)
-    _check_same("the versions of " + ", ".join(_PACKAGES), str([version_of(each) for each in _PACKAGES]), world)
+    _check_same("the versions of " + ", ".join(_PACKAGES), str([version(each) for each in _PACKAGES]), world)
     _check_same("the files of the target", fingerprint(target), world)
     check_readable(target)
     layers = sum(world.all_values(target.num_layers)) if shard == "pipeline" else None

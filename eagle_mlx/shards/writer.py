@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from eagle_mlx.errors import OutputError, ShardError
-from eagle_mlx.files import PART, check_free, locked, remove_parts, swap, sync_folder, write_whole
+from eagle_mlx.files import PART, check_free, locked, swap, sync_folder, write_whole
 from eagle_mlx.hidden_states import Example
 
 from .format import MANIFEST, SUFFIX, Manifest, ShardFile, ShardMeta, check_example, encode, shard_name
@@ -130,7 +130,8 @@ class ShardWriter:
         self._manifest = found
 
     def _set_damaged_aside(self) -> None:
-        remove_parts(self.folder)
+        for part in self.folder.glob(f"*{PART}"):
+            part.unlink()
         for index, entry in enumerate(self._manifest.files):
             path, wrong = self.folder / entry.name, entry.fault(self.folder)
             if wrong is None:

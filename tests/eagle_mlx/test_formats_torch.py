@@ -174,7 +174,7 @@ def rewrite(path: Path, change: Callable[[str, bytes], bytes], how: int = zipfil
     ("damage", "message"),
     [
         (cut, "is not a zip file from torch.save"),
-        (shortened_pickle, "cannot be read as PyTorch's weights"),
+        (shortened_pickle, "cannot be read as PyTorch weights"),
         (big_endian, "big-endian"),
         (compressed, "is compressed"),
         (empty, "has 0 pickles"),

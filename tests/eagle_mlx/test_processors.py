@@ -434,7 +434,7 @@ def test_a_string_is_found_with_the_token_that_completes_it(text: str, start: in
         if watch.complete(token):
             ended = count
             break
-        assert watch.window < 30
+        assert len(watch.texts.window) < 30
     assert ended == first_end(tokens, stop)
 
 

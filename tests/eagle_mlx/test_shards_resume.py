@@ -191,7 +191,7 @@ def test_a_full_disk_keeps_what_was_written(tmp_path: Path, whole: dict[str, byt
 def test_a_full_disk_at_any_moment_keeps_what_was_written(
     tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced, room = files.sync, 0
+    synced, room = os.fsync, 0
 
     def full(descriptor: int) -> None:
         nonlocal room
@@ -200,7 +200,7 @@ def test_a_full_disk_at_any_moment_keeps_what_was_written(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         synced(descriptor)
 
-    monkeypatch.setattr(files, "sync", full)
+    monkeypatch.setattr(os, "fsync", full)
     refused = 0
     while not (tmp_path / "s").exists():
         room = refused
@@ -215,7 +215,7 @@ def killed(run: Callable[[], None], moment: int) -> bool:
     """Run in a forked process that gets SIGKILL at its nth write. Return whether it was killed."""
     child = os.fork()
     if child == 0:
-        synced, calls = files.sync, 0
+        synced, calls = os.fsync, 0
 
         def sync(descriptor: int) -> None:
             nonlocal calls
@@ -224,7 +224,7 @@ def killed(run: Callable[[], None], moment: int) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
             synced(descriptor)
 
-        files.sync = sync
+        os.fsync = sync
         try:
             run()
         finally:

@@ -95,6 +95,6 @@ def test_bytes_that_never_become_a_character_are_shown_and_let_go() -> None:
     for count, token in enumerate(tokens, 1):
         shown += stream.push([token])
         assert not watch.complete(token)
-        assert watch.window < 20
+        assert len(watch.texts.window) < 20
         assert len(TOKENIZER.decode(tokens[:count])) - len(shown) < 8
     assert TOKENIZER.decode(tokens).startswith(shown)

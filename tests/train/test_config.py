@@ -51,8 +51,8 @@ def test_errors_name_the_file(tmp_path: Path, line: str, said: str) -> None:
         ({"optimizer": "sgd"}, "--optimizer must be one of adamw, muon"),
         ({"aux_layers": ["a"]}, "--aux-layers must be a list, each a whole number"),
         ({"rows": 0}, "--rows must be at least 1"),
-        ({"muon_lr": -0.1}, "--muon-lr must not be negative"),
-        ({"limit": -1}, "--limit must not be negative"),
+        ({"muon_lr": -0.1}, "--muon-lr must be at least 0"),
+        ({"limit": -1}, "--limit must be at least 0"),
         ({"decay": 1.5}, "--decay must be between 0 and 1"),
         ({"length": 6, "unroll": 7}, "--length 6 is too short"),
         ({"head": "medusa"}, "--head must be one of eagle3, eagle, mtp"),
@@ -62,8 +62,8 @@ def test_errors_name_the_file(tmp_path: Path, line: str, said: str) -> None:
         ({"step_weights": [1, 1], "decay": 0.5}, "--step-weights and --decay are both given"),
         ({"loss_weights": [1]}, "--loss-weights must be two numbers"),
         ({"loss_weights": [0, 0]}, "--loss-weights must be two numbers"),
-        ({"feature_noise": -0.5}, "--feature-noise must not be negative"),
-        ({"draft_vocab": -1}, "--draft-vocab must not be negative"),
+        ({"feature_noise": -0.5}, "--feature-noise must be at least 0"),
+        ({"draft_vocab": -1}, "--draft-vocab must be at least 0"),
     ],
 )
 def test_invalid_values(values: dict[str, Any], message: str) -> None:
@@ -76,7 +76,7 @@ def test_invalid_values(values: dict[str, Any], message: str) -> None:
     [
         ("a: [", "cannot be read as YAML"),
         ("- a\n- b", "must hold settings"),
-        ("lr: 1e-3\nrows: 2\nlr: 2e-3", "c.yaml.*'lr' is there twice; give each name once"),
+        ("lr: 1e-3\nrows: 2\nlr: 2e-3", "c.yaml.*'lr' appears twice; give each name once"),
     ],
 )
 def test_invalid_yaml(tmp_path: Path, text: str, message: str) -> None:

@@ -349,7 +349,7 @@ def test_the_rate_rises_stays_constant_and_falls_in_the_last_phase() -> None:
         (("--self-tokens", "5"), "--self-tokens cannot be used with --hours"),
         (("--data", "chats.jsonl"), "with --hours, the target writes the data"),
         (("--states", "online"), "--states online cannot be used with --hours"),
-        (("--hours", "-1"), "--hours must not be negative"),
+        (("--hours", "-1"), "--hours must be at least 0"),
     ],
 )
 def test_settings_that_conflict_with_hours_are_refused(

@@ -9,7 +9,7 @@ from typing import Literal
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads import KINDS
-from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Group, Limit, find, flag, setting
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Group, Limit, find, flag, setting
 from eagle_mlx.shards import BITS
 from eagle_mlx.target_options import TargetOptions
 
@@ -36,7 +36,7 @@ class HeadConfig(Group):
         "", "folder or hub id of a head of this kind to continue from; it sets the shape and the draft vocabulary"
     )
     draft_vocab: int = setting(
-        0, "size of the draft vocabulary, the most frequent tokens; at most the target's vocabulary", NOT_NEGATIVE
+        0, "size of the draft vocabulary, the most frequent tokens; at most the target's vocabulary", AT_LEAST_0
     )
     aux_layers: tuple[int, ...] = setting(
         (),
@@ -100,7 +100,7 @@ class DataConfig(Group):
     shards: tuple[str, ...] = setting(
         (), "folders of hidden states made by `eagle-data`, instead of --data; any of their layers", metavar="DIR"
     )
-    limit: int = setting(0, "use at most this many conversations from all sources together; 0 for all", NOT_NEGATIVE)
+    limit: int = setting(0, "use at most this many conversations from all sources together; 0 for all", AT_LEAST_0)
     max_length: int = setting(2048, "cut conversations after this many tokens", AT_LEAST_1)
     states: Literal["auto", "memory", "disk", "online"] = setting(
         "auto",
@@ -110,7 +110,7 @@ class DataConfig(Group):
     cache_gb: float = setting(
         4.0,
         "capture hidden states once if they fit in this many gigabytes of free memory, or else of disk",
-        NOT_NEGATIVE,
+        AT_LEAST_0,
     )
     cache_bits: int = setting(16, "bits per value of hidden states on disk, 16 or 8")
     cache_dir: str = setting(
@@ -140,7 +140,7 @@ class DataConfig(Group):
 class OptimizationConfig(Group):
     """The loss, the batches and the updates. Open settings follow the kind of head."""
 
-    unroll: int = setting(0, "number of draft steps in the loss", NOT_NEGATIVE)
+    unroll: int = setting(0, "number of draft steps in the loss", AT_LEAST_0)
     decay: float = setting(0.0, "weight of a draft step's loss, relative to the previous step", SHARE)
     step_weights: tuple[float, ...] = setting((), "weight of each draft step's loss, instead of --decay")
     loss: Literal["auto", "soft", "hard"] = setting(
@@ -165,15 +165,15 @@ class OptimizationConfig(Group):
         False, "recompute draft steps for the gradient: far less memory, slightly more time"
     )
     epochs: int = setting(2, "passes over the data, unless --max-steps or --minutes is given", AT_LEAST_1)
-    max_steps: int = setting(0, "optimizer steps of the run; 0 to count epochs", NOT_NEGATIVE)
+    max_steps: int = setting(0, "optimizer steps of the run; 0 to count epochs", AT_LEAST_0)
     minutes: float = setting(
-        0.0, "time limit of the training, which also sets the schedule; 0 to count steps or epochs", NOT_NEGATIVE
+        0.0, "time limit of the training, which also sets the schedule; 0 to count steps or epochs", AT_LEAST_0
     )
     hours: float = setting(
         0.0,
         "time limit of the whole run: the target writes data, the head learns, and then drafts the next data. The "
         "time is divided by measured speeds, so that each token is learned --epochs times; 0 to make all data first",
-        NOT_NEGATIVE,
+        AT_LEAST_0,
     )
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw", "adamw for all weights, or muon for the matrices inside the head and adamw for the rest"
@@ -181,16 +181,16 @@ class OptimizationConfig(Group):
     lr: float = setting(
         0.0,
         "peak learning rate of AdamW; 0 to derive it from the target's hidden size: 1e-4 at 4,096, 2e-4 at 2,048",
-        NOT_NEGATIVE,
+        AT_LEAST_0,
     )
     muon_lr: float = setting(
         0.0,
         "peak learning rate of Muon as defined by its author; 0 for updates as large as AdamW's at --lr",
-        NOT_NEGATIVE,
+        AT_LEAST_0,
     )
     warmup: float = setting(0.015, "share of the run during which the learning rate rises", SHARE)
     final_lr: float = setting(0.0, "final learning rate, as a share of the peak", SHARE)
-    weight_decay: float = setting(0.0, "weight decay of AdamW", NOT_NEGATIVE)
+    weight_decay: float = setting(0.0, "weight decay of AdamW", AT_LEAST_0)
     clip: float = setting(0.5, "maximum norm of the gradient", ABOVE_0)
 
     def _check(self) -> None:
@@ -212,7 +212,7 @@ class OptimizationConfig(Group):
                 f"{_list(parts)}"
             )
         if self.feature_noise < 0 and self.feature_noise != -1:
-            raise ConfigError(f"--feature-noise must not be negative, but is {self.feature_noise}")
+            raise ConfigError(f"--feature-noise must be at least 0, not {self.feature_noise}")
 
 
 @dataclass(frozen=True)
@@ -229,12 +229,12 @@ class EvaluationConfig(Group):
     depth: int = setting(4, "draft tokens per round in measurements of acceptance", ABOVE_0, name="eval_depth")
     batch: int = setting(8, "prompts decoded at the same time", ABOVE_0, name="eval_batch")
     steps: int = setting(
-        0, "measure acceptance and save a checkpoint every N steps", NOT_NEGATIVE, name="eval_steps", metavar="N"
+        0, "measure acceptance and save a checkpoint every N steps", AT_LEAST_0, name="eval_steps", metavar="N"
     )
     minutes: float = setting(
         0.0,
         "measure acceptance and save a checkpoint every N minutes; without this and --eval-steps, ten times per run",
-        NOT_NEGATIVE,
+        AT_LEAST_0,
         name="eval_minutes",
         metavar="N",
     )
@@ -257,7 +257,7 @@ class RunConfig(Group):
     checkpoint_minutes: float = setting(
         10.0,
         "save a checkpoint every N minutes, in addition to those after measurements; 0 for only those",
-        NOT_NEGATIVE,
+        AT_LEAST_0,
         metavar="N",
     )
     log_steps: int = setting(10, "steps between lines of metrics.jsonl", AT_LEAST_1)
@@ -266,7 +266,7 @@ class RunConfig(Group):
     streams: int = setting(
         0,
         "MLX streams that compute parts of a batch in parallel; 0 for one per core on a Linux CPU, else one",
-        NOT_NEGATIVE,
+        AT_LEAST_0,
         name="lanes",
     )
 

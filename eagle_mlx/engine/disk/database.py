@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from eagle_mlx.engine.prefix_tree import Keys, common
-from eagle_mlx.files import sync, sync_folder
+from eagle_mlx.files import sync_folder
 from eagle_mlx.memory import gb
 
 NAME = "prefixes.sqlite3"
@@ -368,7 +368,7 @@ def _write_synced(path: Path, content: bytes) -> None:
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(content)
         file.flush()
-        sync(file.fileno())
+        os.fsync(file.fileno())
     sync_folder(path.parent)
 
 
