@@ -587,7 +587,7 @@ def test_an_opening_is_read_as_the_template_would_have_it() -> None:
         ("code: {openings: []}", "code: openings must be a list of texts"),
         ("code: {openings: [3]}", "code: openings must be a list of texts"),
         ("code: [", "cannot be read as YAML"),
-        ("code: {weight: 1}\ncode: {weight: 2}", "'code' is there twice"),
+        ("code: {weight: 1}\ncode: {weight: 2}", "'code' appears twice"),
     ],
 )
 def test_a_file_of_domains_that_cannot_be_used_is_named(text: str, why: str, tmp_path: Path) -> None:

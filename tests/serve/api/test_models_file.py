@@ -68,8 +68,8 @@ def test_the_example_of_the_guide_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: {target: org/x}\na: {target: org/y}", "'a' is there twice; give each name once"),
-        ("a: {target: org/x, target: org/y}", "'target' is there twice"),
+        ("a: {target: org/x}\na: {target: org/y}", "'a' appears twice; give each name once"),
+        ("a: {target: org/x, target: org/y}", "'target' appears twice"),
         ("a: {target: org/x, heads: org/y}", "a: 'heads' is not a setting of a model; did you mean head?"),
         ("a: {target: org/x, kv_gb: 1}", "a: 'kv_gb' is not a setting of a model; did you mean kv-gb?"),
         ("default: {port: 3}\na: {target: org/x}", "default: 'port' is not a setting of a model"),
