@@ -11,6 +11,7 @@ import threading
 import typing
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeVar
@@ -63,15 +64,18 @@ class Stop:
                 signal.signal(number, handler)
 
     @contextmanager
-    def deferred(self) -> Generator[None, None, None]:
+    def deferred(self, deferred: bool = True) -> Generator[None, None, None]:
         """Defer signals within the block until the next `check`."""
-        with self._set(True):
+        before, self._deferred = self._deferred, deferred
+        try:
             yield
+        finally:
+            self._deferred = before
 
     @contextmanager
     def immediate(self) -> Generator[None, None, None]:
         """Raise Stopped at any point within the block, even inside a `deferred` block."""
-        with self._set(False):
+        with self.deferred(False):
             self.check()
             yield
 
@@ -79,14 +83,6 @@ class Stop:
         """Raise Stopped if a signal has arrived."""
         if self._number is not None:
             raise Stopped(self._number)
-
-    @contextmanager
-    def _set(self, deferred: bool) -> Generator[None, None, None]:
-        before, self._deferred = self._deferred, deferred
-        try:
-            yield
-        finally:
-            self._deferred = before
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._number = number
@@ -107,8 +103,7 @@ def exit_code(work: Callable[[], int | None], kept: str = "") -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as e:
-        said = str(e) or kept
-        print(f"interrupted; {said}" if said else "interrupted", file=sys.stderr)
+        print("; ".join(filter(None, ("interrupted", str(e) or kept))), file=sys.stderr)
         return e.exit_code if isinstance(e, Stopped) else 130
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  (discards remaining output)
@@ -149,27 +144,25 @@ class Subcommands:
 
     def __init__(self, parser: argparse.ArgumentParser, metavar: str = "COMMAND"):
         self._parser = parser
-        self._parts = parser.add_subparsers(dest="command", required=True, metavar=metavar, help=argparse.SUPPRESS)
-        self._known: dict[str, tuple[type[Group], Callable[[Any], int | None]]] = {}
+        self._parts = parser.add_subparsers(required=True, metavar=metavar, help=argparse.SUPPRESS)
 
     def add(self, name: str, options: type[Options], work: Callable[[Options], int | None], about: str) -> None:
         """Add a command that calls `work` with its settings."""
         raw = argparse.RawDescriptionHelpFormatter
         part = self._parts.add_parser(name, description=about, formatter_class=raw, argument_default=argparse.SUPPRESS)
         add_flags(part, options)
-        self._known[name] = options, work
+        part.set_defaults(run=lambda **values: work(options.of(**values)))
 
     def parse(self, argv: Sequence[str]) -> Callable[[], int | None]:
         """Return a function that runs the command. It raises ConfigError if settings are invalid."""
         values = vars(self._parser.parse_args(argv))
-        options, work = self._known[values.pop("command")]
-        return lambda: work(options.of(**values))
+        return partial(values.pop("run"), **values)
 
 
 def default_text(known: Setting) -> str:
     """Return the default for a flag's help; "" for None, False and required settings."""
-    unsaid = (None, False, REQUIRED)
-    return "" if any(known.default is each for each in unsaid) else shown(known.default)
+    is_hidden = any(known.default is each for each in (None, False, REQUIRED))
+    return "" if is_hidden else shown(known.default)
 
 
 def add_flags(
@@ -199,7 +192,7 @@ def _add_one(to: argparse._ActionsContainer, known: Setting, say: DefaultText) -
         return
     how |= {"dest": known.name}
     flags = [name if name.startswith("-") else flag(name) for name in (flag(known.name), *known.also)]
-    if known.type is bool and known.default is False:  # a file of settings may say true, so --no-x exists too
+    if known.type is bool and known.default is False:  # --no-x overrides a file of settings that says true
         to.add_argument(*flags, action="store_true", **how)
         to.add_argument(f"--no-{flags[0][2:]}", action="store_false", **{**how, "help": argparse.SUPPRESS})
         return

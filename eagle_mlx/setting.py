@@ -24,11 +24,10 @@ from eagle_mlx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Limit:
-    """A check of a number, and its error message."""
+    """A check of a number, and its error message with `{}` for the value."""
 
     holds: Callable[[Any], bool]
-    said: str
-    """The message, with `{}` for the value."""
+    message: str
 
 
 AT_LEAST_0 = Limit(lambda value: value >= 0, "must be at least 0, not {}")
@@ -44,51 +43,33 @@ REQUIRED = dataclasses.MISSING
 """The default of a required setting."""
 
 
-def setting(
-    default: Any,
-    help: str,
-    limit: Limit | None = None,
-    name: str | None = None,
-    metavar: str | None = None,
-    *,
-    also: tuple[str, ...] = (),
-    repeat: bool = False,
-    positional: bool = False,
-    bare: str | None = None,
-    shown: str | None = None,
-) -> Any:
-    """Return a dataclass field with a default and a help text.
-
-    `name` is the name in flags and files, if not the field's name; `metavar` is the value's name in the help. `also`
-    adds names. With `repeat`, the flag takes one value and may be repeated. `positional` makes it an argument without a
-    flag. `bare` is the value of a flag without a value. `shown` replaces the default in the help; "" hides it.
-    """
-    extra = {"also": also, "repeat": repeat, "positional": positional, "bare": bare, "shown": shown}
-    about = {"help": help, "limit": limit, "name": name, "metavar": metavar, **extra}
-    return dataclasses.field(default=default, metadata=about)
-
-
 @dataclass(frozen=True)
 class Setting:
     """The declaration of a setting."""
 
-    name: str
-    """Unique name: the key in a file and, with dashes, the flag."""
-    path: tuple[str, ...]
-    """Field names from the outermost group to this setting."""
-    type: Any
-    """The type without None; see `optional`."""
-    optional: bool
     default: Any
     """REQUIRED if there is none."""
     help: str
-    limit: Limit | None
-    metavar: str | None
-    also: tuple[str, ...]
-    repeat: bool
-    positional: bool
-    bare: str | None
-    shown: str | None
+    limit: Limit | None = None
+    name: str = ""
+    """Unique name: the key in a file and, with dashes, the flag. By default, the field's name."""
+    metavar: str | None = None
+    """The value's name in the help."""
+    also: tuple[str, ...] = ()
+    """More names of the flag."""
+    repeat: bool = False
+    """Whether the flag takes one value and may be repeated."""
+    positional: bool = False
+    """Whether it is an argument without a flag."""
+    bare: str | None = None
+    """The value if the flag is given without one."""
+    shown: str | None = None
+    """Replaces the default in the help; "" hides it."""
+    path: tuple[str, ...] = ()
+    """Field names from the outermost group to this setting."""
+    type: Any = None
+    """The type without None; see `optional`."""
+    optional: bool = False
 
     @property
     def field(self) -> str:
@@ -103,15 +84,22 @@ class Setting:
             raise ConfigError(f"{flag(self.name)} must be {_described(self.type)}, not {value!r}")
         for each in value if isinstance(value, tuple) else (value,):
             if self.limit is not None and not self.limit.holds(each):
-                raise ConfigError(f"{flag(self.name)} {self.limit.said.format(each)}")
+                raise ConfigError(f"{flag(self.name)} {self.limit.message.format(each)}")
 
     def coerce(self, value: Any) -> Any:
         """Convert a value from a file or flag to the setting's type, if this is unambiguous."""
-        if value is None and self.optional:
-            return None
         if self.metavar == "JSON" and isinstance(value, dict):
             return json.dumps(value)
         return _coerce(value, self.type)
+
+
+def setting(
+    default: Any, help: str, limit: Limit | None = None, name: str = "", metavar: str | None = None, **more: Any
+) -> Any:
+    """Return the dataclass field of a setting; see Setting for all arguments."""
+    return dataclasses.field(
+        default=default, metadata={"setting": Setting(default, help, limit, name, metavar, **more)}
+    )
 
 
 class Group:
@@ -167,16 +155,14 @@ def _read(group: type[Group]) -> tuple[Mapping[str, Setting], Mapping[str, type[
     groups: dict[str, type[Group]] = {}
     found: dict[str, Setting] = {}
     for field in dataclasses.fields(group):  # type: ignore[arg-type]  # every group is a dataclass
-        if _is_group(hints[field.name]):
+        if isinstance(hints[field.name], type) and issubclass(hints[field.name], Group):
             groups[field.name] = hints[field.name]
             inner = settings_of(hints[field.name]).values()
             found |= {known.name: dataclasses.replace(known, path=(field.name, *known.path)) for known in inner}
-        elif "help" in field.metadata:
-            type_, optional = _without_none(hints[field.name])
-            about = {**field.metadata, "name": field.metadata["name"] or field.name}
-            found[about["name"]] = Setting(
-                path=(field.name,), type=type_, optional=optional, default=field.default, **about
-            )
+        elif "setting" in field.metadata:
+            declared: Setting = field.metadata["setting"]
+            name, (kind, optional) = declared.name or field.name, _without_none(hints[field.name])
+            found[name] = dataclasses.replace(declared, name=name, path=(field.name,), type=kind, optional=optional)
     return found, groups
 
 
@@ -205,10 +191,6 @@ def _by_field(group: type[Group], settings: Mapping[str, Any]) -> tuple[dict[str
         else:
             inner.setdefault(known.path[0], {})[name] = value
     return own, inner
-
-
-def _is_group(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, Group)
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

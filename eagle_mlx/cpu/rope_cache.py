@@ -19,10 +19,9 @@ Rotary = Callable[[mx.array, mx.array], mx.array]
 class RopeCache:
     """How each of a model's RoPE modules rotates.
 
-    On the CPU, applying RoPE to a few positions takes some twenty small operations, most of which compute the same
-    angles in every layer; a GPU has one kernel for all of them. We learn what a module does by applying it to unit
-    vectors. If they show that it rotates pairs of numbers, each by an angle of the position, the rotated vectors are
-    the cosines and sines.
+    On the CPU, RoPE of a few positions takes about twenty small operations, and most of them compute the same angles in
+    every layer; a GPU has one kernel for all of them. To learn how a module rotates, we apply it to unit vectors. If it
+    rotates pairs of numbers by angles that depend on the position, the results are the cosines and sines.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,7 @@ class Rotation:
         self._rotary = rotary
         dim = len(partner)
         self._half = dim // 2 if np.array_equal(partner, np.roll(np.arange(dim), dim // 2)) else 0
-        """Where to cut a vector so that each half holds the other's partners; 0 if it cannot be cut like this."""
+        """Half of the vector's length if the two halves are partners, else 0."""
         self._partner = mx.array(partner, mx.int32)
         self._first = mx.array(np.arange(dim) <= partner)
         self._units = mx.stack([self._first, ~self._first]).astype(mx.float32)[:, None]
@@ -94,18 +93,14 @@ class Rotation:
         offset: the first position, as an int for all rows or [B] int32, or all positions [B, L] int32.
         """
         count = x.shape[-2]
-        if not self._is_cached(offset, count):
+        known, known_count = self._at
+        both = isinstance(known, int) and isinstance(offset, int)
+        if count != known_count or not (known == offset if both else known is offset):
             self._at, self._cos_sin = (offset, count), self._angles(_positions(offset, count))
         cos, sin = self._cos_sin
         if x.ndim != 3:
             cos, sin = (a.reshape(a.shape[0], *(1,) * (x.ndim - 3), *a.shape[1:]) for a in (cos, sin))
         return x * cos + self._swapped(x) * sin
-
-    def _is_cached(self, offset: int | mx.array, count: int) -> bool:
-        known, known_count = self._at
-        if isinstance(known, int) and isinstance(offset, int):
-            return known == offset and known_count == count
-        return known is offset and known_count == count
 
     def _swapped(self, x: mx.array) -> mx.array:
         half = self._half

@@ -33,7 +33,8 @@ class Calls:
 
     def __init__(self, channel: Channel):
         self.channel = channel
-        self._noted: list[tuple[Any, ...]] = []
+        self.noted: list[tuple[Any, ...]] = []
+        """Recorded calls: the object's number, the method, its arguments, and the numbers of its results."""
         self._gone: deque[int] = deque()
         """Numbers of deleted objects; any thread may add one at any time."""
         self._numbers = count()
@@ -52,23 +53,19 @@ class Calls:
                 self._inside = False
             result = tuple(map(self._numbered, made)) if isinstance(made, tuple) else self._numbered(made)
             numbers = [each.number for each in (result if isinstance(result, tuple) else (result,)) if each is not None]
-            self._noted.append((called.number, name, args, kwargs, numbers))
+            self.noted.append((called.number, name, args, kwargs, numbers))
             return result
 
     def new_cache(self, target: Target, rows: int, kv_bits: int | None) -> RaggedCache:
         """Return a new cache that the other ranks have, too."""
         with self.channel.lock:
             cache: RaggedCache = self._numbered(RaggedCache.local(target.model, rows, kv_bits))
-            self._noted.append((None, "new", (rows, kv_bits), {}, [cache.number]))  # type: ignore[attr-defined]
+            self.noted.append((None, "new", (rows, kv_bits), {}, [cache.number]))  # type: ignore[attr-defined]
         return cache
-
-    def compare(self, cache: int | None, lengths: mx.array, size: mx.array) -> None:
-        """Have the other ranks compare their results with these, with the next message."""
-        self._noted.append((cache, "compare", (lengths, size), {}, []))
 
     def send(self, *more: Any) -> None:
         """Send all recorded calls to the other ranks, and then a command."""
-        noted, self._noted = self._noted, []
+        noted, self.noted = self.noted, []
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
         calls = [
             [number, name, encode(args), {key: encode(value) for key, value in kwargs.items()}, made]
@@ -183,7 +180,7 @@ class LeadingTarget(Target):
                 self.channel.fail(e)
             self._forwards += 1
             if self._forwards % self.compared == 0:
-                self.calls.compare(number, lengths_of(cache), size_of(out.hidden))
+                self.calls.noted.append((number, "compare", (lengths_of(cache), size_of(out.hidden)), {}, []))
         return out
 
     def close(self) -> None:

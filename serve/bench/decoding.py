@@ -26,7 +26,7 @@ ModeName = Literal[
 
 @dataclass(frozen=True)
 class Continuation:
-    """The continuation of one prompt, with its end-of-turn token if it has one."""
+    """The continuation of one prompt, including its end-of-turn token if it has one."""
 
     tokens: tuple[int, ...]
     text: str
@@ -136,10 +136,6 @@ class Identity:
     """Continuations that differ, but first at tokens that are both within the tolerance of the target's best."""
     different: int = 0
 
-    @property
-    def holds(self) -> bool:
-        return self.different == 0
-
 
 def tolerance_for(model: Target | Mode) -> float:
     """Return how close two logits must be for rounding in the model's type to decide between them."""
@@ -148,10 +144,7 @@ def tolerance_for(model: Target | Mode) -> float:
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Return the first index at which two continuations differ, or at which one ends; None if they are equal."""
-    for index, (left, right) in enumerate(zip(a, b, strict=False)):
-        if left != right:
-            return index
-    return None if len(a) == len(b) else min(len(a), len(b))
+    return next((index for index, (left, right) in enumerate(zip_longest(a, b)) if left != right), None)
 
 
 def compare(

@@ -260,7 +260,7 @@ class _Measurement:
             ratio_to_plain=result.ratio_to(by_mode.get(("plain", mode.batch)), kept),
             acceptance_length=acceptance_length(said),
             acceptance_by_position=acceptance_by_position(said),
-            identical=identity.holds if identity else None,
+            identical=identity.different == 0 if identity else None,
             identical_count=identity.identical if identity else None,
             excused=identity.excused if identity else None,
             prompts=len(kept),

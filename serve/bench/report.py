@@ -85,15 +85,11 @@ def by_category(runs: Sequence[Run]) -> str:
         return ""
     rows: list[tuple[str, ...]] = [("category", *_RUN, *_BY_CATEGORY)]
     for name in dict.fromkeys(each.name for run in runs for each in run.by_category):
-        found = ((run, each) for run in runs for each in run.by_category if each.name == name)
-        rows += [(name, *_which(run), *_category_cells(each)) for run, each in found]
+        for run, one in ((its, each) for its in runs for each in its.by_category if each.name == name):
+            speed = "-" if one.tokens_per_second is None else f"{one.tokens_per_second:.1f}"
+            figures = (speed, _ratio(one.ratio_to_mlx_lm), _ratio(one.acceptance_length))
+            rows.append((name, *_which(run), str(one.prompts), str(one.left_out_looping), *figures))
     return _aligned(rows, first=2) + "\n\n"
-
-
-def _category_cells(one: Category) -> tuple[str, ...]:
-    speed = "-" if one.tokens_per_second is None else f"{one.tokens_per_second:.1f}"
-    figures = (speed, _ratio(one.ratio_to_mlx_lm), _ratio(one.acceptance_length))
-    return (str(one.prompts), str(one.left_out_looping), *figures)
 
 
 def _which(run: Run) -> tuple[str, ...]:
