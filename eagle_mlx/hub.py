@@ -57,7 +57,7 @@ def resolve(name: str | Path, code: bool = False) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise EagleError(f"{folder} is a file; give the folder that holds it")
+        raise EagleError(f"{folder} is a file; give its folder")
     repo = hub_id(name)
     if repo is None:
         raise EagleError(f"there is no folder {folder}")
@@ -102,7 +102,7 @@ def fetch_file(repo: str, file: str, commit: str | None = None, required: bool =
                 return None
             if isinstance(e, LocalEntryNotFoundError):
                 raise
-            raise EagleError(f"{repo} has no {file}; take the repository in which the model was published") from e
+            raise EagleError(f"{repo} has no {file}; use the repository in which the model was published") from e
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def _asking(repo: str, name: str, missing: str) -> Iterator[None]:
         yield
     except GatedRepoError as e:
         raise EagleError(
-            f"{repo} is gated: ask for access at {constants.ENDPOINT}/{repo}, then {LOGIN} of the account that has it"
+            f"{repo} is gated: request access at {constants.ENDPOINT}/{repo}, then {LOGIN} for that account"
         ) from e
     except RepositoryNotFoundError as e:
         raise EagleError(
@@ -188,9 +188,9 @@ def check_full_id(name: str) -> None:
     try:
         huggingface_hub.hf_hub_url(name, "config.json")  # checks the name without network access
     except HFValidationError as e:
-        raise OutputError(f"{name!r} is no name of a repository: {_one_line(e)}") from e
+        raise OutputError(f"{name!r} is not a valid repository name: {_one_line(e)}") from e
     if "/" not in name:
-        raise OutputError(f"{name!r} is no name of a repository: write it as user/{name}")
+        raise OutputError(f"{name!r} is not a repository name: write it as user/{name}")
 
 
 def weights_digest(folder: Path) -> str:
@@ -233,7 +233,7 @@ def publish_head(
     check_full_id(repo)
     token = token or huggingface_hub.get_token()
     if token is None:
-        raise OutputError(f"there is no token for {constants.ENDPOINT}: {LOGIN} (one that may write), or give --token")
+        raise OutputError(f"no token with write access for {constants.ENDPOINT}: {LOGIN}, or give --token")
     api = huggingface_hub.HfApi(token=token)
     with _told(repo, "nothing was published"):
         huggingface_hub.ModelCard((folder / "README.md").read_text(encoding="utf-8")).validate()
@@ -243,12 +243,12 @@ def publish_head(
     files = found or ()
     if files and not overwrite:
         raise OutputError(
-            f"{repo} exists already and holds {', '.join(files[:4])}{', ...' if len(files) > 4 else ''}; name another "
-            "repository, or put this head in its place with --overwrite"
+            f"{repo} already exists and has {', '.join(files[:4])}{', ...' if len(files) > 4 else ''}; name another "
+            "repository, or replace its head with --overwrite"
         )
     ours = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     stale = [name for name in files if name not in ours and any(_matches(name, pattern) for pattern in _REPLACED)]
-    left = f"{repo} was made but is empty: the same command fills it" if found is None else f"{repo} is as it was"
+    left = f"{repo} was created but is empty: run the same command again" if found is None else f"{repo} is unchanged"
     with _told(repo, left):
         commit = api.upload_folder(
             repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=stale or None
@@ -263,7 +263,7 @@ def _files(api: huggingface_hub.HfApi, repo: str, private: bool) -> Sequence[str
     except RepositoryNotFoundError:
         return None
     if private and info.private is False:
-        raise OutputError(f"{repo} exists already and is public; make it private on its page, or leave --private out")
+        raise OutputError(f"{repo} already exists and is public; make it private on its page, or leave out --private")
     return sorted(one.rfilename for one in info.siblings or () if one.rfilename != ".gitattributes")
 
 
@@ -286,7 +286,7 @@ def _explained(repo: str, error: BaseException | None) -> str:
     if isinstance(error, HfHubHTTPError):
         return _refusal(repo, error)
     if isinstance(error, OfflineModeIsEnabled):
-        return f"HF_HUB_OFFLINE forbids to ask {constants.ENDPOINT}; unset it to publish"
+        return f"HF_HUB_OFFLINE disables access to {constants.ENDPOINT}; unset it to publish"
     if isinstance(error, ValueError):
         return f"the hub refuses the model card: {_one_line(error)}"
     if isinstance(error, _TransportError):

@@ -29,27 +29,27 @@ from .speculation import TARGET_HELP, Speculation, load_proposer
 EPILOG = """\
 examples:
   eagle-generate 'def median(values):'                        the embedded target and head
-  eagle-generate --target Qwen3-4B-4bit 'Why is the sky blue?'            with the head that is found for it
+  eagle-generate --target Qwen3-4B-4bit 'Why is the sky blue?'            with the best known head
   eagle-generate --target Qwen3-4B-4bit --head user/head 'Why is the sky blue?'
   git diff | eagle-generate --target Qwen3-4B-4bit --spec-decode ngram --system 'Review this change.' -
   eagle-generate --file prompts.jsonl --output answers.jsonl --batch 8
 
-The text goes to standard output, everything else to standard error. With the same seed the text is the same whatever
-drafts, how deep, and in which company; without one, sampled text follows the model's own distribution."""
+The text goes to standard output, everything else to standard error. Text with the same seed does
+not depend on drafts or on other requests. Without a seed, sampled text follows the model's own distribution."""
 
 
 @dataclass(frozen=True)
 class GenerateOptions(Group):
-    """What to say to the model, and how it answers."""
+    """Prompts, and how to answer them."""
 
-    prompt: str | None = setting(None, "what to say to the model; `-` reads standard input", positional=True)
-    file: Path | None = setting(None, "rows of `messages`, `prompt` or `turns`", metavar="FILE.jsonl")
-    output: Path | None = setting(None, "answers to --file (default: to the screen)", metavar="FILE.jsonl")
-    batch: int = setting(8, "prompts of a file that decode together")
-    kv_bits: Literal[4, 8] | None = setting(None, "keep keys and values in so few bits: less memory")
+    prompt: str | None = setting(None, "prompt for the model; `-` reads standard input", positional=True)
+    file: Path | None = setting(None, "prompts: rows with `messages`, `prompt` or `turns`", metavar="FILE.jsonl")
+    output: Path | None = setting(None, "where to write answers (default: standard output)", metavar="FILE.jsonl")
+    batch: int = setting(8, "number of prompts of a file to decode together")
+    kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits, to save memory")
     system: str | None = setting(None, "system prompt", metavar="TEXT")
-    raw: bool = setting(False, "take the prompt as it is, without the chat template")
-    quiet: bool = setting(False, "the text alone")
+    raw: bool = setting(False, "use the prompt as it is, without the chat template")
+    quiet: bool = setting(False, "print only the text")
     target: str | None = setting(None, TARGET_HELP, metavar="MODEL")
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     speculation: Speculation = field(default_factory=Speculation)
@@ -60,7 +60,7 @@ class GenerateOptions(Group):
         if (self.prompt is None) == (self.file is None):
             raise PromptError("give one prompt, `-` to read it from standard input, or a --file of prompts")
         if self.file is None and self.output is not None:
-            raise OutputError("--output goes with --file; the text of one prompt goes to standard output")
+            raise OutputError("--output needs --file; the answer to a single prompt is printed")
         if self.output is not None and self.output.exists():
             raise OutputError(f"{self.output} exists already; name another file")
 
@@ -72,7 +72,7 @@ class GenerateOptions(Group):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-generate. Returns the exit status: 0, 2 for an error, or 130 if interrupted."""
-    about = "Generate text with speculative decoding: the model's own text, sooner."
+    about = "Generate text with speculative decoding: the same text as without it, but faster."
     return exit_code(lambda: _generate(read(GenerateOptions, argv, "eagle-generate", about, EPILOG)))
 
 
@@ -117,7 +117,7 @@ def prompt_of(text: str, target: Target, options: GenerateOptions) -> EngineProm
         raise PromptError("the prompt is empty; give some text")
     if options.raw or target.tokenizer is None or not target.tokenizer.has_chat_template:
         if options.system:
-            raise PromptError("--system needs a chat template; leave it out, or --raw")
+            raise PromptError("--system needs a chat template; leave out --system or --raw")
         return text
     system = [{"role": "system", "content": options.system}] if options.system else []
     return [*system, {"role": "user", "content": text}]

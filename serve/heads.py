@@ -1,4 +1,4 @@
-"""The command `eagle-heads`: lists known heads, finds those for a target, and fetches one."""
+"""The command `eagle-heads`: lists known heads, finds heads for a target, and downloads heads."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ from eagle_mlx.setting import REQUIRED, Group, setting
 
 EPILOG = """\
 examples:
-  eagle-heads list                       heads that were trained or fetched here, and published ones
-  eagle-heads find Qwen3-8B-4bit         those for a target, in the order in which --head auto tries them
-  eagle-heads pull Qwen3-8B-4bit         fetch the published head for a target
+  eagle-heads list                       heads that were trained or downloaded here, and published heads
+  eagle-heads find Qwen3-8B-4bit         heads for a target, in the order in which --head auto tries them
+  eagle-heads pull Qwen3-8B-4bit         download the published head for a target
   eagle-heads pull you/qwen3-8b-eagle3 --target Qwen3-8B-4bit
 
-eagle-serve and eagle-generate look here when no --head is given."""
+Without --head, eagle-serve and eagle-generate choose from these heads."""
 _MOST_LAYERS = 8
-"""Heads have few layers; anything with more is a model and is not fetched as a head."""
+"""Heads have few layers; anything with more is a model and is not downloaded as a head."""
 
 
 @dataclass(frozen=True)
 class List(Group):
-    """Nothing to set."""
+    """No settings."""
 
 
 @dataclass(frozen=True)
 class Find(Group):
-    """Whose heads are looked for."""
+    """The target to find heads for."""
 
     target: str = setting(REQUIRED, "folder or hub id of the model", name="TARGET", positional=True)
 
 
 @dataclass(frozen=True)
 class Pull(Group):
-    """Which head is fetched."""
+    """The head to download."""
 
     name: str = setting(REQUIRED, "the head's hub id, or its target's", name="NAME", positional=True)
-    target: str | None = setting(None, "whom it is for, where that is not known", metavar="MODEL")
+    target: str | None = setting(None, "the target that the head is for, if that is not known", metavar="MODEL")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-heads. Returns the exit status: 0, 1 if no head is found, or 2 for an error."""
-    about = "Heads on this machine and published ones: which there are, which fit a target, and fetching one."
+    about = "List heads on this machine and published heads, find heads for a target, and download heads."
     commands = Subcommands(new_parser("eagle-heads", about, EPILOG, "%(prog)s list | find TARGET | pull NAME"))
-    commands.add("list", List, _list, "All that are known.")
-    commands.add("find", Find, _find, "Those for a target, the best first; exit status 1 where there is none.")
-    commands.add("pull", Pull, _pull, "Fetch one from the hub.")
+    commands.add("list", List, _list, "List all known heads.")
+    commands.add("find", Find, _find, "List heads for a target, the best first; exit status 1 if there is none.")
+    commands.add("pull", Pull, _pull, "Download a head from the hub.")
     return exit_code(commands.parse(arguments(argv)))
 
 
 def _list(_: List) -> int:
     """Print local heads, then published ones, with a mark on those in the hub's cache."""
     here = records()
-    print("here:" if here else "here: none yet; eagle-train and eagle-heads pull make some")
+    print("here:" if here else "here: none yet; eagle-train and eagle-heads pull add heads")
     for record in here:
         print(f"  {record}")
-    print("published (* is in the hub's cache):")
+    print("published (*: in the hub's cache):")
     for known in known_heads():
         print(f"{'*' if hub.cached(known.head) else ' '} {known}")
     return 0
@@ -87,7 +87,7 @@ def _pull(options: Pull) -> int:
     known = _known(name)
     repo, of = (known.head, target or known.target) if known else (hub.hub_id(name), target)
     if repo is None:
-        raise ConfigError(f"{name} is no hub id; a head in a folder is given as --head {name}")
+        raise ConfigError(f"{name} is not a hub id; to use a head in a folder, give --head {name} to eagle-serve")
     if known is None:
         _check_size(repo)
     else:
@@ -108,14 +108,13 @@ def _known(name: str) -> KnownHead | None:
 
 
 def _check_size(repo: str) -> None:
-    """Raise ConfigError if `repo` is a whole model. Fetches only its config."""
+    """Raise ConfigError if `repo` is a whole model. Downloads only its config."""
     config = hub.fetch_file(repo, "config.json")
     assert config is not None
     layers = read_config(config.parent).get("num_hidden_layers")
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise ConfigError(
-            f"{repo} is a model of {layers} layers and no head, and none is known for it; `eagle-heads list` has those "
-            "that are known"
+            f"{repo} is a model with {layers} layers, not a head, and no head is known for it; see `eagle-heads list`"
         )
 
 

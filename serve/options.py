@@ -15,38 +15,38 @@ class MemoryOptions(Group):
 
     prefill_chunk: int = setting(
         PREFILL_CHUNK,
-        "tokens of prompts read in one forward, all requests together; more takes more memory, and those that decode "
-        "meanwhile wait longer for their next tokens",
+        "prompt tokens to read in one forward, for all requests together; more need more memory and delay the requests "
+        "that decode meanwhile",
         AT_LEAST_1,
     )
     kv_gb: float | None = setting(
         None,
-        "for keys and values; requests that do not fit wait (default: four fifths of what the weights leave free, or "
-        "three fifths on a machine of up to 16 GB)",
+        "memory for KV caches; requests that do not fit wait (default: four fifths of the memory left after weights, "
+        "or three fifths on a machine of up to 16 GB)",
         GIGABYTES,
         metavar="GB",
     )
 
     @property
     def kv_bytes(self) -> int | None:
-        """Bytes for the KV cache; None for a share of what is free after the weights."""
+        """Bytes for the KV cache; None for a share of the memory left after the weights."""
         return bytes_of(self.kv_gb)
 
 
 @dataclass(frozen=True)
 class SamplingOptions(Group):
-    """How tokens are drawn, and where the text ends."""
+    """How tokens are sampled, and when the text ends."""
 
-    max_tokens: int = setting(SamplingParams.max_tokens, "tokens of a text at most")
+    max_tokens: int = setting(SamplingParams.max_tokens, "maximum new tokens of a text")
     temperature: float = setting(SamplingParams.temperature, "0 is greedy")
     top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens")
     top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens")
     min_p: float = setting(SamplingParams.min_p, "0 keeps all tokens")
-    repetition_penalty: float = setting(SamplingParams.repetition_penalty, "1 is none")
-    presence_penalty: float = setting(SamplingParams.presence_penalty, "0 is none")
-    frequency_penalty: float = setting(SamplingParams.frequency_penalty, "0 is none")
-    stop: tuple[str, ...] = setting((), "end before this text; repeatable", metavar="TEXT", repeat=True)
-    seed: int | None = setting(None, "makes sampled text repeatable")
+    repetition_penalty: float = setting(SamplingParams.repetition_penalty, "1 for no penalty")
+    presence_penalty: float = setting(SamplingParams.presence_penalty, "0 for no penalty")
+    frequency_penalty: float = setting(SamplingParams.frequency_penalty, "0 for no penalty")
+    stop: tuple[str, ...] = setting((), "stop before this text; repeatable", metavar="TEXT", repeat=True)
+    seed: int | None = setting(None, "seed that makes sampled text repeatable")
     ignore_eos: bool = setting(False, "continue after the model's end of text")
 
     def params(self) -> SamplingParams:

@@ -99,7 +99,7 @@ def _question(line: str, origin: str) -> Question:
 
 def _of_turns(turns: Any, category: Any, origin: str) -> Question:
     if not isinstance(turns, list) or not turns:
-        raise PromptError(f"{origin}: `turns` must be a list of one text or more")
+        raise PromptError(f"{origin}: `turns` must be a list of at least one text")
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, str) or not turn.strip():
             raise PromptError(f"{origin}: turn {number} must be a text that is not empty")
@@ -120,7 +120,7 @@ def _messages(turns: Any, origin: str) -> list[Mapping[str, str]]:
     while asked and asked[-1]["role"] == "assistant":
         asked = asked[:-1]
     if not asked:
-        raise PromptError(f"{origin}: `messages` holds no turn to answer")
+        raise PromptError(f"{origin}: `messages` has no turn to answer")
     return asked
 
 
@@ -135,7 +135,7 @@ def behind_filler(questions: Sequence[Question], target: Target, tokens: int) ->
     or if there is too little text.
     """
     if target.tokenizer is None:
-        raise ConfigError("--filler puts text before prompts, and the target has no tokenizer")
+        raise ConfigError("--filler needs a target with a tokenizer")
     pieces = _pieces(target.tokenizer, tokens)
     return [replace(each, content=_behind(each.content, piece)) for each, piece in zip(questions, pieces, strict=False)]
 
@@ -154,7 +154,9 @@ def _pieces(tokenizer: Any, tokens: int) -> Iterator[str]:
         while len(ids) >= tokens:
             yield tokenizer.decode(ids[:tokens])
             del ids[:tokens]
-    raise ConfigError(f"--filler {tokens}: the standard library has too little text for so many prompts; take fewer")
+    raise ConfigError(
+        f"--filler {tokens}: the standard library is too small for this; use fewer tokens or --limit prompts"
+    )
 
 
 def _docstrings() -> Iterator[str]:

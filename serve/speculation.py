@@ -56,24 +56,24 @@ _METHODS: dict[str, Mode] = {
 
 _EMA = "with --spec-policy acceptance-ema: "
 _OF_EMA = ("disable_at_rows", "threshold", "alpha", "adaptive", "dynamic")
-HEAD_BITS = "quantise the head on load; 16 leaves it as it is (default: 4 or 8 bits where the target has as many)"
+HEAD_BITS = "quantize the head on load; 16: do not (default: the target's bits if it has 4 or 8)"
 
 
 @dataclass(frozen=True)
 class Speculation(Group):
-    """What drafts, and how deep."""
+    """What drafts, and how many tokens."""
 
-    mode: Mode | None = setting(None, "what drafts (default: whatever is given)", name="spec_decode")
+    mode: Mode | None = setting(None, "how to draft (default: by the head or model given)", name="spec_decode")
     head: str | None = setting(
         None,
-        "folder or hub id of its head, or none; auto, the default, takes one that was trained or fetched here, the "
-        "model's own MTP layers or a published head, else n-grams (without --target: the embedded one's)",
+        "folder or hub id of the head, or none; auto, the default, uses a head trained or downloaded here, the "
+        "model's own MTP layers or a published head, else n-grams (default without --target: the embedded head)",
         also=("eagle_head_path",),
     )
     head_bits: HeadBits | None = setting(None, HEAD_BITS)
     num_tokens: int | None = setting(
         None,
-        f"draft tokens a round, the most where the policy adapts; 0 is off (default: {DEFAULT_TOKENS['throughput']}, "
+        f"draft tokens per round, the maximum if the policy adapts; 0: none (default: {DEFAULT_TOKENS['throughput']}, "
         f"or {DEFAULT_TOKENS['fixed']} with --spec-policy fixed and acceptance-ema)",
         AT_LEAST_0,
         "num_speculative_tokens",
@@ -82,40 +82,42 @@ class Speculation(Group):
     )
     tree_nodes: int = setting(
         0,
-        "draft trees of up to N tokens where they pay; the target must be able to read them (default: chains)",
+        "draft trees of up to N tokens when they are faster, if the target supports trees (default: chains)",
         AT_LEAST_0,
         "draft_tree_nodes",
         shown="",
     )
-    draft_model: str | None = setting(None, "folder or hub id of a small model of the same tokenizer", metavar="MODEL")
-    draft_bits: Bits | None = setting(None, "quantise the draft model on load", name="draft_model_quantize")
+    draft_model: str | None = setting(None, "folder or hub id of a model with the same tokenizer", metavar="MODEL")
+    draft_bits: Bits | None = setting(None, "quantize the draft model on load", name="draft_model_quantize")
     ngrams: bool = setting(
         True,
-        "n-grams draft as well as a head or a draft model, if the text repeats itself and they pay more",
+        "also draft with n-grams, if the text repeats itself and they are faster than the head or draft model",
         name="ngram",
     )
-    ngram_max: int | None = setting(None, "longest n-gram (default: 3; 4 beside a model)")
-    ngram_min: int | None = setting(None, "shortest n-gram (default: 1; 2 beside a model)")
+    ngram_max: int | None = setting(None, "maximum n-gram length (default: 3; 4 with a head or draft model)")
+    ngram_min: int | None = setting(None, "minimum n-gram length (default: 1; 2 with a head or draft model)")
     prompt_lookup: bool = setting(
         True, "look for n-grams in the prompt as well as in the answer", name="ngram_prompt_lookup"
     )
     in_one: str | None = setting(
         None,
-        'all in one, as other servers take it: {"method": "eagle3", "model": "...", "num_speculative_tokens": 3}',
+        'how to draft, as one JSON object (vLLM): {"method": "eagle3", "model": "...", "num_speculative_tokens": 3}',
         name="speculative_config",
         metavar="JSON",
     )
-    policy: PolicyName = setting("throughput", "the rule for how deep to draft", name="spec_policy")
+    policy: PolicyName = setting("throughput", "policy that sets the draft depth of each round", name="spec_policy")
     keep: bool = setting(
         True,
-        "with --spec-policy throughput: begin with the target's cost curve, which is measured once and kept",
+        "with --spec-policy throughput: start from the target's cost curve, which is measured once and saved",
         name="prior",
     )
-    disable_at_rows: int | None = setting(None, f"{_EMA}no drafts from N requests on", name="disable_by_batch_size")
-    threshold: float = setting(0.3, f"{_EMA}none below this rate", name="acceptance_rate_threshold", metavar="R")
-    alpha: float = setting(0.1, f"{_EMA}weight of a round", name="acceptance_rate_ema_alpha", metavar="A")
-    adaptive: bool = setting(True, f"{_EMA}fewer than K tokens where fewer are accepted", name="adaptive_k")
-    dynamic: bool = setting(True, f"{_EMA}switch drafting off below the threshold", name="dynamic_spec_decode")
+    disable_at_rows: int | None = setting(None, f"{_EMA}no drafts for N or more requests", name="disable_by_batch_size")
+    threshold: float = setting(
+        0.3, f"{_EMA}no drafts below this acceptance", name="acceptance_rate_threshold", metavar="R"
+    )
+    alpha: float = setting(0.1, f"{_EMA}weight of the newest round", name="acceptance_rate_ema_alpha", metavar="A")
+    adaptive: bool = setting(True, f"{_EMA}draft fewer than K tokens if fewer are accepted", name="adaptive_k")
+    dynamic: bool = setting(True, f"{_EMA}turn drafting off below the threshold", name="dynamic_spec_decode")
 
     def _check(self) -> None:
         if self.tree_nodes and self.policy == "acceptance-ema":
@@ -126,7 +128,7 @@ class Speculation(Group):
                 "flags of the acceptance rate need --spec-policy acceptance-ema; other policies ignore them"
             )
         if self.mode == "draft" and self.draft_model is None:
-            raise ConfigError("--spec-decode draft needs a model that drafts: give --draft-model")
+            raise ConfigError("--spec-decode draft needs a --draft-model")
         if self.draft_model is not None and self.head not in (None, NO_HEAD):
             raise ConfigError("a --head and a --draft-model are two ways to draft; give one of them")
         for name, given, modes in (
@@ -148,7 +150,7 @@ class Speculation(Group):
         known = {} if text is None else _from_json(text)
         given = {find(cls, name).field for name, value in settings.items() if value is not None}
         if clash := sorted(known.keys() & given):
-            raise ConfigError(f"--speculative-config and a flag of its own both set {', '.join(clash)}; give one")
+            raise ConfigError(f"{', '.join(clash)}: set by both --speculative-config and a flag; give one of them")
         own = {find(cls, name).field: find(cls, name).coerce(value) for name, value in settings.items()}
         return cls(**own, **known)
 
@@ -323,13 +325,13 @@ def load_proposer(
             proposer = one.proposer(target)
             Engine(target, proposer, max_batch=1)  # check that the target has the hidden states that the head reads
         except EagleError as e:
-            say(f"head: {found.head} is passed over: {e}")
+            say(f"head: {found.head} is skipped: {e}")
             continue
         say(f"head: {found.reason}")
         return one, proposer
     if speculation.mode is not None:
-        raise ConfigError(f"--spec-decode {speculation.mode}: no head is known for {target.name}: give --head")
-    say(f"head: none found for {target.name}; n-grams draft where that pays (docs/heads.md has other ways)")
+        raise ConfigError(f"--spec-decode {speculation.mode}: no head is known for {target.name}; give --head")
+    say(f"head: none found for {target.name}; drafts with n-grams when that is faster (other ways: docs/heads.md)")
     without = replace(speculation, head=None, head_bits=None, mode="ngram")
     return without, without.proposer(target)
 

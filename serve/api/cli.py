@@ -69,7 +69,7 @@ class PlaceOptions(Group):
         "report how many prompt tokens came from the prefix cache; otherwise the counts are 0",
     )
     served_model_name: str | None = setting(None, "model name for clients (default: the folder's name or the hub id)")
-    allow_origin: tuple[str, ...] = setting((), "let pages of this origin in; repeatable", metavar="URL", repeat=True)
+    allow_origin: tuple[str, ...] = setting((), "web origin to allow (CORS); repeatable", metavar="URL", repeat=True)
     allowed_host: tuple[str, ...] = setting(
         (),
         "host name to accept in requests besides localhost; repeatable (default: any, but none at 127.0.0.1)",
@@ -110,7 +110,7 @@ class LimitOptions(Group):
         metavar="GB",
     )
     drain_seconds: float = setting(
-        Settings.drain_seconds, "for requests to finish at shutdown", SECONDS_OR_0, metavar="S"
+        Settings.drain_seconds, "seconds that requests get to finish at shutdown", SECONDS_OR_0, metavar="S"
     )
 
 

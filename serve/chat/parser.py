@@ -25,7 +25,7 @@ _OPENING = "opening"
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """How a model tags its reasoning, as states and the tags that lead from one to another."""
+    """A model's reasoning tags, as a state machine: each tag leads from one state to another."""
 
     think_start: str = ""
     think_end: str = ""
@@ -45,7 +45,7 @@ class ReasoningParser:
         self._tags = tags
         self._state = "reasoning" if starts_in_reasoning else tags.initial or _OPENING
         self._fresh = starts_in_reasoning
-        """Whether no text has come since the last tag."""
+        """Whether no text has followed the last tag."""
         self._text = ""
 
     @property
@@ -105,7 +105,7 @@ def next_tag(text: str, tags: Sequence[str], final: bool = False) -> tuple[int, 
 
 @dataclass(frozen=True)
 class Delta:
-    """The next part of an answer: one of the three."""
+    """The next part of an answer; exactly one field is set."""
 
     content: str = ""
     reasoning: str = ""

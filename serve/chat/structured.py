@@ -122,7 +122,7 @@ class Grammars:
                 answer = process.answer(_TOKENIZER_SECONDS)
                 if answer is None or answer[1]:
                     reason = answer[1] if answer else f"it was not read within {_TOKENIZER_SECONDS:g} seconds"
-                    raise ConfigError(f"grammars cannot be had with this model's tokenizer: {on_one_line(reason)}")
+                    raise ConfigError(f"grammars are not possible with this model's tokenizer: {on_one_line(reason)}")
                 self._special, self._partial = map(frozenset, answer[0])
                 self._process = process
             return self._process
@@ -143,7 +143,7 @@ class Grammars:
             answer = process.answer(COMPILE_SECONDS)
         except ProcessEnded as e:
             raise ConfigError(
-                f"{where}: too complex: to compile it takes more than {MOST_MEMORY >> 20} MB of memory; simplify it"
+                f"{where}: too complex: compiling it needs more than {MOST_MEMORY >> 20} MB of memory; simplify it"
             ) from e
         if answer is None:
             process.end()
@@ -161,7 +161,7 @@ class Grammars:
         if all(special):
             return " ".join(f"<[{token}]>" for token in tokens)
         if any(special):
-            raise ConfigError(f"grammars cannot be had with this model: {tag!r} is half a special token")
+            raise ConfigError(f"grammars are not possible with this model: {tag!r} is only partly a special token")
         return json.dumps(tag, ensure_ascii=False)
 
     def _free_tokens(self, start: str) -> str:
@@ -236,14 +236,14 @@ def _as_texts(schemas: Mapping[str, Schema]) -> Places:
         if "x-guidance" in schema:
             raise ConfigError(f"{where}: unknown key 'x-guidance'")
         if len(list(islice(_levels(schema), _DEEPEST_SCHEMA + 1))) > _DEEPEST_SCHEMA:
-            raise ConfigError(f"{where}: it is nested too deep; {_DEEPEST_SCHEMA} levels of JSON are the most")
+            raise ConfigError(f"{where}: nested too deeply; the limit is {_DEEPEST_SCHEMA} levels of JSON")
         if reason := why_too_complex(schema):
             raise ConfigError(f"{where}: {reason}")
         places.append((where, json.dumps(schema)))
     size = sum(len(text) for _, text in places)
     if size > MOST_SCHEMA_BYTES:
         raise ConfigError(
-            f"{', '.join(schemas)}: too large, {size} bytes of JSON; {MOST_SCHEMA_BYTES} are the most of a request"
+            f"{', '.join(schemas)}: too large: {size} bytes of JSON; a request may have {MOST_SCHEMA_BYTES}"
         )
     return tuple(places)
 
@@ -263,9 +263,9 @@ def _why_not_calls(parser: str, offer: ToolOffer) -> str:
         what, how = "tool_choice: tools cannot be forced", 'use tool_choice "auto"'
     elif offer.strict:
         at = offer.tools.index(offer.strict[0])
-        what, how = f"tools[{at}].function.strict: cannot be kept", "leave strict out, and check the arguments"
+        what, how = f"tools[{at}].function.strict: not possible", "leave strict out, and check the arguments"
     else:
-        what, how = "response_format: cannot be kept beside tools", 'use tool_choice "none"'
+        what, how = "response_format: cannot be combined with tools", 'use tool_choice "none"'
     reason = (
         f"writes its calls in the form that mlx-lm calls {parser!r}, not as JSON between tags"
         if parser

@@ -257,8 +257,8 @@ class ChatFormat:
             raise PromptError("messages: this model has no chat template; give it text through /v1/completions")
         if tools and self.calls is None:
             raise PromptError(
-                "tools: mlx-lm has no parser for this model's tool calls; where one fits, name it as tool_parser_type "
-                "in the model's tokenizer_config.json"
+                "tools: mlx-lm recognizes no parser for this model's tool calls; if one of its parsers fits, set it as "
+                "tool_parser_type in the model's tokenizer_config.json"
             )
         check_text(certain_text(said))  # before the text is searched or rendered
         try:

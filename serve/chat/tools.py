@@ -29,7 +29,7 @@ class ToolOffer:
 
     @property
     def strict(self) -> tuple[Tool, ...]:
-        """The tools whose calls must fit their schema, though the model need not call one."""
+        """Optional tools with strict schemas: a call of one must fit its schema."""
         return () if self.forced else tuple(tool for tool in self.tools if tool["function"].get("strict") is True)
 
     @property
@@ -73,7 +73,7 @@ def tool_names(tools: Sequence[Tool]) -> list[str]:
 
 
 ToolParser = Callable[[str, Any], Any]
-"""Maps the text between a call's tags, and the tools, to {"name", "arguments"} or a list. Raises if it is no call."""
+"""Maps the text between a call's tags, and the tools, to {"name", "arguments"} or a list. Raises if there is none."""
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _MOST_MALFORMED = 64

@@ -45,7 +45,7 @@ class Volatile:
             try:
                 patterns.append(re.compile(pattern))
             except re.error as e:
-                raise ConfigError(f"--volatile {pattern!r} is no regular expression: {e}") from e
+                raise ConfigError(f"--volatile {pattern!r} is not a regular expression: {e}") from e
         return cls(tuple(patterns))
 
     def left_out(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def certain_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 _CHATS = 32
-"""How many recent chats a new one is compared with: more than one machine's clients have at a time."""
+"""Number of recent chats to compare a new one with: more than one machine's clients have at a time."""
 _LEAST = 2
 """Two chats must share this many messages after a change to count as one chat; a single one may match by chance."""
 
@@ -114,8 +114,8 @@ class Changes:
             name, behind = changed
             self._said.add(name)
         return (
-            f"{name} has changed between two requests that go on alike: the {behind} messages behind it were read "
-            "anew. Leave what changes out of it, or name it with --volatile"
+            f"{name} differs from an earlier request, so the {behind} messages after it, which are equal, were read "
+            "again. Remove the changing text, or match it with --volatile"
         )
 
 

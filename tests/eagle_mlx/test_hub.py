@@ -133,7 +133,7 @@ def test_what_was_fetched_needs_no_network(online: hub_server.Hub, monkeypatch: 
 @pytest.mark.parametrize(
     ("how", "token", "said"),
     [
-        ({"gated": True}, hub_server.READ, "user/head is gated: ask for access at .*/user/head"),
+        ({"gated": True}, hub_server.READ, "user/head is gated: request access at .*/user/head"),
         ({"private": True}, None, "if it is private, log in with `hf auth login`, or set HF_TOKEN"),
         ({}, "hf_wrong", "the hub does not know the token with which user/head was asked for"),
     ],
@@ -178,7 +178,7 @@ def test_a_newer_head_takes_the_place_of_an_older_one(online: hub_server.Hub, tm
     older = {"model-00001-of-00002.safetensors": b"a", "pytorch_model.bin": b"b", "plots/loss.png": b"c"}
     online.put("user/head", {**older, "notes.md": b"kept", "onnx/model.safetensors": b"kept", "config.json": b"old"})
     folder = folder_of(tmp_path / "head", **{"model.safetensors": "weights"})
-    with pytest.raises(OutputError, match=r"user/head exists already and holds config.json, .*--overwrite"):
+    with pytest.raises(OutputError, match=r"user/head already exists and has config.json, .*--overwrite"):
         hub.publish_head(folder, "user/head")
     assert online.repos["user/head"].commits == ["first"]
     hub.publish_head(folder, "user/head", overwrite=True)
@@ -200,7 +200,7 @@ def test_private_is_kept_private(online: hub_server.Hub, tmp_path: Path) -> None
     hub.publish_head(folder, "user/secret", private=True)
     assert online.repos["user/secret"].private
     online.put("user/open", {})
-    with pytest.raises(OutputError, match="user/open exists already and is public; .* leave --private out"):
+    with pytest.raises(OutputError, match="user/open already exists and is public; .* leave out --private"):
         hub.publish_head(folder, "user/open", private=True)
     assert online.repos["user/open"].files == {}
 
@@ -208,13 +208,13 @@ def test_private_is_kept_private(online: hub_server.Hub, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("repo", "token", "said"),
     [
-        ("user/head", None, "there is no token .*HF_TOKEN.*--token"),
+        ("user/head", None, "no token with write access .*HF_TOKEN.*--token"),
         ("user/head", "hf_wrong", "the hub does not know the token .*settings/tokens.*; nothing was published"),
         ("user/head", hub_server.READ, "no right to write to user/head .*may write for user"),
         ("other/head", hub_server.WRITE, "no right to write to other/head .*you may not write to other"),
         ("head", hub_server.WRITE, "write it as user/head"),
-        ("a/b/c", hub_server.WRITE, "'a/b/c' is no name of a repository"),
-        ("user/--head", hub_server.WRITE, "is no name of a repository"),
+        ("a/b/c", hub_server.WRITE, "'a/b/c' is not a valid repository name"),
+        ("user/--head", hub_server.WRITE, "is not a valid repository name"),
     ],
 )
 def test_what_stands_in_the_way_is_said_in_a_line(
@@ -249,7 +249,9 @@ def test_a_card_that_the_hub_refuses_makes_no_repository(online: hub_server.Hub,
 def test_an_upload_that_fails_leaves_nothing_half_written(online: hub_server.Hub, tmp_path: Path, what: str) -> None:
     setattr(online, what, True)
     folder = folder_of(tmp_path / "head", **{"model.safetensors": "weights"})
-    with pytest.raises(OutputError, match="over its quota.*user/head was made but is empty: the same command fills it"):
+    with pytest.raises(
+        OutputError, match="over its quota.*user/head was created but is empty: run the same command again"
+    ):
         hub.publish_head(folder, "user/head")
     assert set(online.repos["user/head"].files) == {".gitattributes"}
     setattr(online, what, False)
@@ -278,7 +280,7 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EagleError, match="the hub cannot be reached"):
         hub.resolve("user/head")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(OutputError, match="HF_HUB_OFFLINE forbids"):
+    with pytest.raises(OutputError, match="HF_HUB_OFFLINE disables"):
         hub.publish_head(folder, "user/head")
 
 

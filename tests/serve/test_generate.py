@@ -102,7 +102,7 @@ def test_rows_of_turns_are_asked_turn_by_turn(models: tuple[str, str], tmp_path:
     [
         ([], "give one prompt"),
         (["x", "--file", "p.jsonl"], "give one prompt"),
-        (["x", "--output", "a.jsonl"], "--output goes with --file"),
+        (["x", "--output", "a.jsonl"], "--output needs --file"),
         ([""], "the prompt is empty"),
         (["x", "--raw", "--system", "y"], "--system needs a chat template"),
         (["x", "--top-p", "2"], "top_p"),

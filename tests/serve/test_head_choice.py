@@ -95,7 +95,7 @@ def test_one_that_does_not_fit_is_passed_over_with_its_reason(models: Path, targ
     assert found.head == str(models / "head")
     assert isinstance(proposer, em.HeadProposer)
     assert len(said) == 2
-    assert "other is passed over: head expects a target of hidden size 64 but the target has 32" in said[0]
+    assert "other is skipped: head expects a target of hidden size 64 but the target has 32" in said[0]
 
 
 def test_where_there_is_none_ngrams_draft(models: Path, target: Target) -> None:
@@ -213,7 +213,7 @@ def test_pull_of_a_head_that_nobody_knows(
     assert [(one.head, one.names[0]) for one in records()] == [("user/mine", "makers/other")]
     online.put("user/model", {"config.json": b'{"num_hidden_layers": 36}', "model.safetensors": b"x"})
     assert heads(["pull", "user/model"]) == 2
-    assert "is a model of 36 layers and no head" in capsys.readouterr().err
+    assert "is a model with 36 layers, not a head" in capsys.readouterr().err
     assert hub.cached("user/model") is None
 
 
@@ -223,4 +223,4 @@ def test_pull_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{HEAD} is not in the hub's cache, and the hub cannot be reached" in err
     assert "Traceback" not in err
     assert heads(["pull", "./folder"]) == 2
-    assert "given as --head ./folder" in capsys.readouterr().err
+    assert "give --head ./folder" in capsys.readouterr().err

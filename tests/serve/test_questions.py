@@ -137,5 +137,5 @@ def test_filler_stands_before_each_question_and_no_two_have_the_same(tmp_path: P
     assert len(set(texts)) == len(texts)
     [raw] = behind_filler([Question("x = ")], target, 20)
     assert str(raw.content).endswith("\n\nx = ")
-    with pytest.raises(ConfigError, match="too little text for so many prompts"):
+    with pytest.raises(ConfigError, match="the standard library is too small"):
         behind_filler(asked, target, 100_000)

@@ -370,7 +370,7 @@ def test_a_quantised_head_stays_what_it_is_and_is_said_to_be_for_mlx(
     convert(tmp_path / "a", layout, tmp_path / "b")
     assert same_files(tmp_path / "a", tmp_path / "b")
     said = capsys.readouterr().out
-    assert "EAGLE-MLX has read it back; no other server reads what MLX has quantized" in said
+    assert "EAGLE-MLX has read it back; other servers cannot read it, because MLX quantized it" in said
     assert "SGLang" not in said
     assert main([str(tmp_path / "a"), "--to", "speculators", "--output", str(tmp_path / "c")]) == 2
 
@@ -425,11 +425,11 @@ def head_of(target: Target, kind: str, folder: Path) -> Path:
         ("eagle3", ["--to", "mtp"], "--to can be eagle3 or speculators"),
         ("eagle3", ["--to", "speculators"], "name the target with --target"),
         ("eagle3", ["--to", "speculators", "--depth", "0"], "--depth must be at least 1"),
-        ("eagle3", ["--to", "eagle3", "--source", "x"], "name one head"),
+        ("eagle3", ["--to", "eagle3", "--source", "x"], "give the head's folder or hub id"),
         (
             "eagle3",
             ["--to", "speculators", "--base-model", "a/b/c"],
-            "--base-model: 'a/b/c' is no name of a repository",
+            "--base-model: 'a/b/c' is not a valid repository name",
         ),
         ("mtp", ["--to", "speculators"], "the speculators layout cannot express norm_output=False"),
         ("eagle3", ["--to", "speculators", "--target", "TARGET"], "head expects a target of vocabulary 64 but"),

@@ -165,12 +165,12 @@ def test_one_that_is_there_is_replaced_only_when_asked(
 @pytest.mark.parametrize(
     ("token", "repo", "said"),
     [
-        (None, REPO, "there is no token"),
+        (None, REPO, "no token with write access"),
         ("hf_wrong", REPO, "does not know the token"),
         (hub_server.READ, REPO, "no right to write"),
         (hub_server.WRITE, "stranger/head", "no right to write"),
         (hub_server.WRITE, "head", "write it as user/head"),
-        (hub_server.WRITE, "a/b/c", "no name of a repository"),
+        (hub_server.WRITE, "a/b/c", "not a valid repository name"),
     ],
 )
 def test_no_token_and_no_rights(
@@ -255,11 +255,11 @@ def test_a_damaged_head_is_refused_before_any_request(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--license", "mit", "--base-model", "tiny"], "--base-model: 'tiny' is no name of a repository"),
-        ([], "name the one under which others may use the head with --license"),
+        (["--license", "mit", "--base-model", "tiny"], "--base-model: 'tiny' is not a repository name"),
+        ([], "no license: give one with --license"),
         (["--license", "other"], "--license-name and --license-link"),
         (["--license", "mit", "--license-link", "https://x"], "go with --license other"),
-        (["--license", "mit", "--figures", "none.json"], "none.json cannot be read as figures"),
+        (["--license", "mit", "--figures", "none.json"], "none.json cannot be read"),
     ],
 )
 def test_what_must_be_said_is_asked_for(
@@ -274,7 +274,7 @@ def test_a_target_that_is_a_folder_of_this_machine_needs_a_name(
     made: Made, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(capsys, str(made.run), "--repo", REPO, "--license", "mit")
-    assert "names its target 'tiny', which is no hub id" in said
+    assert "names its target 'tiny', which is not a hub id" in said
     assert "--base-model" in said
     assert online.requests == []
 
@@ -351,7 +351,7 @@ def test_a_card_that_is_there_already_is_not_used(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     assert main([str(tmp_path / "head"), "--repo", REPO, "--license", "mit", "--dry-run"]) == 0
     shown = capsys.readouterr()
-    assert "README.md stays here; the card is made anew" in shown.err
+    assert "README.md is not uploaded; a new card is written" in shown.err
     assert "of someone else" not in shown.out
     assert (tmp_path / "head" / "README.md").read_text() == "of someone else"
 
@@ -469,11 +469,11 @@ def test_another_licence_is_named_and_linked(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"head_sha256": "0" * 64}, "was measured with another head"),
-        ({"head": "random", "head_sha256": None}, "was measured with another head (random)"),
-        ({"runs": []}, "holds no figures of a head"),
-        ({"runs": "many"}, "it holds no runs"),
-        ({"runs": [{"mode": "eagle"}]}, "is no file of eagle-bench --json"),
+        ({"head_sha256": "0" * 64}, "has results of another head"),
+        ({"head": "random", "head_sha256": None}, "has results of another head, random"),
+        ({"runs": []}, "has no results of a head"),
+        ({"runs": "many"}, "it has no runs"),
+        ({"runs": [{"mode": "eagle"}]}, "was not written by this version of eagle-bench --json"),
     ],
 )
 def test_figures_that_are_not_this_head_s_are_refused(
@@ -656,7 +656,7 @@ def test_what_is_quantised_already_is_not_quantised_again(tmp_path: Path, capsys
     quantize(head, 4, 32)
     save_eagle3(head, tmp_path / "head", target_name="owner/tiny")
     given = [str(tmp_path / "head"), "--repo", REPO, "--license", "mit"]
-    assert "is quantised already; give --bits with the head as it was before" in refused(capsys, *given, "--bits", "8")
+    assert "is quantized already; use --bits with the unquantized head" in refused(capsys, *given, "--bits", "8")
     card = ModelCard(dry(tmp_path / "head", capsys).split("README.md:\n\n")[1])
     assert "With SGLang" not in card.text
     with pytest.raises(SystemExit):
@@ -675,5 +675,5 @@ def test_figures_of_a_head_in_few_bits_are_said_to_be_that(made: Made, tmp_path:
     written = json.loads(made.figures.read_text()) | {"head_quantization": {"group_size": 64, "bits": 4}}
     (tmp_path / "figures.json").write_text(json.dumps(written))
     source = read_source(made.run)
-    assert "the head quantised to 4 bits" in of_bench(tmp_path / "figures.json", source, REPO, "owner/tiny").how
-    assert "quantised" not in of_bench(made.figures, source, REPO, "owner/tiny").how
+    assert "the head quantized to 4 bits" in of_bench(tmp_path / "figures.json", source, REPO, "owner/tiny").how
+    assert "quantized" not in of_bench(made.figures, source, REPO, "owner/tiny").how

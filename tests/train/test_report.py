@@ -132,7 +132,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(run), str(tmp_path / "none")]) == 2
     assert f"error: there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty is no training run: neither report\.json nor metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"empty is not a training run: it has neither report\.json nor metrics\.jsonl"):
         read_run(tmp_path / "empty")
     for damage in ("{", "[]"):
         (run / "report.json").write_text(damage)

@@ -107,6 +107,6 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / METRICS
     before = "\n".join(["{", *file.read_text().splitlines()]) + "\n"
     file.write_text(before)
-    with pytest.raises(DataError, match=r"metrics\.jsonl:1 is no line of metrics"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1 is not a line of metrics"):
         Tracker(tmp_path, TrainConfig(), resume_step=2)
     assert file.read_text() == before

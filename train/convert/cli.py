@@ -12,14 +12,14 @@ from .extract import Extraction, extract
 from .layouts import Conversion, convert
 
 _HELP = """\
-Write a head in another layout, number for number the same; or take the MTP head out of a published model
+Write a head in another layout with the same weights, or extract the MTP head of a published model
 (`eagle-convert mtp --help`).
 
 layouts:
   eagle3       EAGLE-3 as SGLang, vLLM and SpecForge load it, layer ids in both conventions
   speculators  EAGLE-3 and Qwen's MTP as speculators and vLLM load them
   eagle        EAGLE-1 and 2, for SafeAILab and SGLang: PyTorch's .bin becomes safetensors, names become plain
-  mtp          MTP as EAGLE-MLX keeps it
+  mtp          MTP in EAGLE-MLX's own layout
 """
 _EXAMPLES = """\
 examples:
@@ -29,14 +29,14 @@ examples:
   eagle-convert yuhuili/EAGLE-Vicuna-7B-v1.3 --to eagle --target lmsys/vicuna-7b-v1.3 --output out/eagle
   eagle-convert mtp --source Qwen/Qwen3-Next-80B-A3B-Instruct --bits 4 --output out/mtp
 
-Which kind of head SOURCE is, its files say. A layout that holds an embedding needs the --target of a head that has
-none of its own. A folder that is called mtp is written ./mtp.
+The kind of head is read from its files. If a layout includes an embedding and the head has none, give --target.
+Write a folder named mtp as ./mtp.
 """
 _MTP_HELP = """\
-Take the MTP layer out of a model as it was published (DeepSeek-V3, GLM-4.5, MiMo, Qwen3-Next, Qwen3.5 and models
-with their config) and write a head that drafts for it. Conversions made with mlx-lm have lost this layer: name the
-original repository. Of a hub id only the files that hold the layer are fetched; of a folder only they need be there.
-What is decided about its norms is printed.
+Extract the MTP layer of a published model (DeepSeek-V3, GLM-4.5, MiMo, Qwen3-Next, Qwen3.5 and models with their
+config) and write it as a draft head. mlx-lm drops this layer when it converts a model, so give the original
+repository. From the hub, only the files with the layer are downloaded; a folder needs only those files. The handling
+of its norms is printed.
 """
 _MTP_EXAMPLES = """\
 examples:
@@ -44,8 +44,8 @@ examples:
   eagle-convert mtp --source models/MiMo-7B-RL --hidden before
   eagle-serve --target Qwen3-Next-80B-A3B-Instruct-4bit --head out/mtp
 
-People disagree whether the target's hidden state goes in after its final norm or before it: convert both ways and let
-eagle-bench decide.
+Models differ in whether the head needs the target's hidden state before or after its final norm. If in doubt, convert
+both ways and compare with eagle-bench.
 """
 
 

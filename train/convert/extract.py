@@ -29,20 +29,22 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class Extraction(Group):
-    """Which head to extract from which model. Raises ConfigError."""
+    """The head to extract and its model. Raises ConfigError."""
 
     source: str = setting(REQUIRED, "folder or hub id of the published model", metavar="MODEL")
-    output: str | None = setting(None, "where the head goes (default: the model's name and -mtp)", metavar="DIR")
-    index: int = setting(0, "which MTP layer", Limit(lambda index: index >= 0, "counts MTP layers from 0; got {}"))
-    bits: Literal[4, 8] | None = setting(None, "quantise the large matrices")
-    group_size: Literal[32, 64, 128] = setting(64, "weights that share a scale, with --bits")
-    hidden: Hidden = setting("after", "the target's final norm: its hidden state goes in after it or before it")
-    dtype: Dtype | None = setting(None, "type of what is not quantised (default: the model's)")
+    output: str | None = setting(None, "folder for the head (default: the model's name and -mtp)", metavar="DIR")
+    index: int = setting(
+        0, "number of the MTP layer, from 0", Limit(lambda index: index >= 0, "counts MTP layers from 0; got {}")
+    )
+    bits: Literal[4, 8] | None = setting(None, "quantize the large matrices to this many bits")
+    group_size: Literal[32, 64, 128] = setting(64, "with --bits: number of weights that share a scale")
+    hidden: Hidden = setting("after", "use the target's hidden state after or before its final norm")
+    dtype: Dtype | None = setting(None, "dtype of unquantized weights (default: the model's)")
     overwrite: bool = setting(False, OVERWRITE)
 
     def _check(self) -> None:
         if not self.source:
-            raise ConfigError("no source: name the model's folder or hub id with --source")
+            raise ConfigError("no source: give the model's folder or hub id with --source")
 
 
 def extract(what: Extraction, say: Callable[[str], None]) -> str:
@@ -66,7 +68,7 @@ def extract(what: Extraction, say: Callable[[str], None]) -> str:
     how = f"{what.bits} bits in groups of {what.group_size}" if what.bits else DTYPE_NAMES[dtype]
     return (
         f"{output}: an MTP head of {head.config.model_type} in {how}, {size / 1e6:,.1f} MB in memory. EAGLE-MLX loads "
-        f"it; to see whether it drafts better with the other hidden state, convert once more with --hidden "
+        f"it; to try the other hidden state, convert again with --hidden "
         f"{'before' if what.hidden == 'after' else 'after'} and compare with eagle-bench"
     )
 

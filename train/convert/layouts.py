@@ -35,27 +35,29 @@ _OURS = ("target", BASE_MODEL, COPY, NOTED, "target_norm")
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion(Group):
-    """Which head to convert, and to what. Raises ConfigError."""
+    """The head to convert, and its new layout. Raises ConfigError."""
 
     given: str | None = setting(None, "folder or hub id of the head", name="SOURCE", positional=True)
-    named: str | None = setting(None, "the same", name="source", metavar="SOURCE")
+    named: str | None = setting(None, "the same as SOURCE", name="source", metavar="SOURCE")
     to: str = setting(REQUIRED, "layout to write", metavar=f"{{{','.join(_LAYOUTS)}}}")
-    output: str = setting(REQUIRED, "where it goes", metavar="DIR")
+    output: str = setting(REQUIRED, "folder for the converted head", metavar="DIR")
     target: str | None = setting(None, "folder or hub id of the model that the head is for", metavar="MODEL")
     base_model: str | None = setting(
         None,
-        "folder or hub id of the model that speculators and vLLM load in the target's place (default: what the card of "
-        "a quantized target names, else the target itself if MLX has not quantized it)",
+        "folder or hub id of the model that speculators and vLLM load in place of the target (default: the base model "
+        "on the card of a quantized target; otherwise the target, if MLX has not quantized it)",
         metavar="MODEL",
     )
-    dtype: Dtype | None = setting(None, "type of the numbers (default: the source's, nothing is lost)")
-    depth: int | None = setting(None, "speculators: how many tokens to draft (default: the source's, or 3)", AT_LEAST_1)
-    check: bool = setting(True, "try the head on the target, which takes a while")
+    dtype: Dtype | None = setting(None, "dtype of the weights (default: unchanged)")
+    depth: int | None = setting(
+        None, "speculators: number of tokens to draft (default: as in SOURCE, or 3)", AT_LEAST_1
+    )
+    check: bool = setting(True, "test the head on the target, which takes a while")
     overwrite: bool = setting(False, OVERWRITE)
 
     def _check(self) -> None:
         if bool(self.given) == bool(self.named):
-            raise ConfigError("name one head, its folder or hub id, as SOURCE or with --source")
+            raise ConfigError("give the head's folder or hub id, either as SOURCE or with --source")
         if self.base_model is not None:
             check_base_model(self.base_model)
 
@@ -79,7 +81,7 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     layout = _layout(kind, what)
     if _copies_embedding(head, layout) and target is None:
         raise ConfigError(
-            f"the {what.to} layout holds an embedding, and this head drafts with its target's: name the target with "
+            f"the {what.to} layout includes an embedding, but this head uses its target's; name the target with "
             "--target"
         )
     if target is not None and what.check:
@@ -207,12 +209,12 @@ def _closing(what: Conversion, head: DraftHead, layout: Format, dtype: mx.Dtype,
     kind = kind_of(head)
     flags = kind.unusual(head)
     if quantization_of(head) is not None:
-        readers = "no other server reads what MLX has quantized"
+        readers = "other servers cannot read it, because MLX quantized it"
     elif what.to == "speculators" and base is None:
         readers = "speculators and vLLM cannot load it without a verifier: convert again with --base-model"
     else:
         readers = f"the layout is {layout.read_by}" + (
-            f", whose version has to know {', '.join(flags)}" if flags else ""
+            f", in a version that supports {', '.join(flags)}" if flags else ""
         )
     return (
         f"{what.output}: an {kind.title} head in the {what.to} layout, {len(tensors)} tensors in "

@@ -44,7 +44,7 @@ def bundle(source: Source, card: ModelCard, base: str) -> Iterator[Path]:
             _fill(folder, source, card, base)
             yield folder
     except OSError as e:
-        raise OutputError(f"what is to go up cannot be put together: {e}") from e
+        raise OutputError(f"the files to upload cannot be prepared: {e}") from e
 
 
 def _fill(folder: Path, source: Source, card: ModelCard, base: str) -> None:

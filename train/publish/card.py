@@ -175,9 +175,9 @@ def _body(
     depth = next((found.depth for found in reversed(figures) if found.depth), DEPTH)
     parts = [
         f"# {repo.split('/')[-1]}",
-        f"A draft head ({source.layout.title}) for [{base}](https://huggingface.co/{base}). With speculative decoding "
-        "it makes that model answer sooner: the head drafts some tokens, the model checks them in one forward, and "
-        "what comes out is the model's own text. Made with EAGLE-MLX.",
+        f"A draft head ({source.layout.title}) for [{base}](https://huggingface.co/{base}). It speeds the "
+        "model up by speculative decoding: the head drafts some tokens, and the model checks them in one forward. The "
+        "output is still the model's own text. Made with EAGLE-MLX.",
         *_other_repository(source, beside),
         "## How well it drafts",
         *_acceptance(figures, repo, target),
@@ -195,11 +195,11 @@ def _body(
 def _other_repository(source: Source, beside: Beside) -> list[str]:
     if beside.portable:
         return [
-            f"This is {_link(beside.portable)} with its large matrices quantised ({described(source.head)}), for MLX "
-            "alone: SGLang and vLLM load that one. There is how it was trained, and what it accepts as it was trained."
+            f"This is {_link(beside.portable)} with its large matrices quantized ({described(source.head)}), for MLX "
+            "only: SGLang and vLLM load that one. Its card describes the training and its acceptance."
         ]
     if beside.quantized:
-        return [f"Quantised for MLX, so smaller to fetch and to read, it is {_link(beside.quantized)}."]
+        return [f"A smaller version of this head, quantized for MLX, is {_link(beside.quantized)}."]
     return []
 
 
@@ -210,13 +210,13 @@ def _link(repo: str) -> str:
 def _acceptance(figures: Sequence[Figures], repo: str, target: str) -> list[str]:
     if not figures:
         return [
-            "Acceptance has not been published with this head. This measures it, on your own prompts with `--prompts`:",
+            "No acceptance is published with this head. Measure it, on your own prompts with `--prompts`:",
             _code(f"eagle-bench --target {target} --head {repo} --depth 1 2 4 6"),
         ]
     parts = [
         "τ is the number of tokens emitted per forward of the target, bonus token included; depth is the number of "
-        "tokens drafted in a round, in a chain. Prompts whose continuation loops are left out, because loops flatter "
-        "every figure."
+        "tokens drafted in a round, in a chain. Prompts are left out if the continuation loops, because loops are "
+        "easy to draft."
     ]
     for found in figures:
         parts += [_tau_table(found.taus), found.how + " The command:", _code(found.command)]
@@ -248,8 +248,8 @@ def _speed(figures: Sequence[Figures]) -> list[str]:
         return []
     parts = [
         "## How fast",
-        "Tokens per second over wall time, reading the prompt included. `plain` is EAGLE-MLX without drafts, `eagle` "
-        "with this head, `mlx-lm` that library's own decoding.",
+        "Tokens per second of wall time, including prefill. `plain` is EAGLE-MLX without drafts, `eagle` is with "
+        "this head, and `mlx-lm` is that library's own decoding.",
     ]
     for found in timed:
         prompts = f"{found.taus[0].prompts} prompts of {found.taus[0].data}"

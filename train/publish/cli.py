@@ -29,10 +29,10 @@ from .figures import Figures, of_bench, of_training
 from .source import Source, read_source
 
 _HELP = """\
-Publish a head with a model card that says what it is for, how well it drafts and how to use it.
+Publish a head with a model card that gives its target, its acceptance and how to use it.
 
-DIR is a head's folder (config.json and .safetensors), or the output folder of eagle-train, whose best head goes up
-with the report and the plots of the run.
+DIR is a head's folder (config.json and .safetensors) or the output folder of eagle-train. From the latter, the best
+head is uploaded with the run's report and plots.
 """
 _EXAMPLES = """\
 examples:
@@ -42,13 +42,13 @@ examples:
   eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --bits 4    and you/qwen3-4b-eagle3-4bit
   eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --overwrite --message 'Trained for longer'
 
---dry-run shows the files and the card, and asks nothing of the network.
+--dry-run shows the files and the card without using the network.
 
-the token, which must be one that may write (https://huggingface.co/settings/tokens), is looked for in
+The token needs write access (https://huggingface.co/settings/tokens). It is the first one found in:
   1. --token
   2. the environment variable HF_TOKEN
-  3. the login that `hf auth login` has kept
-HF_ENDPOINT names another hub than https://huggingface.co.
+  3. the login saved by `hf auth login`
+Set HF_ENDPOINT to use another hub than https://huggingface.co.
 """
 
 
@@ -56,18 +56,20 @@ HF_ENDPOINT names another hub than https://huggingface.co.
 class CardOptions(Group):
     """What the model card says."""
 
-    license: str | None = setting(None, "as the hub spells it: apache-2.0, mit, llama3.1, ... (needed)", metavar="ID")
-    license_name: str | None = setting(None, "with --license other: what it is called")
-    license_link: str | None = setting(None, "with --license other: where it is", metavar="URL")
+    license: str | None = setting(
+        None, "license id on the hub: apache-2.0, mit, llama3.1, ... (required)", metavar="ID"
+    )
+    license_name: str | None = setting(None, "with --license other: its name")
+    license_link: str | None = setting(None, "with --license other: its address", metavar="URL")
     base_model: str | None = setting(
         None,
-        "hub id of the model that the head is for (default: the target that the head's config names); give the "
-        "original where the head was trained on a conversion of it, so that other servers find it",
+        "hub id of the model that the head is for (default: the target in the head's config); if the head was "
+        "trained on a conversion, give the original, so that other servers find it",
         metavar="USER/NAME",
     )
     figures: tuple[Path, ...] = setting(
         (),
-        "figures of eagle-bench --json; may be given several times, once for each set of prompts",
+        "output of eagle-bench --json; repeatable, for several sets of prompts",
         metavar="FILE",
         repeat=True,
     )
@@ -77,15 +79,13 @@ class CardOptions(Group):
 class UploadOptions(Group):
     """How to upload."""
 
-    bits: Literal[4, 8] | None = setting(
-        None, "publish the head quantised as well, for MLX, as USER/NAME-4bit or -8bit; the other stays as it is"
-    )
-    dry_run: bool = setting(False, "show the files and the card; no request is made")
+    bits: Literal[4, 8] | None = setting(None, "also publish a quantized copy for MLX, as USER/NAME-4bit or -8bit")
+    dry_run: bool = setting(False, "show the files and the card without using the network")
     private: bool = setting(False, "make the repository private (default: public)")
-    overwrite: bool = setting(False, "put this head in the place of one that is there already")
-    message: str | None = setting(None, "of the commit", metavar="TEXT")
+    overwrite: bool = setting(False, "replace a head that the repository has already")
+    message: str | None = setting(None, "commit message", metavar="TEXT")
     token: str | None = setting(
-        None, "token of the hub (default: HF_TOKEN, then the login of `hf auth login`)", metavar="TOKEN"
+        None, "hub token (default: HF_TOKEN, then the login of `hf auth login`)", metavar="TOKEN"
     )
 
 
@@ -94,7 +94,7 @@ class PublishOptions(Group):
     """A head, where to publish it, and its card."""
 
     folder: Path = setting(REQUIRED, "the head's folder, or the output of eagle-train", name="DIR", positional=True)
-    repo: str = setting(REQUIRED, "the repository; made where there is none", metavar="USER/NAME")
+    repo: str = setting(REQUIRED, "repository, created if necessary", metavar="USER/NAME")
     card: CardOptions = CardOptions()
     upload: UploadOptions = UploadOptions()
 
@@ -115,7 +115,7 @@ def run(options: PublishOptions) -> None:
     small = name_beside(options.repo, bits) if bits else None
     card = make_card(source, options.repo, base, licence, figures, pictures(source), Beside(quantized=small))
     if (source.folder / CARD).exists():
-        print(f"note: {source.folder / CARD} stays here; the card is made anew", file=sys.stderr)
+        print(f"note: {source.folder / CARD} is not uploaded; a new card is written", file=sys.stderr)
     with contextlib.ExitStack() as opened:
         going = [(options.repo, opened.enter_context(bundle(source, card, base)))]
         if bits and small:
@@ -147,8 +147,8 @@ def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
 def _licence(card: CardOptions) -> Licence:
     if not card.license:
         raise ConfigError(
-            "no licence: name the one under which others may use the head with --license (apache-2.0, mit, llama3.1, "
-            "...); without one nobody may. Look at that of the target and of the training data first"
+            "no license: give one with --license (apache-2.0, mit, llama3.1, ...), or nobody may use the head. Check "
+            "the licenses of the target and of the training data first"
         )
     return Licence(card.license, card.license_name, card.license_link)
 
@@ -159,7 +159,7 @@ def _base_model(source: Source, given: str | None) -> str:
         return check_id(given)
     if source.base_model is None:
         named = next(iter(source.target_names), None)
-        what = f"names its target {named!r}, which is no hub id" if named else "does not name its target"
+        what = f"names its target {named!r}, which is not a hub id" if named else "does not name its target"
         raise ConfigError(f"the head's config {what}; name the model that the head is for with --base-model user/name")
     return source.base_model
 
@@ -188,7 +188,7 @@ def quantized(source: Source, bits: int) -> Iterator[Source]:
     Raises ConfigError if the head is quantized already, or if no layer is suitable.
     """
     if quantization_of(source.head) is not None:
-        raise ConfigError(f"{source.folder} is quantised already; give --bits with the head as it was before")
+        raise ConfigError(f"{source.folder} is quantized already; use --bits with the unquantized head")
     dtype = _sixteen_bits(source.folder)
     head: Any = in_dtype(load_head(source.folder), dtype)  # scales are computed in the dtype of the file
     quantize_for(head, None, bits)

@@ -101,7 +101,7 @@ def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
         speeds = tuple(_measured(run, data) for run in runs)
         with_head = [run for run in runs if run["mode"] in _HEAD_MODES]
         if not with_head:
-            raise ConfigError(f"{file} holds no figures of a head; run eagle-bench with --head, mode eagle included")
+            raise ConfigError(f"{file} has no results of a head; run eagle-bench with --head and mode eagle")
         taus = _first_of_each([one for one in speeds if one.mode in _HEAD_MODES])
         best = max(with_head, key=lambda run: (run["batch"] == 1, run["tokens_per_second"]))
         command = written.get("command") or "eagle-bench"
@@ -114,16 +114,16 @@ def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
             int(best["depth"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise ConfigError(f"{file} is no file of eagle-bench --json, or of another version ({e!r})") from e
+        raise ConfigError(f"{file} was not written by this version of eagle-bench --json ({e!r})") from e
 
 
 def _read(file: Path) -> Mapping[str, Any]:
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{file} cannot be read as figures: {e}; give a file of eagle-bench --json") from e
+        raise ConfigError(f"{file} cannot be read: {e}; give the output of eagle-bench --json") from e
     if not isinstance(written, dict) or not isinstance(written.get("runs"), list):
-        raise ConfigError(f"{file} is no file of eagle-bench --json: it holds no runs")
+        raise ConfigError(f"{file} is not the output of eagle-bench --json: it has no runs")
     return written
 
 
@@ -132,8 +132,8 @@ def _check_head(file: Path, written: Mapping[str, Any], source: Source) -> None:
     digest = written.get("head_sha256")
     if written.get("head") == "random" or (digest and digest != hub.weights_digest(source.folder)):
         raise ConfigError(
-            f"{file} was measured with another head ({last_name(str(written.get('head')))}), whose weights are not "
-            f"those in {source.folder}; measure this one"
+            f"{file} has results of another head, {last_name(str(written.get('head')))}: its weights differ from those "
+            f"in {source.folder}; measure this head"
         )
 
 
@@ -178,7 +178,7 @@ def _how(written: Mapping[str, Any]) -> str:
     if written.get("repeats"):
         said.append(f"medians of {written['repeats']} repeats")
     if written.get("head_quantization"):
-        said.append(f"the head quantised to {written['head_quantization']['bits']} bits")
+        said.append(f"the head quantized to {written['head_quantization']['bits']} bits")
     if written.get("acceptance") and any(run["temperature"] for run in written["runs"]):
         said.append(f"{written['acceptance']} acceptance of sampled drafts")
     return "; ".join(said) + "."

@@ -81,9 +81,9 @@ def training(source: Source) -> Rows:
             ("tokens trained on", _number(report.get("tokens"))),
             ("steps", steps and f"{steps}{f', this checkpoint after {_number(chosen)}' if chosen else ''}"),
             ("time", _time(report)),
-            ("time in all", f"{config['hours']:g} hours, the making of data included" if config.get("hours") else ""),
+            ("time in all", f"{config['hours']:g} hours, including making the data" if config.get("hours") else ""),
             ("draft steps", _draft_steps(config)),
-            ("optimiser", _optimiser(config)),
+            ("optimizer", _optimiser(config)),
             ("batch", f"{config['rows']} rows of {config['length']} tokens" if config.get("rows") else ""),
             ("draft vocabulary", _vocabulary(data)),
             ("last loss", f"{report['loss']:.3f}" if report.get("loss") is not None else ""),
@@ -119,9 +119,9 @@ def _draft_steps(config: Mapping[str, Any]) -> str:
     if not config.get("unroll"):
         return ""
     if config.get("step_weights"):
-        return f"{config['unroll']}, weighing {' '.join(f'{weight:g}' for weight in config['step_weights'])}"
+        return f"{config['unroll']}, weighted {' '.join(f'{weight:g}' for weight in config['step_weights'])}"
     return f"{config['unroll']}" + (
-        f", each weighing {config['decay']:g} of the one before" if config.get("decay") else ""
+        f", each weighted {config['decay']:g} times the one before" if config.get("decay") else ""
     )
 
 
@@ -138,4 +138,4 @@ def _optimiser(config: Mapping[str, Any]) -> str:
 
 def _vocabulary(data: Mapping[str, Any]) -> str:
     size, share = data.get("draft_vocab"), data.get("draft_vocab_coverage")
-    return _number(size) + (f" tokens, {share:.1%} of those learnt" if size and share is not None else "")
+    return _number(size) + (f" tokens, {share:.1%} of the learned tokens" if size and share is not None else "")

@@ -110,21 +110,21 @@ def read_source(folder: str | Path) -> Source:
     """
     given = Path(folder).expanduser()
     if not given.is_dir():
-        raise ConfigError(f"there is no folder {given}; give the head's, or the output folder of eagle-train")
+        raise ConfigError(f"there is no folder {given}; give the head's folder or the output folder of eagle-train")
     run, which = _run_of(given)
     place = given if (given / CONFIG).is_file() else given / BEST
     if not (place / CONFIG).is_file():
         raise ConfigError(f"{given} holds neither a head ({CONFIG} and weights) nor the output of eagle-train ({BEST})")
     if not any(place.glob("*.safetensors")):
         raise CheckpointError(
-            f"{place} holds no .safetensors files; save the head as such first, since PyTorch's files can hold code"
+            f"{place} has no .safetensors files; convert the head first, since PyTorch files can contain code"
         )
     config = read_config(place)
     head = load_head(place)
     kind, found = layout_of(place, config, read_tensors(place))
     layout = Layout(kind.title, kind.name, found.about, found.servers(head))
     if quantization_of(head) is not None:
-        layout = replace(layout, written_as=f"{layout.written_as}, quantised by MLX", engines=())
+        layout = replace(layout, written_as=f"{layout.written_as}, quantized by MLX", engines=())
     report = _read_report(run / REPORT) if run is not None else None
     plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file()) if run is not None else ()
     return Source(place, config, layout, head, report, which, plots)

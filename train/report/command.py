@@ -22,14 +22,14 @@ from .plots import write_comparison
 from .runs import PastRun, differing_settings, read_run
 
 _HELP = """\
-Compare training runs: what they came to, at what cost, and in which settings they differ.
+Compare training runs: their results, their costs, and the settings in which they differ.
 
 examples:
   eagle-train report out/head
   eagle-train report out/adamw out/muon --output runs.md --plot runs.png
 
-A run that was cut short, or still runs, is shown as far as its metrics.jsonl tells. τ is tokens per target forward,
-decoded greedily at the depth shown, bonus token included; compare it between runs of one target and the same prompts.
+An interrupted or unfinished run is shown as recorded in its metrics.jsonl. τ is tokens per target forward, including
+the bonus token, in greedy decoding at the depth shown; compare it only for the same target and prompts.
 """
 _NONE = "-"
 
@@ -39,13 +39,15 @@ Line = tuple[str, list[str]]
 
 @dataclass(frozen=True)
 class ReportOptions(Group):
-    """Which runs to compare, and where to write the comparison."""
+    """The runs to compare, and where to write the comparison."""
 
-    runs: tuple[Path, ...] = setting(REQUIRED, "output folder of a run", metavar="DIR", positional=True)
-    output: Path | None = setting(None, "write the comparison as Markdown as well", metavar="FILE.md")
-    plot: Path | None = setting(None, "draw τ and loss against tokens", metavar="FILE.png")
-    json: bool = setting(False, "print JSON in place of the table")
-    overwrite: bool = setting(False, "replace files that exist")
+    runs: tuple[Path, ...] = setting(
+        REQUIRED, "output folder of a run; several are compared", metavar="DIR", positional=True
+    )
+    output: Path | None = setting(None, "also write the comparison as Markdown", metavar="FILE.md")
+    plot: Path | None = setting(None, "plot τ and loss against tokens", metavar="FILE.png")
+    json: bool = setting(False, "print JSON instead of the table")
+    overwrite: bool = setting(False, "replace existing files")
 
 
 def main(argv: Sequence[str]) -> int:

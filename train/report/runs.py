@@ -59,7 +59,7 @@ def read_run(folder: Path) -> PastRun:
     report, about = _json(folder / _REPORT), _json(folder / _ABOUT)
     if report is None and not metrics.exists():
         raise DataError(
-            f"{folder} is no training run: neither {_REPORT} nor {METRICS} is in it; name an --output of eagle-train"
+            f"{folder} is not a training run: it has neither {_REPORT} nor {METRICS}; give an --output of eagle-train"
         )
     rows = read_rows(metrics) if metrics.exists() else []
     settings = dict((report or about or {}).get("config") or {})
@@ -142,7 +142,7 @@ def read_rows(file: Path) -> list[Row]:
     *lines, rest = file.read_text(encoding="utf-8", errors="replace").split("\n")
     rows = [_row(line) for line in lines]
     if None in rows:
-        raise DataError(f"{file}:{rows.index(None) + 1} is no line of metrics; take the line out")
+        raise DataError(f"{file}:{rows.index(None) + 1} is not a line of metrics; remove the line")
     rows.append(_row(rest))
     return [row for row in rows if row is not None]
 

@@ -69,7 +69,7 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     for index, turn in enumerate(body.messages):
         _add(conversation, turn, f"messages[{index}].content")
     if body.messages[-1].role == "assistant":
-        said = "the last message is the assistant's; this server cannot go on with what is given of an answer"
+        said = "the last message is the assistant's; this server cannot continue a partial answer"
         raise ApiError(400, f"messages: {said}", "messages")
     return conversation.messages
 
@@ -104,7 +104,7 @@ def _add_answer(conversation: Conversation, blocks: Sequence[Block], where: str)
 
 
 def _misplaced(block: Block, role: str, where: str) -> ApiError:
-    return ApiError(400, f"{where}: a block of type {block.type} cannot stand in a message of role {role}", where)
+    return ApiError(400, f"{where}: a block of type {block.type} is not allowed in a message of role {role}", where)
 
 
 def _result(block: ToolResultBlock) -> str:

@@ -86,7 +86,7 @@ def test_the_example_of_the_guide_is_read(tmp_path: Path) -> None:
             "a: {target: org/x, head: org/h, eagle-head-path: org/g}",
             "a: head and eagle-head-path are the same setting",
         ),
-        ("a: {target: org/x, spec-decode: draft}", "a: --spec-decode draft needs a model that drafts"),
+        ("a: {target: org/x, spec-decode: draft}", "a: --spec-decode draft needs a --draft-model"),
         ("a: org/x", "a: must hold settings such as"),
         ("7: {target: org/x}", "7 is not a model name; write it in quotes"),
         ("default: {target: org/x}", "has no models"),

@@ -176,7 +176,7 @@ def test_17_strict_is_refused_if_calls_are_not_json(coder: Live, dialect: Dialec
     assert refused.status_code == 400
     message = refused.json()["error"]["message"]
     assert message.startswith("tools[0]."), message
-    assert "strict: cannot be kept on this model" in message
+    assert "strict: not possible on this model" in message
     assert "leave strict out" in message
     assert coder.http.post(dialect.path, json=asking(dialect, "x", strict=False) | {"stream": False}).status_code == 200
 

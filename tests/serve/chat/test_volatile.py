@@ -84,7 +84,7 @@ def test_the_list_can_be_longer_or_empty() -> None:
 
 
 def test_what_is_no_regular_expression_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--volatile '\(' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"--volatile '\(' is not a regular expression"):
         Volatile.of(["("])
 
 
@@ -100,8 +100,8 @@ def test_a_part_that_changes_is_named_once() -> None:
     said = [changes.note(turns(count, {"role": "system", "content": f"at {count}"}), []) for count in range(5)]
     named = [text for text in said if text]
     assert len(named) == 1
-    assert named[0].startswith("messages[0] (system) has changed between two requests")
-    assert "3 messages behind it" in named[0]
+    assert named[0].startswith("messages[0] (system) differs from an earlier request")
+    assert "3 messages after it" in named[0]
     tools = [changes.note(turns(count, {"role": "system", "content": "at 4"}), [{"n": count}]) for count in (4, 5, 6)]
     assert [text.split()[0] for text in tools if text] == ["tools"]
 
