@@ -48,7 +48,7 @@ def make_target(name: str, layers: int | None) -> em.Target:
 
 
 def make_batch(target: em.Target, lengths: list[int]) -> Batch:
-    """Return a batch of rows whose caches hold this many zeros."""
+    """Return a batch of rows with caches of this many zeros."""
     rows = [
         Batch(target, None, [RequestState(make_request(target, [5] * n, PARAMS))], past(target, n - 1)) for n in lengths
     ]

@@ -45,7 +45,7 @@ def measure(target: em.Target, prompts: list[list[int]], chunk: int) -> tuple[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, nargs="+", default=[512, 2048], metavar="N", help="default 512 2048")
-    parser.add_argument("--repeats", type=int, default=4, help="default %(default)s, behind one that is not counted")
+    parser.add_argument("--repeats", type=int, default=4, help="default %(default)s, after one that is not counted")
     args = parser.parse_args()
     target, rng = make_target(), np.random.default_rng(0)
     print("| prompts | chunk | s | s of the CPU | peak, MB |\n|---|---|---|---|---|")

@@ -76,7 +76,7 @@ class Writing:
     def __init__(self, folder: Path, target: em.Target, blocks: int):
         cache = RaggedCache.of(target.model, 1)
         if not cache.is_positional:
-            raise SystemExit("error: a target whose layers keep every position is needed; name another --target")
+            raise SystemExit("error: the target must have layers that keep every position; name another --target")
         self.tokens = blocks * BLOCK
         for _ in range(blocks):
             target.forward(mx.array([[1 + i % 64 for i in range(BLOCK)]]), cache)

@@ -122,7 +122,7 @@ def test_a_toy_kind_is_trained_loaded_drafted_with_converted_and_published(
     again = weights_of(em.load_head(tmp_path / "again"))  # type: ignore[arg-type]
     for name, value in weights_of(head).items():
         np.testing.assert_array_equal(np.array(value), np.array(again[name]))
-    assert read_source(out).layout.title == "Toy"
+    assert read_source(out).kind.title == "Toy"
 
 
 def test_a_kind_is_named_in_its_own_folders_and_six_other_files() -> None:

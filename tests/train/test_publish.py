@@ -201,7 +201,7 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "cannot be reached" in refused(capsys, folder, "--repo", REPO, "--license", "mit")
 
 
-def test_a_licence_that_the_hub_does_not_know(
+def test_a_license_that_the_hub_does_not_know(
     online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     what = [str(head_folder(tmp_path / "head")), "--repo", REPO, "--license", "no-such-licence"]
@@ -241,7 +241,7 @@ def strip(folder: Path) -> None:
         (shorten, "model.safetensors is damaged or cut short"),
         (strip, "num_attention_heads"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "no .safetensors files"),
-        (lambda folder: (folder / "config.json").unlink(), "holds neither a head"),
+        (lambda folder: (folder / "config.json").unlink(), "has neither a head"),
     ],
 )
 def test_a_damaged_head_is_refused_before_any_request(
@@ -372,7 +372,7 @@ def test_the_last_head_of_a_run_tells_its_own_figures(made: Made) -> None:
     told = replace(source, report={**source.report, "acceptance": {"last": {**FOUND, "acceptance_length": 1.5}}})
     figures = of_training(told, "owner/tiny")
     assert figures is not None
-    assert (figures.taus[0].length, figures.taus[0].prompts, figures.taus[0].left_out) == (1.5, 7, 3)
+    assert figures.taus == [("chats.jsonl, held out", "7", "3", "0", "2", "1.50", "0.50 0.50")]
     assert of_training(replace(told, which="best"), "owner/tiny") is None
 
 
@@ -454,7 +454,7 @@ def test_an_export_for_speculators_names_the_model_that_it_can_read(
     assert f"eagle-serve --target {conversion}" in files["README.md"].decode()
 
 
-def test_another_licence_is_named_and_linked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_license_is_named_and_linked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head_folder(tmp_path / "head")
     capsys.readouterr()
     other = ["--license", "other", "--license-name", "house-rules", "--license-link", "https://example.org/rules"]
@@ -575,7 +575,7 @@ def test_a_command_is_shown_for_others() -> None:
 def test_a_folder_that_is_no_head_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no folder"):
         read_source(tmp_path / "none")
-    with pytest.raises(ConfigError, match="holds neither a head"):
+    with pytest.raises(ConfigError, match="has neither a head"):
         read_source(tmp_path)
 
 
@@ -583,7 +583,7 @@ def test_a_folder_that_is_no_head_is_said_to_be_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bits", "other"), [(4, 8), (8, 4)])
-def test_beside_the_portable_head_a_quantised_one_goes_up_and_loads(
+def test_a_quantized_copy_is_published_and_loads(
     made: Made, online: hub_server.Hub, capsys: pytest.CaptureFixture[str], bits: int, other: int
 ) -> None:
     (made.run / "best" / "LICENSE").write_text("Do as you like.")
@@ -591,13 +591,13 @@ def test_beside_the_portable_head_a_quantised_one_goes_up_and_loads(
     small = f"{REPO}-{bits}bit"
     assert f"{online.base}/{small}" in capsys.readouterr().out
     assert set(online.repos) == {REPO, small}
-    portable, quantised = online.repos[REPO], online.repos[small]
-    assert quantised.private
+    portable, quantized = online.repos[REPO], online.repos[small]
+    assert quantized.private
     assert portable.files["model.safetensors"] == (made.run / "best" / "model.safetensors").read_bytes()
     assert "quantization" not in json.loads(portable.files["config.json"])
-    assert set(quantised.files) == {".gitattributes", "README.md", "LICENSE", "config.json", "model.safetensors"}
-    assert len(quantised.files["model.safetensors"]) < 0.7 * len(portable.files["model.safetensors"])
-    how = json.loads(quantised.files["config.json"])["quantization"]
+    assert set(quantized.files) == {".gitattributes", "README.md", "LICENSE", "config.json", "model.safetensors"}
+    assert len(quantized.files["model.safetensors"]) < 0.7 * len(portable.files["model.safetensors"])
+    how = json.loads(quantized.files["config.json"])["quantization"]
     assert how == {"group_size": 32, "bits": bits, "mode": "affine"}
 
     target = load_target(str(made.target))
@@ -617,22 +617,22 @@ def test_beside_the_portable_head_a_quantised_one_goes_up_and_loads(
 def test_both_cards_say_where_the_other_is(online: hub_server.Hub, tmp_path: Path) -> None:
     folder = head_folder(tmp_path / "head")
     assert main([str(folder), "--repo", REPO, "--license", "mit", "--bits", "4"]) == 0
-    portable, quantised = (ModelCard(online.repos[name].files["README.md"].decode()) for name in (REPO, REPO + "-4bit"))
+    portable, quantized = (ModelCard(online.repos[name].files["README.md"].decode()) for name in (REPO, REPO + "-4bit"))
     assert f"https://huggingface.co/{REPO}-4bit" in portable.text
     assert "With SGLang" in portable.text
     assert portable.data.base_model == "owner/tiny"
-    assert quantised.data.base_model == REPO
-    assert quantised.data.base_model_relation == "quantized"
-    assert quantised.data.tags == ["eagle3", "speculative-decoding", "mlx", "4-bit"]
-    assert "With SGLang" not in quantised.text
-    assert "With vLLM" not in quantised.text
-    assert "SGLang and vLLM load that one" in quantised.text
-    assert f"eagle-serve --target owner/tiny --head {REPO}-4bit" in quantised.text
-    assert "| type | 4-bit weights in groups of 32 |" in quantised.text
+    assert quantized.data.base_model == REPO
+    assert quantized.data.base_model_relation == "quantized"
+    assert quantized.data.tags == ["eagle3", "speculative-decoding", "mlx", "4-bit"]
+    assert "With SGLang" not in quantized.text
+    assert "With vLLM" not in quantized.text
+    assert "For SGLang and vLLM, use the original" in quantized.text
+    assert f"eagle-serve --target owner/tiny --head {REPO}-4bit" in quantized.text
+    assert "| type | 4-bit weights in groups of 32 |" in quantized.text
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "speculators", "speculators-mtp"])
-def test_a_head_of_every_layout_goes_up_quantised(
+def test_a_head_of_every_layout_goes_up_quantized(
     kind: str, online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, folder = tiny_target(), tmp_path / "head"
@@ -651,7 +651,7 @@ def test_a_head_of_every_layout_goes_up_quantised(
     assert again.token_ids is None or mx.array_equal(again.token_ids, head.token_ids)
 
 
-def test_what_is_quantised_already_is_not_quantised_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_quantized_already_is_not_quantized_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = tiny_head(tiny_target())
     quantize(head, 4, 32)
     save_eagle3(head, tmp_path / "head", target_name="owner/tiny")

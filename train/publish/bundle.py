@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shlex
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +19,30 @@ from ..run import REPORT
 from .source import CONFIG, Source, fields_of
 
 CARD = "README.md"
-_PLOTS = "plots"
-LICENCES = ("LICENSE*", "NOTICE*")
-_TAKEN = ("*.safetensors", "*.safetensors.index.json", *LICENCES)
+PLOTS = "plots"
+LICENSES = ("LICENSE*", "NOTICE*")
+_TAKEN = ("*.safetensors", "*.safetensors.index.json", *LICENSES)
 """Files of a head's folder to upload unchanged."""
 
 
-def pictures(source: Source) -> list[str]:
-    """Return the paths of the plots in the repository."""
-    return [f"{_PLOTS}/{plot.name}" for plot in source.plots]
-
-
-@contextlib.contextmanager
-def bundle(source: Source, card: ModelCard, base: str) -> Iterator[Path]:
-    """Yield a temporary folder with weights, config, card, plots and report, without local paths.
+def write_bundle(folder: Path, source: Source, card: ModelCard, base: str) -> None:
+    """Make a folder with weights, config, card, plots and report, without local paths.
 
     Weights are links to the head's own files. Raises OutputError if the folder cannot be made.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix="eagle-publish-") as name:
-            folder = Path(name)
-            _fill(folder, source, card, base)
-            yield folder
+        (folder / PLOTS).mkdir(parents=True)
+        for pattern in _TAKEN:
+            for file in source.folder.glob(pattern):
+                (folder / file.name).symlink_to(file.resolve())
+        _write_config(folder, source, base)
+        (folder / CARD).write_text(str(card), encoding="utf-8")
+        if source.report is not None:
+            _write_json(folder / REPORT, public(source.report))
+        for plot in source.plots:
+            shutil.copyfile(plot, folder / PLOTS / plot.name)
     except OSError as e:
         raise OutputError(f"the files to upload cannot be prepared: {e}") from e
-
-
-def _fill(folder: Path, source: Source, card: ModelCard, base: str) -> None:
-    for pattern in _TAKEN:
-        for file in source.folder.glob(pattern):
-            (folder / file.name).symlink_to(file.resolve())
-    _write_config(folder, source, base)
-    (folder / CARD).write_text(str(card), encoding="utf-8")
-    if source.report is not None:
-        _write_json(folder / REPORT, public(source.report))
-    for plot, place in zip(source.plots, pictures(source), strict=True):
-        (folder / place).parent.mkdir(exist_ok=True)
-        shutil.copyfile(plot, folder / place)
 
 
 def _write_config(folder: Path, source: Source, base: str) -> None:
@@ -83,12 +68,12 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def listing(folder: Path) -> str:
-    """List the files of a folder with their sizes, largest first."""
+    """List the files of a folder and their sizes, largest first."""
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
     rows = [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in files]
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:{width}}  {size:>14,} bytes" for name, size in rows]
-    return "\n".join([*lines, f"  {'in all':{width}}  {sum(size for _, size in rows):>14,} bytes"])
+    return "\n".join([*lines, f"  {'total':{width}}  {sum(size for _, size in rows):>14,} bytes"])
 
 
 _ALWAYS_PATHS = ("output", "shards", "adapter_path")
@@ -121,7 +106,7 @@ def _is_path(text: str) -> bool:
         return True
     try:
         return "/" in text and Path(text).exists()
-    except (OSError, ValueError):  # too long, or an invalid character
+    except (OSError, ValueError):  # too long, or invalid characters
         return False
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,13 +18,13 @@ from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import NOTED
 from eagle_mlx.formats.tensors import COPY, read_tensors
-from eagle_mlx.heads import kind_of, load_head
+from eagle_mlx.heads import load_head
 from eagle_mlx.heads.precision import in_dtype, quantization_of, quantize_for
 from eagle_mlx.setting import REQUIRED, Group, setting
 
-from .bundle import CARD, LICENCES, bundle, listing, pictures
-from .card import Beside, Licence, make_card
-from .figures import Figures, of_bench, of_training
+from .bundle import CARD, LICENSES, listing, write_bundle
+from .card import make_card
+from .figures import of_bench, of_training
 from .source import Source, read_source
 
 _HELP = """\
@@ -98,6 +97,19 @@ class PublishOptions(Group):
     card: CardOptions = CardOptions()
     upload: UploadOptions = UploadOptions()
 
+    def _check(self) -> None:
+        hub.check_full_id(self.repo)
+        card = self.card
+        if not card.license:
+            raise ConfigError(
+                "no license: give one with --license (apache-2.0, mit, llama3.1, ...), or nobody may use the head. "
+                "Check the licenses of the target and of the training data first"
+            )
+        if card.license == "other" and not (card.license_name and card.license_link):
+            raise ConfigError("--license other needs --license-name and --license-link")
+        if card.license != "other" and (card.license_name or card.license_link):
+            raise ConfigError("--license-name and --license-link go with --license other")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Publish a head; return 0, 2 for an error that the user can fix, or 130 if interrupted."""
@@ -105,25 +117,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: PublishOptions) -> None:
-    """Publish the head and print its address."""
-    licence = _licence(options.card)
-    hub.check_full_id(options.repo)
+    """Publish the head, and print its address."""
+    repo, bits = options.repo, options.upload.bits
     source = read_source(options.folder)
     base = _base_model(source, options.card.base_model)
-    figures = _figures(source, options.card.figures, options.repo, source.trained_on or base)
-    bits = options.upload.bits
-    small = name_beside(options.repo, bits) if bits else None
-    card = make_card(source, options.repo, base, licence, figures, pictures(source), Beside(quantized=small))
+    target = source.trained_on or base
+    held_out = of_training(source, target)
+    figures = [held_out] if held_out is not None else []
+    figures += [of_bench(file, source, repo, target) for file in options.card.figures]
+    small = f"{repo}-{bits}bit"  # a repository of its own, as in mlx-community, so that users download only one
+    license = (options.card.license or "", options.card.license_name, options.card.license_link)
     if (source.folder / CARD).exists():
         print(f"note: {source.folder / CARD} is not uploaded; a new card is written", file=sys.stderr)
-    with contextlib.ExitStack() as opened:
-        going = [(options.repo, opened.enter_context(bundle(source, card, base)))]
-        if bits and small:
-            second = opened.enter_context(quantized(source, bits))
-            card = make_card(second, small, base, licence, (), beside=Beside(portable=options.repo))
-            going.append((small, opened.enter_context(bundle(second, card, base))))
-        for repo, folder in going:
-            _send(repo, folder, options.upload, f"Publish an {source.layout.title} head for {base}")
+    with tempfile.TemporaryDirectory(prefix="eagle-publish-") as name:
+        folder = Path(name)
+        folders = {repo: folder / "original"}
+        card = make_card(source, repo, base, license, figures, quantized=small if bits else None)
+        write_bundle(folders[repo], source, card, base)
+        if bits:
+            hub.check_full_id(small)
+            folders[small] = folder / "bundle"
+            second = quantized(source, bits, folder / "quantized")
+            write_bundle(folders[small], second, make_card(second, small, base, license, (), portable=repo), base)
+        for each, files in folders.items():
+            _send(each, files, options.upload, f"Publish an {source.kind.title} head for {base}")
 
 
 def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
@@ -144,15 +161,6 @@ def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
     print(f"published: {done.url} (commit {done.commit[:12]})")
 
 
-def _licence(card: CardOptions) -> Licence:
-    if not card.license:
-        raise ConfigError(
-            "no license: give one with --license (apache-2.0, mit, llama3.1, ...), or nobody may use the head. Check "
-            "the licenses of the target and of the training data first"
-        )
-    return Licence(card.license, card.license_name, card.license_link)
-
-
 def _base_model(source: Source, given: str | None) -> str:
     """Return the hub id of the model that the head is for."""
     if given is not None:
@@ -160,52 +168,31 @@ def _base_model(source: Source, given: str | None) -> str:
     if source.base_model is None:
         named = next(iter(source.target_names), None)
         what = f"names its target {named!r}, which is not a hub id" if named else "does not name its target"
-        raise ConfigError(f"the head's config {what}; name the model that the head is for with --base-model user/name")
+        raise ConfigError(f"the head's config {what}; name the head's model with --base-model user/name")
     return source.base_model
-
-
-def _figures(source: Source, files: Sequence[Path], repo: str, target: str) -> list[Figures]:
-    measured = [of_bench(file, source, repo, target) for file in files]
-    held_out = of_training(source, target)
-    return [held_out, *measured] if held_out is not None else measured
 
 
 _OF_A_LAYOUT = ("target", "target_norm", COPY, NOTED)
 """Keys under `eagle_mlx` that the writers set themselves."""
 
 
-def name_beside(repo: str, bits: int) -> str:
-    """Return a separate repository's name, as in mlx-community, so that users download only one variant."""
-    name = f"{repo}-{bits}bit"
-    hub.check_full_id(name)
-    return name
-
-
-@contextlib.contextmanager
-def quantized(source: Source, bits: int) -> Iterator[Source]:
-    """Yield the source's head quantized, in a temporary folder without the training report.
+def quantized(source: Source, bits: int, folder: Path) -> Source:
+    """Write the source's head quantized, without the training report, to a new folder, and read it back.
 
     Raises ConfigError if the head is quantized already, or if no layer is suitable.
     """
     if quantization_of(source.head) is not None:
         raise ConfigError(f"{source.folder} is quantized already; use --bits with the unquantized head")
-    dtype = _sixteen_bits(source.folder)
+    found = {x.dtype for x in read_tensors(source.folder).values()}
+    dtype = mx.float16 if mx.float16 in found else mx.bfloat16
     head: Any = in_dtype(load_head(source.folder), dtype)  # scales are computed in the dtype of the file
     quantize_for(head, None, bits)
     noted = {name: value for name, value in source.noted.items() if name not in _OF_A_LAYOUT}
     target = next(iter(source.target_names), None)
-    with tempfile.TemporaryDirectory(prefix="eagle-publish-") as name:
-        folder = Path(name) / "head"
-        kind_of(head).formats[0].save(head, folder, target_name=target, extra=noted, dtype=dtype)
-        for file in (file for pattern in LICENCES for file in source.folder.glob(pattern)):
-            shutil.copyfile(file, folder / file.name)
-        yield read_source(folder)
-
-
-def _sixteen_bits(folder: Path) -> mx.Dtype:
-    """Return float16 if the file has it, else bfloat16."""
-    found = {x.dtype for x in read_tensors(folder).values() if mx.issubdtype(x.dtype, mx.floating)}
-    return mx.float16 if mx.float16 in found else mx.bfloat16
+    source.kind.formats[0].save(head, folder, target_name=target, extra=noted, dtype=dtype)
+    for file in (file for pattern in LICENSES for file in source.folder.glob(pattern)):
+        shutil.copyfile(file, folder / file.name)
+    return read_source(folder)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.kinds import HeadKind
 from eagle_mlx.heads.load import layout_of
 from eagle_mlx.heads.precision import quantization_of
 
@@ -28,22 +29,15 @@ CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A file layout, as described in a card."""
-
-    title: str
-    tag: str
-    written_as: str
-    engines: tuple[str, ...]
-    """Other servers that load it unchanged."""
-
-
-@dataclass(frozen=True)
 class Source:
     folder: Path
     """The head's folder."""
     config: Mapping[str, Any]
-    layout: Layout
+    kind: HeadKind
+    written_as: str
+    """How the files are laid out."""
+    servers: tuple[str, ...]
+    """Other servers that load it unchanged."""
     head: DraftHead
     report: Mapping[str, Any] | None
     """Report of the training run that made the head."""
@@ -58,7 +52,7 @@ class Source:
 
     @property
     def target_names(self) -> list[str]:
-        """The target's names in the config, whether hub ids or not."""
+        """The target's names in the config, which need not be hub ids."""
         names = (self.noted.get("target"), self._verifier)
         return [name for name in names if isinstance(name, str) and name]
 
@@ -93,7 +87,7 @@ class Source:
     @property
     def parameters(self) -> int | None:
         """Number of parameters; None if they are quantized."""
-        weights = _weights(self.head).values()
+        weights = weights_of(cast(nn.Module, self.head)).values()
         return None if any(value.dtype == mx.uint32 for value in weights) else sum(value.size for value in weights)
 
 
@@ -114,7 +108,7 @@ def read_source(folder: str | Path) -> Source:
     run, which = _run_of(given)
     place = given if (given / CONFIG).is_file() else given / BEST
     if not (place / CONFIG).is_file():
-        raise ConfigError(f"{given} holds neither a head ({CONFIG} and weights) nor the output of eagle-train ({BEST})")
+        raise ConfigError(f"{given} has neither a head ({CONFIG} and weights) nor the output of eagle-train ({BEST})")
     if not any(place.glob("*.safetensors")):
         raise CheckpointError(
             f"{place} has no .safetensors files; convert the head first, since PyTorch files can contain code"
@@ -122,12 +116,12 @@ def read_source(folder: str | Path) -> Source:
     config = read_config(place)
     head = load_head(place)
     kind, found = layout_of(place, config, read_tensors(place))
-    layout = Layout(kind.title, kind.name, found.about, found.servers(head))
+    written_as, servers = found.about, found.servers(head)
     if quantization_of(head) is not None:
-        layout = replace(layout, written_as=f"{layout.written_as}, quantized by MLX", engines=())
+        written_as, servers = f"{written_as}, quantized by MLX", ()
     report = _read_report(run / REPORT) if run is not None else None
     plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file()) if run is not None else ()
-    return Source(place, config, layout, head, report, which, plots)
+    return Source(place, config, kind, written_as, servers, head, report, which, plots)
 
 
 def _run_of(given: Path) -> tuple[Path | None, str]:
@@ -141,12 +135,8 @@ def _run_of(given: Path) -> tuple[Path | None, str]:
 def _read_report(file: Path) -> Mapping[str, Any]:
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(report, dict):
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{file} cannot be read: {e}; it is what the card tells of the training") from e
-    if not isinstance(report, dict):
-        raise ConfigError(f"{file} is not a JSON object; it is what the card tells of the training")
+        raise ConfigError(f"{file}, which describes the training for the card, cannot be read: {e}") from e
     return report
-
-
-def _weights(head: DraftHead) -> dict[str, mx.array]:
-    return weights_of(cast(nn.Module, head))
