@@ -127,20 +127,16 @@ def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
     path = check_free(folder, overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as e:
-        raise OutputError(f"{path} cannot be created: {e.strerror or e}") from e
-    try:
-        yield part
-        for entry in (*part.rglob("*"), part):
-            sync_folder(entry)
-        part.chmod(0o755)
-        check_free(path, overwrite)  # another process may have created it meanwhile
-        swap(part, path)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True) as name:
+            part = Path(name)
+            yield part
+            for entry in (*part.rglob("*"), part):
+                sync_folder(entry)
+            part.chmod(0o755)
+            check_free(path, overwrite)  # another process may have created it meanwhile
+            swap(part, path)
     except OSError as e:
         raise OutputError(f"{path} could not be written: {e.strerror or e}; no part of it was kept") from e
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def swap(part: Path, path: Path) -> None:

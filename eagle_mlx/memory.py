@@ -1,8 +1,8 @@
 """Memory: how much is free, how much of it the KV cache gets, and how much MLX may keep.
 
-MLX keeps freed buffers for later arrays, by default up to all memory. Prompts and batches of ever new lengths leave
-buffers that fit nothing: people report footprints of 38 to 108 GB (mlx#3350, vllm-mlx#793). Like mlx-lm, we return them
-to the system after each chunk of a prompt and every 256 tokens.
+MLX keeps freed buffers for later arrays, by default up to all memory. If lengths of prompts and batches vary, few of
+them fit again: people report 38 to 108 GB (mlx#3350, vllm-mlx#793). Like mlx-lm, we return them to the system after
+each chunk of a prompt and every 256 tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import mlx.core as mx
 
 _CGROUP = Path("/sys/fs/cgroup")
 _KV_SHARE = 0.8
-"""The KV cache's share of the memory that is free after loading; activations and other programs need the rest."""
+"""The KV cache's share of the memory that is free after loading; activations and other programs use the rest."""
 _SMALL_MEMORY, _SMALL_KV_SHARE = 1 << 34, 0.6
-"""The share with up to 16 GiB of memory, which is 17.2e9 bytes: Macs of that size froze (vmlx-swift#421)."""
+"""Machines with up to 16 GiB, and their share: Macs of that size froze (vmlx-swift#421)."""
 _WIRED_SHARE = 0.6
-"""The most of a machine's memory to wire. Wiring all that Metal recommends led to kernel panics (mlx#3186)."""
+"""The largest share of memory to wire. Wiring as much as Metal recommends led to kernel panics (mlx#3186)."""
 _PREFIX_SHARE = 0.25
-"""The most of the free memory for saved prefixes, which are dropped when running requests need it."""
+"""The largest share of the free memory for saved prefixes, which make room when running requests need it."""
 _KEPT_SHARE = 1 / 16
 """The share of the device's memory for freed buffers: 3 GB on a Mac with 64 GB, more than a chunk's forward needs."""
 _STEPS = 256
@@ -55,9 +55,9 @@ def wire_active() -> None:
 
 
 def wired_bytes(active: int, memory: int, recommended: int) -> int:
-    """Return how many of the `active` bytes to wire.
+    """Return how many of the `active` bytes to wire, given the machine's bytes of `memory`.
 
-    `memory`: the machine's bytes. `recommended`: the most that the device recommends to use; MLX refuses to wire more.
+    MLX refuses to wire more than the `recommended` bytes of the device.
     """
     return max(0, min(active, int(_WIRED_SHARE * memory), recommended))
 
@@ -71,8 +71,7 @@ class FreedBuffers:
 
     def after_chunk(self) -> None:
         """Return buffers after a chunk of a prompt or of data: the next one has another size."""
-        self._steps = 0
-        self._give_back()
+        self.after_step(is_last=True)
 
     def after_step(self, is_last: bool = False) -> None:
         """Count a round or an optimizer step; `is_last` if no other follows soon."""
@@ -111,14 +110,13 @@ def prefix_cache_bytes(free: int) -> int:
 def free_memory() -> int:
     """Return the bytes that MLX's arrays may still take without swapping.
 
-    On a GPU, it is what the device recommends (Metal) or has (CUDA), minus what MLX uses. On a CPU under Linux, it is
-    what the kernel counts as available, or what a container's limit leaves if that is less. On a Mac's CPU, which
-    shares the GPU's memory, it is the same as on the GPU.
+    On a GPU, and on a Mac's CPU, which shares the GPU's memory: the bytes that the device recommends to use (Metal) or
+    has (CUDA), minus those that MLX uses. On other CPUs: the available memory, or less if a container's limit is lower.
     """
     memory = device_memory(_gpu())
     if memory is not None and (sys.platform == "darwin" or mx.default_device() == mx.Device(mx.gpu)):
         return max(0, memory - mx.get_active_memory())
-    return min(_available(Path("/proc/meminfo")), left_of_container(_CGROUP))
+    return min(_available(), left_of_container(_CGROUP))
 
 
 def device_memory(info: Mapping[str, str | int]) -> int | None:
@@ -136,12 +134,10 @@ def _gpu() -> Mapping[str, str | int]:
     return mx.device_info(mx.Device(mx.gpu)) if mx.is_available(mx.Device(mx.gpu)) else {}
 
 
-def _available(meminfo: Path) -> int:
-    """Return the bytes that the kernel counts as available; `sys.maxsize` if unknown."""
-    try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return sys.maxsize
+def _available() -> int:
+    """Return the bytes that Linux counts as available; `sys.maxsize` if unknown."""
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text(encoding="ascii").splitlines() if meminfo.exists() else []
     found = (line.split() for line in lines if line.startswith("MemAvailable:"))
     return next((int(words[1]) * 1024 for words in found), sys.maxsize)
 

@@ -15,13 +15,10 @@ from eagle_mlx.errors import ConfigError
 ENVIRONMENT = "EAGLE_MLX_CPU_SHORTCUTS"
 
 
-def _wish(said: str) -> bool:
-    if said not in ("", "0", "1"):
-        raise ConfigError(f"{ENVIRONMENT} is {said!r}; set it to 0 to compute on a CPU as on a GPU, or leave it out")
-    return said != "0"
-
-
-_wanted = _wish(os.environ.get(ENVIRONMENT, ""))
+_value = os.environ.get(ENVIRONMENT, "")
+if _value not in ("", "0", "1"):
+    raise ConfigError(f"{ENVIRONMENT} is {_value!r}; set it to 0 to compute on a CPU as on a GPU, or unset it")
+_wanted = _value != "0"
 
 
 def use_shortcuts() -> bool:
@@ -40,8 +37,8 @@ def without_shortcuts() -> Iterator[None]:
         _wanted = before
 
 
-# MLX runs an elementwise operation on one thread, and half of a small head's step is elementwise. Two streams within
-# one `mx.eval` keep two cores busy; two consecutive evaluations (`mx.async_eval`) do not.
+# MLX runs an elementwise operation on one thread, and half of a small head's step is elementwise. Two streams in one
+# `mx.eval` keep two cores busy; two consecutive `mx.async_eval` do not.
 
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
@@ -60,9 +57,8 @@ def make_streams(count: int) -> list[mx.Stream]:
 def tune_process() -> None:
     """Tune the whole process for long work on a CPU under Linux; call this before MLX evaluates anything.
 
-    glibc keeps freed memory: large buffers are reallocated in every step, and fresh pages would cost a quarter of the
-    time. MLX walks graphs breadth-first, so that all streams get operations in turn; otherwise the second stream would
-    mostly wait for the first.
+    glibc keeps freed memory: every step allocates large buffers, and fresh pages would take a quarter of the time. MLX
+    walks graphs breadth-first, so that operations go to all streams in turn and no stream waits for another.
     """
     if sys.platform != "linux" or not use_shortcuts():
         return

@@ -40,17 +40,7 @@ from ..speculation import (
 from . import report
 from .decoding import ModeName, tolerance_for
 from .measure import BenchConfig, measure, type_name
-from .modes import (
-    DEFAULT_MODES,
-    MLX_LM,
-    NEEDS,
-    STOCK,
-    USE_HEAD,
-    Models,
-    StockModel,
-    build_modes,
-    missing,
-)
+from .modes import DEFAULT_MODES, MLX_LM, NEEDS, STOCK, USE_HEAD, Models, StockModel, build_modes, missing
 from .report import Run
 
 RANDOM = "random"
@@ -69,9 +59,8 @@ mlx-lm-draft decode one prompt at a time, whatever --batch is; mlx-lm-batch is m
 are compared with mlx-lm's greedy text or, above temperature 0, with the plain engine's text for the same seeds.
 
 All modes except mlx-lm-stock share one model, as EAGLE-MLX loads it: on a CPU under Linux in float32. mlx-lm-stock
-decodes a second copy, which mlx_lm.load loads in the folder's own type. In another type, near-ties may resolve
-differently, so its text may differ; this does not change the exit status. mlx-lm picks the largest log probability,
-EAGLE-MLX the largest logit: in 16 bits, rounding of log probabilities can create a tie if the model is unsure."""
+decodes a second copy in the folder's own type. If the types differ, near-ties may resolve differently; this does not
+change the exit status."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +149,7 @@ def _bench(options: BenchOptions, command: str) -> int:
         print(f"draft model: {draft.name}")
     depth = options.depth or (min(DEFAULT_TOKENS[policy] for policy in options.policy),)
     runs: list[Run] = []
-    stock = StockModel.load(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
+    stock = StockModel(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
     models = Models(target, head, draft, options.memory.kv_bytes, options.memory.prefill_chunk, options.prior, stock)
     for temperature in options.temperature:
         built = build_modes(models, modes, options.batch, depth, options.policy, options.nodes)

@@ -91,12 +91,12 @@ class _Runner:
         """Continue until `goal` tokens are generated, or to the end."""
         if self.outputs is not None:
             return
-        mx.clear_cache()  # no turn begins with another mode's buffers
+        mx.clear_cache()  # start without another mode's buffers
         start = perf_counter()
         try:
             while self.tokens < goal:
                 self.tokens += next(self.decoding)
-            self.mode.sync()  # its next turn has less to do
+            self.mode.sync()  # wait for dispatched work, which counts toward this turn
             self.seconds += perf_counter() - start
         except StopIteration as end:
             self.seconds += perf_counter() - start
@@ -107,7 +107,7 @@ class _Runner:
 def take_turns(
     jobs: Sequence[tuple[Mode, Sequence[list[int]]]], params: Sequence[SamplingParams], tokens: int = 0
 ) -> list[Timed]:
-    """Decode every mode's prompts in turns. A turn ends after `tokens` new tokens per row, or at the end if that is 0.
+    """Decode every mode's prompts in turns of `tokens` new tokens per row; 0 for one turn until all prompts end.
 
     A mode that returns all its tokens at once has one long turn.
     """
@@ -123,7 +123,7 @@ def take_turns(
 
 
 # Larger than a forward's rounding errors, and much smaller than real differences. In float32 with OpenBLAS, logits of
-# one token and of eight differ by up to 3e-5; the 16-bit types get two steps between logits of 8 and 16.
+# one token and of eight differ by up to 3e-5. For 16-bit types: two steps between logits of 8 and 16.
 TOLERANCES = {mx.float32: 1e-3, mx.float16: 0.016, mx.bfloat16: 0.125}
 
 
@@ -133,7 +133,7 @@ class Identity:
 
     identical: int = 0
     excused: int = 0
-    """Continuations that differ, but first at tokens that are both within the tolerance of the target's best."""
+    """Continuations whose first difference is a near-tie: both tokens are within the tolerance of the target's best."""
     different: int = 0
 
 

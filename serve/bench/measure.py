@@ -68,40 +68,42 @@ class BenchConfig(Group):
     )
 
     def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
-        seeds = [self.seed + index if self.temperature else None for index in range(count)]
-        common = SamplingParams(
-            self.temperature, max_tokens=max_tokens, ignore_eos=self.ignore_eos, acceptance=self.acceptance
-        )
-        return [replace(common, seed=seed) for seed in seeds]
+        how = {"max_tokens": max_tokens, "ignore_eos": self.ignore_eos, "acceptance": self.acceptance}
+        seeds = (self.seed + index if self.temperature else None for index in range(count))
+        return [SamplingParams(self.temperature, seed=seed, **how) for seed in seeds]
+
+
+Place = tuple[int, int]
+"""The number of a question, and of one of its turns."""
 
 
 @dataclass
 class _Results:
     mode: Mode
-    prompts: dict[int, list[int]] = field(default_factory=dict)
-    continuations: dict[int, Continuation] = field(default_factory=dict)
-    times: list[dict[int, tuple[float, float]]] = field(default_factory=list)
+    prompts: dict[Place, list[int]] = field(default_factory=dict)
+    continuations: dict[Place, Continuation] = field(default_factory=dict)
+    times: list[dict[Place, tuple[float, float]]] = field(default_factory=list)
     """For each repeat: (seconds, seconds to the first token) of each group, by the group's first prompt."""
 
-    def outputs(self, indices: Iterable[int]) -> list[Continuation]:
-        return [self.continuations[index] for index in indices]
+    def outputs(self, places: Iterable[Place]) -> list[Continuation]:
+        return [self.continuations[place] for place in places]
 
-    def seconds(self, kept: Sequence[int]) -> list[float]:
+    def seconds(self, kept: Sequence[Place]) -> list[float]:
         """Return the seconds of each repeat, over the groups that are kept."""
-        return [sum(whole for index, (whole, _) in repeat.items() if index in kept) for repeat in self.times]
+        return [sum(whole for place, (whole, _) in repeat.items() if place in kept) for repeat in self.times]
 
-    def rates(self, kept: Sequence[int]) -> list[float]:
+    def rates(self, kept: Sequence[Place]) -> list[float]:
         """Return the tokens per second of each repeat."""
         tokens = sum(len(one.tokens) for one in self.outputs(kept))
         return [tokens / seconds for seconds in self.seconds(kept)]
 
-    def decode_rates(self, kept: Sequence[int]) -> list[float]:
+    def decode_rates(self, kept: Sequence[Place]) -> list[float]:
         """Return the tokens per second of each repeat, without each prompt's first token and the time to it."""
         tokens = sum(len(one.tokens) - 1 for one in self.outputs(kept))
-        spent = (sum(a - b for index, (a, b) in repeat.items() if index in kept) for repeat in self.times)
+        spent = (sum(a - b for place, (a, b) in repeat.items() if place in kept) for repeat in self.times)
         return [tokens / max(seconds, 1e-9) for seconds in spent]
 
-    def ratio_to(self, baseline: _Results | None, kept: Sequence[int]) -> float | None:
+    def ratio_to(self, baseline: _Results | None, kept: Sequence[Place]) -> float | None:
         """Return the speedup over a baseline: the median of the repeats' ratios."""
         if baseline is None:
             return None
@@ -117,10 +119,10 @@ def measure(
 ) -> list[Run]:
     """Time every mode on every prompt, `config.repeats` times, and compare their texts.
 
-    The turns of a question are asked in order; each mode sees its own earlier answers. The reference is mlx-lm's greedy
-    text, or plain decoding with the same seeds when sampling or ignoring ends. If the reference loops on a prompt, the
-    prompt is decoded once, for the comparison only, and its later turns are skipped. Raises ConfigError if it loops on
-    all of them, and PromptError if a question's last turn may not fit the context.
+    Each mode sees its own answers to a question's earlier turns. The reference is mlx-lm's greedy text, or plain
+    decoding with the same seeds if sampled or ends are ignored. If the reference loops on a prompt, the prompt is
+    decoded once, for the comparison only, and its later turns are skipped. Raises ConfigError if all prompts loop, and
+    PromptError if a question's last turn may not fit the context.
     """
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
@@ -133,38 +135,37 @@ def measure(
 
 
 class _Measurement:
-    """All turns of all questions, numbered: first all first turns, then all second ones."""
+    """All turns of all questions: first all first turns, then all second ones."""
 
     def __init__(
         self, target: Target, modes: Sequence[Mode], questions: Sequence[Question], config: BenchConfig, progress: bool
     ):
         self.target, self.questions, self.config, self.progress = target, questions, config, progress
-        turns = range(1 + max(len(question.later) for question in questions))
-        self.places = [(at, turn) for turn in turns for at, one in enumerate(questions) if turn <= len(one.later)]
-        """For each number: the question, and which of its turns."""
-        self.params = config.params(len(self.places), config.max_tokens)
+        self.turns = range(1 + max(len(question.later) for question in questions))
+        places = [(at, turn) for turn in self.turns for at, one in enumerate(questions) if turn <= len(one.later)]
+        self.params = dict(zip(places, config.params(len(places), config.max_tokens), strict=True))
         self.results = [_Results(mode) for mode in modes]
         self.reference = self._reference()
 
     def run(self) -> list[Run]:
-        kept, over = list[int](), set[int]()
-        for turn in range(1 + self.places[-1][1]):
-            asked = [index for index, (at, which) in enumerate(self.places) if which == turn and at not in over]
+        kept, over = list[Place](), set[int]()
+        for turn in self.turns:
+            asked = [(at, which) for at, which in self.params if which == turn and at not in over]
             for result in self.results if self.reference in self.results else [*self.results, self.reference]:
                 self._ask(result, asked)
             if turn == 0:
                 for result in self.results:
-                    self._decode([result], [0])  # warms up
+                    self._decode([result], [(0, 0)])  # warms up
             last = self._time(asked)
-            over |= {self.places[index][0] for index in set(asked) - set(last)}
+            over |= {at for at, _ in set(asked) - set(last)}
             kept += last
         return [self._figures(result, kept) for result in self.results]
 
     def _reference(self) -> _Results:
         """Return the result to compare with: one of the measured modes, or an extra one.
 
-        With one prompt at a time, the first repeat decodes all prompts, and looping ones are dropped after it. In a
-        batch, looping prompts must be known before, because they would share rounds with the others.
+        With one prompt at a time, the first repeat finds the prompts that loop. In a batch, they must be known before,
+        because they would share rounds with the others.
         """
         config, target = self.config, self.target
         name = "plain" if config.temperature or config.ignore_eos or target.is_sharded else "mlx-lm"
@@ -173,58 +174,53 @@ class _Measurement:
             return found
         return _Results(EngineMode("plain", Models(target), 1) if name == "plain" else MlxLmMode(target))
 
-    def _category(self, index: int) -> str | None:
-        return self.questions[self.places[index][0]].category
-
-    def _ask(self, result: _Results, indices: Sequence[int]) -> None:
+    def _ask(self, result: _Results, places: Sequence[Place]) -> None:
         """Set a mode's prompts for these turns, which include its own earlier answers."""
-        numbers = {place: number for number, place in enumerate(self.places)}
-        for index in indices:
-            at, turn = self.places[index]
-            before = [result.continuations[numbers[at, earlier]].text for earlier in range(turn)]
-            result.prompts[index] = self.questions[at].encode(self.target, before)
+        for at, turn in places:
+            before = [result.continuations[at, earlier].text for earlier in range(turn)]
+            result.prompts[at, turn] = self.questions[at].encode(self.target, before)
 
-    def _decode(self, results: Sequence[_Results], group: Sequence[int], first: bool = False) -> list[Timed]:
+    def _decode(self, results: Sequence[_Results], group: Sequence[Place], first: bool = False) -> list[Timed]:
         """Decode some prompts by several modes, to the end or to the first token."""
-        params = [replace(self.params[index], max_tokens=1) if first else self.params[index] for index in group]
-        jobs = [(result.mode, [result.prompts[index] for index in group]) for result in results]
+        params = [replace(self.params[place], max_tokens=1) if first else self.params[place] for place in group]
+        jobs = [(result.mode, [result.prompts[place] for place in group]) for result in results]
         return take_turns(jobs, params, 0 if first else self.config.turn)
 
-    def _time(self, indices: Sequence[int]) -> list[int]:
+    def _time(self, places: Sequence[Place]) -> list[Place]:
         """Time every mode on some turns. Return those on which the reference does not loop."""
         if self.reference in self.results:
-            self._repeat(0, self._groups(indices))
-            kept = self._kept(indices)
+            self._repeat(0, self._groups(places))
+            kept = self._kept(places)
         else:
-            for index in progress_bar(indices, desc="reference", unit="prompt", disable=not self.progress):
-                self.reference.continuations[index] = self._decode([self.reference], [index])[0][1][0]
-            kept = self._kept(indices)
-            self._repeat(0, self._groups(kept) + self._groups([index for index in indices if index not in kept]))
+            for place in progress_bar(places, desc="reference", unit="prompt", disable=not self.progress):
+                self.reference.continuations[place] = self._decode([self.reference], [place])[0][1][0]
+            kept = self._kept(places)
+            self._repeat(0, self._groups(kept) + self._groups([place for place in places if place not in kept]))
         for repeat in range(1, self.config.repeats):
             self._repeat(repeat, self._groups(kept))
         return kept
 
-    def _kept(self, indices: Sequence[int]) -> list[int]:
+    def _kept(self, places: Sequence[Place]) -> list[Place]:
         """Return the prompts on which the reference does not loop."""
         said, least = self.reference.continuations, self.config.least_distinct
-        kept = [index for index in indices if not is_loop(said[index].tokens, least)]
-        if not kept and min(indices, default=1) == 0:
+        kept = [place for place in places if not is_loop(said[place].tokens, least)]
+        if not kept and (0, 0) in places:
             raise ConfigError(
                 f"all {len(said)} continuations loop (their share of distinct 4-grams is below {least:g}), so there is "
                 "nothing to measure; use other prompts or a better target"
             )
         return kept
 
-    def _groups(self, indices: Sequence[int]) -> list[Sequence[int]]:
+    def _groups(self, places: Sequence[Place]) -> list[Sequence[Place]]:
         """Return groups of prompts, one per turn: a single prompt, or enough of one category for the widest batch."""
         widest = max(result.mode.batch for result in self.results)
         size = 1 if widest == 1 else GROUP_PER_ROW * widest
-        alike: dict[str | None, list[int]] = {}
-        for index in indices:
-            alike.setdefault(self._category(index), []).append(index)
+        alike: dict[str | None, list[Place]] = {}
+        for place in places:
+            alike.setdefault(self.questions[place[0]].category, []).append(place)
         return [some[start : start + size] for some in alike.values() for start in range(0, len(some), size)]
 
-    def _repeat(self, repeat: int, groups: Sequence[Sequence[int]]) -> None:
+    def _repeat(self, repeat: int, groups: Sequence[Sequence[Place]]) -> None:
         """Time one pass over the groups. Modes take turns in each group, because the machine's speed varies."""
         for result in self.results:
             if len(result.times) == repeat:
@@ -242,7 +238,7 @@ class _Measurement:
                     result.continuations.update(zip(group, out, strict=True))
                 bar.update(len(group))
 
-    def _figures(self, result: _Results, kept: Sequence[int]) -> Run:
+    def _figures(self, result: _Results, kept: Sequence[Place]) -> Run:
         mode, said, identity = result.mode, result.outputs(kept), self._identity(result)
         reference = self.reference.mode
         by_mode = {(other.mode.name, other.mode.batch): other for other in self.results}
@@ -273,13 +269,13 @@ class _Measurement:
             reference=f"{reference.name}, {reference.model} in {type_name(reference.dtype)}",
         )
 
-    def _by_category(self, result: _Results, mlx_lm: _Results | None, kept: Sequence[int]) -> tuple[Category, ...]:
+    def _by_category(self, result: _Results, mlx_lm: _Results | None, kept: Sequence[Place]) -> tuple[Category, ...]:
         """Return the figures of each category, if the prompts have categories."""
         found = []
-        for name, count in Counter(map(self._category, sorted(result.continuations))).items():
+        for name, count in Counter(self.questions[at].category for at, _ in sorted(result.continuations)).items():
             if name is None:
                 continue
-            own = [index for index in kept if self._category(index) == name]
+            own = [place for place in kept if self.questions[place[0]].category == name]
             figures: tuple[float | None, ...] = (None, None, None)
             if own:
                 tau = acceptance_length(result.outputs(own))
@@ -288,25 +284,22 @@ class _Measurement:
         return tuple(found)
 
     def _identity(self, result: _Results) -> Identity | None:
-        """Compare all texts, left-out prompts included. None for mlx-lm's sampling and batches, and for other rules.
+        """Compare all texts, including left-out prompts. None for mlx-lm's sampling and batches, and for other rules.
 
-        After a difference, a mode's next prompt differs too. That turn is excused, because the difference before it
-        counts.
+        After a difference, the prompts of later turns differ too. These turns are excused: the difference counts once.
         """
         name, config = result.mode.name, self.config
-        sampled = config.temperature > 0
-        if name == "mlx-lm-batch" or (
-            sampled and (name in BASELINES or (config.acceptance != "coupled" and name != "plain"))
-        ):
+        draws_differ = name in BASELINES or (config.acceptance != "coupled" and name != "plain")
+        if name == "mlx-lm-batch" or (config.temperature > 0 and draws_differ):
             return None
-        same = [index for index, prompt in sorted(result.prompts.items()) if self.reference.prompts[index] == prompt]
+        same = [place for place, prompt in sorted(result.prompts.items()) if self.reference.prompts[place] == prompt]
         tolerance = max(tolerance_for(self.target), tolerance_for(result.mode))
         identity = compare(
             self.target,
-            [result.prompts[index] for index in same],
+            [result.prompts[place] for place in same],
             [one.tokens for one in self.reference.outputs(same)],
             [one.tokens for one in result.outputs(same)],
-            [self.params[index] for index in same],
+            [self.params[place] for place in same],
             tolerance if config.tolerance is None else config.tolerance,
         )
         return replace(identity, excused=identity.excused + len(result.prompts) - len(same))

@@ -11,9 +11,7 @@ from typing import Any, Final, cast, get_args
 
 import mlx.core as mx
 import mlx_lm
-from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import hub
 from eagle_mlx.engine import Engine
@@ -36,28 +34,17 @@ MLX_LM = "mlx-lm"
 STOCK: Final = "mlx-lm-stock"
 
 
-@dataclass(frozen=True)
 class StockModel:
     """A second copy of the target as `mlx_lm.load` loads it: in its folder's own type and without hooks."""
 
-    model: nn.Module
-    tokenizer: TokenizerWrapper
-    name: str
-
-    @classmethod
-    def load(cls, name: str | Path, adapter_path: str | None = None, trust_remote_code: bool = False) -> StockModel:
-        """Load a folder or hub id that was loaded as a target before."""
+    def __init__(self, name: str | Path, adapter_path: str | None = None, trust_remote_code: bool = False):
         folder = hub.resolve(name, code=trust_remote_code)
         settings = {"trust_remote_code": trust_remote_code}
         loaded = mlx_lm.load(str(folder), settings, adapter_path=adapter_path, trust_remote_code=trust_remote_code)
-        return cls(loaded[0], loaded[1], f"{name} by mlx_lm.load")
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """The type of most of the weights that are not quantized."""
+        self.model, self.tokenizer, self.name = loaded[0], loaded[1], f"{name} by mlx_lm.load"
         leaves = cast(list[tuple[str, mx.array]], tree_flatten(self.model.parameters()))
         counts = Counter(x.dtype for _, x in leaves if mx.issubdtype(x.dtype, mx.floating))
-        return counts.most_common(1)[0][0]
+        self.dtype = counts.most_common(1)[0][0]
 
 
 class _MlxLm(Mode):
@@ -202,13 +189,7 @@ class EngineMode(Mode):
     """The engine, plain or with a proposer. It drafts `depth` tokens per round, or fewer if the policy adapts."""
 
     def __init__(
-        self,
-        name: ModeName,
-        models: Models,
-        batch: int,
-        depth: int = 0,
-        policy: PolicyName = "fixed",
-        nodes: int = 0,
+        self, name: ModeName, models: Models, batch: int, depth: int = 0, policy: PolicyName = "fixed", nodes: int = 0
     ):
         target = models.target
         self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy

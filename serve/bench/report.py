@@ -200,7 +200,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(max(5.0, 1.3 * len(runs)), 4.0), layout="constrained")
     bars = axes.bar(
-        [_label(run) for run in runs],
+        ["\n".join(map(" ".join, zip(_RUN, _which(run), strict=True))) for run in runs],
         [run.tokens_per_second for run in runs],
         color=["#999999" if run.mode.startswith("mlx-lm") else "#009e73" for run in runs],
     )
@@ -214,17 +214,6 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         raise OutputError(f"{path} cannot be written ({e.strerror}); choose another path") from e
     finally:
         pyplot.close(figure)
-
-
-def _label(run: Run) -> str:
-    parts = {
-        run.mode: True,
-        f"depth {size(run)}": run.depth,
-        run.policy: run.policy != "fixed",
-        f"batch {run.batch}": run.batch > 1,
-        f"T {run.temperature:g}": run.temperature,
-    }
-    return "\n".join(part for part, shown in parts.items() if shown)
 
 
 def _caption(run: Run) -> str:
