@@ -230,22 +230,22 @@ def table(found: dict[str, Any]) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, required=True, help="folder of `eagle-data collect`")
-    parser.add_argument("--python", type=Path, required=True, help="of an environment with torch and speculators")
+    parser.add_argument("--python", type=Path, required=True, help="Python with torch and speculators")
     parser.add_argument("--output", type=Path, default=Path("out/compare"), help="a new folder")
-    parser.add_argument("--overwrite", action="store_true", help="replace it where it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
     parser.add_argument(
-        "--work", type=Path, default=Path("out/compare-work"), help="the data as speculators has it; kept"
+        "--work", type=Path, default=Path("out/compare-work"), help="the data in speculators' format; kept"
     )
     parser.add_argument("--target", type=Path, default=CHECKPOINTS / "target")
     parser.add_argument("--prompts", type=Path, default=CHECKPOINTS / "prompts.jsonl")
     parser.add_argument("--config", type=Path, default=CHECKPOINTS / "head.yaml", help="our recipe")
-    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS), help="of speculators")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS), help="to train")
     parser.add_argument("--max-steps", type=int, default=0, help="0 for one pass over the shards")
-    parser.add_argument("--turn", type=int, default=20, help="steps of a turn (20)")
-    parser.add_argument("--threads", type=int, default=2, help="of torch (2)")
-    parser.add_argument("--limit", type=int, default=100, help="held-out prompts (100)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="decoded for each of them (128)")
-    parser.add_argument("--depth", type=int, default=4, help="draft tokens a round (4)")
+    parser.add_argument("--turn", type=int, default=20, help="steps per turn (20)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch (2)")
+    parser.add_argument("--limit", type=int, default=100, help="number of held-out prompts (100)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens per prompt (128)")
+    parser.add_argument("--depth", type=int, default=4, help="draft tokens per round (4)")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

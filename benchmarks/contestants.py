@@ -150,7 +150,7 @@ class Speculators:
         if not line:
             self._process.wait()
             end = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
-            raise EagleError(f"speculators' trainer ended early: {' '.join(end)} (all of it in {self._log})")
+            raise EagleError(f"speculators' trainer ended early: {' '.join(end)} (full output in {self._log})")
         found: dict[str, Any] = json.loads(line)
         return found
 

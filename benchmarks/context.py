@@ -34,7 +34,7 @@ def main() -> None:
         found[tokens] = decode(target, head, asked, args)
         print(line(tokens, found[tokens]), flush=True)
     kept = [index for index in range(len(questions)) if not any(each[index]["loops"] for each in found.values())]
-    print(f"\nthe {len(kept)} of {len(questions)} questions that loop nowhere:")
+    print(f"\nthe {len(kept)} of {len(questions)} questions that loop at no length:")
     for tokens, outputs in found.items():
         print(line(tokens, [outputs[index] for index in kept]))
     if args.json:
@@ -72,11 +72,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="folder or hub id of the model")
     parser.add_argument("--head", required=True, help="folder or hub id of its head")
     parser.add_argument("--prompts", type=Path, required=True, help="jsonl, as for eagle-bench")
-    parser.add_argument("--filler", type=int, nargs="+", default=[0, 512, 2000, 6000], help="tokens of text before it")
-    parser.add_argument("--limit", type=int, default=26, help="questions, evenly of all categories (%(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of a continuation (%(default)s)")
-    parser.add_argument("--depth", type=int, default=4, help="of the chains (%(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="rows at once; τ does not depend on it (%(default)s)")
+    parser.add_argument("--filler", type=int, nargs="+", default=[0, 512, 2000, 6000], help="tokens before each prompt")
+    parser.add_argument("--limit", type=int, default=26, help="questions, spread evenly over categories (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="new tokens per question (%(default)s)")
+    parser.add_argument("--depth", type=int, default=4, help="draft tokens per round (%(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="rows at a time; τ does not depend on it (%(default)s)")
     parser.add_argument("--json", type=Path, help="write all counts")
     return parser.parse_args()
 

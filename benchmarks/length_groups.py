@@ -1,4 +1,4 @@
-"""Compare rounds of a long row together with short ones, and in two groups.
+"""Compare rounds of long and short rows in one group with rounds in two groups.
 
     python benchmarks/length_groups.py
     python benchmarks/length_groups.py --model qwen3-0.6b --layers 7 --long 1024 2048
@@ -128,12 +128,12 @@ def line(target: em.Target, lengths: list[int], one: Way, two: Way) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("included", *SHAPES), default="included", help="default %(default)s")
-    parser.add_argument("--layers", type=int, metavar="N", help="of a model with random weights; default all")
-    parser.add_argument("--rows", type=int, default=8, help="the long one included; default %(default)s")
+    parser.add_argument("--layers", type=int, metavar="N", help="layers of a model with random weights; default all")
+    parser.add_argument("--rows", type=int, default=8, help="rows, including the long one; default %(default)s")
     parser.add_argument("--short", type=int, default=256, metavar="TOKENS", help="default %(default)s")
     parser.add_argument("--long", type=int, nargs="+", default=[512, 1024, 2000], metavar="TOKENS")
-    parser.add_argument("--repeats", type=int, default=20, help="turns of each way; default %(default)s")
-    parser.add_argument("--rounds", type=int, default=4, help="of a turn; default %(default)s")
+    parser.add_argument("--repeats", type=int, default=20, help="turns per way; default %(default)s")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds per turn; default %(default)s")
     args = parser.parse_args()
     target = make_target(args.model, args.layers)
     print(

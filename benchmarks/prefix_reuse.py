@@ -7,7 +7,7 @@
 The models are tiny and random, of four kinds. In each case, one engine reads a prompt cold, and then another that has
 answered an earlier prompt reads it. The earlier request names its boundaries as the server does: after the system
 prompt and after the last message. With `--restart`, the second engine has answered nothing, but has the files of one
-that did. The exit status says whether both bars are met.
+that did. The exit status is 0 if both limits are met.
 """
 
 from __future__ import annotations
@@ -156,11 +156,11 @@ def finish_writing(engine: em.Engine) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4000, help="of each prompt (default 4000)")
-    parser.add_argument("--repeats", type=int, default=3, help="of which the median time is taken (default 3)")
-    parser.add_argument("--restart", action="store_true", help="go on from another engine's files")
+    parser.add_argument("--tokens", type=int, default=4000, help="tokens per prompt (default 4000)")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements; the median counts (default 3)")
+    parser.add_argument("--restart", action="store_true", help="start with another engine's files")
     names = [kind.name for kind in KINDS]
-    parser.add_argument("--kind", choices=names, nargs="+", default=names, help="which (default: all)")
+    parser.add_argument("--kind", choices=names, nargs="+", default=names, help="kinds of models (default: all)")
     args = parser.parse_args()
     print("| kind | case | read again | first token, of cold | of the CPU's time | cold |\n|---|---|---|---|---|---|")
     met = True

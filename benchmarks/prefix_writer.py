@@ -116,9 +116,9 @@ def turn(decoding: Decoding, writing: Writing, tokens: int, busy: bool) -> Turn:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default=str(embedded("target")), help="folder or hub id (default: included)")
-    parser.add_argument("--tokens", type=int, default=64, help="of a turn (default 64)")
-    parser.add_argument("--pairs", type=int, default=20, help="of turns, of which the median is taken (default 20)")
-    parser.add_argument("--text", type=int, default=2048, help="tokens of each text that is written (default 2048)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per turn (default 64)")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of turns; the median counts (default 20)")
+    parser.add_argument("--text", type=int, default=2048, help="tokens per text that is written (default 2048)")
     args = parser.parse_args()
     target = em.load_target(args.target)
     decoding = Decoding(target)

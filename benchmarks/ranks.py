@@ -4,9 +4,9 @@
     mlx.launch -n 3 --backend ring -- python benchmarks/ranks.py --target out/real/smollm2-135m-instruct --rows 1
 
 Without messages, every rank runs its own engine over its part. Their sums are the same bit by bit, so with a fixed
-depth they decide the same and stay in step. This is the least that sharding a target can cost. With messages, only rank
-0 decides and drafts, and the others follow as in `eagle-serve`. The two take turns, and each pair changes the order. A
-head with random weights drafts four tokens a round.
+depth they make the same decisions and stay in step. This is the least that sharding a target can cost. With messages,
+only rank 0 decides and drafts, and the others follow as in `eagle-serve`. The two take turns, and each pair changes the
+order. A head with random weights drafts four tokens per round.
 
 With random weights, it also checks the estimate in docs/several-machines.md: the round of one process with its layers
 divided by the ranks, plus two sums per layer. The layers' cost is the difference to a model of one layer.
@@ -148,14 +148,14 @@ def reckoned(world: World, shape: Shape, rows: int, tokens: int, took: float) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="a target's folder (default: random weights)")
-    parser.add_argument("--shape", choices=SHAPES, default="middling", help="of the random weights (default: middling)")
+    parser.add_argument("--shape", choices=SHAPES, default="middling", help="of random weights (default: middling)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4], metavar="N", help="(default: 1 4)")
-    parser.add_argument("--tokens", type=int, default=48, metavar="N", help="of each row in a turn (default: 48)")
-    parser.add_argument("--pairs", type=int, default=10, metavar="N", help="turns of each way (default: 10)")
+    parser.add_argument("--tokens", type=int, default=48, metavar="N", help="tokens per row and turn (default: 48)")
+    parser.add_argument("--pairs", type=int, default=10, metavar="N", help="turns per way (default: 10)")
     parser.add_argument(
         "--pin",
         action="store_true",
-        help="one core for each rank, under Linux: threads of MLX that wait do not rest, and take another rank's core",
+        help="pin each rank to one core, under Linux; otherwise waiting threads of MLX busy other ranks' cores",
     )
     args = parser.parse_args()
     if args.pin:  # before MLX starts threads, which would not move

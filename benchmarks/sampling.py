@@ -130,7 +130,7 @@ def main() -> None:
     for name, (clock, cpu) in found.items():
         print(f"| {name} | {clock:.2f} | {cpu:.2f} |")
     if args.against:
-        print("\nof the older seconds of the CPU:")
+        print("\nCPU time as a share of the older version's:")
         for name in WAYS:
             print(f"{name}: {found[name][1] / found[f'{name} (older)'][1]:.2f}")
 

@@ -3,8 +3,8 @@
     python benchmarks/servers.py --clients 1 4 8 --temperature 0 0.7 --json servers.json
 
 Both servers run on this machine and take turns while the other sleeps. The engine decodes the same chats in this
-process. Prompt caches are off, because all turns ask the same. Chats whose greedy answer loops are left out, as in
-eagle-bench. To measure the cost of HTTP, use more clients than slots, so that no slot is empty: --clients 16
+process. Prompt caches are off, because all turns send the same chats. Chats with a looping greedy answer are left out,
+as in eagle-bench. To measure the cost of HTTP, use more clients than slots, so that no slot is empty: --clients 16
 --max-batch 8.
 """
 
@@ -239,12 +239,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", default=None, help="folder of the model (default: the embedded one)")
     parser.add_argument("--head", default=None, help="folder of its head (default: the embedded one's)")
     parser.add_argument("--prompts", type=Path, help="jsonl of `messages` rows (default: held-out functions)")
-    parser.add_argument("--limit", type=int, default=32, help="chats to take (default 32)")
+    parser.add_argument("--limit", type=int, default=32, help="number of chats (default 32)")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--max-batch", type=int, metavar="N", help="rows of eagle-serve (default: a row a client)")
+    parser.add_argument("--max-batch", type=int, metavar="N", help="rows of eagle-serve (default: one per client)")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--repeats", type=int, default=3, help="turns that count, after one that does not")
+    parser.add_argument("--repeats", type=int, default=3, help="turns that are counted, after one that is not")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     try:

@@ -129,9 +129,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, required=True, help="folder of `eagle-data collect`")
     parser.add_argument("--target", type=Path, default=CHECKPOINTS / "target")
-    parser.add_argument("--config", type=Path, default=CHECKPOINTS / "head.yaml", help="recipe of the training")
-    parser.add_argument("--steps", type=int, default=40, help="counted steps, online and offline each (40)")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--config", type=Path, default=CHECKPOINTS / "head.yaml", help="training recipe")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps, both online and offline (40)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser.parse_args()
 
 

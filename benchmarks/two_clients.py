@@ -100,8 +100,8 @@ def main() -> int:
     parser.add_argument("--target", help="default: the included model")
     parser.add_argument("--port", type=int, default=8731, help="default %(default)s")
     parser.add_argument("--prefill-ms", type=float, default=400.0, help="as for eagle-serve, default %(default)g")
-    parser.add_argument("--repeats", type=int, default=5, help="chats for each load, default %(default)s")
-    parser.add_argument("--bar", type=float, default=2.0, metavar="S", help="default %(default)g")
+    parser.add_argument("--repeats", type=int, default=5, help="chats per load, default %(default)s")
+    parser.add_argument("--bar", type=float, default=2.0, metavar="S", help="limit in seconds, default %(default)g")
     args = parser.parse_args()
     alone, kept = 0.0, True
     print("| the first client sends | first token of the second, median s | most |\n|---|---|---|")

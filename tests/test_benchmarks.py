@@ -25,7 +25,7 @@ def script(name: str) -> dict[str, Any]:
     return runpy.run_path(str(FOLDER / name))
 
 
-def test_every_part_is_measured_on_a_gpu(tmp_path: Path) -> None:
+def test_gpu_benchmark_measures_every_part(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     few = "--shape tiny --positions 3 --contexts 16 --rows 1 --depths 2 --nodes 4 --repeats 2"
     script("gpu.py")["main"]([*few.split(), "--json", str(file)])
@@ -55,7 +55,7 @@ def test_the_parts_of_a_round_are_timed(
     assert "rollback: " in shown
 
 
-def test_a_verify_may_be_timed_without_a_head() -> None:
+def test_a_verify_can_be_timed_without_a_head() -> None:
     costs = script("step_costs.py")["measure_costs"](tiny_target(), None, [2], context=8, repeats=2)
     assert costs.draft_ms is costs.draft_to_target is None
     assert costs.verify_ms[2] > 0

@@ -68,9 +68,9 @@ class BenchConfig(Group):
     )
 
     def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
-        how = {"max_tokens": max_tokens, "ignore_eos": self.ignore_eos, "acceptance": self.acceptance}
-        seeds = (self.seed + index if self.temperature else None for index in range(count))
-        return [SamplingParams(self.temperature, seed=seed, **how) for seed in seeds]
+        seeds = [self.seed + index if self.temperature else None for index in range(count)]
+        common = SamplingParams(self.temperature, max_tokens=max_tokens, acceptance=self.acceptance)
+        return [replace(common, ignore_eos=self.ignore_eos, seed=seed) for seed in seeds]
 
 
 Place = tuple[int, int]

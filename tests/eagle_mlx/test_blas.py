@@ -56,7 +56,7 @@ def test_openblas_is_active_and_named(tmp_path: Path) -> None:
 
 @linux
 @openblas
-def test_openblas_is_what_mlx_multiplies_with(tmp_path: Path) -> None:
+def test_mlx_multiplies_with_openblas(tmp_path: Path) -> None:
     code = """
 from time import perf_counter
 import eagle_mlx
@@ -112,7 +112,7 @@ def test_no_openblas_at_all_warns_once_and_works(tmp_path: Path) -> None:
 
 
 @linux
-def test_mlx_first_is_too_late_and_says_so(tmp_path: Path) -> None:
+def test_importing_mlx_first_warns(tmp_path: Path) -> None:
     out, warnings = run(tmp_path, "import mlx.core\n" + REPORT)
     assert out == "reference"
     assert warnings.count("RuntimeWarning") == 1

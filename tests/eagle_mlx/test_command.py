@@ -53,7 +53,7 @@ def test_flags_fill_groups_within_groups() -> None:
     assert parsed("x", "--force", "--no-force") == Outer(place=Path("x"))
 
 
-def test_the_same_names_fill_them_from_files_and_saved_runs() -> None:
+def test_files_and_saved_runs_use_the_same_names() -> None:
     group = Outer.of(place="x", max_rows="5", share=2, sizes=4, bits="8")
     assert (group.rows, group.share, group.inner.sizes, group.inner.bits) == (5, 2.0, (4,), 8)
     assert Outer.of(**group.flat()) == group.changed(bits=4).changed(bits=8)
@@ -77,12 +77,12 @@ def test_the_same_names_fill_them_from_files_and_saved_runs() -> None:
         ({"max_row": 1}, "unknown setting 'max_row'; did you mean 'max_rows'"),
     ],
 )
-def test_what_cannot_be_names_the_flag(values: dict[str, object], said: str) -> None:
+def test_invalid_values_name_the_flag(values: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Outer.of(place="x", **values)
 
 
-def test_the_help_says_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--help")
     said = " ".join(capsys.readouterr().out.split())
@@ -94,7 +94,7 @@ def test_the_help_says_each_default_once(capsys: pytest.CaptureFixture[str]) -> 
     assert "inner: An inner group." in said
 
 
-def test_commands_of_a_command() -> None:
+def test_subcommands_run_with_their_own_settings() -> None:
     done: list[Group] = []
     commands = Subcommands(new_parser("both", "about"))
     commands.add("outer", Outer, done.append, "one")
@@ -131,7 +131,7 @@ def test_all_commands_end_in_one_way(
     assert capsys.readouterr().err == said
 
 
-def test_a_signal_waits_for_what_must_not_be_torn() -> None:
+def test_a_signal_waits_until_a_deferred_block_checks() -> None:
     stop = Stop()
     with stop.listening():
         with stop.deferred():

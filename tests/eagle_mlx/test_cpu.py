@@ -46,11 +46,11 @@ def test_the_environment_switches_shortcuts_off(
 
 
 @on_a_cpu
-def test_a_process_takes_no_shortcuts_where_they_are_switched_off() -> None:
+def test_a_process_uses_no_shortcuts_if_they_are_switched_off() -> None:
     assert run("0").stdout.strip() == "False"
 
 
-def test_another_setting_is_refused_with_its_name() -> None:
+def test_an_invalid_setting_is_refused_with_its_name() -> None:
     done = run("off")
     assert done.returncode != 0
     assert "EAGLE_MLX_CPU_SHORTCUTS is 'off'" in done.stderr
@@ -68,7 +68,7 @@ def test_without_shortcuts_holds_for_all_threads_and_ends_with_its_block() -> No
     assert use_shortcuts() == before
 
 
-def test_nothing_is_chosen_for_a_cpu_without_shortcuts() -> None:
+def test_without_shortcuts_there_is_one_stream_and_no_own_dtype() -> None:
     with without_shortcuts():
         assert default_streams() == 1
         assert compute_dtype() is None
@@ -87,7 +87,7 @@ def test_both_ways_compute_the_same(compute: Callable[[mx.array], mx.array]) -> 
 
 
 @pytest.mark.usefixtures("with_shortcuts")
-def test_queries_and_keys_are_turned_apart_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_and_keys_are_rotated_separately_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     head = tiny_head(tiny_target())
     attention = next(module for module in head.modules() if isinstance(module, Attention))
     heads: list[int] = []

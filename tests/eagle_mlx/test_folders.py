@@ -17,7 +17,7 @@ def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["out"]
 
 
-def test_nothing_is_left_of_a_block_that_fails(tmp_path: Path) -> None:
+def test_a_failed_block_leaves_nothing(tmp_path: Path) -> None:
     def fail(error: Exception) -> None:
         with new_folder(tmp_path / "out") as part:
             (part / "file").write_text("x")
@@ -30,7 +30,7 @@ def test_nothing_is_left_of_a_block_that_fails(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_refused_or_replaced_at_the_end(tmp_path: Path) -> None:
+def test_an_existing_folder_is_refused_or_replaced_at_the_end(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     assert check_free(out) == out, "an empty folder is free"
@@ -54,7 +54,7 @@ def test_the_old_folder_survives_a_failure(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_file_in_the_way(tmp_path: Path) -> None:
+def test_a_file_at_the_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="is a file"):
         check_free(tmp_path / "file", overwrite=True)

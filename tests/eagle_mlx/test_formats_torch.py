@@ -26,7 +26,7 @@ from tests.fakes import tiny_head, tiny_target
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch.bin"
 
 
-def test_what_torch_wrote() -> None:
+def test_a_file_from_torch_is_read() -> None:
     """The tensors of `make_torch` in make.py."""
     got = read_torch(GOLDEN)
     numbers = np.arange(12, dtype=np.float32)
@@ -200,7 +200,7 @@ def in_a_file_of_torchs(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes
     torch_file(folder / "pytorch_model.bin", what, monkeypatch, **storages)
 
 
-def test_a_head_in_a_file_of_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_in_a_pytorch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = tiny_head(tiny_target(), draft_vocab=48)
     save_eagle3(head, tmp_path / "h", dtype=mx.float32)
     wanted = load_head(tmp_path / "h")
@@ -211,7 +211,7 @@ def test_a_head_in_a_file_of_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert mx.array_equal(got.token_ids, wanted.token_ids)
 
 
-def test_whole_numbers_in_a_file_of_torchs_are_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integers_in_a_pytorch_file_are_not_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = tiny_head(tiny_target())
     save_eagle3(head, tmp_path / "h", dtype=mx.float32)
     in_a_file_of_torchs(tmp_path / "h", monkeypatch, **{"fc.weight": head.fc.weight.astype(mx.int8)})

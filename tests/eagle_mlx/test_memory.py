@@ -17,7 +17,7 @@ GB = 1_000_000_000
 MAC = {"device_name": "Apple M4 Pro", "max_recommended_working_set_size": 48 * GB, "memory_size": 64 * GB}
 
 
-def test_a_gpu_keeps_few_freed_buffers_and_a_machine_without_one_is_left_alone() -> None:
+def test_freed_buffers_are_limited_on_a_gpu_only() -> None:
     assert memory.kept_bytes(MAC) == 3 * GB
     assert memory.kept_bytes({"total_memory": 80 * GB}) == 5 * GB
     assert memory.kept_bytes({}) is None
@@ -33,19 +33,21 @@ def test_a_gpu_keeps_few_freed_buffers_and_a_machine_without_one_is_left_alone()
         (0, 16 << 30, 11 * GB, 0),
     ],
 )
-def test_12_what_is_active_is_wired_within_bounds(active: int, machine: int, recommended: int, wired: int) -> None:
+def test_12_active_memory_is_wired_within_bounds(active: int, machine: int, recommended: int, wired: int) -> None:
     assert memory.wired_bytes(active, machine, recommended) == wired
 
 
 @given(st.integers(0, 1 << 42), st.integers(1 << 30, 1 << 42), st.integers(0, 1 << 42))
-def test_12_never_is_more_wired_than_is_active_or_recommended(active: int, machine: int, recommended: int) -> None:
+def test_12_wired_memory_never_exceeds_active_or_recommended_memory(
+    active: int, machine: int, recommended: int
+) -> None:
     wired = memory.wired_bytes(active, machine, recommended)
     assert 0 <= wired <= min(active, recommended)
     assert wired <= 0.6 * machine
 
 
 @given(st.integers(0, 512 * GB), st.integers(1, 512 * GB))
-def test_prompts_that_are_kept_and_rows_leave_some_memory_to_others(free: int, machine: int) -> None:
+def test_prefixes_and_rows_leave_memory_for_other_programs(free: int, machine: int) -> None:
     rows, kept = memory.kv_bytes(free, machine), memory.prefix_cache_bytes(free)
     assert kept <= rows
     assert rows <= max(1, 0.8 * free)
@@ -55,11 +57,11 @@ def test_prompts_that_are_kept_and_rows_leave_some_memory_to_others(free: int, m
     ("machine", "share"),
     [(8 << 30, 0.6), (16 * GB, 0.6), (17_180_000_000 - (1 << 20), 0.6), (16 << 30, 0.6), (18 << 30, 0.8), (None, 0.8)],
 )
-def test_12_small_machines_give_less_to_keys_and_values(machine: int | None, share: float) -> None:
+def test_12_small_machines_have_a_smaller_share_for_keys_and_values(machine: int | None, share: float) -> None:
     assert memory.kv_bytes(10 * GB, machine) == share * 10 * GB
 
 
-def test_12_an_engine_takes_its_share_by_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_12_the_kv_share_of_an_engine_depends_on_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
     monkeypatch.setattr(em.Target, "free_memory", property(lambda _: 10 * GB))
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 16384}[name])
@@ -68,7 +70,7 @@ def test_12_an_engine_takes_its_share_by_the_machines_memory(monkeypatch: pytest
     assert em.Engine(target).kv_budget.nbytes == 8 * GB
 
 
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+def test_a_containers_limit_reduces_free_memory(tmp_path: Path) -> None:
     assert memory.left_of_container(tmp_path) > 1 << 60
     for name, text in (
         ("max", "8000"),
@@ -79,7 +81,7 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
     assert memory.left_of_container(tmp_path) == 4000
 
 
-def test_freed_buffers_go_back_behind_each_chunk_now_and_then_and_when_nobody_is_left() -> None:
+def test_freed_buffers_are_returned_after_chunks_and_every_256_steps() -> None:
     times: list[int] = []
     freed = FreedBuffers(lambda: times.append(step))
     for step in range(1, 601):  # noqa: B007
@@ -95,7 +97,7 @@ def test_freed_buffers_go_back_behind_each_chunk_now_and_then_and_when_nobody_is
 
 
 @pytest.mark.parametrize("chunk", [8, 64])
-def test_an_engine_gives_them_back_behind_each_chunk_and_when_it_is_empty(chunk: int) -> None:
+def test_an_engine_returns_freed_buffers_after_each_chunk_and_when_idle(chunk: int) -> None:
     given_back: list[int] = []
     engine = em.Engine(tiny_target(), prefill_chunk=chunk)
     engine.admission.freed = FreedBuffers(lambda: given_back.append(engine.active))

@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_log_gets_one_line_of_a_short_job(capsys: Any) -> None:
+def test_a_short_job_writes_one_line_to_a_log(capsys: Any) -> None:
     with progress_bar(total=500, desc="capture", unit="token") as bar:
         for _ in range(500):
             bar.update()
@@ -42,12 +42,12 @@ def test_a_log_gets_a_line_every_half_minute(capsys: Any, monkeypatch: pytest.Mo
     assert lines == pytest.approx([300, 600, 900, 950], abs=2)
 
 
-def test_an_iterable_comes_through(capsys: Any) -> None:
+def test_a_bar_yields_all_items(capsys: Any) -> None:
     assert list(progress_bar(iter("abc"), total=3)) == ["a", "b", "c"]
     assert "3/3" in capsys.readouterr().err
 
 
-def test_an_error_still_says_how_far_it_came(capsys: Any) -> None:
+def test_a_bar_shows_its_progress_after_an_error(capsys: Any) -> None:
     def work() -> None:
         with progress_bar(total=4) as bar:
             bar.update(3)
@@ -58,7 +58,7 @@ def test_an_error_still_says_how_far_it_came(capsys: Any) -> None:
     assert "3/4" in capsys.readouterr().err
 
 
-def test_a_bar_that_is_off_says_nothing(capsys: Any) -> None:
+def test_a_disabled_bar_prints_nothing(capsys: Any) -> None:
     assert sum(progress_bar([1, 2], disable=True)) == 3
     assert capsys.readouterr().err == ""
 
@@ -71,7 +71,7 @@ def test_a_terminal_gets_a_bar_in_place(monkeypatch: pytest.MonkeyPatch) -> None
     assert screen.getvalue().count("\r") >= 3
 
 
-def test_29_what_is_counted_has_its_number() -> None:
+def test_29_counts_have_singular_and_plural() -> None:
     assert [counted(n, "conversation") for n in (0, 1, 2000)] == [
         *("0 conversations", "1 conversation", "2,000 conversations")
     ]

@@ -235,7 +235,7 @@ def test_arguments_of_calls_survive_their_way() -> None:
     assert decode({"number": 0}, sent.__getitem__) == "the object"
 
 
-def test_all_that_changes_a_cache_is_told() -> None:
+def test_every_method_that_changes_a_cache_is_recorded() -> None:
     """A method that is not broadcast must leave the cache unchanged."""
     read_only = {"of", "local", "shortest", "count", "index"}
     methods = {name for name in dir(RaggedCache) if not name.startswith("_") and callable(getattr(RaggedCache, name))}
@@ -266,7 +266,7 @@ class Silent:
         """There are no threads."""
 
 
-def test_one_message_goes_before_each_forward_and_none_otherwise() -> None:
+def test_each_forward_sends_one_message() -> None:
     channel: Any = Silent()
     target = LeadingTarget.of(tiny_target(), channel)
     cache = RaggedCache.of(target.model, 2)
@@ -287,7 +287,7 @@ def test_one_message_goes_before_each_forward_and_none_otherwise() -> None:
     assert channel.said[2]["gone"] == [number]
 
 
-def test_the_end_is_said_once_while_somebody_watches_and_not_to_those_who_are_gone() -> None:
+def test_ranks_are_ended_once_unless_they_are_lost() -> None:
     channel: Any = Silent()
     target = LeadingTarget.of(tiny_target(), channel)
     target.close()
@@ -366,7 +366,7 @@ def test_layers_that_cannot_be_divided_are_refused(name: str, ranks: int, said: 
         shard_layers(tiny_model(name), Group(ranks))  # type: ignore[arg-type]
 
 
-def test_heads_are_refused_where_layers_are_on_other_machines() -> None:
+def test_heads_are_refused_if_layers_are_on_other_machines() -> None:
     whole = tiny_target()
     leading = LeadingTarget.of(tiny_target(), Silent(), layers=8)  # type: ignore[arg-type]
     assert leading.num_layers == 8

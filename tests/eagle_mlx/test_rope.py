@@ -50,7 +50,7 @@ def layers(*modules: nn.Module) -> RopeCache:
 @pytest.mark.parametrize("kind", [*KINDS, "own"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("heads", [(3,), (), (2, 3)])
-def test_each_input_is_turned_as_if_alone(kind: str, dtype: mx.Dtype, heads: tuple[int, ...]) -> None:
+def test_each_position_is_rotated_as_if_alone(kind: str, dtype: mx.Dtype, heads: tuple[int, ...]) -> None:
     plain, placed = (OwnRope() if kind == "own" else KINDS[kind]() for _ in range(2))
     layers(placed)
     x = mx.random.normal((2, *heads, 4, 16), key=mx.random.key(3)).astype(dtype)
@@ -68,7 +68,7 @@ def test_each_input_is_turned_as_if_alone(kind: str, dtype: mx.Dtype, heads: tup
             )
 
 
-def test_an_offset_for_all_is_read_as_before() -> None:
+def test_one_offset_for_all_rows_works_as_before() -> None:
     plain, placed = nn.RoPE(16), nn.RoPE(16)
     layers(placed)
     x = mx.random.normal((2, 3, 4, 16), key=mx.random.key(1))
@@ -78,7 +78,7 @@ def test_an_offset_for_all_is_read_as_before() -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, "own"])
 @pytest.mark.parametrize("count", [1, 4])
-def test_shared_angles_turn_a_chain_to_the_last_bit_as_its_module_does(kind: str, count: int) -> None:
+def test_shared_angles_equal_the_module_to_the_last_bit(kind: str, count: int) -> None:
     plain, placed = (OwnRope() if kind == "own" else KINDS[kind]() for _ in range(2))
     angles = layers(placed)
     x = mx.random.normal((2, 3, count, 16), key=mx.random.key(5))
@@ -88,7 +88,7 @@ def test_shared_angles_turn_a_chain_to_the_last_bit_as_its_module_does(kind: str
         assert mx.array_equal(turned, plain(x, offset=offset)), offset
 
 
-def test_shared_angles_are_those_of_the_offset_and_count_at_hand() -> None:
+def test_shared_angles_depend_on_offset_and_count() -> None:
     plain, placed = nn.RoPE(16), nn.RoPE(16)
     angles = layers(placed)
     x = mx.random.normal((2, 3, 5, 16), key=mx.random.key(5))
@@ -98,7 +98,7 @@ def test_shared_angles_are_those_of_the_offset_and_count_at_hand() -> None:
 
 
 @pytest.mark.usefixtures("with_shortcuts")
-def test_angles_are_found_once_for_all_layers_while_they_are_shared() -> None:
+def test_shared_angles_are_computed_once_for_all_layers() -> None:
     modules = [CountingRope() for _ in range(3)]
     angles = layers(*modules)
     x = mx.ones((1, 2, 4, 16))
@@ -115,7 +115,7 @@ def test_angles_are_found_once_for_all_layers_while_they_are_shared() -> None:
     assert CountingRope.calls == 4
 
 
-def test_modules_that_differ_turn_by_their_own_angles() -> None:
+def test_different_modules_use_their_own_angles() -> None:
     first, like, other = nn.RoPE(16), nn.RoPE(16), nn.RoPE(16, base=77.0)
     layers(first, like, other)
     x, at = mx.random.normal((1, 2, 3, 16), key=mx.random.key(2)), mx.array([[40, 41, 41]])

@@ -26,7 +26,7 @@ def test_threads_have_their_own_streams() -> None:
 
 
 @pytest.mark.skipif(blas.activate().kind != "openblas", reason="another BLAS")
-def test_the_blas_has_its_threads_back_afterwards() -> None:
+def test_the_number_of_blas_threads_is_restored() -> None:
     library = ctypes.CDLL(blas.activate().path)
     before = library.openblas_get_num_threads()
     with contextlib.suppress(ValueError), one_blas_thread(True):

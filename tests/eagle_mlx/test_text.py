@@ -17,7 +17,7 @@ PIECES = st.lists(st.integers(1, 5), min_size=1)
 @given(st.text(max_size=40), PIECES)
 @example("naïve 🦅 ", [1])
 @example(" a\x00b", [1])
-def test_pieces_make_up_the_text(text: str, sizes: list[int]) -> None:
+def test_streamed_pieces_add_up_to_the_text(text: str, sizes: list[int]) -> None:
     assert TOKENIZER is not None
     tokens, stream, shown, at = TOKENIZER.encode(text), TextStream(TOKENIZER), "", 0
     whole = TOKENIZER.decode(tokens)
@@ -30,7 +30,7 @@ def test_pieces_make_up_the_text(text: str, sizes: list[int]) -> None:
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_what_may_become_a_stop_string_waits(text: str, stop: list[str]) -> None:
+def test_the_possible_start_of_a_stop_string_is_held_back(text: str, stop: list[str]) -> None:
     held = held_back(text, stop)
     starts = {s[:n] for s in stop for n in range(1, len(s))}
     assert held == max((len(start) for start in starts if text.endswith(start)), default=0)
@@ -60,7 +60,7 @@ ANY = st.one_of(
 
 @settings(max_examples=some(300))
 @given(ANY, st.integers(0, 60), st.integers(1, 6), PIECES)
-def test_what_is_streamed_is_the_text_and_no_stop_string_is_missed(
+def test_streams_equal_the_text_and_stop_at_every_stop_string(
     tokens: list[int], start: int, length: int, sizes: list[int]
 ) -> None:
     assert TOKENIZER is not None
@@ -85,7 +85,7 @@ def test_what_is_streamed_is_the_text_and_no_stop_string_is_missed(
     assert shown + stream.finish(whole) == whole
 
 
-def test_bytes_that_never_become_a_character_are_shown_and_let_go() -> None:
+def test_invalid_bytes_are_shown_and_not_decoded_again() -> None:
     """At any length: little is decoded again, and certain text is not held back."""
     assert TOKENIZER is not None
     rng = np.random.default_rng(0)

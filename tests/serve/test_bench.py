@@ -99,7 +99,7 @@ def tiny_runs(temperature: float = 0.0, batches: Sequence[int] = (1,), repeats: 
     return measure(target, modes, PROMPTS, plan, progress=False)
 
 
-def test_all_modes_say_the_same_greedily() -> None:
+def test_all_modes_produce_the_same_greedy_text() -> None:
     runs = tiny_runs(batches=(1, 3), repeats=in_full(2, 1))
     assert [(run.mode, run.batch, run.depth) for run in runs] == [
         ("mlx-lm", 1, 0),
@@ -126,7 +126,7 @@ def test_all_modes_say_the_same_greedily() -> None:
     assert all(run.acceptance_length == 1.0 for run in runs if run.mode in ("mlx-lm", "mlx-lm-batch", "plain"))
 
 
-def test_policies_change_the_speed_alone() -> None:
+def test_policies_change_only_the_speed() -> None:
     target = tiny_target(tokenizer=True)
     modes = build_modes(Models(target), ["mlx-lm", "ngram"], [2], [3], ["fixed", "throughput", "acceptance-ema"])
     runs = measure(target, modes, PROMPTS, BenchConfig(max_tokens=12, repeats=1, least_distinct=0.0), progress=False)
@@ -140,7 +140,7 @@ def test_seeded_sampling_is_compared_with_the_plain_engine() -> None:
         assert run.identical is (None if run.mode.startswith("mlx-lm") else True), run
 
 
-def test_modes_that_take_turns_say_the_same() -> None:
+def test_modes_that_take_turns_produce_the_same_text() -> None:
     target = tiny_target(tokenizer=True)
     names: list[ModeName] = ["mlx-lm", "mlx-lm-batch", "plain", "ngram"]
     plan = BenchConfig(max_tokens=12, repeats=in_full(2, 1), least_distinct=0.0)
@@ -154,7 +154,7 @@ def test_modes_that_take_turns_say_the_same() -> None:
             assert other.seconds > 0
 
 
-def test_no_round_is_charged_for_the_turns_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_not_charged_for_other_modes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
     def clock() -> float:
@@ -185,7 +185,7 @@ def test_no_round_is_charged_for_the_turns_of_others(monkeypatch: pytest.MonkeyP
     assert [one.tokens for one in first] == [one.tokens for one in second]
 
 
-def test_waiting_for_rounds_of_its_own_is_a_modes_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_modes_time_includes_waiting_for_its_own_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     mode = EngineMode("plain", Models(tiny_target(tokenizer=True)), 1)
     monkeypatch.setattr("eagle_mlx.serve.bench.modes.perf_counter", lambda: now[0])
@@ -200,7 +200,7 @@ def test_waiting_for_rounds_of_its_own_is_a_modes_own_time(monkeypatch: pytest.M
     decoding.close()
 
 
-def test_a_mode_that_says_something_else_is_caught() -> None:
+def test_a_mode_with_another_text_is_reported() -> None:
     class Liar(EngineMode):
         def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
             honest = yield from super().decode(prompts, params)
@@ -226,7 +226,7 @@ def test_loops_are_left_out_and_counted() -> None:
     assert run.prompts + run.left_out_looping == len(PROMPTS)
 
 
-def test_only_some_loop() -> None:
+def test_only_looping_prompts_are_left_out() -> None:
     target = tiny_target(seed=3, tokenizer=True)
     modes = [EngineMode("plain", Models(target), 1)]
     said = take_turns([(modes[0], PROMPTS)], BenchConfig().params(4, 40))[0][1]
@@ -363,7 +363,7 @@ def test_command_measures_and_writes(
         assert run["prompts"] == 2
 
 
-def test_a_head_in_few_bits_is_named_and_trees_are_measured_with_chains(
+def test_quantized_heads_are_named_and_trees_measured_with_chains(
     folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, head = folders
@@ -401,7 +401,7 @@ def test_the_worst_case_is_measured_against_plain_decoding(tmp_path: Path) -> No
     assert json.loads(figures.read_text())["head_sha256"] is None
 
 
-def test_command_with_a_draft_model_measures_it_beside_mlx_lms(
+def test_command_measures_a_draft_model_and_mlx_lms(
     folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = tmp_path / "figures.json"
@@ -418,7 +418,7 @@ def test_command_with_a_draft_model_measures_it_beside_mlx_lms(
     assert "mode draft needs --draft-model" in capsys.readouterr().err
 
 
-def test_command_measures_the_head_that_is_found(
+def test_command_measures_a_head_that_it_finds(
     folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path))
@@ -440,7 +440,7 @@ def test_command_measures_the_head_that_is_found(
         (["--least-distinct", "1.5"], "must be between 0 and 1"),
     ],
 )
-def test_command_says_what_is_wrong(
+def test_command_errors_name_the_problem(
     folders: tuple[str, str], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--target", folders[0], *QUICK, *flags]) == 2
@@ -473,7 +473,7 @@ def bf16_folder(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("shortcuts", [True, False])
-def test_30_the_folder_is_decoded_as_stock_mlx_lm_does(
+def test_30_text_equals_that_of_stock_mlx_lm(
     shortcuts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without CPU shortcuts both decode in bfloat16 and the texts are equal. With them, the report names both types."""

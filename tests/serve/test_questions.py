@@ -42,7 +42,7 @@ class Asked(Question):
         return [3, 4, 5] if answers else list(self.content)  # type: ignore[arg-type]
 
 
-def test_every_mode_is_asked_after_its_own_answers() -> None:
+def test_later_turns_include_the_modes_own_answers() -> None:
     target = tiny_target(tokenizer=True)
     first, params = {"role": "user", "content": "A poem."}, SamplingParams(max_tokens=8)
     answer = Engine(target).generate([[first]], params)[0].text
@@ -63,7 +63,7 @@ def test_every_mode_is_asked_after_its_own_answers() -> None:
         )
 
 
-def test_what_comes_after_a_loop_is_not_asked() -> None:
+def test_turns_after_a_loop_are_skipped() -> None:
     target = tiny_target(seed=3, tokenizer=True)
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5], [100], [11, 12, 11, 12, 11, 12]]
     texts = Engine(target).generate(prompts, SamplingParams(max_tokens=40))
@@ -86,7 +86,7 @@ def test_what_comes_after_a_loop_is_not_asked() -> None:
 
 @pytest.mark.usefixtures("little_library")
 @pytest.mark.parametrize("batch", in_turn(["1", "2"], 1))
-def test_the_command_tells_by_category(tmp_path: Path, batch: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_by_category(tmp_path: Path, batch: str, capsys: pytest.CaptureFixture[str]) -> None:
     target, head = tiny_target_folder(tmp_path / "target"), tmp_path / "head"
     save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), head, target_name="tiny")
     figures, file = tmp_path / "figures.json", write(tmp_path / "questions.jsonl", *ROWS)
@@ -122,7 +122,7 @@ def little_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little_library")
-def test_filler_stands_before_each_question_and_no_two_have_the_same(tmp_path: Path) -> None:
+def test_each_question_has_its_own_filler(tmp_path: Path) -> None:
     target = tiny_target(tokenizer=True)
     target.context_length = 4096
     asked = read_questions(write(tmp_path / "questions.jsonl", *ROWS))
