@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -28,7 +27,7 @@ _WANTED = ("*.json", "*.jsonl", "*.safetensors", "*.jinja", "*.txt", "*.model", 
 _CODE = "*.py"
 """Fetched only if the user trusts the code."""
 _SAME_AGAIN = ("consolidated*", "original/*", "*/*.safetensors")
-"""Second copies of the weights in other layouts: Mistral's, Meta's, and subfolders."""
+"""Further copies of the weights, in the layouts of Mistral and Meta and in subfolders."""
 _TORCH = "pytorch_model*.bin"
 """Fetched only if the repository has no safetensors."""
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", _TORCH, "pytorch_model*.index.json", "report.json", "plots/*")
@@ -61,7 +60,7 @@ def resolve(name: str | Path, code: bool = False) -> Path:
     repo = hub_id(name)
     if repo is None:
         raise EagleError(f"there is no folder {folder}")
-    with _asking(repo, str(name), f"{name} is no folder here, {repo}"):
+    with _asking(repo, str(name), f"{name} is not a local folder, {repo}"):
         return _fetch(repo, code)
 
 
@@ -107,7 +106,7 @@ def fetch_file(repo: str, file: str, commit: str | None = None, required: bool =
 
 @contextmanager
 def _asking(repo: str, name: str, missing: str) -> Iterator[None]:
-    """Turn errors of a download into one line; `missing` names what is not in the cache."""
+    """Turn errors of a download into one-line EagleErrors; `missing` names the file or model."""
     try:
         yield
     except GatedRepoError as e:
@@ -116,18 +115,18 @@ def _asking(repo: str, name: str, missing: str) -> Iterator[None]:
         ) from e
     except RepositoryNotFoundError as e:
         raise EagleError(
-            f"{name} is neither a folder here nor a model on the hub (asked for {repo}); if it is private, {LOGIN}"
+            f"{name} is neither a local folder nor a model on the hub ({repo}); if it is private, {LOGIN}"
         ) from e
     except LocalEntryNotFoundError as e:
         if isinstance(e.__cause__, HfHubHTTPError):
             raise EagleError(f"{repo} cannot be fetched from the hub: {_said(e.__cause__)}") from e
         raise UnreachableError(
             f"{missing} is not in the hub's cache, and the hub cannot be reached; "
-            "check the path, or fetch the model while there is a network"
+            "check the path, or fetch the model while online"
         ) from e
     except HfHubHTTPError as e:
         if e.response.status_code == 401:
-            raise EagleError(f"the hub does not know the token with which {repo} was asked for; {LOGIN}") from e
+            raise EagleError(f"the hub does not know the token used for {repo}; {LOGIN}") from e
         raise EagleError(f"{repo} cannot be fetched from the hub: {_said(e)}") from e
     except (OfflineModeIsEnabled, _TransportError) as e:
         raise UnreachableError(f"{repo} cannot be fetched from the hub: {_one_line(e)}") from e
@@ -157,20 +156,12 @@ def public_name(name: str | Path) -> str:
     return folder.resolve().name if folder.is_dir() else hub_id(name) or folder.name
 
 
-def is_pointer(file: Path) -> bool:
-    """Return whether a file is a Git LFS pointer, the placeholder of a large file that has not been fetched."""
-    try:
-        with file.open("rb") as opened:
-            return opened.read(len(_POINTER)) == _POINTER
-    except OSError:
-        return False
-
-
 def why_damaged(place: Path, otherwise: str) -> str:
-    """Explain why a file or folder of weights cannot be read."""
-    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
-    if pointer := next(filter(is_pointer, files), None):
-        return f"{pointer} is a Git LFS pointer and not the weights; type git lfs pull in {pointer.parent}"
+    """Explain why a file or folder of weights cannot be read: as a Git LFS pointer, or with the reason `otherwise`."""
+    for file in sorted(place.glob("*.safetensors")) if place.is_dir() else [place]:
+        with suppress(OSError), file.open("rb") as opened:
+            if opened.read(len(_POINTER)) == _POINTER:
+                return f"{file} is a Git LFS pointer and not the weights; type git lfs pull in {file.parent}"
     return otherwise
 
 
@@ -194,20 +185,12 @@ def check_full_id(name: str) -> None:
 
 
 def weights_digest(folder: Path) -> str:
-    """Return the SHA-256 of a head's weights, which tells whether two folders have the same head."""
+    """Return the SHA-256 of a head's weights, to compare the heads of two folders."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob(_TORCH)):
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class Published:
-    url: str
-    """The repository's page."""
-    commit: str
-    """The id of the single commit with all files."""
 
 
 def publish_head(
@@ -218,7 +201,7 @@ def publish_head(
     private: bool = False,
     overwrite: bool = False,
     message: str = "Publish a draft head",
-) -> Published:
+) -> huggingface_hub.CommitInfo:
     """Upload a folder as the repository `user/name` in one commit, creating the repository if necessary.
 
     The folder's README.md is the model card, which the hub validates first. The default `token` is HF_TOKEN or the
@@ -250,10 +233,9 @@ def publish_head(
     stale = [name for name in files if name not in ours and any(_matches(name, pattern) for pattern in _REPLACED)]
     left = f"{repo} was created but is empty: run the same command again" if found is None else f"{repo} is unchanged"
     with _told(repo, left):
-        commit = api.upload_folder(
+        return api.upload_folder(
             repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=stale or None
         )
-    return Published(f"{constants.ENDPOINT}/{repo}", commit.oid)
 
 
 def _files(api: huggingface_hub.HfApi, repo: str, private: bool) -> Sequence[str] | None:
@@ -274,12 +256,12 @@ def _matches(name: str, pattern: str) -> bool:
 
 @contextmanager
 def _told(repo: str, left: str) -> Iterator[None]:
-    """Turn errors of the hub into one line that says what to do and what is `left` there."""
+    """Turn errors of an upload into one-line OutputErrors, with what to do and the state that is `left` on the hub."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, _TransportError) as e:
-        behind = isinstance(e, RuntimeError) and isinstance(e.__cause__, Exception)  # a failed large upload
-        raise OutputError(f"{_explained(repo, e.__cause__ if behind else e)}; {left}") from e
+        large = isinstance(e, RuntimeError) and isinstance(e.__cause__, Exception)  # a failed upload of a large file
+        raise OutputError(f"{_explained(repo, e.__cause__ if large else e)}; {left}") from e
 
 
 def _explained(repo: str, error: BaseException | None) -> str:
@@ -295,22 +277,16 @@ def _explained(repo: str, error: BaseException | None) -> str:
 
 
 def _refusal(repo: str, error: HfHubHTTPError) -> str:
-    status, said = error.response.status_code, _said(error)
-    if status == 401:
-        return (
-            f"the hub does not know the token ({said}); make one that may write at "
-            f"{constants.ENDPOINT}/settings/tokens, then {LOGIN}"
-        )
-    if status == 403:
-        owner = repo.split("/")[0]
-        return f"the token has no right to write to {repo} ({said}); take one that may write for {owner}"
-    if status == 409:
-        return f"{repo} exists already, and this token may not see it ({said}); name another repository"
-    if status == 404:
-        return f"{repo} cannot be found with this token ({said}); does {repo.split('/')[0]} exist?"
-    if status == 429 or status >= 500:
-        return f"the hub cannot take {repo} now (status {status}, {said}); try again later"
-    return f"the hub refuses {repo} with status {status} ({said})"
+    status, said, owner = error.response.status_code, _said(error), repo.split("/")[0]
+    later = "; try again later" if status == 429 or status >= 500 else ""
+    known = {
+        401: f"the hub does not know the token ({said}); create one with write access at "
+        f"{constants.ENDPOINT}/settings/tokens, then {LOGIN}",
+        403: f"the token has no right to write to {repo} ({said}); use one with write access for {owner}",
+        404: f"{repo} cannot be found with this token ({said}); does {owner} exist?",
+        409: f"{repo} exists already, and this token has no access to it ({said}); name another repository",
+    }
+    return known.get(status, f"the hub refuses {repo} (status {status}, {said}){later}")
 
 
 def _said(error: HfHubHTTPError) -> str:

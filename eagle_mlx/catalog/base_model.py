@@ -41,12 +41,8 @@ def check_base_model(given: str) -> None:
     Raises ConfigError if it is neither or is known to be an MLX conversion, CheckpointError if the folder has no model.
     """
     place = Path(given).expanduser()
-    folder: Path | None = place
-    if not place.is_dir():
-        folder = hub.cached(check_id(given))
-    config = (
-        read_config(folder) if folder is not None and (place.is_dir() or (folder / "config.json").is_file()) else {}
-    )
+    folder = place if place.is_dir() else hub.cached(check_id(given))
+    config = read_config(folder) if folder is not None else {}
     if "quantization" not in config and not by_mlx_community(given):
         return
     base = _named_by(_read(folder / _CARD)) if folder is not None else None
@@ -71,14 +67,9 @@ def base_model_of(target: str) -> str | None:
     folder = hub.resolve(target)
     if "quantization" in read_config(folder):
         return _named_by(_card(target, folder))
-    by_mlx = any(_format(file) == "mlx" for file in folder.glob("*.safetensors"))
+    written: list[Any] = [mx.load(str(file), return_metadata=True) for file in folder.glob("*.safetensors")]
+    by_mlx = any(metadata.get("format") == "mlx" for _, metadata in written)
     return target if hub.full_id(target) and not by_mlx else None
-
-
-def _format(file: Path) -> str | None:
-    loaded: Any = mx.load(str(file), return_metadata=True)
-    found: str | None = loaded[1].get("format")
-    return found
 
 
 def _card(target: str, folder: Path) -> dict[str, Any]:

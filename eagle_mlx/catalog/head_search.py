@@ -61,7 +61,7 @@ def find_heads(
         if not record.is_offered:
             say(
                 f"{record} is not offered: with a τ below {LEAST} it costs more time than it saves; "
-                f"--head {record.head} uses it all the same"
+                f"use --head {record.head} to use it anyway"
             )
     here = _with_reasons([one for one in known if one.is_offered])
     own = [
@@ -73,10 +73,8 @@ def find_heads(
         FoundHead(one.head, str(one), hub.cached(one.head) is not None, one.mode) for one in known_heads_for(names)
     ]
     found = [*here, *own, *sorted(published, key=lambda one: not one.here)]
-    once: dict[str, FoundHead] = {}
-    for one in found:
-        once.setdefault(one.head, one)
-    return list(once.values())
+    first = {one.head: one for one in reversed(found)}
+    return [one for one in found if first[one.head] is one]
 
 
 def _included(names: tuple[str, ...]) -> HeadRecord:
@@ -95,7 +93,7 @@ def _with_reasons(records: list[HeadRecord]) -> list[FoundHead]:
         if len(records) == 1:
             why = ""
         elif one.worth is None:
-            why = "it was made last, and none has a τ" if place == 0 else "it has no τ"
+            why = "the newest, and none has a τ" if place == 0 else "it has no τ"
         elif measured == 1:
             why = "the only one with a τ"
         else:
@@ -105,7 +103,7 @@ def _with_reasons(records: list[HeadRecord]) -> list[FoundHead]:
 
 
 def where_mtp_layers_are(target: str | Path) -> str | None:
-    """Return the command that fetches MTP layers left out of a conversion; None if there are none."""
+    """Return the command that fetches the MTP layers that a conversion left out; None if there are none."""
     names = names_of(target)
     for _, folder in _folders(target, names):
         if published_with_mtp(read_config(folder)) and not has_mtp_layer(folder):
@@ -133,11 +131,7 @@ def load_found(name: str | Path, target: Target) -> DraftHead:
 def _folders(target: str | Path, names: tuple[str, ...]) -> list[tuple[str, Path]]:
     """Return the model's folders on this machine, each with the name that it was found by."""
     place = Path(target).expanduser()
-    if place.is_dir():
-        found: list[tuple[str, Path | None]] = [(names[0], place)]
-    else:
-        found = [(names[0], hub.cached(names[0]))]
-    found += [(name, hub.cached(name)) for name in names[1:]]
+    found = [(name, place if name == names[0] and place.is_dir() else hub.cached(name)) for name in names]
     return [(name, folder) for name, folder in found if folder is not None and (folder / _CONFIG).is_file()]
 
 
@@ -153,11 +147,11 @@ class KnownHead:
     """The head's hub id."""
     kind: str
     """The key in `eagle_mlx.heads.KINDS`."""
-    licence: str
+    license: str
     """The license named on its page, or `UNKNOWN`."""
     source: str
     """URL of the page that describes the head."""
-    licence_from: str = ""
+    license_from: str = ""
     """URL of the page that names the license."""
 
     @property
@@ -166,16 +160,25 @@ class KnownHead:
         return KINDS[self.kind].mode
 
     def __str__(self) -> str:
-        return f"{self.head}, {KINDS[self.kind].title} for {self.target}, licence {self.licence}"
+        return f"{self.head}, {KINDS[self.kind].title} for {self.target}, license {self.license}"
 
 
 @cache
 def known_heads() -> tuple[KnownHead, ...]:
     """Return the table of published heads; if a target has several, the preferred one is first."""
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    sources = table["sources"]
-    rows = ((target, row) for target, rows in table["heads"].items() for row in rows)
-    return tuple(KnownHead(target, **{**row, "source": sources[row["source"]]}) for target, row in rows)
+    return tuple(
+        KnownHead(
+            target=target,
+            head=row["head"],
+            kind=row["kind"],
+            license=row["licence"],
+            license_from=row.get("licence_from", ""),
+            source=table["sources"][row["source"]],
+        )
+        for target, rows in table["heads"].items()
+        for row in rows
+    )
 
 
 def known_heads_for(names: tuple[str, ...]) -> list[KnownHead]:

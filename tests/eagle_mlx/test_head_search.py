@@ -50,7 +50,7 @@ def test_every_entry_of_the_table_says_where_it_was_read() -> None:
         assert full_id(one.head)
         assert one.kind in ("eagle3", "eagle", "mtp")
         assert one.source.startswith("https://")
-        assert bool(one.licence_from) == (one.licence != UNKNOWN), one.head
+        assert bool(one.license_from) == (one.license != UNKNOWN), one.head
     assert len({(one.target, one.head) for one in found}) == len(found)
 
 
@@ -186,7 +186,7 @@ def test_published_heads_that_were_fetched_come_first(online: hub_server.Hub) ->
     asked = len(online.requests)
     found = find_heads(QWEN)
     assert [(each.head, each.here) for each in found[:2]] == [(other, True), (one, False)]
-    assert "licence unknown" in found[0].about
+    assert "license unknown" in found[0].about
     assert len(online.requests) == asked
 
 

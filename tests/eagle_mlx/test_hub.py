@@ -55,7 +55,7 @@ def test_a_bare_name_is_fetched_from_the_community(tmp_path: Path, monkeypatch: 
 
 
 def test_without_a_network_the_error_says_what_was_tried() -> None:
-    with pytest.raises(EagleError, match=r"no-such-model-here is no folder here.*hub cannot be reached"):
+    with pytest.raises(EagleError, match=r"no-such-model-here is not a local folder.*hub cannot be reached"):
         hub.resolve("someone/no-such-model-here")
 
 
@@ -135,7 +135,7 @@ def test_what_was_fetched_needs_no_network(online: hub_server.Hub, monkeypatch: 
     [
         ({"gated": True}, hub_server.READ, "user/head is gated: request access at .*/user/head"),
         ({"private": True}, None, "if it is private, log in with `hf auth login`, or set HF_TOKEN"),
-        ({}, "hf_wrong", "the hub does not know the token with which user/head was asked for"),
+        ({}, "hf_wrong", "the hub does not know the token used for user/head"),
     ],
 )
 def test_a_repository_that_is_kept_from_its_reader(
@@ -171,7 +171,7 @@ def test_a_folder_goes_up_in_one_commit(
     assert {name: content.decode() for name, content in repo.files.items() if name != ".gitattributes"} == {
         file.name: file.read_text() for file in folder.iterdir()
     }
-    assert done == hub.Published(f"{online.base}/user/head", repo.sha)
+    assert (done.repo_url, done.oid) == (f"{online.base}/user/head", repo.sha)
 
 
 def test_a_newer_head_takes_the_place_of_an_older_one(online: hub_server.Hub, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_private_is_kept_private(online: hub_server.Hub, tmp_path: Path) -> None
     [
         ("user/head", None, "no token with write access .*HF_TOKEN.*--token"),
         ("user/head", "hf_wrong", "the hub does not know the token .*settings/tokens.*; nothing was published"),
-        ("user/head", hub_server.READ, "no right to write to user/head .*may write for user"),
+        ("user/head", hub_server.READ, "no right to write to user/head .*write access for user"),
         ("other/head", hub_server.WRITE, "no right to write to other/head .*you may not write to other"),
         ("head", hub_server.WRITE, "write it as user/head"),
         ("a/b/c", hub_server.WRITE, "'a/b/c' is not a valid repository name"),
@@ -266,7 +266,7 @@ def test_a_repository_of_someone_else_s_secret_name(online: hub_server.Hub, tmp_
 
     online.repos = Hidden({"user/head": hub_server.Repo()})
     try:
-        with pytest.raises(OutputError, match="user/head exists already, and this token may not see it"):
+        with pytest.raises(OutputError, match="user/head exists already, and this token has no access to it"):
             hub.publish_head(folder_of(tmp_path / "head"), "user/head")
     finally:
         online.repos = {}

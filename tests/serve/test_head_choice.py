@@ -144,7 +144,7 @@ def test_for_a_hub_id_a_published_head_is_fetched_with_it(models: Path, target: 
     found, proposer, said = chosen(target, "tiny-4bit")
     assert isinstance(proposer, em.HeadProposer)
     assert (found.head, found.resolved_mode()) == (HEAD, "eagle")
-    assert said == [f"head: {HEAD}, EAGLE-3 for {TARGET}, licence mit"]
+    assert said == [f"head: {HEAD}, EAGLE-3 for {TARGET}, license mit"]
 
 
 def test_without_a_network_that_is_said_and_ngrams_draft(
@@ -155,7 +155,7 @@ def test_without_a_network_that_is_said_and_ngrams_draft(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     _, proposer, said = chosen(target, "tiny-4bit")
     assert isinstance(proposer, em.NgramProposer)
-    assert f"head: {HEAD}, EAGLE-3 for {TARGET}, licence mit, cannot be fetched now:" in said[0]
+    assert f"head: {HEAD}, EAGLE-3 for {TARGET}, license mit, cannot be fetched now:" in said[0]
     assert "hub cannot be reached" in said[0]
     assert len(said) == 2
 
@@ -182,13 +182,13 @@ def test_list_shows_what_is_here_and_what_is_published(models: Path, capsys: pyt
     assert heads(["list"]) == 0
     out = capsys.readouterr().out
     assert f"  {models}/head, trained here for target" in out
-    assert f"  {HEAD}, EAGLE-3 for {TARGET}, licence mit" in out
+    assert f"  {HEAD}, EAGLE-3 for {TARGET}, license mit" in out
 
 
 def test_find_names_the_command_and_its_status_says_whether_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert heads(["find", "mlx-community/tiny-8bit"]) == 0
     assert capsys.readouterr().out == (
-        f"{HEAD}, EAGLE-3 for {TARGET}, licence mit; to fetch it: eagle-heads pull {HEAD}\n"
+        f"{HEAD}, EAGLE-3 for {TARGET}, license mit; to fetch it: eagle-heads pull {HEAD}\n"
     )
     assert heads(["find", "someone/else"]) == 1
     assert "no head is known for someone/else" in capsys.readouterr().err
@@ -201,7 +201,7 @@ def test_pull_takes_the_targets_name_too(
     assert heads(["pull", "tiny-4bit"]) == 0
     out, err = capsys.readouterr()
     assert Path(out.strip()) == hub.cached(HEAD)
-    assert "licence mit, by https://example.org/table" in err
+    assert "license mit, by https://example.org/table" in err
     assert [one.names for one in records()] == [(TARGET,)]
 
 

@@ -233,7 +233,7 @@ def test_speculators_is_given_the_model_that_it_can_read(
         convert(tmp_path / "a", "speculators", out, "--target", target, *more)
         assert verifier(out) == base, name
         said = capsys.readouterr()
-        assert "warning: nothing certain" not in said.err
+        assert "warning: the target's base model" not in said.err
         assert f"verifier: {base}" in said.err
         assert ("which only this machine has" in said.err) == (name == "a plain folder")
         assert "EAGLE-MLX has read it back; the layout is that of speculators and vLLM" in said.out

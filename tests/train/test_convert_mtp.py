@@ -186,7 +186,7 @@ def test_of_a_model_on_the_hub_only_the_layers_files_are_fetched(
         assert sorted(asked) == ["config.json", "model-2-of-3.safetensors", "model-3-of-3.safetensors", index]
         assert run("org/whole", "b") == 0, capsys.readouterr().err
         assert run("org/other", "c") == 2
-        assert "error: org/other is neither a folder here nor a model on the hub" in capsys.readouterr().err
+        assert "error: org/other is neither a local folder nor a model on the hub" in capsys.readouterr().err
         assert not (tmp_path / "c").exists()
     for name in "ab":
         head = load_head(tmp_path / name, golden.TARGET)

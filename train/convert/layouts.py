@@ -26,8 +26,8 @@ from .extract import DTYPES, OVERWRITE, Dtype
 _LAYOUTS = tuple(dict.fromkeys(sorted(layout.name for kind in KINDS.values() for layout in kind.formats)))
 
 _NO_VERIFIER = (
-    "nothing certain says which model the target was made of, so the config names no verifier, and speculators and "
-    "vLLM cannot load the head; convert again with --base-model and the hub id or folder of that model"
+    "the target's base model is not known for certain, so the config names no verifier, and speculators and vLLM "
+    "cannot load the head; convert again with --base-model and the hub id or folder of that model"
 )
 _OURS = ("target", BASE_MODEL, COPY, NOTED, "target_norm")
 """Keys under `eagle_mlx` that the writers set themselves."""
@@ -77,7 +77,9 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     target = load_target(what.target) if what.target is not None else None
     head = load_head(folder, target)
     kind = kind_of(head)
-    say(f"{what.source}: an {kind.title} head, {_type_name(folder)}")
+    tensors = read_tensors(folder)
+    types = sorted({str(x.dtype).removeprefix("mlx.core.") for x in tensors.values()})
+    say(f"{what.source}: an {kind.title} head with tensors of {', '.join(types)}")
     layout = _layout(kind, what)
     if _copies_embedding(head, layout) and target is None:
         raise ConfigError(
@@ -87,26 +89,32 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     if target is not None and what.check:
         say(
             f"trying the head on {what.target}: {len(PROMPTS)} answers of {TOKENS} tokens, which takes minutes with a "
-            "large target; --no-check leaves this out"
+            "large target; use --no-check to skip this"
         )
         if (said := head_warning(head, target, progress=True)) is not None:
             say(f"warning: {said}")
     config = read_config(folder)
-    dtype = DTYPES[what.dtype] if what.dtype else _exact_dtype(folder, config)
+    dtype = DTYPES[what.dtype] if what.dtype else _exact_dtype(tensors, config)
     base = _base_model(what, config)
+    verifier, noted = _verifier(config), config.get("eagle_mlx") or {}
     options: dict[str, Any] = {}
     if what.to == "speculators":
         say(_about_verifier(base, what))
+        described = read_config(hub.resolve(what.target)) if what.target is not None else verifier
         options = {
             "base_model": base,
             "depth": what.depth or _depth(config),
-            "target_architectures": _architectures(what.target, config),
+            "target_architectures": [str(name) for name in described.get("architectures") or []],
         }
+    known = noted.get("target") or verifier.get("name_or_path")
+    extra = {name: value for name, value in noted.items() if name not in _OURS}
+    if base is not None and hub.full_id(base):
+        extra[BASE_MODEL] = base
     layout.save(
         head,
         what.output,
-        target_name=_target_name(what.target, config),
-        extra=_extra(config, base),
+        target_name=hub.public_name(what.target) if what.target else str(known) if known else None,
+        extra=extra,
         dtype=dtype,
         overwrite=what.overwrite,
         **options,
@@ -126,20 +134,14 @@ def _layout(kind: HeadKind, what: Conversion) -> Format:
     )
 
 
-def _exact_dtype(folder: Path, config: Mapping[str, Any]) -> mx.Dtype:
+def _exact_dtype(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> mx.Dtype:
     """Return the smallest dtype that keeps every number of a head exact.
 
     Our zero-centered norms may have a wider dtype than the plain norms.
     """
     least = 2 if (config.get("eagle_mlx") or {}).get(NOTED) else 0
-    held = [x for x in read_tensors(folder).values() if x.ndim >= least]
-    found = {x.dtype for x in held if mx.issubdtype(x.dtype, mx.floating)}
+    found = {x.dtype for x in tensors.values() if x.ndim >= least and mx.issubdtype(x.dtype, mx.floating)}
     return found.pop() if len(found) == 1 else mx.float32
-
-
-def _type_name(folder: Path) -> str:
-    names = {str(x.dtype).rpartition(".")[2] for x in read_tensors(folder).values()}
-    return f"its tensors of type {', '.join(sorted(names))}"
 
 
 def _verifier(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,32 +150,22 @@ def _verifier(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _target_name(given: str | None, config: Mapping[str, Any]) -> str | None:
-    if given is not None:
-        return hub.public_name(given)
-    name = (config.get("eagle_mlx") or {}).get("target") or _verifier(config).get("name_or_path")
-    return str(name) if name else None
-
-
 def _base_model(what: Conversion, config: Mapping[str, Any]) -> str | None:
-    """Return the model for other servers: as given, else from the target, else from the source."""
+    """Return the model for other servers: as given, else from the target, else from the source.
+
+    Otherwise it is the target's own folder, unless MLX quantized it. Its card and `_name_or_path` are not used,
+    because those of a fine-tuned model name its base model.
+    """
     if what.base_model is not None:
         folder = Path(what.base_model).expanduser()
         return str(folder.resolve()) if folder.is_dir() else what.base_model
     found = base_model_of(what.target) if what.target is not None else None
     noted, named = config.get("eagle_mlx") or {}, _verifier(config).get("name_or_path")
-    return found or noted.get(BASE_MODEL) or (named if named != noted.get("target") else None) or _itself(what.target)
-
-
-def _itself(target: str | None) -> str | None:
-    """Return a target's own folder if MLX has not quantized it; None for a hub id.
-
-    The card and `_name_or_path` are not used, since those of a fine-tuned model name its base model.
-    """
-    folder = Path(target).expanduser() if target is not None else None
-    if folder is None or not folder.is_dir() or "quantization" in read_config(folder):
-        return None
-    return str(folder.resolve())
+    found = found or noted.get(BASE_MODEL) or (named if named != noted.get("target") else None)
+    if found or what.target is None:
+        return found
+    folder = Path(what.target).expanduser()
+    return str(folder.resolve()) if folder.is_dir() and "quantization" not in read_config(folder) else None
 
 
 def _about_verifier(base: str | None, what: Conversion) -> str:
@@ -183,17 +175,6 @@ def _about_verifier(base: str | None, what: Conversion) -> str:
     if Path(base).is_dir() and what.base_model is None:
         return f"verifier: {base}, which only this machine has; to share the head give --base-model with a hub id"
     return f"verifier: {base}"
-
-
-def _extra(config: Mapping[str, Any], base: str | None) -> dict[str, Any]:
-    """Return the entries under `eagle_mlx` that writers do not set themselves."""
-    noted = {name: value for name, value in (config.get("eagle_mlx") or {}).items() if name not in _OURS}
-    return {**noted, BASE_MODEL: base} if base is not None and hub.full_id(base) else noted
-
-
-def _architectures(target: str | None, config: Mapping[str, Any]) -> list[str]:
-    known = read_config(hub.resolve(target)) if target is not None else _verifier(config)
-    return [str(name) for name in known.get("architectures") or []]
 
 
 def _depth(config: Mapping[str, Any]) -> int:

@@ -158,7 +158,7 @@ def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
         overwrite=upload.overwrite,
         message=upload.message or message,
     )
-    print(f"published: {done.url} (commit {done.commit[:12]})")
+    print(f"published: {done.repo_url} (commit {done.oid[:12]})")
 
 
 def _base_model(source: Source, given: str | None) -> str:

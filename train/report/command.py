@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,13 +102,19 @@ def lines_of(runs: Sequence[PastRun]) -> list[Line]:
 
 def text(runs: Sequence[PastRun], width: int | None = None) -> str:
     """Return the comparison for a terminal, with a column per run, split into several tables if too wide."""
-    names, told = _names(runs), lines_of(runs)
-    first = max(len(title) for title, _ in told)
-    columns = [max(len(cell) for cell in (name, *(cells[i] for _, cells in told))) for i, name in enumerate(names)]
+    names = _names(runs)
+    rows = [("", names), *lines_of(runs)]
+    first = max(len(title) for title, _ in rows)
+    columns = [max(len(cells[i]) + 2 for _, cells in rows) for i in range(len(names))]
+    parts: list[list[int]] = [[]]
+    for i, column in enumerate(columns):
+        if width and parts[-1] and first + sum(columns[j] for j in parts[-1]) + column > width:
+            parts.append([])
+        parts[-1].append(i)
     blocks = []
-    for part in _parts(columns, width - first if width else None):
-        rows = [("", names), *told]
-        blocks.append("\n".join(_line(title.ljust(first), cells, columns, part) for title, cells in rows))
+    for part in parts:
+        lines = (title.ljust(first) + "".join(f"  {cells[i]:<{columns[i] - 2}}" for i in part) for title, cells in rows)
+        blocks.append("\n".join(line.rstrip() for line in lines))
     hints = [f"{name}: {run.state}" for name, run in zip(names, runs, strict=True) if ";" in run.state]
     return "\n\n".join([*blocks, *(["\n".join(hints)] if hints else [])])
 
@@ -152,21 +158,6 @@ def _names(runs: Sequence[PastRun]) -> list[str]:
     """Return the folders' names if they are distinct, else the paths."""
     short = [Path(run.folder).resolve().name for run in runs]
     return short if len(set(short)) == len(short) else [run.folder for run in runs]
-
-
-def _line(title: str, cells: Sequence[str], columns: Sequence[int], part: Sequence[int]) -> str:
-    return (title + "".join(f"  {cells[i]:<{columns[i]}}" for i in part)).rstrip()
-
-
-def _parts(columns: Sequence[int], width: int | None) -> Iterator[list[int]]:
-    """Yield groups of columns that fit side by side, at least one at a time."""
-    part: list[int] = []
-    for i, column in enumerate(columns):
-        if part and width is not None and sum(columns[j] + 2 for j in part) + column + 2 > width:
-            yield part
-            part = []
-        part.append(i)
-    yield part
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -13,7 +13,7 @@ from .runs import Row
 if TYPE_CHECKING:  # matplotlib takes half a second to import, and is needed only at the end
     from matplotlib.axes import Axes
 
-_BLUE, _GREY, _RED = "#1f4e79", "#bbbbbb", "#b5482a"
+_BLUE, _GRAY, _RED = "#1f4e79", "#bbbbbb", "#b5482a"
 _WITHIN, _IN_COLUMN, _COLUMN_WIDTH = 4, 22, 2.2
 """Maximum curves for a legend inside the plot; names per column (at 8 points) outside; inches per column."""
 _SMOOTH = 0.02
@@ -29,10 +29,8 @@ def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
         data = [row for row in rows if row["kind"] == kind and key in row]
         if data:
             figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-            axes = figure.add_subplot()
+            axes = _styled(figure.add_subplot())
             draw(axes, data)
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
             figure.savefig(folder / name, dpi=140)
             written.append(folder / name)
     return written
@@ -43,7 +41,7 @@ def write_comparison(runs: Mapping[str, Sequence[Row]], file: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.8), layout="constrained")
-    length, loss = figure.subplots(1, 2)
+    length, loss = map(_styled, figure.subplots(1, 2))
     for (name, rows), color in zip(runs.items(), _colors(len(runs)), strict=True):
         evals = [row for row in rows if row["kind"] == "eval" and {"tokens", "acceptance_length"} <= row.keys()]
         train = [row for row in rows if row["kind"] == "train" and {"tokens", "loss"} <= row.keys()]
@@ -52,20 +50,27 @@ def write_comparison(runs: Mapping[str, Sequence[Row]], file: Path) -> None:
         loss.plot([row["tokens"] for row in train], smooth([row["loss"] for row in train]), color=color, label=name)
     length.set(title="Acceptance length", xlabel="tokens", ylabel="tokens per target forward")
     loss.set(title="Training loss", xlabel="tokens", ylabel="weighted mean over the draft steps")
-    for axes in (length, loss):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
     length.legend(frameon=False)
     part = file.with_name(f".{file.name}.new")
     figure.savefig(part, dpi=140, format="png")
     part.replace(file)
 
 
-def _loss(axes: Axes, rows: Sequence[Row]) -> None:
+def _styled(axes: Axes) -> Axes:
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def _noisy(axes: Axes, rows: Sequence[Row], values: Sequence[float]) -> None:
+    """Plot noisy values in gray, and their running average."""
     tokens = [row["tokens"] for row in rows]
-    values = [row["loss"] for row in rows]
-    axes.plot(tokens, values, color=_GREY, linewidth=0.8)
+    axes.plot(tokens, values, color=_GRAY, linewidth=0.8)
     axes.plot(tokens, smooth(values), color=_BLUE)
+
+
+def _loss(axes: Axes, rows: Sequence[Row]) -> None:
+    _noisy(axes, rows, [row["loss"] for row in rows])
     axes.set(title="Training loss", xlabel="tokens", ylabel="weighted mean over the draft steps")
 
 
@@ -96,7 +101,7 @@ def _legend(axes: Axes, curves: int) -> None:
     else:
         columns = -(-curves // _IN_COLUMN)
         figure = axes.get_figure(root=True)
-        assert figure is not None, "axes that are drawn on"
+        assert figure is not None
         figure.legend(frameon=False, fontsize=8, ncols=columns, loc="outside right upper")
         figure.set_figwidth(figure.get_figwidth() + _COLUMN_WIDTH * columns)
 
@@ -118,18 +123,15 @@ def _learning_rate(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _speed(axes: Axes, rows: Sequence[Row]) -> None:
-    tokens = [row["tokens"] for row in rows]
-    speeds = interval_speeds(rows)
-    axes.plot(tokens, speeds, color=_GREY, linewidth=0.8)
-    axes.plot(tokens, smooth(speeds), color=_BLUE)
-    axes.set(title="Speed of training, without evaluations", xlabel="tokens", ylabel="tokens/s")
+    _noisy(axes, rows, interval_speeds(rows))
+    axes.set(title="Training speed, without evaluations", xlabel="tokens", ylabel="tokens/s")
     axes.set_ylim(bottom=0)
 
 
 def _memory(axes: Axes, rows: Sequence[Row]) -> None:
     tokens = [row["tokens"] for row in rows]
     labels = {"process_peak": "process, peak", "peak": "MLX, peak", "active": "MLX, between steps"}
-    for (key, label), color in zip(labels.items(), (_RED, _BLUE, _GREY), strict=True):
+    for (key, label), color in zip(labels.items(), (_RED, _BLUE, _GRAY), strict=True):
         axes.plot(tokens, [row["memory_gb"][key] for row in rows], color=color, label=label)
     axes.set(title="Memory", xlabel="tokens", ylabel="GB")
     axes.set_ylim(bottom=0)
@@ -169,8 +171,8 @@ _PLOTS: dict[str, tuple[str, str, Callable[[Axes, Sequence[Row]], None]]] = {
     "speed.png": ("train", "train_seconds", _speed),
     "memory.png": ("train", "memory_gb", _memory),
 }
-"""For each picture, the kind of rows, the required value, and the plot function."""
+"""For each plot: the kind of rows, the required value, and the function that draws it."""
 
 PICTURES = tuple(_PLOTS)
 OF_THE_HEAD = ("acceptance_by_position.png", "acceptance_length.png", "accuracy.png", "loss.png")
-"""Pictures about the head, not the machine."""
+"""Plots about the head, not the machine."""

@@ -13,7 +13,7 @@ from eagle_mlx.files import write_whole
 
 _REPORT, _ABOUT, _STATES = "report.json", "run.json", "checkpoints"
 _NO_SETTINGS = frozenset({"target", "head", "output", "overwrite", "wandb", "wandb_project", "init_from"})
-"""Settings that are shown separately, or that do not affect what is learned."""
+"""Settings that are shown separately or do not affect the head."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ def read_run(folder: Path) -> PastRun:
     evals = [row for row in rows if row["kind"] == "eval" and "acceptance_length" in row]
     best = max(evals, key=lambda row: float(row["acceptance_length"]), default={})
     now = rows[-1] if rows else {}
+    last = evals[-1] if evals else {}
+    untrained = evals[0]["acceptance_length"] if evals and evals[0]["step"] == 0 else None
     whole: Mapping[str, Any] = report or {}
     seconds = float(whole.get("train_seconds", now.get("train_seconds", 0)))
     tokens = int(whole.get("tokens", now.get("tokens", 0)))
@@ -82,10 +84,10 @@ def read_run(folder: Path) -> PastRun:
         tokens_per_second=tokens / seconds if seconds else None,
         loss=whole.get("loss", train[-1].get("loss") if train else None),
         depth=best.get("depth") or settings.get("eval_depth"),
-        untrained=whole.get("untrained_acceptance_length", _untrained(evals)),
+        untrained=whole.get("untrained_acceptance_length", untrained),
         best=whole.get("acceptance_length", best.get("acceptance_length")),
         best_step=whole.get("best_step", best.get("step")),
-        last=_last(whole, evals),
+        last=((whole.get("acceptance") or {}).get("last") or last).get("acceptance_length"),
         by_position=list(whole.get("acceptance_by_position") or best.get("acceptance_by_position") or []),
         memory_gb=max((row["memory_gb"]["process_peak"] for row in rows if "memory_gb" in row), default=None),
         settings=settings,
@@ -107,26 +109,16 @@ def _state(folder: Path, complete: bool, now: Row) -> str:
     return "unfinished" if now else "unfinished, nothing measured"
 
 
-def _untrained(evals: Sequence[Row]) -> float | None:
-    return float(evals[0]["acceptance_length"]) if evals and evals[0]["step"] == 0 else None
-
-
-def _last(report: Mapping[str, Any], evals: Sequence[Row]) -> float | None:
-    told = (report.get("acceptance") or {}).get("last") or (evals[-1] if evals else {})
-    length = told.get("acceptance_length")
-    return None if length is None else float(length)
-
-
 def _json(file: Path) -> dict[str, Any] | None:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
+        return values
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as e:
-        raise DataError(f"{file} cannot be read: {e}; move it away to see what {METRICS} has of the run") from e
-    if not isinstance(values, dict):
-        raise DataError(f"{file} holds no report; move it away to see what {METRICS} has of the run")
-    return values
+        raise DataError(f"{file} cannot be read: {e}; move it away to see the values in {METRICS}") from e
 
 
 METRICS = "metrics.jsonl"
