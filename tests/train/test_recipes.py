@@ -222,9 +222,9 @@ def test_an_unknown_recipe_names_those_that_exist(capsys: pytest.CaptureFixture[
     assert "the recipes are gemma3-12b" in capsys.readouterr().err
 
 
-def test_recipes_are_packaged() -> None:
+def test_recipes_and_the_card_template_are_packaged() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert '"eagle_mlx.train" = ["recipes/*.yaml"]' in project
+    assert '"eagle_mlx.train" = ["publish/*.jinja", "recipes/*.yaml"]' in project
     assert FOLDER.is_dir()
 
 
