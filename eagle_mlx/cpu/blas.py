@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ctypes.util
 import functools
 import os
 import sys
@@ -44,16 +43,11 @@ def activate() -> Blas:
     if "mlx.core" in sys.modules and _provider() is None:
         _warn("mlx was imported before eagle_mlx, too late to give it OpenBLAS; import eagle_mlx first")
         return Blas("reference", "")
-    found = ctypes.util.find_library("openblas")
-    candidates = (wish,) if wish not in ("", "openblas") else (*_CANDIDATES, *([found] if found else []))
-    for name in candidates:
-        try:
+    for name in _CANDIDATES if wish in ("", "openblas") else (wish,):
+        with contextlib.suppress(OSError):
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-        except OSError:
-            continue
-        provider = _provider()
-        if provider is not None:
-            return Blas("openblas", provider)
+            if provider := _provider():
+                return Blas("openblas", provider)
     where = f"{wish} cannot be loaded" if wish not in ("", "openblas") else "no OpenBLAS found"
     _warn(f"{where}: matrix products run on the reference BLAS, about 40 times slower. To fix it: {INSTALL_HINT}")
     return Blas("reference", "")
@@ -77,9 +71,7 @@ def _provider() -> str | None:
         return None
     dladdr.argtypes = (ctypes.c_void_p, ctypes.POINTER(_DlInfo))
     info = _DlInfo()
-    if not dladdr(symbol, ctypes.byref(info)) or not info.file:
-        return None
-    return os.fsdecode(info.file)
+    return os.fsdecode(info.file) if dladdr(symbol, ctypes.byref(info)) and info.file else None
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ class Calls:
         self.channel.send({"calls": calls, "gone": gone, "then": more})
 
     def _numbered(self, made: Any) -> Any:
-        """Return a call's result with a number, by which messages refer to it."""
+        """Give a call's result a number, by which messages refer to it; return it."""
         led = _MIRRORED.get(type(made))
         if led is None:
             return made
@@ -87,12 +87,7 @@ class Calls:
 def _mirrored(kind: type, name: str) -> Callable[..., Any]:
     """Return a method whose calls are also recorded for the other ranks."""
     own = getattr(kind, name)
-
-    @wraps(own)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.calls.call(self, name, partial(own, self), args, kwargs)
-
-    return method
+    return wraps(own)(lambda self, *args, **kwargs: self.calls.call(self, name, partial(own, self), args, kwargs))
 
 
 _MIRRORED: dict[type, type] = {
@@ -103,11 +98,11 @@ _MIRRORED: dict[type, type] = {
 
 
 class LeadingTarget(Target):
-    """A target of which every rank has a part. It is used like any other target.
+    """A target that is split over ranks. It is used like any other target.
 
-    Rank 0 makes all decisions: what to read, to draft and to keep. Each forward sends one message with its tokens and
-    the caches' calls since the last forward. The other ranks read the tokens with their part of each layer, or with
-    their layers. Nothing after the last layer is shared: logits are computed only here, and only if they are used.
+    Rank 0 decides what to read, to draft and to keep. Each forward sends one message with its tokens and the caches'
+    calls since the last forward. The other ranks read the tokens with their part of each layer, or with their layers.
+    Nothing after the last layer is shared: logits are computed only here, and only if they are used.
     """
 
     channel: Channel
@@ -140,7 +135,7 @@ class LeadingTarget(Target):
 
     @property
     def free_memory(self) -> int:
-        """Bytes that are free on every rank, because all ranks store equally many keys and values."""
+        """Bytes that are free on every rank; all ranks store the same number of keys and values."""
         own = super().free_memory
         return own if self._least_free is None else min(own, self._least_free)
 

@@ -88,20 +88,17 @@ class _Results:
     def outputs(self, places: Iterable[Place]) -> list[Continuation]:
         return [self.continuations[place] for place in places]
 
-    def seconds(self, kept: Sequence[Place]) -> list[float]:
-        """Return the seconds of each repeat, over the groups that are kept."""
-        return [sum(whole for place, (whole, _) in repeat.items() if place in kept) for repeat in self.times]
+    def seconds(self, kept: Sequence[Place], skipped: int = 0) -> list[float]:
+        """Return the seconds of each repeat over the kept groups; `skipped`: 1 without those to the first tokens."""
+        return [
+            sum(whole - skipped * first for place, (whole, first) in repeat.items() if place in kept)
+            for repeat in self.times
+        ]
 
-    def rates(self, kept: Sequence[Place]) -> list[float]:
-        """Return the tokens per second of each repeat."""
-        tokens = sum(len(one.tokens) for one in self.outputs(kept))
-        return [tokens / seconds for seconds in self.seconds(kept)]
-
-    def decode_rates(self, kept: Sequence[Place]) -> list[float]:
-        """Return the tokens per second of each repeat, without each prompt's first token and the time to it."""
-        tokens = sum(len(one.tokens) - 1 for one in self.outputs(kept))
-        spent = (sum(a - b for place, (a, b) in repeat.items() if place in kept) for repeat in self.times)
-        return [tokens / max(seconds, 1e-9) for seconds in spent]
+    def rates(self, kept: Sequence[Place], skipped: int = 0) -> list[float]:
+        """Return the tokens per second of each repeat; `skipped`: 1 without each prompt's first token."""
+        tokens = sum(len(one.tokens) - skipped for one in self.outputs(kept))
+        return [tokens / max(seconds, 1e-9) for seconds in self.seconds(kept, skipped)]
 
     def ratio_to(self, baseline: _Results | None, kept: Sequence[Place]) -> float | None:
         """Return the speedup over a baseline: the median of the repeats' ratios."""
@@ -250,7 +247,7 @@ class _Measurement:
             policy=mode.policy,
             temperature=self.config.temperature,
             tokens_per_second=median(result.rates(kept)),
-            decode_tokens_per_second=median(result.decode_rates(kept)),
+            decode_tokens_per_second=median(result.rates(kept, skipped=1)),
             ratio_to_mlx_lm=result.ratio_to(by_mode.get(("mlx-lm", 1)), kept),
             ratio_to_mlx_lm_batch=result.ratio_to(by_mode.get(("mlx-lm-batch", mode.batch)), kept),
             ratio_to_plain=result.ratio_to(by_mode.get(("plain", mode.batch)), kept),

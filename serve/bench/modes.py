@@ -72,7 +72,6 @@ class MlxLmMode(_MlxLm):
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         continuations = []
         for prompt, each in zip(prompts, params, strict=True):
-            _seed(each)
             steps = []
             for step in mlx_lm.stream_generate(
                 self._model,
@@ -105,7 +104,6 @@ class MlxLmBatchMode(_MlxLm):
         self.batch, self._end = batch, min(target.eos_token_ids, default=0)
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
-        _seed(params[0])
         limits = [each.max_tokens for each in params]
         generated = mlx_lm.batch_generate(
             self._model,
@@ -127,13 +125,11 @@ class MlxLmBatchMode(_MlxLm):
 
 
 def _sampler(params: SamplingParams) -> Callable[[mx.array], mx.array] | None:
-    temperature = params.temperature
-    return (lambda logprobs: mx.random.categorical(logprobs / temperature)) if temperature else None
-
-
-def _seed(params: SamplingParams) -> None:
+    """Seed MLX's random numbers, and return mlx-lm's sampler; None if greedy."""
     if params.seed is not None:
         mx.random.seed(params.seed)
+    temperature = params.temperature
+    return (lambda logprobs: mx.random.categorical(logprobs / temperature)) if temperature else None
 
 
 BASELINES: tuple[ModeName, ...] = ("mlx-lm", "mlx-lm-batch", "mlx-lm-draft", STOCK)

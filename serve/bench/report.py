@@ -93,7 +93,8 @@ def by_category(runs: Sequence[Run]) -> str:
 
 
 def _which(run: Run) -> tuple[str, ...]:
-    return (run.mode, str(run.batch), size(run), run.policy if run.depth else "-", f"{run.temperature:g}")
+    size = f"{run.depth}/{run.nodes}" if run.nodes else str(run.depth or "-")
+    return (run.mode, str(run.batch), size, run.policy if run.depth else "-", f"{run.temperature:g}")
 
 
 def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
@@ -159,11 +160,6 @@ def _cells(run: Run) -> tuple[str, ...]:
         " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-",
         _identity(run),
     )
-
-
-def size(run: Run) -> str:
-    """Return the depth of a chain, or depth/tokens of a tree."""
-    return f"{run.depth}/{run.nodes}" if run.nodes else str(run.depth) if run.depth else "-"
 
 
 def _ratio(ratio: float | None) -> str:
