@@ -38,7 +38,7 @@ def progress_bar(iterable: None = None, **settings: Any) -> tqdm[NoReturn]: ...
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, **settings: Any) -> tqdm[Any]:
-    """Return a tqdm bar on stderr with tqdm's own settings, which does not fill a log with redrawn lines."""
+    """Return a tqdm bar on stderr. If stderr is not a terminal, it prints a few whole lines instead of redrawing."""
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
     return tqdm(iterable, **settings) if on_terminal else _Lines(iterable, **settings)
 

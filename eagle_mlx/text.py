@@ -32,26 +32,26 @@ class IncrementalText:
         self.window += tokens
         before, text = self._decoded(self._settled), self._decoded(len(self.window))
         end = self._certain(before, text)
-        certain = "" if end is None else text if end == len(self.window) else self._decoded(end)
-        if end is None or len(certain) <= len(before):  # keep tokens without text: the next one may depend on them
+        certain = text if end == len(self.window) else self._decoded(end)
+        if len(certain) <= len(before):  # keep tokens without text: the next one may depend on them
             return "", text[len(before) :]
         self.window, self._settled = self.window[self._settled :], end - self._settled
         return certain[len(before) :], text[len(certain) :]
 
-    def _certain(self, before: str, text: str) -> int | None:
-        """Return how many tokens have text that no later token can change; None if no more than before."""
+    def _certain(self, before: str, text: str) -> int:
+        """Return how many tokens have text that no later token can change."""
         count = len(self.window)
         if not _ends_open(before, text):
             return count
         if count - self._settled < _CHARACTER:
-            return None
+            return self._settled
         # An incomplete character began with one of the last tokens, after complete text.
         for end in range(count - 1, max(count - _CHARACTER, self._settled), -1):
             if not _ends_open(before, self._decoded(end)):
                 return end
         # Otherwise the bytes will never form a character, except perhaps those of the last U+FFFD.
         ends = range(count - 1, self._settled, -1)
-        return next((end for end in ends if text[:-1].startswith(self._decoded(end))), None)
+        return next((end for end in ends if text[:-1].startswith(self._decoded(end))), self._settled)
 
     def _decoded(self, end: int) -> str:
         text: str = self._tokenizer.decode(self.window[:end])

@@ -82,8 +82,10 @@ def use_fast_cpu_math() -> None:
     def attend(q: mx.array, k: mx.array, v: mx.array, *, cache: Any, scale: float, mask: Any) -> mx.array:
         if cache is not None:
             return library(q, k, v, cache=cache, scale=scale, mask=mask)
-        length = q.shape[2]
-        return fastmath.attention(q, k, v, scale, causal[:length, :length])
+        b, hq, length, d = q.shape
+        grouped = (q * scale).reshape(b, k.shape[1], -1, length, d)
+        weights = fastmath.softmax(grouped @ k[:, :, None].swapaxes(-1, -2) + causal[:length, :length])
+        return (weights @ v[:, :, None]).reshape(b, hq, length, d)
 
     qwen3.swiglu = fastmath.swiglu  # type: ignore[attr-defined]
     qwen3.scaled_dot_product_attention = attend

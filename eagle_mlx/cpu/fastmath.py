@@ -37,16 +37,3 @@ def log_sum_exp(x: mx.array) -> mx.array:
         return mx.logsumexp(x, axis=-1, keepdims=True)
     top = mx.stop_gradient(mx.max(x, axis=-1, keepdims=True))
     return top + mx.log(mx.sum(exp(x - top), axis=-1, keepdims=True))
-
-
-def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array) -> mx.array:
-    """Compute scaled dot-product attention with grouped queries.
-
-    q: [B, Hq, L, D]; k, v: [B, Hkv, S, D]; mask: additive, broadcastable to [B, Hkv, Hq/Hkv, L, S]. Returns
-    [B, Hq, L, D].
-    """
-    b, hq, length, d = q.shape
-    hkv = k.shape[1]
-    grouped = (q * scale).reshape(b, hkv, hq // hkv, length, d)
-    weights = softmax(grouped @ k[:, :, None].swapaxes(-1, -2) + mask)
-    return (weights @ v[:, :, None]).reshape(b, hq, length, d)
