@@ -51,7 +51,7 @@ def write_whole(path: Path, data: bytes, part: Path | None = None) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file that the user named atomically, with a hidden temporary file. Raises OutputError."""
+    """Write a file at a path that the user chose, atomically, with a hidden temporary file. Raises OutputError."""
     try:
         write_whole(path, text.encode(), path.with_name(f".{path.name}.{os.getpid()}{PART}"))
     except OSError as e:
