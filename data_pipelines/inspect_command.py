@@ -47,7 +47,7 @@ class InspectOptions(Group):
         REQUIRED, "a folder of shards, or sources as for --data", name="SOURCE", positional=True
     )
     target: str | None = setting(
-        None, "show conversations as rendered for this model, and the parts to learn", metavar="MODEL"
+        None, "render conversations for this model, and mark the learned parts", metavar="MODEL"
     )
     limit: int = setting(3, "conversations to show", AT_LEAST_1)
     histogram: int = setting(1000, "conversations in the histogram of lengths; 0 for no histogram")

@@ -26,9 +26,9 @@ _SHARES = textwrap.indent(textwrap.fill(", ".join(f"{domain.name}={domain.weight
 HELP = f"""\
 Have the target make up conversations. You need no data set, no license and no network.
 
-The target continues its own chat template from where the user speaks: it writes the user's turn (Magpie, Xu et al.
-2024, arXiv 2406.08464), answers it, and may ask again. A head must predict the target's own answers, and these are.
-A target without a chat template writes plain texts from their beginning, sampled as user turns are.
+The target continues its own chat template at the place of a user turn: it writes the user's turn (Magpie, Xu et al.
+2024, arXiv 2406.08464), answers it, and may ask again. A head must predict exactly such answers.
+A target without a chat template writes plain texts, sampled like user turns.
 
 For most user turns, a system prompt sets the topic, and some turns get a given beginning. The answers do not see that
 prompt. --domains FILE.yaml defines your own domains ({FILE.name} is an example). The default domains are:
@@ -61,22 +61,24 @@ _DEFAULT = MakeConfig()
 class WritingOptions(Group):
     """What to write, and how to sample it."""
 
-    domains: Path = setting(FILE, "your domains: under each name weight, system and openings", metavar="FILE.yaml")
+    domains: Path = setting(
+        FILE, "file of your domains; each has a name, and under it weight, system and openings", metavar="FILE.yaml"
+    )
     domain: tuple[str, ...] = setting((), "only these domains; repeatable", metavar="NAME[=WEIGHT]", repeat=True)
     turns: str = setting(
         ",".join(f"{share:g}" for share in _DEFAULT.turns),
-        "shares of conversations with one user turn, with two, …",
+        "shares of conversations with one user turn, two user turns, …",
         metavar="A,B,…",
     )
     temperature: tuple[float, ...] = setting(
         _DEFAULT.temperatures,
-        "temperature of answers; of several, the seed chooses one per conversation (heads serve greedy and sampling)",
+        "temperature of answers; if there are several, the seed chooses one per conversation",
         metavar="T",
     )
-    top_p: float = setting(_DEFAULT.top_p, "of answers")
+    top_p: float = setting(_DEFAULT.top_p, "top-p of answers")
     max_tokens: int = setting(_DEFAULT.max_tokens, "maximum tokens of an answer", AT_LEAST_1)
-    user_temperature: float = setting(_DEFAULT.user_temperature, "of user turns", metavar="T")
-    user_top_p: float = setting(_DEFAULT.user_top_p, "of user turns", metavar="P")
+    user_temperature: float = setting(_DEFAULT.user_temperature, "temperature of user turns", metavar="T")
+    user_top_p: float = setting(_DEFAULT.user_top_p, "top-p of user turns", metavar="P")
     user_tokens: int = setting(
         _DEFAULT.user_tokens, "maximum tokens of a user turn; longer ones are dropped", AT_LEAST_1
     )
@@ -104,7 +106,7 @@ class WritingOptions(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class MakeOptions(Group):
-    """How much to make, and where to write it."""
+    """The number of conversations to make, and the output."""
 
     target: str = setting(REQUIRED, TARGET_HELP, metavar="MODEL")
     output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl[.gz]")

@@ -48,7 +48,7 @@ class ChoiceOptions(Group):
     keep_turns: str = setting("", "keep conversations with this many user turns", metavar="MIN:MAX")
     keep_tokens: str = setting("", "keep conversations with this many tokens", metavar="MIN:MAX")
     dedupe: Dedupe = setting(
-        DataConfig.dedupe, "of conversations with the same prompt, or the same text, keep only the first"
+        DataConfig.dedupe, "keep only the first of conversations with the same prompt, or of identical conversations"
     )
 
     def config(self, sources: Sequence[str], limit: int | None) -> DataConfig:
@@ -86,7 +86,9 @@ class DraftingOptions(Group):
         f"batch size (default: {FIRST_ROWS}, doubled while that is faster, up to {MOST_ROWS})",
         AT_LEAST_1,
     )
-    head: str | None = setting(None, "a draft head for the target: the same text, faster", metavar="DIR_OR_ID")
+    head: str | None = setting(
+        None, "draft head for the target; speeds up decoding without changing the text", metavar="DIR_OR_ID"
+    )
     num_speculative_tokens: int = setting(MOST_TOKENS, "maximum drafted tokens per round", AT_LEAST_0, metavar="K")
 
 

@@ -55,7 +55,7 @@ class TemplateReport:
     """Answers in the other conversations that render as nothing. They are not learned."""
 
     def add(self, lost: Unrendered) -> bool:
-        """Count one conversation and return whether it has anything to learn."""
+        """Count one conversation and return whether it has tokens to learn from."""
         self.parts.update(lost.parts)
         if lost.turns and not lost.answers:
             self.empty += 1

@@ -1,4 +1,4 @@
-"""Exceptions for users' errors; every message says what was wrong, where, and what to do.
+"""Exceptions for users' errors; every message gives the problem, the place and a remedy.
 
 EagleError
 ├── ConfigError      an option, a field or a key that cannot be used

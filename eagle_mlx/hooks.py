@@ -1,7 +1,7 @@
 """Hooks on modules of mlx-lm's models, the only changes that this library makes to them.
 
-A hooked module gets a subclass of its own class and the hook's, so that it passes the same type checks and keeps its
-parameters. The running forward decides what the hook does. Any number of targets can therefore share a model, and a
+A hooked module's class becomes a subclass of its old class and the hook's. It passes the same type checks and keeps
+its parameters. The running forward decides what the hook does. Any number of targets can therefore share a model, and a
 target that is deleted leaves nothing behind.
 """
 
@@ -28,7 +28,7 @@ class Hook:
 
 
 def hook(module: nn.Module, how: type[Hook]) -> None:
-    """Give a module a subclass of its own class and of `how`, unless it has one already."""
+    """Change a module's class to a subclass of it and of `how`, unless that is done already."""
     if not isinstance(module, how):
         base = type(module)
         module.__class__ = type(base.__name__, (how, base), {"__module__": base.__module__})

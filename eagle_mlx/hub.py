@@ -49,7 +49,7 @@ def resolve(name: str | Path, code: bool = False) -> Path:
     """Return the local folder of a model: an existing folder, or the hub's cache, to which the model is fetched.
 
     `Qwen3-32B-4bit` means `mlx-community/Qwen3-32B-4bit`. PyTorch files are fetched only if there are no safetensors,
-    Python files only with `code`. Raises EagleError if the name is no folder and the hub has no such model, denies
+    Python files only with `code`. Raises EagleError if the name is not a folder and the hub has no such model, denies
     access or cannot be reached.
     """
     folder = Path(name).expanduser()

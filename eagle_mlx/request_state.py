@@ -75,7 +75,7 @@ class RequestState:
 
     @classmethod
     def open(cls, request: Request, tokenizer: TokenizerWrapper | None) -> RequestState:
-        """Return the state of a new request, with its own grammar and stop watcher. Raises what these raise."""
+        """Return the state of a new request, with its own grammar and stop watcher. Raises their errors."""
         params = request.params
         grammar = params.grammar() if params.grammar else None
         if isinstance(grammar, AsyncGrammar) and params.rule == "rejection":

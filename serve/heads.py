@@ -43,7 +43,7 @@ class Find(Group):
 class Pull(Group):
     """The head to download."""
 
-    name: str = setting(REQUIRED, "the head's hub id, or its target's", name="NAME", positional=True)
+    name: str = setting(REQUIRED, "hub id of the head or of its target", name="NAME", positional=True)
     target: str | None = setting(None, "the target that the head is for, if that is not known", metavar="MODEL")
 
 

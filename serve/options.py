@@ -11,12 +11,12 @@ from eagle_mlx.setting import AT_LEAST_1, GIGABYTES, Group, setting
 
 @dataclass(frozen=True)
 class MemoryOptions(Group):
-    """What keys and values may take, and how much of prompts is read at once."""
+    """Memory for the KV cache, and the number of prompt tokens per forward."""
 
     prefill_chunk: int = setting(
         PREFILL_CHUNK,
-        "prompt tokens to read in one forward, for all requests together; more need more memory and delay the requests "
-        "that decode meanwhile",
+        "prompt tokens to read in one forward, for all requests together; more tokens need more memory and delay "
+        "requests that are decoding",
         AT_LEAST_1,
     )
     kv_gb: float | None = setting(

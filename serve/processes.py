@@ -180,7 +180,7 @@ def _let_go(sent: list[Connection], parent: Process | None) -> bool:
 
 
 def _drop(sent: list[Connection]) -> None:
-    """Close our copy of a fork's end, in whichever thread comes first.
+    """Close this process's copy of a fork's end, in the first thread that gets here.
 
     The copy is kept until the end has arrived: macOS may shut down a descriptor closed in transit (nodejs/node#7512).
     """

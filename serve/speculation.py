@@ -63,7 +63,9 @@ HEAD_BITS = "quantize the head on load; 16: do not (default: the target's bits i
 class Speculation(Group):
     """What drafts, and how many tokens."""
 
-    mode: Mode | None = setting(None, "how to draft (default: by the head or model given)", name="spec_decode")
+    mode: Mode | None = setting(
+        None, "how to draft (default: with the given head or draft model, if any)", name="spec_decode"
+    )
     head: str | None = setting(
         None,
         "folder or hub id of the head, or none; auto, the default, uses a head trained or downloaded here, the "

@@ -160,7 +160,7 @@ class Relay:
     """Passes a module's weights from draft step to draft step."""
 
     def __init__(self, module: nn.Module, without: Collection[str] = ()):
-        """without: names of parts whose weights are not passed on."""
+        """without: names of parts whose weights are excluded."""
         self._module = module
         self._names, self._weights = weights_but(module, without)
 

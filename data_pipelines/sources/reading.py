@@ -62,7 +62,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise ConfigError("--data names no source of conversations; give at least one")
+            raise ConfigError("--data is empty; give at least one source of conversations")
         if self.dedupe not in get_args(Dedupe):
             raise ConfigError(f"--dedupe {self.dedupe}: it must be one of {', '.join(get_args(Dedupe))}")
         if self.limit < 0:

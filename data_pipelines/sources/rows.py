@@ -245,7 +245,7 @@ def _tools(row: Mapping[str, Any], origin: str) -> tuple[Mapping[str, Any], ...]
     value = row.get("tools")
     tools = _decoded(value) if value else []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"{origin}: `tools` must be a list of objects, or its JSON, not {_show(value)}")
+        raise DataError(f"{origin}: `tools` must be a list of objects, or a JSON string of one, not {_show(value)}")
     return tuple(tools)
 
 

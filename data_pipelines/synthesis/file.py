@@ -98,7 +98,7 @@ class Selection:
 
     @property
     def progress(self) -> int:
-        """Rows or tokens so far, whichever is wanted. Unsettled tries count, though some may still be left out."""
+        """Rows or tokens so far, whichever was requested. Unfinished tries count, though some may still be left out."""
         rows, tokens, _ = self.ended
         return min(rows, self.wanted.rows) or min(tokens, self.wanted.tokens)
 

@@ -52,7 +52,7 @@ class RegenerateConfig:
     params: SamplingParams = field(default_factory=SamplingParams)
     """The seed is mixed with conversation and turn. Without a seed, sampled answers differ between runs."""
     systems: tuple[str, ...] = ()
-    """System prompts. Each conversation gets one by the seed in place of its own; "" is none."""
+    """System prompts. The seed chooses one for each conversation, instead of its own; "" is none."""
     least_distinct: float = 0.0
     """Minimum share of distinct 4-grams; answers with fewer are left out."""
 
@@ -206,7 +206,7 @@ class Regeneration:
         return replace(self.source, messages=tuple(self._messages))
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
-        """Return the messages with a system prompt drawn by the seed in place of their own."""
+        """Return the messages with their system prompt replaced by one that the seed chooses."""
         systems = self._config.systems
         if not messages or not systems:
             return messages

@@ -1,7 +1,7 @@
 """Have a target make up conversations: it writes the user turns and answers them.
 
 User turns are generated as in Magpie (Xu et al. 2024, arXiv 2406.08464): the target continues its own chat template
-from where the user speaks. A target without a chat template writes plain texts.
+at the place of a user turn. A target without a chat template writes plain texts.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class TextTry(Try):
     domain = "text"
 
     def __init__(self, engine: Engine, config: MakeConfig, number: int, begin: list[int]):
-        """Create the try; `begin` are the tokens of `beginning`."""
+        """Create the try. begin: the tokens that the text begins with, from `beginning`."""
         super().__init__(engine, config, number)
         self._begin, self._text = begin, ""
 

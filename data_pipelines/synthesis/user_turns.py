@@ -1,4 +1,4 @@
-"""User turns that a target writes: their domains, and where they begin in the chat template."""
+"""User turns that a target writes: their domains, and their place in the chat template."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def find_user_place(
     before, after = found.pop()
     if hidden := [m for m in messages if m.content.strip() and m.content.strip() not in before]:
         raise _closed(name, f"it does not show what the {hidden[0].role} says before the user's turn")
-    # A trailing space would be a token of its own, and no text in training begins that way.
+    # A trailing space would be a separate token, and no training text begins that way.
     tokens = tuple(tokenizer.encode(before + opening if opening else before.rstrip(" "), add_special_tokens=False))
     if not tokens:
         raise _closed(name, "it has no text before the user's words, so there is nothing to continue")
@@ -152,9 +152,10 @@ def _closed(name: str, why: str) -> TargetError:
 
 
 def steerable(tokenizer: TokenizerWrapper, domains: tuple[Domain, ...], name: str) -> tuple[Domain, ...]:
-    """Return the domains that the template supports: with their system prompt, else with their openings alone.
+    """Return the domains that the template supports.
 
-    Domains without either need no support. Raises TargetError, as `find_user_place` does, if none is left.
+    If it refuses system prompts, a domain keeps only its openings, and a domain without openings is dropped.
+    Raises TargetError, as `find_user_place` does, if none is left.
     """
     usable: list[Domain] = []
     refused: TargetError | None = None

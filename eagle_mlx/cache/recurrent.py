@@ -69,7 +69,7 @@ class _Call:
             return value[:, step : step + 1] if ours else value
 
         def output_at(outputs: Sequence[mx.array], number: int) -> mx.array | None:
-            """Return this position's part of a projection: a slice of [B, L, n], or the output of its own call."""
+            """Return a position's part of a projection: a slice of [B, L, n], or the output of a separate call."""
             each, over = divmod(len(outputs), self.width)
             one_by_one = not over and all(x.ndim == 2 and x.shape[0] == self.rows for x in outputs)
             if one_by_one:
@@ -194,7 +194,7 @@ class RaggedList(CallListener):
 
     @property
     def parts(self) -> list[Any]:
-        """The caches in this list and in the lists in it."""
+        """The caches of this list and of nested lists."""
         return [part for each in self.caches for part in (each.parts if isinstance(each, RaggedList) else [each])]
 
     def __getitem__(self, index: int) -> Any:

@@ -78,7 +78,7 @@ def register(
 ) -> bool:
     """Record a head (a folder or hub id) for its target. Return whether that worked; a full disk is not an error.
 
-    acceptance_length, prompts: its τ and the number of prompts that τ was measured on; with 0 prompts there is no τ.
+    acceptance_length, prompts: the measured τ and the number of prompts; with 0 prompts there is no τ.
     """
     acceptance_length = None if prompts == 0 else acceptance_length
     place = Path(head)

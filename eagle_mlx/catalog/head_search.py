@@ -36,7 +36,7 @@ class FoundHead:
     mode: Literal["eagle", "mtp"] | None = None
     """How it drafts, if that is known before it is loaded."""
     why: str = ""
-    """Why it comes before the next one; empty if there is no reason to give."""
+    """Why this head is preferred to the next one; empty if there is no reason to give."""
 
     @property
     def reason(self) -> str:

@@ -69,7 +69,7 @@ def verify_tree(
     batch: SamplingBatch,
     positions: mx.array,
 ) -> Verdict:
-    """Verify a tree by the greedy or coupled rule: accept the target's own text as far as it was drafted.
+    """Verify a tree by the greedy or coupled rule: accept the drafted part of the target's own text.
 
     logits: [B, n+1, V]; drafts: [B, n] int32; valid: [B, n] bool, the drafts that are real; positions: [B, n+1] int32,
     of the tokens being drawn. The verdict's `tokens` are [B, levels + 1].

@@ -1,4 +1,4 @@
-"""Admission of requests: which one is next, whose prompt is being read, and which ones must be paused."""
+"""Admission of requests: which one is next, which prompts are being read, and which requests must be paused."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ class Admission:
             self.prefixes.trim()
 
     def _side_by_side(self, requests: Sequence[RequestState]) -> bool:
-        """Return whether one forward may read these prompts, padded to the longest, without their last tokens."""
+        """Return whether one forward may read these prompts, padded to the longest; their last tokens are not read."""
         width = max(request.length for request in requests)
         if not self._may_pad or len(requests) * width > self._now:
             return False

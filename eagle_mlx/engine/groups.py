@@ -21,7 +21,7 @@ from eagle_mlx.target import Target
 _LOOK = 16
 """Rounds between two checks whether rows have outgrown their group. A check takes 0.4 ms for 64 rows on a CPU."""
 _ROUND = 32 << 20
-"""Fixed cost of a round, in bytes read in the same time: twice what was measured on a CPU (docs/decisions.md).
+"""Fixed cost of a round, in bytes read in the same time: twice the cost measured on a CPU (docs/decisions.md).
 
 For small models, this prevents a second round that costs more than it saves. It is 3 % of a 1 GB model.
 """
@@ -172,7 +172,7 @@ class Groups:
         return [batch for number, batch in self._numbered() if number in numbers]
 
     def arrange(self, places: Mapping[RequestState, int], joining: Batch | None = None) -> None:
-        """Move rows to their groups and add those of a joining batch. No round of theirs may be in progress."""
+        """Move rows to their groups and add those of a joining batch. None of them may have a round in progress."""
         parts: list[list[Batch]] = [[] for _ in self._slots]
         for number, batch in enumerate((*self._slots, joining)):
             if batch is not None:

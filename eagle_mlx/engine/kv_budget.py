@@ -66,14 +66,14 @@ class KVBudget:
     def __init__(self, nbytes: int, size: CacheSize, context: int, groups: int = 1):
         self.nbytes, self.size, self.groups = nbytes, size, groups
         self.open_end = _OPEN_END
-        """Tokens reserved beyond the current length of a request without a limit of its own."""
+        """Tokens reserved beyond the current length of a request without a token limit."""
         self.longest = bisect_right(range(1, context + 1), nbytes, key=lambda length: size.nbytes(1, length))
         """Maximum positions of a single row."""
 
     def limited(self, request: Request) -> Request:
         """Return the request with a limit that fits. Raises PromptError if it does not fit even alone.
 
-        A request without a limit of its own gets as many tokens as fit, and then ends with `length`.
+        A request without a token limit gets as many tokens as fit, and then ends with `length`.
         """
         prompt = len(request.prompt)
         if prompt + (1 if _is_open(request) else request.limit) > self.longest:
@@ -97,7 +97,7 @@ class KVBudget:
         return sum(self.size.nbytes(len(group), max(map(self.reach, group))) for group in grouped)
 
     def fits(self, requests: Sequence[RequestState]) -> bool:
-        """Return whether these may decode together. A single request always may."""
+        """Return whether these requests may decode together. A single request always may."""
         return len(requests) <= 1 or self.set_aside(requests) <= self.nbytes
 
     def are_together(self, some: Sequence[RequestState], others: Sequence[RequestState]) -> bool:

@@ -220,7 +220,7 @@ def rope_fields(
         raise ConfigError(f"RoPE scaling of type {kind} is not known; known are {', '.join(sorted(_ROPE))}")
     unknown = sorted(name for name in scaling.keys() - _ROPE[kind] if scaling[name] is not None)
     if unknown:
-        raise ConfigError(f"RoPE scaling {kind} with {', '.join(unknown)} is not known")
+        raise ConfigError(f"RoPE scaling {kind} with {', '.join(unknown)} is not supported")
     if kind == "mrope":
         return theta, None
     scaling = {name: value for name, value in scaling.items() if value is not None}

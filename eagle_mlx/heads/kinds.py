@@ -25,7 +25,7 @@ class Format:
     about: str
     """How the head is written, for a model card."""
     read_by: str
-    """Whose layout it is, for use within a sentence."""
+    """The projects that use the layout, as a phrase within a sentence."""
     holds: Callable[[Config, Tensors], bool]
     """Checks whether config.json and tensors of a folder are in this layout."""
     load: Callable[[Path, int | None], Any]

@@ -126,7 +126,7 @@ class Proposer(Protocol):
 
     @property
     def abilities(self) -> Abilities:
-        """What it can draft besides chains of fixed depth."""
+        """What this proposer can draft besides chains of fixed depth."""
 
     def bind(self, target: Target) -> None:
         """Bind the proposer to a target when the engine is built. Raises an EagleError if the target does not fit."""

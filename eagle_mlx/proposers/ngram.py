@@ -26,7 +26,7 @@ _NEXT_BRANCH, _NEXT_TOKEN = 0.5, 0.8
 
 @dataclass
 class NgramIndex:
-    """The text of one row, and where each n-gram ended, latest first.
+    """The text of one row, and the positions at which each n-gram ended, latest first.
 
     It is updated in place, with constant work per token and lookup.
     """

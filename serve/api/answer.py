@@ -167,7 +167,7 @@ class Part:
     call: ToolCall | None = None
 
     def continues_with(self, other: Part) -> bool:
-        """Return whether `other` extends this part. Every tool call is a part of its own."""
+        """Return whether `other` extends this part. Every tool call is a separate part."""
         return self.kind == other.kind != "call"
 
 

@@ -112,7 +112,7 @@ class ChatAnswer:
         tokens = output.tokens
         places = (at for at in range(len(tokens) - len(tag) + 1) if tag and tokens[at : at + len(tag)] == tag)
         at = next(places, None)
-        # Without its own end tag, the reasoning ends where its text ends.
+        # Without an end tag, the reasoning ends at the end of its text.
         return len(tokenizer.encode(thoughts, add_special_tokens=False)) if at is None else at + len(tag)
 
     def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:

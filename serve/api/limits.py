@@ -139,7 +139,7 @@ class Pools:
     """A thread pool for each kind of work, so that short requests never wait for long ones or for schemas.
 
     Long requests are encoded one at a time, because encoding megabytes keeps a core busy for seconds. Schemas may take
-    seconds to compile, in a process of their own. Clients take turns for both. Canceling a request drops work that has
+    seconds to compile, in a separate process. Clients take turns for both. Canceling a request drops work that has
     not started.
     """
 

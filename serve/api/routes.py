@@ -98,7 +98,7 @@ async def model(request: Request, model: str) -> Response:
 
 
 def described(service: Service) -> Model:
-    """Describe a model for clients. What is known only of a loaded model is None until then."""
+    """Describe a model for clients. Fields that need a loaded model are None until it is loaded."""
     loaded = service.loaded
     return Model(
         id=service.name,

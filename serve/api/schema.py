@@ -355,7 +355,7 @@ def _class_names(base: type[BaseModel]) -> frozenset[str]:
 
 
 def _progress(detail: ErrorDetails) -> tuple[int, int, bool]:
-    """Rank an error by how far parsing got: depth in the value, list index, past the type check."""
+    """Rank an error by how far parsing got: depth in the value, then list index, then whether the type matched."""
     last = detail["loc"][-1] if detail["loc"] else 0
     return len(detail["loc"]), last if isinstance(last, int) else 0, not detail["type"].endswith("_type")
 

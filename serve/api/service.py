@@ -266,7 +266,7 @@ class Call:
         return self.job.begun.is_set()
 
     def waits_for(self) -> str | None:
-        """Return what an answer without output waits for, or None if that is not worth reporting."""
+        """Return the reason why an answer has no output yet, or None if it should not be reported."""
         loaded = self.service.worker.loaded
         if loaded is None or self.job is None:
             return None

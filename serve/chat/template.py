@@ -302,7 +302,7 @@ def _tool_call_tags(tokenizer: TokenizerWrapper) -> ToolCallTags | None:
 
 
 def _reasoning_tags(tokenizer: TokenizerWrapper) -> ReasoningTags:
-    """Return the think tags, the tags that only structure an answer, and the template's own states."""
+    """Return the think tags, other tags that are dropped from answers, and the states that the template defines."""
     names = {"normal": "content"}
     edges: dict[str, list[tuple[str, str]]] = {}
     if tokenizer.has_thinking:

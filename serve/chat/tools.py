@@ -277,7 +277,7 @@ def _json(arguments: dict[str, Any]) -> str:
 def safe_length(text: str, tags: Sequence[str]) -> int:
     """Return how many characters precede anything that may become a tag, and the line breaks that belong to it.
 
-    Models write tags on lines of their own; those line breaks are not content.
+    Models write tags on separate lines; those line breaks are not content.
     """
     if not tags:
         return len(text)

@@ -124,7 +124,7 @@ def test_a_prompt_ends_where_the_assistant_is_to_answer() -> None:
             {"messages": [{"role": "assistant", "content": "", "tool_calls": ["f"]}]},
             "`tool_calls` must be a list of obj",
         ),
-        ({"prompt": "a", "tools": "none"}, "x:1: `tools` must be a list of objects, or its JSON"),
+        ({"prompt": "a", "tools": "none"}, "x:1: `tools` must be a list of objects, or a JSON string of one"),
     ],
 )
 def test_calls_and_tools_that_cannot_be_are_refused(row: dict[str, Any], said: str) -> None:

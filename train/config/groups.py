@@ -62,7 +62,7 @@ class HeadConfig(Group):
         "what each draft step passes to the next: its output before or after the final norm (EAGLE-3.1's norm_output)",
         name="recycle",
     )
-    norm_before_residual: bool = setting(False, "start the residual stream from the normed feature")
+    norm_before_residual: bool = setting(False, "use the normed feature as the residual, instead of the feature itself")
     start: Literal["linear", "random"] = setting(
         "linear",
         "how to initialize a new head: linear (the best linear prediction of the target's next state, found by least "

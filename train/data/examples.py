@@ -85,7 +85,7 @@ class OnDisk:
         return self._reader.where(index)
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
-        """Count each token id to learn: [V]."""
+        """Return how often each token id occurs in the learned tokens, [V]."""
         counts = np.zeros(vocab_size, np.int64)
         for entry in self._reader.files:
             learned = self._array(entry.name, "loss_mask") == 1

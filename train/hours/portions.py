@@ -73,11 +73,11 @@ class Portions:
         return heldout_prompts(self._target, config)
 
     def make(self, number: int, wanted: int, expected: int, limits: Limits, head: Path | str | None) -> tuple[int, int]:
-        """Make a portion, or the rest of it. Return its tokens and the number of conversations made at the same time.
+        """Make a portion, or the rest of it. Return its number of tokens, and the batch size that made it.
 
-        `wanted`: tokens; 0 for as many as the `limits` allow. `expected`: tokens for which hidden states must fit to be
-        saved. `head`: drafts the text, without changing it. Raises DataError if there is nothing usable, OutputError if
-        it cannot be written.
+        `wanted`: tokens; 0 for as many as the `limits` allow. `expected`: hidden states are saved if those of this many
+        tokens fit. `head`: drafts the text, without changing it. Raises DataError if there is nothing usable,
+        OutputError if it cannot be written.
         """
         rows = FIRST_ROWS
         if not (self._has_states(number) or self._file(number).exists()):

@@ -127,7 +127,7 @@ class Kind(ABC, Generic[H]):
         return made
 
     def mismatches(self, head: H, config: TrainConfig) -> Mapping[str, Any]:
-        """Return a loaded head's values for the settings that determine a new head's shape, by name."""
+        """Return a loaded head's values of the settings that determine a new head's shape."""
         return {}
 
     def features(self, head: H, target: Target, states: mx.array, jitter: Jitter) -> mx.array:

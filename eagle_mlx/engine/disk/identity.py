@@ -28,7 +28,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> str:
-    """Return 32 hexadecimal digits that identify all that keys, values and states depend on.
+    """Return a hash, as 32 hexadecimal digits, of everything that keys, values and states depend on.
 
     All weights in memory are hashed, whichever files they came from; their shapes and dtypes show their quantization.
     The proposer is included if it reads hidden states, because its cache is then saved with the target's.
@@ -60,7 +60,7 @@ def _proposer(proposer: Proposer) -> Sequence[Any]:
 
 
 def _code(model: Any) -> str | None:
-    """Return a hash of the file that defines a model, which may have come with its weights; None without a file."""
+    """Return a hash of the file that defines a model, which may come with its weights; None without a file."""
     try:
         return hashlib.sha256(Path(inspect.getfile(type(model))).read_bytes()).hexdigest()[:32]
     except (TypeError, OSError):

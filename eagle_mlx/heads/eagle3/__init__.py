@@ -1,4 +1,4 @@
-"""EAGLE-3: a decoder layer over several of the target's layers, with a draft vocabulary of its own."""
+"""EAGLE-3: a decoder layer over several of the target's layers, with its own draft vocabulary."""
 
 from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, default_aux_layers, random_head, unusual_fields
 from eagle_mlx.heads.eagle3.portable import holds_eagle3, load_eagle3, save_eagle3

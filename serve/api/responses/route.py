@@ -63,7 +63,7 @@ def _error_event(error: ApiError) -> bytes:
 async def response(request: Request, id: str) -> Response:
     """Return a stored response."""
     if request.query_params.get("stream") == "true":
-        raise ApiError(400, "stream: a response that has ended is given whole; leave stream out", "stream")
+        raise ApiError(400, "stream: a finished response cannot be streamed; leave out stream", "stream")
     return json_response(memory_of(request).get(id).response)
 
 
