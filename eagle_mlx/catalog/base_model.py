@@ -48,7 +48,7 @@ def check_base_model(given: str) -> None:
     base = _named_by(_read(folder / _CARD)) if folder is not None else None
     instead = f"{base}, which its card names" if base else "the hub id or folder of the original model"
     raise ConfigError(
-        f"--base-model {given} is a conversion for MLX, which speculators and vLLM cannot load; give {instead}"
+        f"--base-model {given} is an MLX conversion, which speculators and vLLM cannot load; give {instead}"
     )
 
 
@@ -60,9 +60,8 @@ def by_mlx_community(name: str) -> bool:
 def base_model_of(target: str) -> str | None:
     """Return the hub id of the model that other servers load for a target; None if it is not certain.
 
-    A hub model that was not written by MLX is its own base model. For a model that MLX quantized, it is the one named
-    in the card, as mlx-lm writes it. A model that MLX wrote without quantizing may be a fine-tune. Raises EagleError if
-    the target is not available.
+    A hub model that MLX did not write is its own base model. For a model that MLX quantized, the card names it. For
+    others that MLX wrote, which may be fine-tunes, it is unknown. Raises EagleError if the target is not available.
     """
     folder = hub.resolve(target)
     if "quantization" in read_config(folder):
@@ -115,7 +114,7 @@ def names_of(target: str | Path) -> tuple[str, ...]:
 
 
 def same_model(name: str, published: str) -> bool:
-    """Return whether a name means a published model or a conversion of it. Owners are compared if both are given."""
+    """Return whether a name is a published model or a conversion of it. Owners must match if both are given."""
     owner, other = name.rpartition("/")[0], published.rpartition("/")[0]
     anybody = not owner or by_mlx_community(name) or owner.lower() == other.lower()
     return anybody and _plain(name) == _plain(published)

@@ -16,16 +16,16 @@ from eagle_mlx.files import cache_folder, write_whole
 
 How = Literal["trained", "extracted", "fetched", "included"]
 LEAST = 1.05
-"""The least τ of a head that is offered. One step of even the small included head takes 0.09 of a target step
-(checkpoints/README.md), so a head with a smaller τ costs more time than it saves."""
+"""The least τ of a head that is offered. Even a step of the small included head takes 0.09 of a target step
+(checkpoints/README.md), so with a smaller τ a head costs more time than it saves."""
 _FEW = 4
-"""The weight of a prior with τ 1, in prompts, because a τ measured on three prompts can be off by half of its gain and
-one measured on 80 by little. `head_check` measures a head on as few as this."""
+"""The weight, in prompts, of a prior with τ 1: the gain measured on three prompts can be wrong by half. `head_check`
+uses this many prompts."""
 
 
 @dataclass(frozen=True)
 class HeadRecord:
-    """One head, which stays in its own folder. A record is skipped if its head is gone."""
+    """One head, which stays in its own folder. A record without its head is skipped."""
 
     head: str
     """Its folder, or its hub id if it was fetched."""

@@ -88,18 +88,10 @@ def _included(names: tuple[str, ...]) -> HeadRecord:
 def _with_reasons(records: list[HeadRecord]) -> list[FoundHead]:
     """Return records in the order of `best_first` as found heads, each with the reason for its place."""
     measured = sum(one.worth is not None for one in records)
-    found = []
-    for place, one in enumerate(records):
-        if len(records) == 1:
-            why = ""
-        elif one.worth is None:
-            why = "the newest, and none has a τ" if place == 0 else "it has no τ"
-        elif measured == 1:
-            why = "the only one with a τ"
-        else:
-            why = f"the best τ of {measured}" if place == 0 else "the next best τ"
-        found.append(FoundHead(one.head, str(one), why=why))
-    return found
+    first = f"the best τ of {measured}" if measured else "the newest, and none has a τ"
+    others = ("the next best τ" if one.worth is not None else "it has no τ" for one in records[1:])
+    reasons = [""] if len(records) == 1 else [first, *others]
+    return [FoundHead(one.head, str(one), why=why) for one, why in zip(records, reasons, strict=False)]
 
 
 def where_mtp_layers_are(target: str | Path) -> str | None:

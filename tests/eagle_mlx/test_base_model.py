@@ -28,7 +28,7 @@ CARD = b"---\nbase_model: Qwen/Qwen3-8B\n---\n"
         "mlx-community/Qwen3-8B-6bit-gs32",
     ],
 )
-def test_conversions_are_told_by_their_names(name: str) -> None:
+def test_conversions_are_recognized_by_their_names(name: str) -> None:
     assert same_model(name, "Qwen/Qwen3-8B")
 
 
@@ -53,7 +53,7 @@ def folder_of(path: Path, config: dict[str, object], card: bytes | None = None) 
     return path
 
 
-def test_a_conversion_says_what_it_was_made_of(tmp_path: Path) -> None:
+def test_a_conversion_names_its_base_model(tmp_path: Path) -> None:
     quantized: dict[str, object] = {"quantization": {"bits": 4}}
     assert names_of(folder_of(tmp_path / "mine", quantized, CARD)) == ("mine", "Qwen/Qwen3-8B")
     assert names_of(folder_of(tmp_path / "noted", {"base_model": "Qwen/Qwen3-8B"})) == ("noted", "Qwen/Qwen3-8B")
@@ -61,7 +61,7 @@ def test_a_conversion_says_what_it_was_made_of(tmp_path: Path) -> None:
     assert names_of(folder_of(tmp_path / "silent", quantized)) == ("silent",)
 
 
-def test_a_models_card_comes_with_it_and_nobody_is_asked_later(online: hub_server.Hub) -> None:
+def test_a_models_card_is_fetched_with_it_and_no_request_follows(online: hub_server.Hub) -> None:
     files = {"README.md": CARD, "config.json": b"{}", "model.safetensors": b"x"}
     online.put("mlx-community/renamed-4bit", files)
     assert names_of("renamed-4bit") == ("mlx-community/renamed-4bit",)

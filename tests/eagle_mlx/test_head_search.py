@@ -42,7 +42,7 @@ def head_folder(path: Path, seed: int = 0) -> Path:
     return path
 
 
-def test_every_entry_of_the_table_says_where_it_was_read() -> None:
+def test_every_entry_of_the_table_has_its_sources() -> None:
     found = known_heads()
     assert len(found) > 50
     for one in found:
@@ -71,7 +71,7 @@ def test_nothing_is_known_of_other_models() -> None:
     assert known_heads_for(("mlx-community/SmolLM-135M-4bit", "someone/Qwen3-8B")) == []
 
 
-def test_a_head_made_here_comes_first_and_the_newest_before_others(tmp_path: Path) -> None:
+def test_local_heads_come_first_by_tau(tmp_path: Path) -> None:
     for at, name in enumerate(("older", "newer")):
         assert register(head_folder(tmp_path / name, at), "Qwen/Qwen3-8B", "trained", acceptance_length=2 + at)
     found = find_heads(QWEN)
@@ -91,7 +91,7 @@ def test_the_included_target_has_the_included_head(tmp_path: Path) -> None:
     assert [Path(one.head).name for one in find_heads(EMBEDDED_TARGET)] == ["mine", "head"]
 
 
-def test_24_a_test_of_a_few_steps_does_not_win(tmp_path: Path) -> None:
+def test_24_a_head_of_a_few_steps_is_not_offered(tmp_path: Path) -> None:
     for name, tau, prompts in (("good", 1.41, 96), ("test", 1.0, 3)):
         register(head_folder(tmp_path / name), EMBEDDED_TARGET, "trained", acceptance_length=tau, prompts=prompts)
     said: list[str] = []
@@ -130,7 +130,7 @@ def test_24_a_tau_of_other_weights_comes_after_one_of_these(tmp_path: Path) -> N
     assert [Path(one.head).name for one in find_heads("someone/model")] == ["old", "new"]
 
 
-def test_the_same_weights_go_before_the_same_name(tmp_path: Path) -> None:
+def test_a_matching_fingerprint_comes_before_a_matching_name(tmp_path: Path) -> None:
     folder = tiny_target_folder(tmp_path / "target")
     same = fingerprint(em.load_target(folder))
     register(head_folder(tmp_path / "exact"), "elsewhere/model", "trained", same)
@@ -139,7 +139,7 @@ def test_the_same_weights_go_before_the_same_name(tmp_path: Path) -> None:
     assert [Path(one.head).name for one in find_heads(folder)] == ["named"]
 
 
-def test_a_head_that_is_gone_is_passed_over(tmp_path: Path, registry: Path) -> None:
+def test_a_deleted_head_is_skipped(tmp_path: Path, registry: Path) -> None:
     head = head_folder(tmp_path / "head")
     register(head, "Qwen/Qwen3-8B", "trained")
     (registry / "heads" / "broken.json").write_text('{"head": 3')
@@ -149,21 +149,21 @@ def test_a_head_that_is_gone_is_passed_over(tmp_path: Path, registry: Path) -> N
     assert records() == []
 
 
-def test_a_head_is_registered_once_whatever_it_came_to_later(tmp_path: Path) -> None:
+def test_a_head_is_registered_once(tmp_path: Path) -> None:
     head = head_folder(tmp_path / "head")
     for tau in (1.5, 2.5):
         register(head, "Qwen/Qwen3-8B", "trained", acceptance_length=tau)
     assert [one.acceptance_length for one in records()] == [2.5]
 
 
-def test_a_place_that_cannot_be_written_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "file"))
     assert not register(head_folder(tmp_path / "head"), "Qwen/Qwen3-8B", "trained")
     assert head_registry.records() == []
 
 
-def test_a_user_without_a_home_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_registers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("EAGLE_MLX_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
@@ -215,14 +215,14 @@ def test_a_conversion_without_its_mtp_layers_says_where_they_are(tmp_path: Path)
         assert where_mtp_layers_are(folder) == command
 
 
-def test_the_folder_of_a_run_stands_for_its_best_head(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_means_its_best_head(tmp_path: Path) -> None:
     head_folder(tmp_path / "run" / "best")
     assert load_found(tmp_path / "run", tiny_target(tokenizer=True)).aux_layers
     with pytest.raises(EagleError):
         load_found(tmp_path, tiny_target(tokenizer=True))
 
 
-def test_a_head_is_no_model_with_layers_of_its_own(tmp_path: Path) -> None:
+def test_a_heads_folder_is_not_taken_for_a_model(tmp_path: Path) -> None:
     target = tiny_target(tokenizer=True)
     head = load_found(head_folder(tmp_path / "head"), target)
     assert head.aux_layers == em.load_head(tmp_path / "head", target, check=False).aux_layers

@@ -21,7 +21,7 @@ from tests.eagle_mlx.test_formats_torch import Storage, tensor, torch_file
 from tests.fakes import tiny_head, tiny_target
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_local_folder_is_used_as_it_is(tmp_path: Path) -> None:
     assert hub.resolve(tmp_path) == tmp_path
     assert hub.resolve(str(tmp_path)) == tmp_path
 
@@ -59,7 +59,7 @@ def test_without_a_network_the_error_says_what_was_tried() -> None:
         hub.resolve("someone/no-such-model-here")
 
 
-def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EagleError, match="there is no folder"):
         hub.resolve(tmp_path / "none")
     (tmp_path / "file").write_text("")
@@ -67,7 +67,7 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
         hub.resolve(tmp_path / "file")
 
 
-def test_names_for_others_hold_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_names_have_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert hub.public_name(tmp_path / "models" / "mine") == "mine"
@@ -91,7 +91,7 @@ def files_of(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
-def test_torch_files_are_fetched_only_where_there_are_no_others(online: hub_server.Hub) -> None:
+def test_torch_files_are_fetched_only_without_safetensors(online: hub_server.Hub) -> None:
     torch = {"pytorch_model.bin": b"weights", "training_args.bin": b"code", "config.json": b"{}"}
     online.put("user/torch", dict(torch))
     online.put("user/both", {**torch, "model.safetensors": b"weights"})
@@ -108,20 +108,20 @@ def test_weights_are_fetched_once(online: hub_server.Hub) -> None:
     assert files_of(hub.resolve("user/model")) == wanted
 
 
-def test_code_is_fetched_only_where_it_is_trusted(online: hub_server.Hub) -> None:
+def test_code_is_fetched_only_if_it_is_trusted(online: hub_server.Hub) -> None:
     online.put("user/model", {"model.safetensors": b"x", "modeling.py": b"x", "config.json": b"{}"})
     assert "modeling.py" not in files_of(hub.resolve("user/model"))
     assert "modeling.py" in files_of(hub.resolve("user/model", code=True))
 
 
-def test_whatever_mlx_lm_would_fetch_is_fetched(online: hub_server.Hub) -> None:
+def test_everything_that_mlx_lm_fetches_is_fetched(online: hub_server.Hub) -> None:
     files = {pattern.replace("*", "x") for pattern in DEFAULT_ALLOW_PATTERNS}
     online.put("user/model", dict.fromkeys(files | {"additional_chat_templates/tool_use.jinja"}, b"x"))
     assert files == {*files_of(hub.resolve("user/model")), "x.py"} - {"additional_chat_templates"}
     assert (hub.resolve("user/model") / "additional_chat_templates" / "tool_use.jinja").exists()
 
 
-def test_what_was_fetched_needs_no_network(online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_models_need_no_network(online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     online.put("user/torch", {"pytorch_model.bin": b"weights", "config.json": b"{}"})
     there = hub.resolve("user/torch")
     asked = len(online.requests)
@@ -138,7 +138,7 @@ def test_what_was_fetched_needs_no_network(online: hub_server.Hub, monkeypatch: 
         ({}, "hf_wrong", "the hub does not know the token used for user/head"),
     ],
 )
-def test_a_repository_that_is_kept_from_its_reader(
+def test_no_access_to_a_repository_is_an_error(
     online: hub_server.Hub,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -157,7 +157,7 @@ def test_a_repository_that_is_kept_from_its_reader(
 
 
 @pytest.mark.parametrize("xet", [False, True])
-def test_a_folder_goes_up_in_one_commit(
+def test_a_folder_is_published_in_one_commit(
     online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xet: bool
 ) -> None:
     """With hf_xet, huggingface_hub uses another path, which may commit several times."""
@@ -174,7 +174,7 @@ def test_a_folder_goes_up_in_one_commit(
     assert (done.repo_url, done.oid) == (f"{online.base}/user/head", repo.sha)
 
 
-def test_a_newer_head_takes_the_place_of_an_older_one(online: hub_server.Hub, tmp_path: Path) -> None:
+def test_a_newer_head_replaces_an_older_one(online: hub_server.Hub, tmp_path: Path) -> None:
     older = {"model-00001-of-00002.safetensors": b"a", "pytorch_model.bin": b"b", "plots/loss.png": b"c"}
     online.put("user/head", {**older, "notes.md": b"kept", "onnx/model.safetensors": b"kept", "config.json": b"old"})
     folder = folder_of(tmp_path / "head", **{"model.safetensors": "weights"})
@@ -217,7 +217,7 @@ def test_private_is_kept_private(online: hub_server.Hub, tmp_path: Path) -> None
         ("user/--head", hub_server.WRITE, "is not a valid repository name"),
     ],
 )
-def test_what_stands_in_the_way_is_said_in_a_line(
+def test_reasons_against_publishing_are_one_line(
     online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: str, token: str | None, said: str
 ) -> None:
     hub_server.use(monkeypatch, online.base, tmp_path / "huggingface", token)
@@ -227,7 +227,7 @@ def test_what_stands_in_the_way_is_said_in_a_line(
     assert online.repos == {}
 
 
-def test_a_token_is_found_where_the_login_has_left_it(
+def test_the_token_of_the_login_is_found(
     online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub_server.use(monkeypatch, online.base, tmp_path / "huggingface", None)
@@ -246,7 +246,7 @@ def test_a_card_that_the_hub_refuses_makes_no_repository(online: hub_server.Hub,
 
 
 @pytest.mark.parametrize("what", ["refuse_commits", "refuse_large"])
-def test_an_upload_that_fails_leaves_nothing_half_written(online: hub_server.Hub, tmp_path: Path, what: str) -> None:
+def test_a_failed_upload_leaves_nothing_incomplete(online: hub_server.Hub, tmp_path: Path, what: str) -> None:
     setattr(online, what, True)
     folder = folder_of(tmp_path / "head", **{"model.safetensors": "weights"})
     with pytest.raises(
@@ -259,7 +259,7 @@ def test_an_upload_that_fails_leaves_nothing_half_written(online: hub_server.Hub
     assert "model.safetensors" in online.repos["user/head"].files
 
 
-def test_a_repository_of_someone_else_s_secret_name(online: hub_server.Hub, tmp_path: Path) -> None:
+def test_a_name_taken_by_a_hidden_repository(online: hub_server.Hub, tmp_path: Path) -> None:
     class Hidden(dict[str, hub_server.Repo]):
         def get(self, name: str, default: object = None) -> None:  # type: ignore[override]
             return None
@@ -299,14 +299,14 @@ def test_full_ids(name: str, full: bool) -> None:
     assert hub.full_id(name) is full
 
 
-def test_a_folder_of_that_name_is_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_folder_is_not_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out" / "head").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert not hub.full_id("out/head")
 
 
 @pytest.mark.filterwarnings("ignore::eagle_mlx.HeadWarning")
-def test_a_head_in_a_file_of_torchs_loads_by_its_id(
+def test_a_head_in_a_torch_file_loads_by_its_id(
     online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_target()

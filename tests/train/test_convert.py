@@ -123,7 +123,7 @@ def test_mtp_to_speculators_and_back_every_bit_is_the_same(model: str, dtype: st
     assert all(name.startswith("mtp_layers.0.") for name in names)
 
 
-def test_zero_centred_norms_in_float32_lose_no_more_than_a_last_digit(tmp_path: Path) -> None:
+def test_zero_centered_norms_in_float32_lose_at_most_the_last_digit(tmp_path: Path) -> None:
     head = mtp(TARGET, model_type="qwen3_next", norm_output=True)
     save_mtp(head, tmp_path / "a", dtype=mx.float32)
     convert(tmp_path / "a", "speculators", tmp_path / "b")
@@ -135,7 +135,7 @@ def test_zero_centred_norms_in_float32_lose_no_more_than_a_last_digit(tmp_path: 
         assert error <= (1.2e-7 if "norm" in name else 0), name
 
 
-def test_a_head_that_borrows_its_targets_embedding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_head_without_an_embedding_gets_its_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_target_folder(tmp_path / "target")
     target = load_target(folder)
     save_eagle3(eagle3(target, draft_vocab=40), tmp_path / "a")
@@ -173,7 +173,7 @@ CARD = {"library_name": "mlx", "tags": ["mlx"]}
         ({}, CARD | {"base_model": ORIGINAL}, None),
     ],
 )
-def test_the_model_of_which_a_conversion_was_made(
+def test_the_base_model_of_a_conversion_is_found(
     config: dict[str, Any], card: dict[str, Any] | None, base: str | None, tmp_path: Path
 ) -> None:
     folder = tiny_target_folder(tmp_path / "target")
@@ -184,7 +184,7 @@ def test_the_model_of_which_a_conversion_was_made(
 
 
 @pytest.mark.parametrize("card", ["---\nbase_model: [\n---\n", "---\n- base_model\n---\n", "no front matter"])
-def test_a_card_that_says_nothing(card: str, tmp_path: Path) -> None:
+def test_a_card_without_a_base_model(card: str, tmp_path: Path) -> None:
     folder = tiny_target_folder(tmp_path / "target")
     (folder / "config.json").write_text(json.dumps(FOUR_BITS))
     (folder / "README.md").write_text(card)
@@ -212,7 +212,7 @@ def verifier(folder: Path) -> Any:
     return json.loads((folder / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"]
 
 
-def test_speculators_is_given_the_model_that_it_can_read(
+def test_the_verifier_is_a_model_that_speculators_can_load(
     tmp_path: Path, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original = written_by_torch(tiny_target_folder(tmp_path / "original"))
@@ -244,7 +244,7 @@ def test_speculators_is_given_the_model_that_it_can_read(
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_28_an_export_without_a_verifier_is_not_said_to_load(
+def test_28_an_export_without_a_verifier_is_reported_as_not_loadable(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = quantized(tmp_path / "tiny-4bit", tiny_target_folder(tmp_path / "original"))
@@ -277,11 +277,11 @@ def test_28_a_base_model_that_mlx_has_quantized_is_refused(
     for name in (str(folder), "user/tiny-4bit", "mlx-community/tiny-bf16"):
         assert main([str(tmp_path / "a"), "--to", "speculators", "--output", str(tmp_path / "out"),
                      "--target", str(folder), "--base-model", name]) == 2  # fmt: skip
-        message = f"--base-model {name} is a conversion for MLX, which speculators and vLLM cannot load"
+        message = f"--base-model {name} is an MLX conversion, which speculators and vLLM cannot load"
         refused(message if name.startswith("mlx") else f"{message}; {instead}", tmp_path, capsys)
 
 
-def test_28_trying_a_head_on_its_target_is_said_and_shows_how_far_it_is(
+def test_28_the_trial_of_a_head_is_announced_and_shows_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tiny_target_folder(tmp_path / "target")
@@ -293,7 +293,7 @@ def test_28_trying_a_head_on_its_target_is_said_and_shows_how_far_it_is(
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_speculators_loads_an_export_with_no_help(kind: str, tmp_path: Path, online: hub_server.Hub) -> None:
+def test_speculators_loads_an_export_without_options(kind: str, tmp_path: Path, online: hub_server.Hub) -> None:
     speculators = pytest.importorskip("speculators")
     original = written_by_torch(tiny_target_folder(tmp_path / "original"))
     folder = quantized(tmp_path / "tiny-4bit", original)
@@ -310,7 +310,7 @@ def test_speculators_loads_an_export_with_no_help(kind: str, tmp_path: Path, onl
     assert head.config.speculators_config.verifier.name_or_path == ORIGINAL
 
 
-def test_an_eagle_1_head_of_pytorchs_becomes_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_eagle_1_head_becomes_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = eagle(TARGET, own_embedding=True)
     save_eagle(head, tmp_path / "a", dtype=mx.float32)
     what, storages = {}, {}
@@ -361,7 +361,7 @@ def damaged(folder: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize(("make", "layout", "how"), [(eagle, "eagle", save_eagle), (eagle3, "eagle3", save_eagle3)])
-def test_a_quantised_head_stays_what_it_is_and_is_said_to_be_for_mlx(
+def test_a_quantized_head_stays_quantized_and_is_for_mlx_only(
     make: Any, layout: str, how: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head = make(TARGET)
@@ -435,7 +435,7 @@ def head_of(target: Target, kind: str, folder: Path) -> Path:
         ("eagle3", ["--to", "speculators", "--target", "TARGET"], "head expects a target of vocabulary 64 but"),
     ],
 )
-def test_what_cannot_be_written_is_refused(
+def test_unsupported_conversions_are_refused(
     kind: str, args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = head_of(TARGET, kind, tmp_path / "h")
@@ -446,7 +446,7 @@ def test_what_cannot_be_written_is_refused(
 
 
 @pytest.mark.parametrize("model", ["deepseek_v3", "glm4_moe", "mimo"])
-def test_mtp_layers_that_speculators_does_not_have(
+def test_mtp_layers_that_speculators_does_not_support(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_mtp(mtp(TARGET, model_type=model, norm_output=True), tmp_path / "h")
@@ -454,7 +454,7 @@ def test_mtp_layers_that_speculators_does_not_have(
     refused(f"speculators has no MTP layer of {model}", tmp_path, capsys)
 
 
-def test_a_folder_that_exists_is_kept_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_folder_is_replaced_only_with_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = head_of(TARGET, "eagle3", tmp_path / "h")
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / "mine").write_text("precious")

@@ -68,7 +68,7 @@ def test_the_head_is_found_by_its_model(tmp_path: Path, monkeypatch: pytest.Monk
     assert [(one.head, one.how, one.names) for one in records()] == [(str(tmp_path / "out"), "extracted", ("model",))]
 
 
-def test_the_head_of_a_model_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_head_is_quantized_with_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = golden.written(tmp_path / "Some-Model", "mtp-qwen3-next")
     out = tmp_path / "q"
     args = ["mtp", "--source", str(source), "--output", str(out), "--bits", "8"]
@@ -84,7 +84,7 @@ def test_the_head_of_a_model_in_few_bits(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads((out / "config.json").read_text())["eagle_mlx"]["target"] == "Some-Model"
 
 
-def test_the_name_of_the_folder_when_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_name_of_the_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     golden.written(tmp_path / "Some-Model", "mtp-mimo")
     monkeypatch.chdir(tmp_path)
     assert main(["mtp", "--source", "Some-Model"]) == 0
@@ -112,7 +112,7 @@ def test_the_name_of_the_folder_when_none_is_given(tmp_path: Path, monkeypatch: 
         (lambda f: (f / "config.json").unlink(), [], "has no config.json"),
     ],
 )
-def test_models_that_hold_no_such_layer(
+def test_models_without_the_layer_are_refused(
     change: Any, args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = sharded(tmp_path / "model", "mtp-qwen3.5")
@@ -121,7 +121,7 @@ def test_models_that_hold_no_such_layer(
     refused(message, tmp_path, capsys)
 
 
-def test_a_model_that_is_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mtp", "--source", "no-one/no-model", "--output", str(tmp_path / "out")]) == 2
     refused("config.json of no-one/no-model is not in the hub's cache, and the hub cannot be reached", tmp_path, capsys)
     assert main(["mtp", "--source", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 2
@@ -168,7 +168,7 @@ def hub_of(folder: Path, asked: list[str]) -> Iterator[str]:
         server.server_close()
 
 
-def test_of_a_model_on_the_hub_only_the_layers_files_are_fetched(
+def test_from_the_hub_only_the_files_with_the_layer_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = sharded(tmp_path / "hub" / "org" / "model", "mtp-mimo")

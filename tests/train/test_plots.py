@@ -35,9 +35,7 @@ def test_plots_are_pictures(tmp_path: Path, muon: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 40])
-def test_29_every_curve_has_a_name_that_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
+def test_29_every_curve_has_a_readable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """A few names fit into the picture. Many are to its right, in a wider picture, and cover no curve."""
     drawn: dict[str, Figure] = {}
     monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: drawn.update({file.name: self}))
@@ -59,7 +57,7 @@ def test_29_every_curve_has_a_name_that_can_be_read(
     assert count == 3 or box.x0 >= axes.get_window_extent().x1
 
 
-def test_what_a_run_does_not_have_is_not_drawn(tmp_path: Path) -> None:
+def test_missing_values_are_not_plotted(tmp_path: Path) -> None:
     assert write_plots([], tmp_path) == []
     older = [{k: row[k] for k in ("kind", "tokens", "loss") if k in row} for row in a_run()]
     assert [p.name for p in write_plots(older, tmp_path)] == ["loss.png"]
@@ -70,7 +68,7 @@ def test_speed_is_that_of_each_interval() -> None:
     assert interval_speeds(rows) == pytest.approx([100, 300])
 
 
-def test_smoothing_weighs_the_first_values_rightly() -> None:
+def test_smoothing_weighs_the_first_values_correctly() -> None:
     assert smooth([3.0] * 200) == pytest.approx([3.0] * 200)
     assert smooth([1.0, 2.0]) == [1.0, 2.0]
     assert len(smooth([])) == 0

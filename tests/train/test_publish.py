@@ -93,7 +93,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::eagle_mlx.HeadWarning")
-def test_a_run_goes_up_and_its_head_comes_back_by_its_id(
+def test_a_published_run_loads_by_its_id(
     made: Made, online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(made.run), *GOES_UP, "--figures", str(made.figures), "--message", "First"]) == 0
@@ -126,7 +126,7 @@ def test_a_run_goes_up_and_its_head_comes_back_by_its_id(
     assert train([*where, "--length", "64", "--max-length", "64", "--unroll", "2", *more]) == 0
 
 
-def test_nothing_of_this_machine_goes_up(made: Made, online: hub_server.Hub) -> None:
+def test_local_paths_are_not_published(made: Made, online: hub_server.Hub) -> None:
     assert str(made.root) in (made.run / "report.json").read_text()
     assert main([str(made.run), *GOES_UP, "--figures", str(made.figures)]) == 0
     texts = {n: c.decode() for n, c in online.repos[REPO].files.items() if not n.endswith((".png", ".safetensors"))}
@@ -139,7 +139,7 @@ def test_nothing_of_this_machine_goes_up(made: Made, online: hub_server.Hub) -> 
     assert report["acceptance"] == json.loads((made.run / "report.json").read_text())["acceptance"]
 
 
-def test_a_config_without_paths_goes_up_byte_for_byte(online: hub_server.Hub, tmp_path: Path) -> None:
+def test_a_config_without_paths_is_published_unchanged(online: hub_server.Hub, tmp_path: Path) -> None:
     folder = head_folder(tmp_path / "head")
     assert main([str(folder), "--repo", REPO, "--license", "mit", "--private"]) == 0
     repo = online.repos[REPO]
@@ -148,7 +148,7 @@ def test_a_config_without_paths_goes_up_byte_for_byte(online: hub_server.Hub, tm
     assert repo.commits == ["Publish an EAGLE-3 head for owner/tiny"]
 
 
-def test_one_that_is_there_is_replaced_only_when_asked(
+def test_an_existing_head_is_replaced_only_with_overwrite(
     online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(head_folder(tmp_path / "head"))
@@ -173,7 +173,7 @@ def test_one_that_is_there_is_replaced_only_when_asked(
         (hub_server.WRITE, "a/b/c", "not a valid repository name"),
     ],
 )
-def test_no_token_and_no_rights(
+def test_missing_tokens_and_rights_are_errors(
     online: hub_server.Hub,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -262,7 +262,7 @@ def test_a_damaged_head_is_refused_before_any_request(
         (["--license", "mit", "--figures", "none.json"], "none.json cannot be read"),
     ],
 )
-def test_what_must_be_said_is_asked_for(
+def test_missing_or_wrong_flags_are_errors(
     online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
 ) -> None:
     assert said in refused(capsys, str(head_folder(tmp_path / "head")), "--repo", REPO, *argv)
@@ -270,7 +270,7 @@ def test_what_must_be_said_is_asked_for(
     assert online.requests == []
 
 
-def test_a_target_that_is_a_folder_of_this_machine_needs_a_name(
+def test_a_local_target_needs_a_base_model(
     made: Made, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(capsys, str(made.run), "--repo", REPO, "--license", "mit")
@@ -282,7 +282,7 @@ def test_a_target_that_is_a_folder_of_this_machine_needs_a_name(
 # The card
 
 
-def test_a_dry_run_asks_nobody_and_shows_everything(
+def test_a_dry_run_makes_no_request_and_shows_everything(
     made: Made, online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
@@ -295,7 +295,7 @@ def test_a_dry_run_asks_nobody_and_shows_everything(
         assert name in shown
 
 
-def test_the_card_says_what_the_hub_and_people_want_to_know(made: Made, online: hub_server.Hub, tmp_path: Path) -> None:
+def test_the_card_has_metadata_figures_and_commands(made: Made, online: hub_server.Hub, tmp_path: Path) -> None:
     assert main([str(made.run), *GOES_UP, "--figures", str(made.figures)]) == 0
     (tmp_path / "README.md").write_bytes(online.repos[REPO].files["README.md"])
     card = ModelCard.load(tmp_path / "README.md")
@@ -346,7 +346,7 @@ def test_a_head_without_figures_says_how_to_get_them(tmp_path: Path, capsys: pyt
     assert "How it was trained" not in shown
 
 
-def test_a_card_that_is_there_already_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_card_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (head_folder(tmp_path / "head") / "README.md").write_text("of someone else")
     capsys.readouterr()
     assert main([str(tmp_path / "head"), "--repo", REPO, "--license", "mit", "--dry-run"]) == 0
@@ -356,7 +356,7 @@ def test_a_card_that_is_there_already_is_not_used(tmp_path: Path, capsys: pytest
     assert (tmp_path / "head" / "README.md").read_text() == "of someone else"
 
 
-def test_what_the_writer_noted_is_told_where_there_is_no_report(
+def test_without_a_report_the_card_shows_the_configs_steps_and_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = head_folder(tmp_path / "head", extra={"step": 1234, "tokens": 56789})
@@ -365,7 +365,7 @@ def test_what_the_writer_noted_is_told_where_there_is_no_report(
     assert "| tokens | 56,789 |" in shown
 
 
-def test_the_last_head_of_a_run_tells_its_own_figures(made: Made) -> None:
+def test_the_last_head_of_a_run_has_its_own_figures(made: Made) -> None:
     source = read_source(made.run / "last")
     assert source.which == "last"
     assert source.report is not None
@@ -379,7 +379,7 @@ def test_the_last_head_of_a_run_tells_its_own_figures(made: Made) -> None:
 FOUND = {"acceptance_length": 2.0, "acceptance_by_position": [0.5, 0.5], "depth": 2, "prompts": 7, "left_out": 3}
 
 
-def test_every_kind_is_called_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_has_its_tags_and_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tiny_target()
     heads = {kind: tmp_path / kind for kind in ("eagle", "mtp", "speculators", "speculators-mtp", "layers")}
     one, other = eagle(target), tiny_head(target, draft_vocab=48)
@@ -408,7 +408,7 @@ def test_every_kind_is_called_what_it_is(tmp_path: Path, capsys: pytest.CaptureF
     assert "last hidden state" in dry(heads["mtp"], capsys)
 
 
-def test_a_newer_head_says_what_it_asks_of_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_card_of_an_eagle_31_head_warns_of_old_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, flags in {"3": {}, "3.1": {"fc_norm": True, "norm_output": True}}.items():
         head = eagle3(tiny_target(), **flags)
         save_eagle3(head, tmp_path / name, target_name="owner/tiny")
@@ -438,7 +438,7 @@ def test_a_head_for_a_conversion_points_other_servers_to_the_original(
         ("mlx-community/Tiny-4bit", None, None),
     ],
 )
-def test_an_export_for_speculators_names_the_model_that_it_can_read(
+def test_a_speculators_config_names_the_original_model(
     exported: str | None, given: str | None, published: str | None, online: hub_server.Hub, tmp_path: Path
 ) -> None:
     head, conversion = tiny_head(tiny_target()), "mlx-community/Tiny-4bit"
@@ -472,11 +472,11 @@ def test_another_license_is_named_and_linked(tmp_path: Path, capsys: pytest.Capt
         ({"head_sha256": "0" * 64}, "has results of another head"),
         ({"head": "random", "head_sha256": None}, "has results of another head, random"),
         ({"runs": []}, "has no results of a head"),
-        ({"runs": "many"}, "it has no runs"),
+        ({"runs": "many"}, "was not written by this version of eagle-bench --json"),
         ({"runs": [{"mode": "eagle"}]}, "was not written by this version of eagle-bench --json"),
     ],
 )
-def test_figures_that_are_not_this_head_s_are_refused(
+def test_figures_of_another_head_are_refused(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
 ) -> None:
     file = tmp_path / "figures.json"
@@ -486,9 +486,7 @@ def test_figures_that_are_not_this_head_s_are_refused(
     assert "figures.json" in error
 
 
-def test_several_sets_of_prompts_stand_side_by_side(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_sets_of_prompts_are_shown(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = json.loads(made.figures.read_text())
     runs = written["runs"]
     again = [{**run, "batch": 4} for run in runs] + runs + [{**run, "temperature": 0.7} for run in runs]
@@ -500,7 +498,7 @@ def test_several_sets_of_prompts_stand_side_by_side(
     assert sum(line.startswith("| eagle | 4 |") for line in shown.splitlines()) == 2, "speed is told for every batch"
 
 
-def test_a_draft_length_that_adapts_is_no_depth(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adaptive_draft_length_is_a_maximum(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = json.loads(made.figures.read_text())
     runs = [{**run, "policy": "throughput"} for run in written["runs"]]
     (tmp_path / "f.json").write_text(json.dumps({**written, "runs": runs}))
@@ -539,7 +537,7 @@ names = st.from_regex(r"[A-Za-z0-9_][\w.-]{0,8}", fullmatch=True)
 
 
 @given(st.lists(names, min_size=2, max_size=5), st.sampled_from(["/", "~/", "./", "../", "C:\\"]))
-def test_of_a_path_only_the_last_name_stays(parts: list[str], begin: str) -> None:
+def test_paths_are_reduced_to_their_last_component(parts: list[str], begin: str) -> None:
     path = begin + ("\\" if begin == "C:\\" else "/").join(parts)
     last = parts[-1]
     assert public(path) == last
@@ -562,17 +560,17 @@ def test_of_a_path_only_the_last_name_stays(parts: list[str], begin: str) -> Non
         "",
     ],
 )
-def test_what_is_no_path_stays(text: str) -> None:
+def test_other_texts_do_not_change(text: str) -> None:
     assert public(text) == text
 
 
-def test_a_command_is_shown_for_others() -> None:
+def test_commands_are_shown_with_public_names() -> None:
     command = "/usr/bin/eagle-bench --head out/x --depth 1 2 --json f.json --quiet --target=/m/t --batch 4"
     shown = public_command(command, {"--target": "o/t", "--head": "u/h"}, ("--json", "--quiet"))
     assert shown == "eagle-bench --target o/t --head u/h --depth 1 2 --batch 4"
 
 
-def test_a_folder_that_is_no_head_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_folder_without_a_head_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no folder"):
         read_source(tmp_path / "none")
     with pytest.raises(ConfigError, match="has neither a head"):
@@ -614,7 +612,7 @@ def test_a_quantized_copy_is_published_and_loads(
     assert texts[0].drafted > 0
 
 
-def test_both_cards_say_where_the_other_is(online: hub_server.Hub, tmp_path: Path) -> None:
+def test_both_cards_link_to_each_other(online: hub_server.Hub, tmp_path: Path) -> None:
     folder = head_folder(tmp_path / "head")
     assert main([str(folder), "--repo", REPO, "--license", "mit", "--bits", "4"]) == 0
     portable, quantized = (ModelCard(online.repos[name].files["README.md"].decode()) for name in (REPO, REPO + "-4bit"))
@@ -632,7 +630,7 @@ def test_both_cards_say_where_the_other_is(online: hub_server.Hub, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "speculators", "speculators-mtp"])
-def test_a_head_of_every_layout_goes_up_quantized(
+def test_a_head_of_every_layout_is_published_quantized(
     kind: str, online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, folder = tiny_target(), tmp_path / "head"
@@ -651,7 +649,7 @@ def test_a_head_of_every_layout_goes_up_quantized(
     assert again.token_ids is None or mx.array_equal(again.token_ids, head.token_ids)
 
 
-def test_what_is_quantized_already_is_not_quantized_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quantized_head_cannot_be_quantized_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = tiny_head(tiny_target())
     quantize(head, 4, 32)
     save_eagle3(head, tmp_path / "head", target_name="owner/tiny")
@@ -671,7 +669,7 @@ def test_a_dry_run_shows_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert shown.index("# tiny-eagle3\n") < shown.index("# tiny-eagle3-4bit\n")
 
 
-def test_figures_of_a_head_in_few_bits_are_said_to_be_that(made: Made, tmp_path: Path) -> None:
+def test_figures_of_a_quantized_head_say_so(made: Made, tmp_path: Path) -> None:
     written = json.loads(made.figures.read_text()) | {"head_quantization": {"group_size": 64, "bits": 4}}
     (tmp_path / "figures.json").write_text(json.dumps(written))
     source = read_source(made.run)

@@ -41,7 +41,7 @@ def make_run(folder: Path, finished: bool, steps: int = 20, **settings: Any) -> 
     return folder
 
 
-def test_an_unfinished_run_tells_what_a_finished_one_does(tmp_path: Path) -> None:
+def test_an_unfinished_run_shows_the_same_as_a_finished_one(tmp_path: Path) -> None:
     whole, cut = (read_run(make_run(tmp_path / name, finished=name == "whole")) for name in ("whole", "cut"))
     assert (whole.state, cut.state) == ("complete", "unfinished")
     for name in ("target", "kind", "steps", "tokens", "train_seconds", "loss", "depth", "untrained", "best"):
@@ -79,7 +79,7 @@ def test_runs_are_compared_with_the_settings_that_differ(tmp_path: Path, capsys:
     assert "output" not in shown.out
 
 
-def test_a_run_that_can_go_on_says_how(tmp_path: Path, capsys: Any) -> None:
+def test_a_resumable_run_shows_the_command(tmp_path: Path, capsys: Any) -> None:
     folder = make_run(tmp_path / "a", False)
     (folder / "checkpoints" / "step-00000010").mkdir(parents=True)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -127,7 +127,7 @@ def test_narrow_terminals_get_more_tables(tmp_path: Path) -> None:
     assert text(runs, 1).count("tokens/s") == 3, "one run at a time at the least"
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Any) -> None:
+def test_other_folders_are_refused(tmp_path: Path, capsys: Any) -> None:
     run = make_run(tmp_path / "a", True)
     assert main(["report", str(run), str(tmp_path / "none")]) == 2
     assert f"error: there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Any) -> None:
             read_run(run)
 
 
-def test_older_and_hardly_begun_runs_are_shown(tmp_path: Path, capsys: Any) -> None:
+def test_runs_without_metrics_are_shown(tmp_path: Path, capsys: Any) -> None:
     older = make_run(tmp_path / "older", True)
     (older / "run.json").unlink()
     (older / "metrics.jsonl").unlink()

@@ -21,7 +21,7 @@ from eagle_mlx.heads.mtp.published import mtp_prefix, shards_of
 from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 
 Hidden = Literal["after", "before"]
-OVERWRITE = "write in place of a folder that exists"
+OVERWRITE = "replace an existing folder"
 _ONE_FILE = "model.safetensors"
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -50,7 +50,7 @@ class Extraction(Group):
 def extract(what: Extraction, say: Callable[[str], None]) -> str:
     """Extract the head and write it; return a line about the result. `say` is called with each decision.
 
-    Raises an EagleError, and then leaves nothing behind.
+    Raises an EagleError; then nothing is written.
     """
     output = what.output or f"{hub.public_name(what.source).rpartition('/')[2]}-mtp"
     check_free(output, what.overwrite)
@@ -83,7 +83,7 @@ def _dtype_of(config: dict[str, Any]) -> mx.Dtype:
 def _mtp_folder(source: str, index: int = 0) -> Path:
     """Return a folder with config.json and the weights of MTP layer `index`, local or fetched from the hub.
 
-    Of a sharded model, only shards with the layer are fetched. Raises EagleError if the model cannot be fetched,
+    Only those shards are fetched that have the layer. Raises EagleError if the model cannot be fetched,
     CheckpointError if it has no such layer.
     """
     repo = None if Path(source).expanduser().exists() else hub.hub_id(source)

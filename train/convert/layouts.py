@@ -70,7 +70,7 @@ class Conversion(Group):
 def convert(what: Conversion, say: Callable[[str], None]) -> str:
     """Convert a head and read the result back; return a line about it and its layout.
 
-    Raises an EagleError. If the head cannot be written, nothing is left behind.
+    Raises an EagleError; if the head cannot be written, there is no output.
     """
     check_free(what.output, what.overwrite)
     folder = hub.resolve(what.source)
@@ -99,7 +99,9 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     verifier, noted = _verifier(config), config.get("eagle_mlx") or {}
     options: dict[str, Any] = {}
     if what.to == "speculators":
-        say(_about_verifier(base, what))
+        local = base is not None and what.base_model is None and Path(base).is_dir()
+        only = ", which only this machine has; to share the head give --base-model with a hub id" if local else ""
+        say(f"warning: {_NO_VERIFIER}" if base is None else f"verifier: {base}{only}")
         described = read_config(hub.resolve(what.target)) if what.target is not None else verifier
         options = {
             "base_model": base,
@@ -166,15 +168,6 @@ def _base_model(what: Conversion, config: Mapping[str, Any]) -> str | None:
         return found
     folder = Path(what.target).expanduser()
     return str(folder.resolve()) if folder.is_dir() and "quantization" not in read_config(folder) else None
-
-
-def _about_verifier(base: str | None, what: Conversion) -> str:
-    """Return a line about the model that other servers load."""
-    if base is None:
-        return f"warning: {_NO_VERIFIER}"
-    if Path(base).is_dir() and what.base_model is None:
-        return f"verifier: {base}, which only this machine has; to share the head give --base-model with a hub id"
-    return f"verifier: {base}"
 
 
 def _depth(config: Mapping[str, Any]) -> int:

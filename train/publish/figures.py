@@ -65,14 +65,17 @@ def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
     `repo` and `target` are the hub ids to show in the command. Raises ConfigError if the file is invalid, or if another
     head was measured.
     """
-    written = _read(file)
-    digest = written.get("head_sha256")  # a file without one is trusted
-    if written.get("head") == "random" or (digest and digest != hub.weights_digest(source.folder)):
-        raise ConfigError(
-            f"{file} has results of another head, {last_name(str(written.get('head')))}: its weights differ from those "
-            f"in {source.folder}; measure this head"
-        )
     try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{file} cannot be read: {e}; give the output of eagle-bench --json") from e
+    try:
+        digest = written.get("head_sha256")  # a file without one is trusted
+        if written.get("head") == "random" or (digest and digest != hub.weights_digest(source.folder)):
+            raise ConfigError(
+                f"{file} has results of another head, {last_name(str(written.get('head')))}: its weights differ from "
+                f"those in {source.folder}; measure this head"
+            )
         data = last_name(str(written.get("prompts") or "prompts"))
         runs = [run for run in written["runs"] if run["prompts"]]
         with_head = [run for run in runs if run["mode"] in _HEAD_MODES]
@@ -91,16 +94,6 @@ def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise ConfigError(f"{file} was not written by this version of eagle-bench --json ({e!r})") from e
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    try:
-        written = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{file} cannot be read: {e}; give the output of eagle-bench --json") from e
-    if not isinstance(written, dict) or not isinstance(written.get("runs"), list):
-        raise ConfigError(f"{file} is not the output of eagle-bench --json: it has no runs")
-    return written
 
 
 def _tau(data: str, run: Mapping[str, Any]) -> tuple[str, ...]:

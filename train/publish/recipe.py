@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -16,21 +17,17 @@ _LEFT_OUT = (
     *("states", "cache_bits", "cache_dir", "cache_gb"),
 )
 """Settings that do not affect the head, and `target`, which is given by its public name."""
-_NEEDED = "data"
-"""Always shown without shards, because its default depends on the target."""
 _DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(:[\w.-]+){0,2}")
 
 
 def train_command(config: Mapping[str, Any], target: str) -> str:
     """Return a run's command line from its report, with the target's hub id and settings that are not defaults."""
-    defaults = TrainConfig().flat()
+    defaults = json.loads(json.dumps(TrainConfig().flat()))
     words = ["eagle-train", "--target", target]
     for name, value in config.items():
-        default = defaults.get(name)
-        plain = list(default) if isinstance(default, tuple) else default
-        if name == _NEEDED and config.get("shards"):
-            continue
-        if name in _LEFT_OUT or (value == plain and name != _NEEDED) or value in ("", None, []):
+        # The default of `data` depends on the target.
+        is_default = bool(config.get("shards")) if name == "data" else value == defaults.get(name)
+        if name in _LEFT_OUT or is_default or value in ("", None, []):
             continue
         own = flag(name)
         shown = public(value, name)
