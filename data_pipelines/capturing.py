@@ -40,7 +40,7 @@ def capture(
     the order of the input is not kept. Hidden states are float16, clipped to its range.
     """
     total = sum(len(tokens) for tokens, _ in samples) if isinstance(samples, Sequence) else None
-    with progress_bar(total=total, desc="capture", unit="token", unit_scale=True, disable=not progress) as bar:
+    with _bar(total, progress) as bar:
         for sample in capture_batches(target, aux_layers, make_batches(samples, batch_tokens)):
             yield sample
             bar.update(len(sample.tokens))
@@ -151,21 +151,17 @@ class ShardCapture:
         """Return the indices of the shards that are still to be captured."""
         return [index for index in range(len(self)) if index not in shards.files]
 
-    def tokens(self, indexes: Collection[int] | None = None) -> int:
-        """Return the number of tokens in these shards, or in all."""
-        return sum(self._tokens) if indexes is None else sum(self._tokens[index] for index in indexes)
+    def tokens(self, shards: Collection[int]) -> int:
+        """Return the number of tokens in these shards."""
+        return sum(self._tokens[index] for index in shards)
 
     def run(self, shards: ShardWriter, progress: bool = False) -> None:
         """Capture the missing shards. Raises OutputError if writing fails; shards already written are kept."""
-        missing, total = self.missing(shards), self.tokens()
-        if not missing:
-            return
-        done = total - self.tokens(missing)
-        with progress_bar(
-            total=total, initial=done, desc="capture", unit="token", unit_scale=True, disable=not progress
-        ) as bar:
-            for index, examples in self._captured(missing, bar):
-                shards.write(index, examples)
+        missing, total = self.missing(shards), sum(self._tokens)
+        if missing:
+            with _bar(total, progress, total - self.tokens(missing)) as bar:
+                for index, examples in self._captured(missing, bar):
+                    shards.write(index, examples)
 
     def _captured(self, missing: Sequence[int], bar: tqdm[NoReturn]) -> Iterator[tuple[int, list[Example]]]:
         """Yield the examples of these shards, computed in the same batches as in a full capture."""
@@ -202,6 +198,10 @@ def capture_to_shards(
     plan = ShardCapture(target, aux_layers, samples, bits, batch_tokens)
     with plan.open(folder, overwrite, resume) as shards:
         plan.run(shards, progress)
+
+
+def _bar(total: int | None, progress: bool, done: int = 0) -> tqdm[NoReturn]:
+    return progress_bar(total=total, initial=done, desc="capture", unit="token", unit_scale=True, disable=not progress)
 
 
 def shard_meta(target: Target, aux_layers: Sequence[int], bits: int = 16) -> ShardMeta:

@@ -97,11 +97,22 @@ class _Template(NamedTuple):
     tokenizer: TokenizerWrapper
     options: dict[str, Any]
     """The conversation's tools, if it has any."""
+    origin: str
+
+    @classmethod
+    def of(cls, tokenizer: TokenizerWrapper, conversation: Conversation) -> _Template:
+        if not tokenizer.has_chat_template:
+            raise DataError(f"{conversation.origin}: the target has no chat template; use rows with `text`")
+        options = {"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {}
+        return cls(tokenizer, options, conversation.origin)
 
     def text(self, messages: Messages, add_generation_prompt: bool = False) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
-        )
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
+            )
+        except Exception as e:  # templates may raise anything
+            raise DataError(f"{self.origin}: the chat template refuses this conversation: {e}") from e
         return text
 
     def encode(self, text: str) -> list[int]:
@@ -157,9 +168,8 @@ def unrendered(tokenizer: TokenizerWrapper, conversation: Conversation) -> Unren
     """Return what the chat template drops from a conversation. Raises DataError as `render` does."""
     if conversation.text is not None:
         return Unrendered()
-    template = _template(tokenizer, conversation)
-    messages = [m.as_dict() for m in conversation.messages]
-    return _left_out(template, messages, _whole(template, messages, conversation.origin))
+    template, messages = _Template.of(tokenizer, conversation), _dicts(conversation.messages)
+    return _left_out(template, messages, template.text(messages))
 
 
 def _examined(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
@@ -172,15 +182,14 @@ def _examined(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[
             f"{conversation.origin}: no assistant turn, so there is nothing to learn; remove the row, or let the "
             "target answer it with `eagle-data regenerate`"
         )
-    template = _template(tokenizer, conversation)
-    messages = [m.as_dict() for m in conversation.messages]
-    text = _whole(template, messages, conversation.origin)
+    template, messages = _Template.of(tokenizer, conversation), _dicts(conversation.messages)
+    text = template.text(messages)
     tokens, lost = template.encode(text), _left_out(template, messages, text)
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     spans = _tagged_spans(template, messages, text, tokens)
     if spans is None:
         learned = [turn for turn in turns if turn not in lost.turns]
-        spans = _found_spans(template, messages, learned, text, tokens, conversation.origin)
+        spans = _found_spans(template, messages, learned, text, tokens)
     elif len(spans) == len(turns):  # otherwise, empty answers have no span.
         spans = [span for span, turn in zip(spans, turns, strict=True) if turn not in lost.turns]
     return Rendered(tokens, _mask(tokens, spans, frozenset(tokenizer.eos_token_ids))), lost
@@ -192,7 +201,7 @@ def _left_out(template: _Template, messages: Messages, text: str) -> Unrendered:
     def same(others: Messages, using: _Template = template) -> bool:
         try:
             return using.text(others) == text
-        except Exception:  # the template may need the part, so it does read it
+        except DataError:  # the template may need the part, so it does read it
             return False
 
     def without(keys: Collection[str], start: int = 0) -> Messages:
@@ -225,8 +234,8 @@ def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[
     """Return the tokens of a conversation, with or without an answer. Raises DataError as `render` does."""
     if conversation.text is not None:
         return list(tokenizer.encode(conversation.text))
-    template = _template(tokenizer, conversation)
-    return template.encode(_whole(template, [m.as_dict() for m in conversation.messages], conversation.origin))
+    template = _Template.of(tokenizer, conversation)
+    return template.encode(template.text(_dicts(conversation.messages)))
 
 
 def prompt_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
@@ -234,24 +243,14 @@ def prompt_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> li
 
     Raises DataError if there is no template, or if it refuses the conversation.
     """
-    template = _template(tokenizer, conversation)
-    messages: list[Message] = list(conversation.messages)
+    template, messages = _Template.of(tokenizer, conversation), list(conversation.messages)
     while messages and messages[-1].role == "assistant":
         messages.pop()
-    return template.encode(_whole(template, [m.as_dict() for m in messages], conversation.origin, True))
+    return template.encode(template.text(_dicts(messages), add_generation_prompt=True))
 
 
-def _template(tokenizer: TokenizerWrapper, conversation: Conversation) -> _Template:
-    if not tokenizer.has_chat_template:
-        raise DataError(f"{conversation.origin}: the target has no chat template; use rows with `text`")
-    return _Template(tokenizer, {"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {})
-
-
-def _whole(template: _Template, messages: Messages, origin: str, add_generation_prompt: bool = False) -> str:
-    try:
-        return template.text(messages, add_generation_prompt)
-    except Exception as e:  # templates may raise anything
-        raise DataError(f"{origin}: the chat template refuses this conversation: {e}") from e
+def _dicts(messages: Iterable[Message]) -> Messages:
+    return [m.as_dict() for m in messages]
 
 
 def _mask(tokens: Sequence[int], spans: Iterable[Span], ends: frozenset[int]) -> list[int]:
@@ -293,7 +292,7 @@ def _whole_characters(offsets: Sequence[Span], end: int) -> int:
 
 
 def _found_spans(
-    template: _Template, messages: Messages, turns: Sequence[int], text: str, tokens: list[int], origin: str
+    template: _Template, messages: Messages, turns: Sequence[int], text: str, tokens: list[int]
 ) -> list[Span]:
     """Return the token spans of the messages `turns`. Raises DataError if one cannot be found."""
     spans = []
@@ -301,9 +300,9 @@ def _found_spans(
         span = _by_prefix(template, messages, turn, text) or _by_substitution(template, messages, turn, text)
         if span is None:
             raise DataError(
-                f"{origin}: message {turn + 1} cannot be found in the rendered conversation, so there is no loss "
-                "mask for it; use a template with {% generation %} tags, or split the conversation so that each part "
-                "ends with one answer"
+                f"{template.origin}: message {turn + 1} cannot be found in the rendered conversation, so there is no "
+                "loss mask for it; use a template with {% generation %} tags, or split the conversation so that each "
+                "part ends with one answer"
             )
         start, _ = _common(template.encode(text[: span[0]]), tokens)
         end, within = _common(template.encode(text[: span[1]]), tokens)
@@ -316,7 +315,7 @@ def _by_prefix(template: _Template, messages: Messages, turn: int, text: str) ->
     try:
         prompt = template.text(messages[:turn], add_generation_prompt=True)
         through = template.text(messages[: turn + 1])
-    except Exception:  # many templates refuse a truncated conversation
+    except DataError:  # many templates refuse a truncated conversation
         return None
     start, end = len(prompt), len(through.rstrip())
     answer = messages[turn]["content"].split("</think>")[-1].strip()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from tqdm import tqdm
 
@@ -55,19 +55,6 @@ class Task(Protocol):
 T = TypeVar("T", bound=Task)
 
 
-@dataclass(eq=False)
-class _Running(Generic[T]):
-    task: T
-    request: RequestState
-    looks: int = 0
-    """Number of checks of the unfinished text."""
-
-    def look(self) -> bool:
-        """Return whether the text has grown enough for another check, and count that check."""
-        before, self.looks = self.looks, len(self.request.tokens) // LOOK
-        return self.looks > before
-
-
 def run_tasks(
     engine: Engine,
     following: Callable[[int], T | None],
@@ -80,7 +67,9 @@ def run_tasks(
     close it early to cancel running tasks. `over()` is called before each step; once true, running tasks stop. `shown`
     displays the tokens per second.
     """
-    running: list[_Running[T]] = []
+    running: dict[T, RequestState] = {}
+    checked: dict[T, int] = {}
+    """Number of blocks of `LOOK` tokens that have been checked in each unfinished text."""
     speed = Speed(shown)
     try:
         while True:
@@ -88,35 +77,37 @@ def run_tasks(
                 if (request := task.submit()) is None:
                     yield task
                 else:
-                    running.append(_Running(task, request))
+                    running[task], checked[task] = request, 0
             if not running:
                 return
             if over():
-                while running:
-                    one = running.pop(0)
-                    engine.cancel(one.request)
-                    one.task.stop(one.request)
-                    yield one.task
+                for task in list(running):
+                    request = running.pop(task)
+                    engine.cancel(request)
+                    task.stop(request)
+                    yield task
                 return
             engine.step()
-            for one in list(running):
-                if one.request.finish_reason is not None:
-                    speed.finished += len(one.request.tokens)
-                    one.task.take(one.request)
-                    if (request := one.task.submit()) is not None:
-                        one.request, one.looks = request, 0
-                        continue
-                elif one.look() and one.task.give_up(one.request):
-                    speed.finished += len(one.request.tokens)
-                    engine.cancel(one.request)
+            for task, request in list(running.items()):
+                before, checked[task] = checked[task], len(request.tokens) // LOOK
+                if request.finish_reason is not None:
+                    task.take(request)
+                    next_request = task.submit()
+                elif checked[task] > before and task.give_up(request):
+                    engine.cancel(request)
+                    next_request = None
                 else:
                     continue
-                running.remove(one)
-                yield one.task
-            speed.show(one.request for one in running)
+                speed.finished += len(request.tokens)
+                if next_request is not None:
+                    running[task], checked[task] = next_request, 0
+                    continue
+                del running[task], checked[task]
+                yield task
+            speed.show(running.values())
     finally:
-        for one in running:
-            engine.cancel(one.request)
+        for request in running.values():
+            engine.cancel(request)
 
 
 def seed_of(seed: int, *parts: int | str) -> int:

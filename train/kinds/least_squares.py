@@ -86,8 +86,7 @@ def best_map(pieces: Iterable[Piece]) -> tuple[Matrix, Moments] | None:
         judging = number % _HELD_OUT == 1 and _length(judges) < _JUDGES
         (judges if judging else waiting).append(piece)
         if _length(waiting) >= _POSITIONS:
-            found = _added(found, waiting)
-            waiting = []
+            found, waiting = _added(found, waiting), []
     if waiting:
         found = _added(found, waiting)
     if found is None:
@@ -123,6 +122,8 @@ def factors(matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     kept = min(rank, len(values))
     root = np.sqrt(values[:kept])
-    out = np.zeros((len(matrix), rank), np.float32), np.zeros((rank, matrix.shape[1]), np.float32)
-    out[0][:, :kept], out[1][:kept] = left[:, :kept] * root, root[:, None] * right[:kept]
-    return out
+    missing = rank - kept
+    return (
+        np.pad(left[:, :kept] * root, ((0, 0), (0, missing))).astype(np.float32),
+        np.pad(root[:, None] * right[:kept], ((0, missing), (0, 0))).astype(np.float32),
+    )

@@ -77,28 +77,25 @@ class WandbRun:
         file.parent.mkdir(exist_ok=True)
         file.write_text(self._run.id + "\n")
 
-    def log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Send values by name, with lists and dicts flattened."""
-        self._try(lambda: self._run.log({"step": step, **flatten(kind, values)}))
-
-    def show(self, step: int, generations: Sequence[Generation]) -> None:
-        """Send a table of texts."""
+    def log(self, kind: str, step: int, values: Mapping[str, Any], texts: Sequence[Generation]) -> None:
+        """Send values by name, with lists and dicts flattened, and a table of texts."""
 
         def send() -> None:
-            columns = ["prompt", "text", "tokens", "rounds", "tokens per round"]
-            cells = [[*(g[k] for k in ("prompt", "text", "tokens", "rounds")), per_round(g)] for g in generations]
-            self._run.log({"step": step, "generations": self._wandb.Table(columns=columns, data=cells)})
+            sent = {"step": step, **flatten(kind, values)}
+            if texts:
+                columns = ["prompt", "text", "tokens", "rounds", "tokens per round"]
+                cells = [[t["prompt"], t["text"], t["tokens"], t["rounds"], per_round(t)] for t in texts]
+                sent["generations"] = self._wandb.Table(columns=columns, data=cells)
+            self._run.log(sent)
 
         self._try(send)
 
-    def summarize(self, values: Mapping[str, Any], pictures: Iterable[Path]) -> None:
+    def summarize(self, values: Mapping[str, Any], plots: Iterable[Path]) -> None:
         """Send the final results and plots."""
 
         def send() -> None:
             self._run.summary.update(flatten("final", values))
-            images = {f"plots/{file.stem}": self._wandb.Image(str(file)) for file in pictures}
-            if images:
-                self._run.log(images)
+            self._run.log({f"plots/{file.stem}": self._wandb.Image(str(file)) for file in plots})
 
         self._try(send)
 
@@ -107,10 +104,9 @@ class WandbRun:
         end_service(_TEARDOWN_SECONDS)
 
     def _try(self, work: Callable[[], None]) -> None:
-        if self._run is None:
-            return
         try:
-            work()
+            if self._run is not None:
+                work()
         except Exception as e:
             self._run = None
             tqdm.write(
@@ -191,14 +187,13 @@ class Tracker:
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        generations = values.get("generations")
+        generations = values.get("generations") or []
         if generations:
             write_generations(self.rows, self._folder)
         if self._wandb is not None:
             leave_out = ("kind", "step", "generations")
-            self._wandb.log(kind, step, {name: value for name, value in row.items() if name not in leave_out})
-            if generations:
-                self._wandb.show(step, generations)
+            sent = {name: value for name, value in row.items() if name not in leave_out}
+            self._wandb.log(kind, step, sent, generations)
 
     def summarize(self, values: Mapping[str, Any]) -> None:
         """Send the final results, and the plots that exist."""
