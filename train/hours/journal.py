@@ -87,8 +87,7 @@ def read(folder: Path) -> Journal:
         return Journal()
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        portions = [_portion(one) for one in values["portions"]]
-        return Journal(values["elapsed"], values["prompts"], tuple(portions))
+        return Journal(values["elapsed"], values["prompts"], tuple(map(_portion, values["portions"])))
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}; start another run") from e
 

@@ -106,7 +106,9 @@ def load(folder: Path) -> Checkpoint:
         state = _state(about["state"])
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{folder} cannot be read: {type(e).__name__} {e}") from e
-    return Checkpoint(state, *(_arrays(folder / name) for name in (_HEAD, _STEPPER)))
+    head, stepper = (cast(Arrays, mx.load(str(folder / name))) for name in (_HEAD, _STEPPER))
+    mx.eval(head, stepper)
+    return Checkpoint(state, head, stepper)
 
 
 def weights_of(head: Head) -> Arrays:
@@ -139,23 +141,13 @@ def _folders(run: Path) -> list[Path]:
 
 
 def _state(values: dict[str, Any]) -> RunState:
-    best = values["best"]
-    return RunState(
-        Progress(**values["progress"]),
-        values["elapsed"],
-        values["next_eval"],
-        Acceptance(**values["untrained"]),
-        values["best_step"],
-        Acceptance(**best) if best else None,
-        [StepResult(**one) for one in values["recent"]],
-    )
-
-
-def _arrays(file: Path) -> Arrays:
-    arrays: Any = mx.load(str(file))
-    mx.eval(arrays)
-    found: Arrays = arrays
-    return found
+    nested = {
+        "progress": Progress(**values["progress"]),
+        "untrained": Acceptance(**values["untrained"]),
+        "best": Acceptance(**values["best"]) if values["best"] else None,
+        "recent": [StepResult(**one) for one in values["recent"]],
+    }
+    return RunState(**{**values, **nested})
 
 
 def _digest(file: Path) -> str:
@@ -165,7 +157,6 @@ def _digest(file: Path) -> str:
 
 def _earlier(run: Path) -> str:
     """Return the error message's remedy for a state that could not be written."""
-    folders = _folders(run)
-    if not folders:
+    if not (folders := _folders(run)):
         return "there is no earlier state; free some space and start again"
     return f"{folders[0]} is intact: free some space and continue from there with `eagle-train --resume {run}`"
