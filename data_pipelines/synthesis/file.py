@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -179,11 +180,9 @@ def make_to_file(
     """
     settings = settings_of(engine.target, config)
     with open_partial(output, settings, overwrite) as part:
-        if place is None:
-            selection = _run(engine, config, wanted, part, progress, None, limits)
-        else:
-            with open_shards(place, made_from(settings, wanted, place)) as shards:
-                selection = _run(engine, config, wanted, part, progress, shards, limits)
+        opened = open_shards(place, made_from(settings, wanted, place)) if place is not None else nullcontext()
+        with opened as shards:
+            selection = _run(engine, config, wanted, part, progress, shards, limits)
         if note is not None:
             write_output(note, json.dumps(settings_of(engine.target, config, wanted), indent=2) + "\n")
         part.finish_with(selection.rows, overwrite)
@@ -223,12 +222,7 @@ def _run(
 
 
 def _make(
-    engine: Engine,
-    config: MakeConfig,
-    part: PartialFile,
-    selection: Selection,
-    shown: tqdm[NoReturn],
-    limits: Limits,
+    engine: Engine, config: MakeConfig, part: PartialFile, selection: Selection, shown: tqdm[NoReturn], limits: Limits
 ) -> None:
     begin = tries(engine, config)
     numbers = (number for number in count() if number not in part.done)
@@ -248,9 +242,11 @@ def _make(
     for ended in run_tasks(engine, following, shown, lambda: limits.over(selection.ended[1])):
         conversation, key = ended.result()
         ended.report.heldout = int(conversation is not None and conversation.is_held_out)
-        if isinstance(selection.shards, MadeShards) and ended.example is not None and conversation is not None:
-            selection.shards.keep(ended.number, ended.example)
-        row = as_line(conversation, domain=ended.domain) if conversation is not None else b""
+        row = b""
+        if conversation is not None:
+            row = as_line(conversation, domain=ended.domain)
+            if isinstance(selection.shards, MadeShards) and ended.example is not None:
+                selection.shards.keep(ended.number, ended.example)
         part.add(ended.number, key, ended.report.counts(), row)
         selection.add(ended.number, key, ended.report.counts(), conversation is not None)
         shown.update(selection.progress - shown.n)
@@ -265,7 +261,7 @@ def _replayed(selection: Selection, done: Mapping[int, Done]) -> Selection:
 
 
 def _lost(wanted: Wanted, done: Mapping[int, Done], shards: MadeShards) -> list[int]:
-    """Return the tries that may be wanted but whose hidden states are lost."""
+    """Return the tries that may be wanted but have lost their hidden states."""
     planned = ShardPlan()
     if _replayed(Selection(wanted, planned), done).full:
         planned.finish()

@@ -103,7 +103,14 @@ def regenerate_to_file(
     Raises OutputError if the output exists and `overwrite` is not set, or if the partial file has other settings or is
     in use; DataError if the data has changed.
     """
-    compared = _settings(engine, config) | dict(settings or {})
+    params = asdict(config.params)
+    compared = {
+        **text_settings(engine.target),
+        **{name: params[name] for name in _SETTINGS},
+        "system": list(config.systems),
+        "least_distinct": config.least_distinct,
+        **(settings or {}),
+    }
     if isinstance(conversations, Sequence):
         total = len(conversations)
     report = RegenerateReport()
@@ -117,15 +124,8 @@ def regenerate_to_file(
 
         for done in part.done.values():
             report.add(done.counts)
-        bar = progress_bar(
-            total=total,
-            initial=len(part.done),
-            desc="regenerate",
-            unit="conversation",
-            disable=not progress,
-            smoothing=0.02,
-        )
-        with bar as shown:
+        shown_by: dict[str, Any] = {"desc": "regenerate", "unit": "conversation", "smoothing": 0.02}
+        with progress_bar(total=total, initial=len(part.done), disable=not progress, **shown_by) as shown:
             for ended in regenerate(engine, conversations, config, shown, is_done):
                 conversation = ended.result()
                 row = as_line(conversation) if conversation is not None else b""
@@ -227,13 +227,3 @@ class Regeneration:
     def _asked(self) -> bool:
         """Whether there is a user or tool message. Without one, a greeting of the assistant is not an answer."""
         return any(m.role not in ("system", "developer", "assistant") for m in self._messages)
-
-
-def _settings(engine: Engine, config: RegenerateConfig) -> dict[str, Any]:
-    params = asdict(config.params)
-    return {
-        **text_settings(engine.target),
-        **{name: params[name] for name in _SETTINGS},
-        "system": list(config.systems),
-        "least_distinct": config.least_distinct,
-    }

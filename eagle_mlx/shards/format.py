@@ -56,7 +56,7 @@ class ShardFile:
     samples: int
     tokens: int
     loss_tokens: int
-    """Tokens whose loss mask is 1."""
+    """Tokens with a loss mask of 1."""
 
     @property
     def index(self) -> int:
@@ -64,7 +64,7 @@ class ShardFile:
 
     @classmethod
     def of(cls, index: int, data: bytes, examples: Sequence[Example]) -> ShardFile:
-        """Return the entry of shard `index`, whose file has this content."""
+        """Return the entry of shard `index` for a file with this content."""
         return cls(
             shard_name(index),
             hashlib.sha256(data).hexdigest(),

@@ -151,7 +151,7 @@ class Ends:
             add(part, *args)
             self._count(part.output.stem, Killed)
 
-        def learnt(stepper: Stepper, *args: Any) -> Any:
+        def learned(stepper: Stepper, *args: Any) -> Any:
             self._count("learn", Killed)
             return learn(stepper, *args)
 
@@ -160,7 +160,7 @@ class Ends:
             check(stop)
 
         patch.setattr(PartialFile, "add", added)
-        patch.setattr(Stepper, "__call__", learnt)
+        patch.setattr(Stepper, "__call__", learned)
         patch.setattr(Stop, "check", checked)
 
     def _count(self, at: str, error: type[BaseException]) -> None:
@@ -310,14 +310,14 @@ def is_found(out: Path, target: Target) -> bool:
     st.floats(1, 1e4),
 )  # fmt: skip
 def test_the_last_portion_leaves_time_to_learn_it(
-    left: float, made: int, learnt: int, passes: int, making: float, learning: float
+    left: float, made: int, learned: int, passes: int, making: float, learning: float
 ) -> None:
-    found = next_portion(left, made, learnt, passes, Rates(making, learning))
+    found = next_portion(left, made, learned, passes, Rates(making, learning))
     if not found.last:
         assert found.tokens == made
     elif found.tokens:
-        needed = found.tokens / making + seconds_to_learn(made + found.tokens, learnt, passes, learning)
-        assert needed == pytest.approx(left, abs=(1 / making + passes / learning)) or passes * made < learnt
+        needed = found.tokens / making + seconds_to_learn(made + found.tokens, learned, passes, learning)
+        assert needed == pytest.approx(left, abs=(1 / making + passes / learning)) or passes * made < learned
         assert found.tokens <= 2 * made
 
 

@@ -82,9 +82,7 @@ def pack(
     return [tuple(row) for row in rows]
 
 
-def _windows(
-    lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], length: int
-) -> Sequence[Sequence[Piece]]:
+def _windows(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], length: int) -> list[list[Piece]]:
     windows: list[list[Piece]] = [[]]
     total = 0
     for sample in order:

@@ -135,12 +135,9 @@ def run_folder(
         with contextlib.nullcontext(claimed) if claimed else claim(output, overwrite, resume) as folder:
             yield folder
     except OSError as e:
-        kept = folder is not None and worth_keeping(folder)
-        how = (
-            f"; the results so far are kept: free some space, then continue with eagle-train --resume {folder}"
-            if kept
-            else ""
-        )
+        how = ""
+        if folder is not None and worth_keeping(folder):
+            how = f"; the results so far are kept: free some space, then continue with eagle-train --resume {folder}"
         raise OutputError(f"{output} could not be written: {e.strerror or e}{how}") from e
 
 
@@ -159,7 +156,7 @@ def claim(output: str | Path, overwrite: bool, resume: Path | None = None) -> It
         replaces = _replaces(resume, path) if resume else exists and any(path.iterdir())
         if exists and (replaces or not resume):
             locks.enter_context(locked(path))
-        folder = resume or _new(path, beside=replaces)
+        folder = resume or _new(path, replaces)
         if resume or replaces or not exists:
             locks.enter_context(locked(folder))
         if not (resume or overwrite):
@@ -181,10 +178,10 @@ def worth_keeping(run: Path) -> bool:
     return state.exists(run) or any((run / MADE).glob("*"))
 
 
-def _new(path: Path, beside: bool) -> Path:
+def _new(path: Path, temporary: bool) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=_beside(path), dir=path.parent)) if beside else path
+        folder = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent)) if temporary else path
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)
     except OSError as e:
@@ -194,8 +191,8 @@ def _new(path: Path, beside: bool) -> Path:
 
 def _replaces(resume: Path, output: Path) -> bool:
     """Return whether a folder was created to replace `output`."""
-    return resume.resolve().parent == output.resolve().parent and resume.name.startswith(_beside(output))
+    return resume.resolve().parent == output.resolve().parent and resume.name.startswith(_prefix(output))
 
 
-def _beside(path: Path) -> str:
+def _prefix(path: Path) -> str:
     return f".{path.name}.new."
