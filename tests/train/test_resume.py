@@ -19,6 +19,7 @@ import pytest
 from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.heads import load_head
+from eagle_mlx.progress import counted
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.run import state
 from tests.full import in_full
@@ -239,7 +240,7 @@ def test_a_signal_saves_and_stops(number: signal.Signals, target: Path, chats: P
     assert "continue with" in shown
     found = state.newest(out, print)
     assert found is not None
-    assert f"stopped after {found.state.progress.step} steps" in shown, "what was saved is where it stopped"
+    assert f"stopped after {counted(found.state.progress.step, 'step')}" in shown, "what was saved is where it stopped"
 
 
 def test_a_second_signal_stops_at_once() -> None:
