@@ -53,7 +53,7 @@ def check_base_model(given: str) -> None:
 
 
 def by_mlx_community(name: str) -> bool:
-    """Return whether a hub id belongs to mlx-community, whose models only MLX reads."""
+    """Return whether a hub id belongs to mlx-community. Only MLX reads its models."""
     return name.startswith(f"{hub.DEFAULT_OWNER}/")
 
 
