@@ -195,14 +195,12 @@ class Speed:
     """Shows tokens per second in a progress bar, including unfinished answers."""
 
     def __init__(self, shown: tqdm[NoReturn] | None):
-        self.shown = shown
-        self.finished = 0
+        self.shown, self.finished = shown, 0
         self._started = self._last = monotonic()
 
     def show(self, running: Iterable[RequestState]) -> None:
         now = monotonic()
-        if self.shown is None or self.shown.disable or now - self._last < _SHOW_SECONDS:
-            return
-        self._last = now
-        tokens = self.finished + sum(len(request.tokens) for request in running)
-        self.shown.set_postfix_str(f"{tokens / (now - self._started):,.0f} tokens/s")
+        if self.shown is not None and now >= self._last + _SHOW_SECONDS:
+            self._last = now
+            tokens = self.finished + sum(len(request.tokens) for request in running)
+            self.shown.set_postfix_str(f"{tokens / (now - self._started):,.0f} tokens/s")

@@ -31,11 +31,6 @@ class Domain:
     openings: tuple[str, ...] = ("",)
     """Beginnings of the first user turn; each conversation gets one."""
 
-    @property
-    def messages(self) -> list[Message]:
-        """The messages before the first user turn."""
-        return [Message("system", self.system)] if self.system else []
-
     def __post_init__(self) -> None:
         weight = self.weight
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
@@ -163,12 +158,12 @@ def steerable(tokenizer: TokenizerWrapper, domains: tuple[Domain, ...], name: st
         ways = (domain, replace(domain, system="")) if any(domain.openings) else (domain,)
         for way in ways:
             try:
-                find_user_place(tokenizer, way.messages, name)
+                find_user_place(tokenizer, [Message("system", way.system)] if way.system else [], name)
             except TargetError as e:
                 refused = e
-                continue
-            usable.append(way)
-            break
+            else:
+                usable.append(way)
+                break
     if not usable and refused is not None:
         raise refused
     return tuple(usable)

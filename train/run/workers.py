@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
 
 from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.errors import EagleError
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
-from ..data import Batches, Rows, TrainData
+from ..data import Batches, TrainData
 from ..distributed import World
 from ..kinds import Head, resolved
 from ..step import Stepper
@@ -61,8 +60,7 @@ def run_worker(
     with stop.deferred():
         batches = Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed, world)
         stepper = Stepper(head, target, config, world)
-        stream: Generator[Rows, None, None] | None = None
-        position: tuple[int, int] | None = None
+        position, stream = (0, 0), batches.epoch(0)
         try:
             while not world.any(stop.asked):
                 command = world.broadcast()
@@ -70,12 +68,10 @@ def run_worker(
                     stepper.sync()
                     continue
                 epoch, batch, factor = command
-                if stream is None or position != (epoch, batch):
-                    if stream is not None:
-                        stream.close()
+                if position != (epoch, batch):
+                    stream.close()
                     stream = batches.epoch(epoch, batch)
                 stepper(next(stream), factor)
                 position = (epoch, batch + 1)
         finally:
-            if stream is not None:
-                stream.close()
+            stream.close()
