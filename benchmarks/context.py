@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import eagle_mlx as em
-from eagle_mlx.serve.prompts import Question, behind_filler, read_questions
+from eagle_mlx.serve.prompts import Question, read_questions, with_filler
 from eagle_mlx.target import Target
 from eagle_mlx.text import is_loop
 
@@ -30,7 +30,7 @@ def main() -> None:
     questions = read_questions(args.prompts, args.limit)
     found = {}
     for tokens in args.filler:
-        asked = behind_filler(questions, target, tokens) if tokens else questions
+        asked = with_filler(questions, target, tokens) if tokens else questions
         found[tokens] = decode(target, head, asked, args)
         print(line(tokens, found[tokens]), flush=True)
     kept = [index for index in range(len(questions)) if not any(each[index]["loops"] for each in found.values())]

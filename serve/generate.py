@@ -35,7 +35,7 @@ examples:
   eagle-generate --file prompts.jsonl --output answers.jsonl --batch 8
 
 The text goes to standard output, everything else to standard error. Text with the same seed does
-not depend on drafts or on other requests. Without a seed, sampled text follows the model's own distribution."""
+not depend on drafts or on other prompts. Without a seed, sampled text follows the model's own distribution."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class GenerateOptions(Group):
     prompt: str | None = setting(None, "prompt for the model; `-` reads standard input", positional=True)
     file: Path | None = setting(None, "prompts: rows with `messages`, `prompt` or `turns`", metavar="FILE.jsonl")
     output: Path | None = setting(None, "where to write answers (default: standard output)", metavar="FILE.jsonl")
-    batch: int = setting(8, "number of prompts of a file to decode together")
+    batch: int = setting(8, "number of prompts to decode together, with --file")
     kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits, to save memory")
     system: str | None = setting(None, "system prompt", metavar="TEXT")
     raw: bool = setting(False, "use the prompt as it is, without the chat template")
@@ -58,7 +58,7 @@ class GenerateOptions(Group):
 
     def _check(self) -> None:
         if (self.prompt is None) == (self.file is None):
-            raise PromptError("give one prompt, `-` to read it from standard input, or a --file of prompts")
+            raise PromptError("give a prompt, `-` to read it from standard input, or a --file of prompts")
         if self.file is None and self.output is not None:
             raise OutputError("--output needs --file; the answer to a single prompt is printed")
         if self.output is not None and self.output.exists():

@@ -44,7 +44,7 @@ class Pull(Group):
     """The head to download."""
 
     name: str = setting(REQUIRED, "hub id of the head or of its target", name="NAME", positional=True)
-    target: str | None = setting(None, "the target that the head is for, if that is not known", metavar="MODEL")
+    target: str | None = setting(None, "target of the head, if it is not known", metavar="MODEL")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def _find(options: Find) -> int:
     for one in found:
         print(f"{one.reason}{'' if one.here else '; to fetch it: eagle-heads pull ' + one.head}")
     if (command := where_mtp_layers_are(target)) is not None:
-        print(f"the model's own MTP layers, which this conversion leaves out; to fetch them: {command}")
+        print(f"this conversion leaves out the model's own MTP layers; to fetch them: {command}")
     if not found:
         print(f"no head is known for {' or '.join(names_of(target))}; eagle-train makes one", file=sys.stderr)
     return 0 if found else 1
@@ -96,8 +96,8 @@ def _pull(options: Pull) -> int:
     if of is not None:
         register(repo, of, "fetched")
     print(folder)
-    told = f"eagle-serve --target {of}" if of is not None else f"eagle-serve --target ITS_TARGET --head {repo}"
-    print(f"to use it: {told}", file=sys.stderr)
+    command = f"eagle-serve --target {of}" if of is not None else f"eagle-serve --target ITS_TARGET --head {repo}"
+    print(f"to use it: {command}", file=sys.stderr)
     return 0
 
 

@@ -37,7 +37,7 @@ class MemoryOptions(Group):
 class SamplingOptions(Group):
     """How tokens are sampled, and when the text ends."""
 
-    max_tokens: int = setting(SamplingParams.max_tokens, "maximum new tokens of a text")
+    max_tokens: int = setting(SamplingParams.max_tokens, "maximum number of new tokens")
     temperature: float = setting(SamplingParams.temperature, "0 is greedy")
     top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens")
     top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens")
@@ -47,7 +47,7 @@ class SamplingOptions(Group):
     frequency_penalty: float = setting(SamplingParams.frequency_penalty, "0 for no penalty")
     stop: tuple[str, ...] = setting((), "stop before this text; repeatable", metavar="TEXT", repeat=True)
     seed: int | None = setting(None, "seed that makes sampled text repeatable")
-    ignore_eos: bool = setting(False, "continue after the model's end of text")
+    ignore_eos: bool = setting(False, "continue after the model's end-of-text token")
 
     def params(self) -> SamplingParams:
         """Return the parameters for the engine. Raises ConfigError for a value out of range."""

@@ -66,7 +66,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     except (OSError, UnicodeDecodeError) as e:
         raise PromptError(f"{path}: the prompts cannot be read ({e}); give a jsonl file in UTF-8") from e
     if not text:
-        raise PromptError(f"{path}: the file has no rows; give one JSON object a line, with `messages` or `prompt`")
+        raise PromptError(f"{path}: the file has no rows; give one JSON object per line, with `messages` or `prompt`")
     lines = text.removesuffix("\n").split("\n")  # texts may contain other line breaks
     questions = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     seen = Counter[str | None]()
@@ -93,18 +93,18 @@ def _question(line: str, origin: str) -> Question:
         case {"prompt": str(prompt)} if prompt:
             return Question(prompt, origin=origin)
         case {"prompt": _}:
-            raise PromptError(f"{origin}: `prompt` must be text that is not empty")
+            raise PromptError(f"{origin}: `prompt` must be non-empty text")
     raise PromptError(f"{origin}: the row needs `messages` (a list of turns), `prompt` (text) or `turns` (texts)")
 
 
 def _of_turns(turns: Any, category: Any, origin: str) -> Question:
     if not isinstance(turns, list) or not turns:
-        raise PromptError(f"{origin}: `turns` must be a list of at least one text")
+        raise PromptError(f"{origin}: `turns` must be a list with at least one text")
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, str) or not turn.strip():
-            raise PromptError(f"{origin}: turn {number} must be a text that is not empty")
+            raise PromptError(f"{origin}: turn {number} must be non-empty text")
     if not isinstance(category, str) or not category:
-        raise PromptError(f"{origin}: `category` must be a text that is not empty")
+        raise PromptError(f"{origin}: `category` must be non-empty text")
     return Question([{"role": "user", "content": turns[0]}], tuple(turns[1:]), category, origin)
 
 
@@ -125,10 +125,10 @@ def _messages(turns: Any, origin: str) -> list[Mapping[str, str]]:
 
 
 _LEAST_CHARS = 200
-"""Shorter docstrings are labels."""
+"""Minimum length of a docstring; shorter ones are labels."""
 
 
-def behind_filler(questions: Sequence[Question], target: Target, tokens: int) -> list[Question]:
+def with_filler(questions: Sequence[Question], target: Target, tokens: int) -> list[Question]:
     """Put a different piece of text, `tokens` tokens long, before each question.
 
     The text comes from long docstrings of Python's standard library. Raises ConfigError if the target has no tokenizer,
@@ -137,10 +137,12 @@ def behind_filler(questions: Sequence[Question], target: Target, tokens: int) ->
     if target.tokenizer is None:
         raise ConfigError("--filler needs a target with a tokenizer")
     pieces = _pieces(target.tokenizer, tokens)
-    return [replace(each, content=_behind(each.content, piece)) for each, piece in zip(questions, pieces, strict=False)]
+    return [
+        replace(each, content=_with_text(each.content, piece)) for each, piece in zip(questions, pieces, strict=False)
+    ]
 
 
-def _behind(content: Any, text: str) -> Any:
+def _with_text(content: Any, text: str) -> Any:
     if isinstance(content, str):
         return f"{text}\n\n{content}"
     first, *others = content
@@ -155,7 +157,7 @@ def _pieces(tokenizer: Any, tokens: int) -> Iterator[str]:
             yield tokenizer.decode(ids[:tokens])
             del ids[:tokens]
     raise ConfigError(
-        f"--filler {tokens}: the standard library is too small for this; use fewer tokens or --limit prompts"
+        f"--filler {tokens}: the standard library has too little text; use fewer tokens, or fewer prompts (--limit)"
     )
 
 

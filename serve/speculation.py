@@ -61,7 +61,7 @@ HEAD_BITS = "quantize the head on load; 16: do not (default: the target's bits i
 
 @dataclass(frozen=True)
 class Speculation(Group):
-    """What drafts, and how many tokens."""
+    """How tokens are drafted, and how many."""
 
     mode: Mode | None = setting(
         None, "how to draft (default: with the given head or draft model, if any)", name="spec_decode"
@@ -84,7 +84,7 @@ class Speculation(Group):
     )
     tree_nodes: int = setting(
         0,
-        "draft trees of up to N tokens when they are faster, if the target supports trees (default: chains)",
+        "draft trees of up to N tokens when trees are faster, if the target supports them (default: chains)",
         AT_LEAST_0,
         "draft_tree_nodes",
         shown="",
@@ -93,7 +93,7 @@ class Speculation(Group):
     draft_bits: Bits | None = setting(None, "quantize the draft model on load", name="draft_model_quantize")
     ngrams: bool = setting(
         True,
-        "also draft with n-grams, if the text repeats itself and they are faster than the head or draft model",
+        "also draft with n-grams if the text repeats itself and n-grams are faster than the head or draft model",
         name="ngram",
     )
     ngram_max: int | None = setting(None, "maximum n-gram length (default: 3; 4 with a head or draft model)")
@@ -123,23 +123,23 @@ class Speculation(Group):
 
     def _check(self) -> None:
         if self.tree_nodes and self.policy == "acceptance-ema":
-            raise ConfigError("--draft-tree-nodes needs --spec-policy throughput or fixed: acceptance-ema sizes chains")
+            raise ConfigError(
+                "--draft-tree-nodes needs --spec-policy throughput or fixed: acceptance-ema only drafts chains"
+            )
         of_ema = [name for name in _OF_EMA if getattr(self, name) != getattr(Speculation, name)]
         if of_ema and self.policy != "acceptance-ema":
-            raise ConfigError(
-                "flags of the acceptance rate need --spec-policy acceptance-ema; other policies ignore them"
-            )
+            raise ConfigError("these flags need --spec-policy acceptance-ema, because other policies ignore them")
         if self.mode == "draft" and self.draft_model is None:
             raise ConfigError("--spec-decode draft needs a --draft-model")
         if self.draft_model is not None and self.head not in (None, NO_HEAD):
-            raise ConfigError("a --head and a --draft-model are two ways to draft; give one of them")
+            raise ConfigError("--head and --draft-model cannot be combined; give one of them")
         for name, given, modes in (
             ("--head", None if self.head == NO_HEAD else self.head, _HEADS),
             ("--head-bits", self.head_bits, _HEADS),
             ("--draft-model", self.draft_model, ("draft",)),
         ):
             if given is not None and self.mode not in (None, "none", *modes):
-                raise ConfigError(f"--spec-decode {self.mode} does not use a {name}; leave one of the two out")
+                raise ConfigError(f"--spec-decode {self.mode} does not use {name}; leave one of the two out")
         if self.head_bits is not None and (self.head == NO_HEAD or self.draft_model is not None):
             raise ConfigError("--head-bits needs a --head")
         if self.draft_bits is not None and self.draft_model is None:
@@ -147,7 +147,7 @@ class Speculation(Group):
 
     @classmethod
     def of(cls, **settings: Any) -> Self:
-        """Return the settings, including those of `--speculative-config`. Raises ConfigError if one is given twice."""
+        """Return the settings, including those of `--speculative-config`. Raises ConfigError for duplicates."""
         text = settings.pop("speculative_config", None)
         known = {} if text is None else _from_json(text)
         given = {find(cls, name).field for name, value in settings.items() if value is not None}
@@ -159,7 +159,7 @@ class Speculation(Group):
     def for_target(self, target: str | None) -> tuple[str | Path, Self]:
         """Return the target's name and its speculation. Without a name it is the embedded target with its head.
 
-        If nothing that drafts is named, the head is `AUTO`, and `load_proposer` searches for one.
+        If no head, draft model or other mode is given, the head is `AUTO`, and `load_proposer` searches for one.
         """
         resolved = self
         if self.head in (None, AUTO) and self.draft_model is None and self.mode in (None, *_HEADS):
@@ -215,7 +215,7 @@ class Speculation(Group):
                 raise ConfigError(f"--spec-decode {mode} needs a head for {target.name}: give --head")
             proposer = HeadProposer(load_quantized(self.head, target, self.head_bits))
             if self.mode is not None and proposer.name != self.mode:
-                raise ConfigError(f"--spec-decode {mode}: {self.head} is an {proposer.name} head; leave the flag out")
+                raise ConfigError(f"--spec-decode {mode}: {self.head} has the mode {proposer.name}; leave the flag out")
             warn_of_head(proposer.head, target)
             return proposer
         if mode == "draft":
@@ -243,11 +243,11 @@ class Speculation(Group):
     def about_head(self, engine: Engine) -> list[str]:
         """Return a line on the number format of the head's weights, if a head drafts."""
         proposer = model_of(engine.proposer)
-        return [f"head numbers: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
+        return [f"head weights: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
 
     def why_chains(self, engine: Engine) -> list[str]:
         """Return a line on why there are no trees, if some were requested."""
-        return [f"no draft trees for this target: {engine.chains_only}; it gets chains"] if engine.chains_only else []
+        return [f"no draft trees for this target: {engine.chains_only}; it drafts chains"] if engine.chains_only else []
 
     def __str__(self) -> str:
         mode = self.resolved_mode()
@@ -333,7 +333,7 @@ def load_proposer(
         return one, proposer
     if speculation.mode is not None:
         raise ConfigError(f"--spec-decode {speculation.mode}: no head is known for {target.name}; give --head")
-    say(f"head: none found for {target.name}; drafts with n-grams when that is faster (other ways: docs/heads.md)")
+    say(f"head: none found for {target.name}; n-grams draft when that is faster (for other ways, see docs/heads.md)")
     without = replace(speculation, head=None, head_bits=None, mode="ngram")
     return without, without.proposer(target)
 
@@ -351,12 +351,12 @@ def usable_heads(
         if mode is not None and found.mode not in (None, mode):
             continue
         if not found.here and not by_hub_id:
-            say(f"head: not here yet: {found.about}; to fetch it: eagle-heads pull {found.head}")
+            say(f"head: not downloaded: {found.about}; to fetch it: eagle-heads pull {found.head}")
             break  # available heads come first
         try:
             hub.resolve(found.head)
         except EagleError as e:
-            say(f"head: {found.about}, cannot be fetched now: {e}")
+            say(f"head: {found.about}, but it cannot be fetched now: {e}")
             break
         yield found
     if mode != "eagle" and (command := where_mtp_layers_are(target)) is not None:

@@ -24,7 +24,7 @@ from eagle_mlx.target import Target, load_target
 from eagle_mlx.target_options import TargetOptions
 
 from ..options import MemoryOptions
-from ..prompts import behind_filler, read_questions
+from ..prompts import read_questions, with_filler
 from ..speculation import (
     AUTO,
     DEFAULT_TOKENS,
@@ -141,7 +141,7 @@ def _bench(options: BenchOptions, command: str) -> int:
     prompts = options.prompts or embedded("prompts.jsonl")
     questions = read_questions(prompts, options.limit)
     if options.filler is not None:
-        questions = behind_filler(questions, target, options.filler)
+        questions = with_filler(questions, target, options.filler)
     machine = describe()
     which = "none" if head is None else f"{head_name}, {described(head)}"
     print(f"machine: {machine}\ntarget: {target.name}\nhead: {which}")

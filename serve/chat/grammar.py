@@ -26,7 +26,7 @@ TagWriter = Callable[[str], str]
 """Maps a tag to its form in a grammar: its special tokens if it has any, else its text."""
 
 _WHITE_SPACE = r"[ \n\r\t]{1,40}"
-"""White space between parts of JSON. It is limited, so that no model fills its answer with blanks."""
+"""White space between parts of JSON. The limit keeps a model from filling its answer with blanks."""
 
 
 def grammar_text(
@@ -38,7 +38,7 @@ def grammar_text(
     thinking: bool,
     tag: TagWriter,
 ) -> str:
-    """Return the grammar of an answer that is JSON by the schema, calls of the tools, or, with both, either.
+    """Return the grammar of an answer: JSON that fits the schema, or calls of the tools; either one if both are given.
 
     A model that can think may do so first; if it is already `thinking`, it must end its reasoning first.
     """
@@ -59,8 +59,8 @@ def grammar_text(
 def free_text_grammar(tools: Sequence[Tool], calls: ToolCallTags, free_tokens: str, tag: TagWriter) -> str:
     """Return the grammar of free text in which every call is a call of one of the tools, by its schema.
 
-    The opening tag begins a call anywhere, even in a thought, because answers are parsed like that. Text cannot spell
-    the tag otherwise. free_tokens: a token set of the grammar, for tokens that may occur but that no text allows.
+    The opening tag begins a call anywhere, even in a thought, because the parser reads it like that. Text cannot spell
+    the tag in other tokens. free_tokens: a token set of the grammar: tokens that are allowed but are not text.
     """
     start = tag(calls.start)
     spelled = json.dumps(calls.start, ensure_ascii=False)
@@ -133,8 +133,8 @@ class CompiledGrammar:
 class MatcherGrammar:
     """A request's own matcher. Implements `eagle_mlx.sampling_params.AsyncGrammar`.
 
-    Raises ConfigError if the grammar has become too complex to follow. Accepted tokens are sent with the next request
-    for masks; until then, the known masks say which tokens are allowed.
+    Raises ConfigError if the grammar becomes too complex to follow. Accepted tokens are sent with the next request for
+    masks; until then, the known masks say which tokens are allowed.
     """
 
     def __init__(self, compiled: CompiledGrammar):
@@ -180,7 +180,7 @@ class MatcherGrammar:
             if seconds < left:
                 return False
             self.process.end()
-            raise ConfigError(f"{_FAILED}: to find what may come next takes more than {MASK_SECONDS:g} s")
+            raise ConfigError(f"{_FAILED}: computing the allowed tokens takes more than {MASK_SECONDS:g} s")
         masks, reason = answer
         if reason:
             raise ConfigError(f"{_FAILED}: {on_one_line(reason)}")
@@ -194,7 +194,7 @@ class MatcherGrammar:
                 self.ask([])
             self._receive(MASK_SECONDS)
         if not self._masks[0].any():
-            raise ConfigError(f"{_FAILED}: nothing may come next, and the text may not end")
+            raise ConfigError(f"{_FAILED}: no token is allowed, and the text may not end here")
         return self._masks[0]
 
     def mask(self) -> mx.array:
@@ -217,9 +217,7 @@ class MatcherGrammar:
             self._masks, self._draft = [], []
 
 
-_FAILED = "it cannot be followed any further"
-
-
+_FAILED = "the text cannot follow it any further"
 _TOO_MUCH = f"{_FAILED}: it takes more than {MOST_MEMORY >> 20} MB of memory"
 
 

@@ -36,7 +36,7 @@ class ReasoningTags:
 
 
 class ReasoningParser:
-    """Separates reasoning from content in a stream of text. Text that may become a tag waits.
+    """Separates reasoning from content in a stream of text. Text that may become a tag is held back.
 
     The tags are dropped, and so are the line breaks around them.
     """
@@ -72,7 +72,7 @@ class ReasoningParser:
             self._go(tags[found[1]], found[0] + len(found[1]))
 
     def interrupt(self) -> list[tuple[Kind, str]]:
-        """End a thought because a call came. Return the text that was waiting."""
+        """End a thought because a call came. Return the text that was held back."""
         parts = self.push("", final=True)
         self._go("content", 0)
         return parts

@@ -1,4 +1,4 @@
-"""Work for processes that can be killed: following grammars (`processes.py`).
+"""The work of processes that can be killed: following grammars (`processes.py`).
 
 The first process for grammars holds the tokenizer. It is forked for each grammar, and the fork compiles the grammar.
 That process is forked again for each request that follows the grammar. Forks share memory until they write to it, so a
@@ -19,7 +19,7 @@ _LIMITS = llguidance.LLParserLimits(
     max_lexer_states=50_000, max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False
 )
 _DEEP_STACK = 64 << 20
-"""Bytes; a schema of 64 KiB that consists of references alone takes half."""
+"""Bytes; a schema of 64 KiB that has only references takes half."""
 
 Places = tuple[tuple[str, str], ...]
 """Pairs of a schema's place in the request and its JSON text."""
@@ -64,7 +64,7 @@ class MatcherProcess:
         first = self.matcher.compute_bitmask()  # some schemas fail only here, because they allow nothing or too much
         if self.matcher.is_error():
             where = ", ".join(where for where, _ in schemas)
-            raise Refused(f"{where}: no text can follow this ({self.matcher.get_error()})")
+            raise Refused(f"{where}: no text fits this ({self.matcher.get_error()})")
         return first
 
     def _at(self, text: list[int]) -> llguidance.LLMatcher:
@@ -77,8 +77,8 @@ class MatcherProcess:
     def masks(self, undo: int, taken: list[int], draft: list[int]) -> list[bytes]:
         """Undo tokens, accept others, and return the masks along a draft up to its first illegal token.
 
-        After a draft token that cannot be followed, no token is allowed. A text ends there only if it takes the draft
-        token.
+        After a draft token that the grammar cannot follow, no token is allowed. A text ends there only if it accepts
+        that token.
         """
         matcher = self.matcher
         assert matcher is not None
@@ -107,7 +107,7 @@ def _take(matcher: llguidance.LLMatcher, tokens: list[int]) -> None:
 
 
 def literal(tokenizer: str) -> str:
-    """Return a tokenizer.json that encodes text literally: it finds no special tokens in it and changes no letters.
+    """Return a tokenizer.json that encodes text literally: without special tokens, and without changing letters.
 
     If a grammar leaves no choice, llguidance encodes the forced text and allows its first token. A special token would
     then be refused, because it stands for no text, or it would end the answer too early.
@@ -135,7 +135,7 @@ def literal(tokenizer: str) -> str:
 
 
 def _spelling(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the parts of a normalizer that define how the vocabulary spells a text, and do not change the text."""
+    """Return the parts of a normalizer that define how the vocabulary spells a text but do not change it."""
     if normalizer is None or normalizer["type"] in ("ByteLevel", "Prepend"):
         return normalizer
     if normalizer["type"] == "Sequence":

@@ -60,7 +60,7 @@ class Grammars:
         self._special: frozenset[int] = frozenset()
         """Special tokens. No text allows them; grammars name them by their ids."""
         self._partial: frozenset[int] = frozenset()
-        """Tokens without an ASCII character. A grammar's text allows them only as parts of whole characters."""
+        """Tokens with parts of non-ASCII characters. A grammar's text allows them only as parts of whole characters."""
         self._compiled = lru_cache(_MOST_KEPT)(self._compile)
 
     @classmethod
@@ -104,7 +104,7 @@ class Grammars:
         else:
             text = grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
         compiled = self._compiled(text, places)
-        if not compiled.process.alive:  # it has been killed
+        if not compiled.process.alive:  # it was killed
             self._compiled.cache_clear()
             compiled = self._compiled(text, places)
         return lambda: MatcherGrammar(compiled)
@@ -116,12 +116,12 @@ class Grammars:
         ends a text.
         """
         with self._starting:
-            if self._process is None or not self._process.alive:  # or it has been killed
+            if self._process is None or not self._process.alive:  # or it was killed
                 process = Process.start(MatcherProcess, MOST_MEMORY)
-                process.ask("open", *_told(self._tokenizer, self._vocab, self._ends))
+                process.ask("open", *_opening_arguments(self._tokenizer, self._vocab, self._ends))
                 answer = process.answer(_TOKENIZER_SECONDS)
                 if answer is None or answer[1]:
-                    reason = answer[1] if answer else f"it was not read within {_TOKENIZER_SECONDS:g} seconds"
+                    reason = answer[1] if answer else f"reading it takes more than {_TOKENIZER_SECONDS:g} s"
                     raise ConfigError(f"grammars are not possible with this model's tokenizer: {on_one_line(reason)}")
                 self._special, self._partial = map(frozenset, answer[0])
                 self._process = process
@@ -147,7 +147,7 @@ class Grammars:
             ) from e
         if answer is None:
             process.end()
-            raise ConfigError(f"{where}: too complex: it was not compiled within {COMPILE_SECONDS:g} s; simplify it")
+            raise ConfigError(f"{where}: too complex: compiling it takes more than {COMPILE_SECONDS:g} s; simplify it")
         first, reason = answer
         if reason:
             raise ConfigError(on_one_line(reason))
@@ -174,13 +174,13 @@ class Grammars:
         return _token_set((self._special | self._partial) - self._ends - {opening[0]})
 
 
-def _told(tokenizer: Any, vocab_size: int, ends: Iterable[int]) -> tuple[str, int, list[int]]:
-    """Return the first process's arguments. Raises ConfigError if grammars cannot use the tokenizer."""
+def _opening_arguments(tokenizer: Any, vocab_size: int, ends: Iterable[int]) -> tuple[str, int, list[int]]:
+    """Return the arguments of `MatcherProcess.open`. Raises ConfigError if grammars cannot use the tokenizer."""
     if tokenizer is None:
         raise ConfigError("grammars need a tokenizer, and this model has none")
     backend = copy.copy(getattr(tokenizer, "backend_tokenizer", None))
     if backend is None:
-        raise ConfigError("grammars need a fast tokenizer (tokenizer.json); this model's tokenizer is a slow one")
+        raise ConfigError("grammars need a fast tokenizer (tokenizer.json); this model has a slow one")
     backend.no_padding()
     backend.no_truncation()
     known = sorted(token for token in ends if 0 <= token < vocab_size)
@@ -243,7 +243,7 @@ def _as_texts(schemas: Mapping[str, Schema]) -> Places:
     size = sum(len(text) for _, text in places)
     if size > MOST_SCHEMA_BYTES:
         raise ConfigError(
-            f"{', '.join(schemas)}: too large: {size} bytes of JSON; a request may have {MOST_SCHEMA_BYTES}"
+            f"{', '.join(schemas)}: too large: {size} bytes of JSON; the limit for a request is {MOST_SCHEMA_BYTES}"
         )
     return tuple(places)
 
@@ -267,7 +267,7 @@ def _why_not_calls(parser: str, offer: ToolOffer) -> str:
     else:
         what, how = "response_format: cannot be combined with tools", 'use tool_choice "none"'
     reason = (
-        f"writes its calls in the form that mlx-lm calls {parser!r}, not as JSON between tags"
+        f"writes its calls in mlx-lm's format {parser!r}, not as JSON between tags"
         if parser
         else ("has tool calls that mlx-lm cannot parse")
     )
@@ -279,7 +279,7 @@ MOST_MULTIPLE = 10_000
 MOST_REPEATS = 100_000
 """The limit for nested repeats, multiplied: (a{1000}){100} takes 1 s, and (a{1000}){1000} does not end."""
 _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\(|\)|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
-"""A class may lack its end. Otherwise a pattern of nothing but `[` would be scanned to its end for each of them."""
+"""A class may lack its end. Otherwise a pattern of only `[` would be scanned to the end for every `[`."""
 
 
 def why_too_complex(schema: Any) -> str | None:
@@ -287,9 +287,9 @@ def why_too_complex(schema: Any) -> str | None:
     for node in (node for level in _levels(schema) for node in level if isinstance(node, Mapping)):
         multiple, pattern = node.get("multipleOf"), node.get("pattern")
         if isinstance(multiple, int | float) and _digits(multiple) > MOST_MULTIPLE:
-            return f"multipleOf {multiple} is too large; {MOST_MULTIPLE} is the most, powers of ten left out"
+            return f"multipleOf {multiple} is too large; the limit, without powers of ten, is {MOST_MULTIPLE}"
         if isinstance(pattern, str) and repeats(pattern) > MOST_REPEATS:
-            return f"pattern {pattern[:60]!r} repeats what repeats, over {MOST_REPEATS} times in all; simplify it"
+            return f"pattern {pattern[:60]!r} nests repeats, over {MOST_REPEATS} in all; simplify it"
     return None
 
 

@@ -43,7 +43,7 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         made |= {call.get("id") for call in one.get("tool_calls", ())}
         if one["role"] == "tool" and made.isdisjoint({one["tool_call_id"], None}):  # a call without an id fits all
             raise PromptError(
-                f"{where}.tool_call_id: no earlier message of the assistant has a call with the id "
+                f"{where}.tool_call_id: no earlier assistant message has a call with the id "
                 f"{one['tool_call_id'][:100]!r}; send the message with that call before its result"
             )
         read.append(one)
@@ -58,7 +58,7 @@ def _message(message: Message, where: str) -> dict[str, Any]:
     if "content" not in given and "tool_calls" not in given:
         raise PromptError(f"{where}.content: must be text, or a list of text parts")
     if role == "tool" and "tool_call_id" not in given:
-        raise PromptError(f"{where}.tool_call_id: a tool's message must name the call that it answers")
+        raise PromptError(f"{where}.tool_call_id: a tool message must name the call that it answers")
     if "reasoning" in given:
         given["reasoning_content"] = given.pop("reasoning")
     if "tool_calls" in given:
@@ -78,8 +78,8 @@ def _call(call: Message, where: str) -> dict[str, Any]:
     return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def with_late_instructions_said(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages with late instructions as user messages, for templates that allow none after the first turn."""
+def with_late_instructions_from_user(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Change late system messages to user messages, for templates that allow none after the first turn."""
     first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
     late = ({**message, "role": "user"} if message["role"] == "system" else message for message in messages[first:])
     return [dict(message) for message in (*messages[:first], *late)]
@@ -115,7 +115,7 @@ class Chat:
     def render(cls, tokenizer: TokenizerWrapper, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> Chat:
         """Render messages. Raises any exception of the template.
 
-        Some templates cannot take the arguments of calls as objects, and some refuse instructions after the first turn.
+        Some templates cannot take call arguments as objects, and some refuse system messages after the first turn.
         """
         try:
             return cls(tokenizer, messages, arguments, _render(tokenizer, messages, arguments))
@@ -123,7 +123,7 @@ class Chat:
             messages = with_argument_texts(messages)
             return cls(tokenizer, messages, arguments, _render(tokenizer, messages, arguments))
         except Exception:  # a template is a program and raises anything
-            said = with_late_instructions_said(messages)
+            said = with_late_instructions_from_user(messages)
             if said == messages:
                 raise
             return cls.render(tokenizer, said, arguments)
@@ -134,10 +134,10 @@ class Chat:
             return encode(self.text, False)
         return list(self.tokenizer.apply_chat_template(self.messages, tokenize=True, **self.arguments))
 
-    def check_nothing_left_out(self) -> None:
+    def check_tools_are_rendered(self) -> None:
         """Raise PromptError if the template ignores tools or calls, that is, writes the same text without them."""
         if self.arguments["tools"] and self._is_same(self.messages, {**self.arguments, "tools": None}):
-            raise PromptError("tools: this model's chat template ignores tools, so the model would not know of them")
+            raise PromptError("tools: this model's chat template ignores tools, so the model would not see them")
         calling = next((index for index, message in enumerate(self.messages) if "tool_calls" in message), None)
         silent = [{key: value for key, value in m.items() if key != "tool_calls"} for m in self.messages]
         if calling is not None and self._is_same(silent, self.arguments):
@@ -152,9 +152,9 @@ class Chat:
     def boundaries(self, prompt: Sequence[int], encode: Encode | None = None) -> tuple[int, ...]:
         """Return the lengths of the prefixes of `prompt`, the chat's tokens, that later prompts may share, in order.
 
-        These are the ends of the system prompt and of the last message. A template may write a message differently once
-        another follows, and leave out reasoning. So the chat is also rendered with another question and with one more
-        turn; the common prefixes are stable. Empty if the chat's tokens are not those of its text.
+        These are the ends of the system prompt and of the last message. A template may write a message differently if
+        another follows, or leave out its reasoning. So the chat is also rendered with another question and with one
+        more turn; the common prefixes are stable. Empty if the chat's tokens are not those of its text.
         """
         if not _encodes_the_text(self.tokenizer):
             return ()
@@ -176,7 +176,7 @@ class Chat:
         ]:
             try:
                 texts.append(_render(self.tokenizer, messages, arguments))
-            except Exception:  # if the template refuses such a chat, none will come
+            except Exception:  # the template refuses such a chat, so none will come
                 continue
         return texts
 
@@ -247,8 +247,8 @@ class ChatFormat:
 
         messages, tools: as in OpenAI's API. template_kwargs: other arguments of the template, such as
         `enable_thinking`; unknown names have no effect. check_text: called with the chat's text before it is encoded,
-        to raise if it is too long. Raises PromptError, with the place, if a part is invalid or the template would leave
-        tools or calls out.
+        to raise if it is too long. Raises PromptError, with the place, if a part is invalid or the template ignores
+        tools or calls.
         """
         said = read_messages(messages)
         arguments = {"add_generation_prompt": True, **_check_kwargs(template_kwargs or {})}
@@ -257,16 +257,16 @@ class ChatFormat:
             raise PromptError("messages: this model has no chat template; give it text through /v1/completions")
         if tools and self.calls is None:
             raise PromptError(
-                "tools: mlx-lm recognizes no parser for this model's tool calls; if one of its parsers fits, set it as "
+                "tools: mlx-lm finds no parser for this model's tool calls; if one of its parsers fits, set it as "
                 "tool_parser_type in the model's tokenizer_config.json"
             )
         check_text(certain_text(said))  # before the text is searched or rendered
         try:
-            chat = Chat.render(self.tokenizer, self.volatile.left_out(said), arguments)
+            chat = Chat.render(self.tokenizer, self.volatile.strip(said), arguments)
         except Exception as e:  # a template is a program and raises anything
-            raise PromptError(f"messages: the model's chat template refuses them: {e}") from e
+            raise PromptError(f"messages: the model's chat template raised an error: {e}") from e
         check_text(chat.text)
-        chat.check_nothing_left_out()
+        chat.check_tools_are_rendered()
         return chat
 
     def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:

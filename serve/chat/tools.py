@@ -47,7 +47,7 @@ class ToolOffer:
         """
         names = tool_names(tools)
         if len(set(names)) < len(names):
-            raise PromptError(f"tools: two of them have the same name; got {', '.join(names)}")
+            raise PromptError(f"tools: two tools have the same name; got {', '.join(names)}")
         choice, offered = tool_choice or "auto", tuple(tools)
         if choice == "none" or (choice == "auto" and not offered):
             return cls()
@@ -218,7 +218,7 @@ class ToolCallParser:
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if name not in self._names or not isinstance(arguments, dict | None):
-            raise ValueError("not a call of a function that was offered")
+            raise ValueError("the function was not offered")
         own = call.get("id")
         return ToolCall(index, own if isinstance(own, str) and own else self._new_id(), name, _json(arguments or {}))
 

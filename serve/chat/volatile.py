@@ -1,6 +1,6 @@
 """Remove text that changes with every request: the prefix cache can reuse nothing after it.
 
-An agent's header before its system prompt made a server prefill for 50 s in place of 3.65 s (vllm-mlx#277).
+An agent's header before its system prompt made a server prefill for 50 s instead of 3.65 s (vllm-mlx#277).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KNOWN = {
     "billing header": r"\Ax-anthropic-billing-header:"
     r"(?:[ \t]{0,4}(?:cc_version|cc_entrypoint|cc_workload|cch)=[^;\n]{0,128};){1,8}\s{0,8}",
 }
-"""Regular expressions, by name, of text in system prompts that no model is meant to read.
+"""Regular expressions, by name, for text in system prompts that is not meant for a model.
 
 Claude Code writes the header as the first block of its system prompt, with these fields. `cch` is a checksum of the
 request. No separator may follow the header. All repeats are bounded, so a match takes constant time.
@@ -48,8 +48,8 @@ class Volatile:
                 raise ConfigError(f"--volatile {pattern!r} is not a regular expression: {e}") from e
         return cls(tuple(patterns))
 
-    def left_out(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages for templates without the matching text.
+    def strip(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages without the text that matches a pattern.
 
         Only the first `SEARCHED` characters of all system messages are searched.
         """
@@ -84,7 +84,7 @@ def certain_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 _CHATS = 32
-"""Number of recent chats to compare a new one with: more than one machine's clients have at a time."""
+"""Number of recent chats to compare a new one with: more than the clients of one machine have at a time."""
 _LEAST = 2
 """Two chats must share this many messages after a change to count as one chat; a single one may match by chance."""
 
@@ -111,11 +111,11 @@ class Changes:
                 self._chats.append(parts)
             if continues or changed is None or changed[0] in self._said:
                 return None
-            name, behind = changed
+            name, equal = changed
             self._said.add(name)
         return (
-            f"{name} differs from an earlier request, so the {behind} messages after it, which are equal, were read "
-            "again. Remove the changing text, or match it with --volatile"
+            f"{name} differs from an earlier request, so the {equal} equal messages after it were read again. "
+            "Remove the changing text, or match it with --volatile"
         )
 
 

@@ -1,4 +1,4 @@
-"""eagle-generate: what it prints, where it prints it, and what it refuses."""
+"""eagle-generate: its output on both streams, and its errors."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def expected(target: str, text: str, raw: bool = False) -> str:
     return em.Engine(em.load_target(target)).generate([prompt], params)[0].text  # type: ignore[list-item]
 
 
-def test_the_text_alone_goes_to_standard_output(models: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_text_goes_to_standard_output(models: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     target, head = models
     assert main(["def f(x):", "--target", target, "--head", head, *SHORT]) == 0
     out, err = capsys.readouterr()
     assert out == expected(target, "def f(x):") + "\n"
     assert f"speculation: eagle head {head}" in err
-    assert "head numbers: weights in float32" in err
+    assert "head weights: weights in float32" in err
     assert "12 tokens in" in err
     assert "(tau)" in err
 
 
 @pytest.mark.parametrize("how", [["--spec-decode", "none"], ["--spec-decode", "ngram", "--spec-policy", "fixed"]])
-def test_the_text_does_not_depend_on_what_drafts(
+def test_the_text_does_not_depend_on_the_drafts(
     models: tuple[str, str], how: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["def f(x):", "--target", models[0], "--quiet", *how, *SHORT]) == 0
@@ -70,7 +70,7 @@ def test_standard_input_and_raw_prompts(
     assert capsys.readouterr().out == expected(models[0], "import os\n", raw=True) + "\n"
 
 
-def test_a_file_gives_one_row_a_prompt_in_order(models: tuple[str, str], tmp_path: Path) -> None:
+def test_a_file_gives_one_row_per_prompt_in_order(models: tuple[str, str], tmp_path: Path) -> None:
     texts = ["import os", "x", "class A:\n    pass", "def f(x):"]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     files = ["--file", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "a.jsonl"), "--batch", "3", "--quiet"]
@@ -80,7 +80,7 @@ def test_a_file_gives_one_row_a_prompt_in_order(models: tuple[str, str], tmp_pat
     assert all(row["finish_reason"] in ("stop", "length") and row["completion_tokens"] <= 12 for row in rows)
 
 
-def test_rows_of_turns_are_asked_turn_by_turn(models: tuple[str, str], tmp_path: Path) -> None:
+def test_rows_of_turns_are_answered_turn_by_turn(models: tuple[str, str], tmp_path: Path) -> None:
     asked = [["import os", "and sys?"], ["x"], ["def f(x):", "why?", "and then?"]]
     lines = [{"question_id": n, "category": "code", "turns": turns} for n, turns in enumerate(asked)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -100,8 +100,8 @@ def test_rows_of_turns_are_asked_turn_by_turn(models: tuple[str, str], tmp_path:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ([], "give one prompt"),
-        (["x", "--file", "p.jsonl"], "give one prompt"),
+        ([], "give a prompt"),
+        (["x", "--file", "p.jsonl"], "give a prompt"),
         (["x", "--output", "a.jsonl"], "--output needs --file"),
         ([""], "the prompt is empty"),
         (["x", "--raw", "--system", "y"], "--system needs a chat template"),
@@ -111,7 +111,7 @@ def test_rows_of_turns_are_asked_turn_by_turn(models: tuple[str, str], tmp_path:
         (["x", "--spec-decode", "eagle"], "give --head"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
+def test_contradictory_options_are_refused(
     models: tuple[str, str], args: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*args, "--target", models[0]]) == 2
@@ -120,7 +120,7 @@ def test_what_cannot_be_meant_is_refused(
     assert out == ""
 
 
-def test_an_output_that_exists_is_kept(models: tuple[str, str], tmp_path: Path) -> None:
+def test_an_existing_output_is_not_overwritten(models: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
     (tmp_path / "a.jsonl").write_text("precious")
     assert (

@@ -87,14 +87,14 @@ def test_the_examples_with_curl(serving: Live) -> None:
     assert '"count":5' in done.stdout
 
 
-def test_the_prefix_cache_is_used_where_the_guide_says(serving: Live, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_prefix_cache_is_used_as_the_guide_says(serving: Live, capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = [text for text in EXAMPLES if "cached_tokens" in text]
     exec(example.replace(ADDRESS, serving.base), {})
     prompt, cached = map(int, capsys.readouterr().out.split()[-2:])
     assert 100 < cached < prompt
 
 
-def test_the_metrics_are_those_that_there_are(serving: Live) -> None:
+def test_the_guide_lists_the_existing_metrics(serving: Live) -> None:
     serving.openai.completions.create(model="embedded", prompt="x", max_tokens=40)
     text = serving.http.get("/metrics").text
     there = {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"^([\w:]+)", text, re.MULTILINE)}
@@ -102,7 +102,7 @@ def test_the_metrics_are_those_that_there_are(serving: Live) -> None:
     assert named == there
 
 
-def test_the_limits_are_those_that_there_are(serving: Live) -> None:
+def test_the_guide_lists_the_existing_limits(serving: Live) -> None:
     said = {
         status: serving.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1} | body)
         for status, body in {"n": {"n": 17}, "stop": {"stop": ["x"] * 17}, "prompt": {"prompt": ["x"] * 65}}.items()
@@ -116,7 +116,7 @@ def test_the_limits_are_those_that_there_are(serving: Live) -> None:
     assert serving.http.post("/v1/completions", json={"prompt": "x", "n": 99}).text == example
 
 
-def test_the_flags_are_those_that_there_are() -> None:
+def test_the_guide_names_only_existing_flags() -> None:
     page = (DOCS / "flags.md").read_text(encoding="utf-8").split("\n## eagle-serve\n")[1].split("\n## ")[0]
     known = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE))))
     others = {"--stop-timeout", "--rm", "--restart"}  # flags of docker, and one of benchmarks/prefix_reuse.py

@@ -62,7 +62,7 @@ def chosen(target: Target, name: Path | str, **how: object) -> tuple[Speculation
     return found, model_of(proposer), said  # type: ignore[return-value]
 
 
-def test_a_head_that_was_made_here_drafts(models: Path, target: Target) -> None:
+def test_a_head_trained_here_drafts(models: Path, target: Target) -> None:
     register(models / "head", models / "target", "trained", acceptance_length=2.5)
     found, proposer, said = chosen(target, models / "target")
     assert isinstance(proposer, em.HeadProposer)
@@ -70,7 +70,7 @@ def test_a_head_that_was_made_here_drafts(models: Path, target: Target) -> None:
     assert said == [f"head: {models}/head, trained here for target (τ 2.50)"]
 
 
-def test_24_a_head_that_gains_nothing_is_taken_only_by_name(
+def test_24_a_head_without_gain_is_used_only_by_name(
     models: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), tmp_path / "test", target_name="tiny")
@@ -88,7 +88,7 @@ def test_24_a_head_that_gains_nothing_is_taken_only_by_name(
     assert said[1] == f"head: {models}/head, trained here for target (τ 1.40 on 90 prompts)"
 
 
-def test_one_that_does_not_fit_is_passed_over_with_its_reason(models: Path, target: Target) -> None:
+def test_a_head_that_does_not_fit_is_skipped_with_the_reason(models: Path, target: Target) -> None:
     register(models / "head", models / "target", "trained")
     register(models / "other", models / "target", "trained")
     found, proposer, said = chosen(target, models / "target")
@@ -98,7 +98,7 @@ def test_one_that_does_not_fit_is_passed_over_with_its_reason(models: Path, targ
     assert "other is skipped: head expects a target of hidden size 64 but the target has 32" in said[0]
 
 
-def test_where_there_is_none_ngrams_draft(models: Path, target: Target) -> None:
+def test_without_a_head_ngrams_draft(models: Path, target: Target) -> None:
     found, proposer, said = chosen(target, models / "target")
     assert isinstance(proposer, em.NgramProposer)
     assert (found.resolved_mode(), found.head) == ("ngram", None)
@@ -107,14 +107,14 @@ def test_where_there_is_none_ngrams_draft(models: Path, target: Target) -> None:
 
 
 @pytest.mark.parametrize("mode", ["eagle", "mtp"])
-def test_a_kind_that_was_asked_for_and_is_not_there_is_an_error(models: Path, target: Target, mode: str) -> None:
+def test_a_requested_mode_without_a_head_is_an_error(models: Path, target: Target, mode: str) -> None:
     if mode == "mtp":
         register(models / "head", models / "target", "trained")  # the other kind
     with pytest.raises(ConfigError, match=f"--spec-decode {mode}: no head is known"):
         chosen(target, models / "target", mode=mode)
 
 
-def test_switched_off_nothing_is_looked_for(models: Path, target: Target) -> None:
+def test_without_speculation_no_head_is_searched_for(models: Path, target: Target) -> None:
     register(models / "head", models / "target", "trained")
     for how in ({"mode": "none"}, {"num_tokens": 0}):
         assert chosen(target, models / "target", **how)[1:] == (None, [])
@@ -147,7 +147,7 @@ def test_for_a_hub_id_a_published_head_is_fetched_with_it(models: Path, target: 
     assert said == [f"head: {HEAD}, EAGLE-3 for {TARGET}, license mit"]
 
 
-def test_without_a_network_that_is_said_and_ngrams_draft(
+def test_without_a_network_ngrams_draft_and_the_reason_is_printed(
     models: Path, target: Target, online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     online.put("mlx-community/tiny-4bit", files_of(models / "target"))
@@ -155,12 +155,12 @@ def test_without_a_network_that_is_said_and_ngrams_draft(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     _, proposer, said = chosen(target, "tiny-4bit")
     assert isinstance(proposer, em.NgramProposer)
-    assert f"head: {HEAD}, EAGLE-3 for {TARGET}, license mit, cannot be fetched now:" in said[0]
+    assert f"head: {HEAD}, EAGLE-3 for {TARGET}, license mit, but it cannot be fetched now:" in said[0]
     assert "hub cannot be reached" in said[0]
     assert len(said) == 2
 
 
-def test_generate_says_what_it_found(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_reports_the_head_that_it_found(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["def f(x):", "--target", str(models / "target"), "--max-tokens", "12"]
     assert generate([*flags, "--head", "none"]) == 0
     text = capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_generate_says_what_it_found(models: Path, capsys: pytest.CaptureFixture
 # eagle-heads
 
 
-def test_list_shows_what_is_here_and_what_is_published(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_local_and_published_heads(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert heads(["list"]) == 0
     assert "here: none yet" in capsys.readouterr().out
     register(models / "head", models / "target", "trained")
@@ -185,7 +185,7 @@ def test_list_shows_what_is_here_and_what_is_published(models: Path, capsys: pyt
     assert f"  {HEAD}, EAGLE-3 for {TARGET}, license mit" in out
 
 
-def test_find_names_the_command_and_its_status_says_whether_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_find_prints_the_command_and_fails_if_there_is_no_head(capsys: pytest.CaptureFixture[str]) -> None:
     assert heads(["find", "mlx-community/tiny-8bit"]) == 0
     assert capsys.readouterr().out == (
         f"{HEAD}, EAGLE-3 for {TARGET}, license mit; to fetch it: eagle-heads pull {HEAD}\n"
@@ -194,7 +194,7 @@ def test_find_names_the_command_and_its_status_says_whether_there_is_one(capsys:
     assert "no head is known for someone/else" in capsys.readouterr().err
 
 
-def test_pull_takes_the_targets_name_too(
+def test_pull_accepts_the_target_name_too(
     models: Path, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     online.put(HEAD, files_of(models / "head"))
@@ -205,9 +205,7 @@ def test_pull_takes_the_targets_name_too(
     assert [one.names for one in records()] == [(TARGET,)]
 
 
-def test_pull_of_a_head_that_nobody_knows(
-    models: Path, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pull_of_an_unknown_head(models: Path, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]) -> None:
     online.put("user/mine", files_of(models / "head"))
     assert heads(["pull", "user/mine", "--target", "makers/other"]) == 0
     assert [(one.head, one.names[0]) for one in records()] == [("user/mine", "makers/other")]

@@ -50,7 +50,7 @@ def test_the_flag_reaches_the_servers_engine(folder: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("command", [generate, bench])
-def test_none_at_all_is_refused(command: Any, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chunk_of_zero_is_refused(command: Any, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before a model is loaded."""
     what = ["x"] if command is generate else []
     assert command([*what, "--target", "nowhere", "--prefill-chunk", "0"]) == 2

@@ -40,7 +40,7 @@ def answer(of: Process, *question: Any) -> Any:
     return found[0]
 
 
-def test_a_fork_begins_with_what_its_parent_holds_and_changes_its_own(first: Process) -> None:
+def test_a_fork_starts_with_its_parents_state_and_changes_only_its_own(first: Process) -> None:
     assert answer(first, "add", 1) == 1
     child = first.fork()
     assert answer(child, "add", 10) == 11
@@ -51,7 +51,7 @@ def test_a_fork_begins_with_what_its_parent_holds_and_changes_its_own(first: Pro
     assert len({answer(each, "process") for each in (first, child, grandchild)}) == 3
 
 
-def test_11_who_looks_whether_a_process_lives_takes_nothing_from_who_forks_it(first: Process) -> None:
+def test_11_checking_that_a_process_lives_does_not_disturb_its_forks(first: Process) -> None:
     over = Event()
 
     def look() -> None:
@@ -71,7 +71,7 @@ def test_11_who_looks_whether_a_process_lives_takes_nothing_from_who_forks_it(fi
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def test_11_a_process_with_an_answer_that_nobody_has_read_lives(first: Process) -> None:
+def test_11_a_process_with_an_unread_answer_is_alive(first: Process) -> None:
     first.ask("add", 5)
     deadline = time.monotonic() + SECONDS
     while (found := first.answer(0)) is None and time.monotonic() < deadline:
@@ -93,7 +93,7 @@ def descriptors() -> set[tuple[int, int, int]]:
     return found
 
 
-def test_11_descriptors_stay_open_until_they_have_arrived_and_no_longer(first: Process) -> None:
+def test_11_descriptors_stay_open_only_until_they_have_arrived(first: Process) -> None:
     """On macOS, a descriptor that the sender closes too early may arrive shut down (nodejs/node#7512)."""
     parent, before = answer(first, "process"), descriptors()
     os.kill(parent, signal.SIGSTOP)
@@ -111,7 +111,7 @@ def test_11_descriptors_stay_open_until_they_have_arrived_and_no_longer(first: P
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_11_what_a_dead_process_was_to_fork_is_not_waited_for(first: Process, depth: int) -> None:
+def test_11_forks_of_a_dead_process_are_not_waited_for(first: Process, depth: int) -> None:
     """Forks of a process that is stopped and then killed never start, nor do their forks."""
     parent = answer(first, "process")
     os.kill(parent, signal.SIGSTOP)
@@ -128,7 +128,7 @@ def test_11_what_a_dead_process_was_to_fork_is_not_waited_for(first: Process, de
         first.fork().answer(SECONDS)
 
 
-def test_a_fork_that_is_killed_raises_for_who_asks_it_and_for_nobody_else(first: Process) -> None:
+def test_a_killed_fork_raises_only_for_its_own_questions(first: Process) -> None:
     one, other = first.fork(), first.fork()
     os.kill(answer(one, "process"), signal.SIGKILL)
     with pytest.raises(ProcessEnded):
@@ -139,7 +139,7 @@ def test_a_fork_that_is_killed_raises_for_who_asks_it_and_for_nobody_else(first:
     assert first.alive
 
 
-def test_who_is_no_longer_asked_before_it_has_begun_ends_nobody_else(first: Process) -> None:
+def test_dropping_a_fork_before_it_starts_ends_no_other_process(first: Process) -> None:
     parent = answer(first, "process")
     os.kill(parent, signal.SIGSTOP)
     begun = first.fork()

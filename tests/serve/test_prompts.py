@@ -31,7 +31,7 @@ def test_all_kinds_of_rows_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "ids"), [(1, [81]), (3, [81, 111, 161]), (4, [81, 82, 111, 161]), (5, [81, 82, 111, 161, 162])]
 )
-def test_fewer_are_of_all_categories(tmp_path: Path, limit: int, ids: list[int]) -> None:
+def test_a_limit_takes_questions_from_all_categories(tmp_path: Path, limit: int, ids: list[int]) -> None:
     wanted = [(row["turns"][0], row["category"]) for row in ROWS if row["question_id"] in ids]
     taken = read_questions(write(tmp_path / "q.jsonl", *ROWS), limit)
     assert [(question.content[0]["content"], question.category) for question in taken] == wanted  # type: ignore[index, call-overload]
@@ -44,19 +44,19 @@ def test_fewer_are_of_all_categories(tmp_path: Path, limit: int, ids: list[int])
         ("{", "not valid JSON"),
         ("[]", "needs `messages`"),
         ('{"text": "x"}', "needs `messages`"),
-        ('{"prompt": ""}', "not empty"),
-        ('{"prompt": 3}', "must be text"),
+        ('{"prompt": ""}', "non-empty"),
+        ('{"prompt": 3}', "must be non-empty text"),
         ('{"messages": "x"}', "must be a list"),
         ('{"messages": [{"role": "user"}]}', "turn 1 must be"),
         ('{"messages": [{"role": "human", "content": "x"}]}', "turn 1 must be"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "no turn to answer"),
         ('{"messages": []}', "no turn to answer"),
-        ('{"category": "qa", "turns": "x"}', "a list of at least one text"),
-        ('{"category": "qa", "turns": []}', "a list of at least one text"),
-        ('{"category": "qa", "turns": ["x", ""]}', "turn 2 must be a text that is not empty"),
-        ('{"category": "qa", "turns": [3]}', "turn 1 must be a text"),
-        ('{"turns": ["x"]}', "`category` must be a text"),
-        ('{"category": 7, "turns": ["x"]}', "`category` must be a text"),
+        ('{"category": "qa", "turns": "x"}', "a list with at least one text"),
+        ('{"category": "qa", "turns": []}', "a list with at least one text"),
+        ('{"category": "qa", "turns": ["x", ""]}', "turn 2 must be non-empty text"),
+        ('{"category": "qa", "turns": [3]}', "turn 1 must be non-empty text"),
+        ('{"turns": ["x"]}', "`category` must be non-empty text"),
+        ('{"category": 7, "turns": ["x"]}', "`category` must be non-empty text"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: str, said: str) -> None:
@@ -66,7 +66,7 @@ def test_a_bad_row_is_named(tmp_path: Path, row: str, said: str) -> None:
     assert str(error.value).startswith(f"{file}:2: ")
 
 
-def test_files_that_hold_nothing(tmp_path: Path) -> None:
+def test_files_without_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="no rows"):
         read_questions(write(tmp_path / "empty.jsonl"))
     with pytest.raises(PromptError, match="cannot be read"):

@@ -16,7 +16,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import DEFAULT_MODES, Models, build_modes
-from eagle_mlx.serve.prompts import Question, behind_filler, read_questions
+from eagle_mlx.serve.prompts import Question, read_questions, with_filler
 from eagle_mlx.target import Target
 from eagle_mlx.text import is_loop
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
@@ -42,7 +42,7 @@ class Asked(Question):
         return [3, 4, 5] if answers else list(self.content)  # type: ignore[arg-type]
 
 
-def test_later_turns_include_the_modes_own_answers() -> None:
+def test_later_turns_include_the_answers_of_their_own_mode() -> None:
     target = tiny_target(tokenizer=True)
     first, params = {"role": "user", "content": "A poem."}, SamplingParams(max_tokens=8)
     answer = Engine(target).generate([[first]], params)[0].text
@@ -126,7 +126,7 @@ def test_each_question_has_its_own_filler(tmp_path: Path) -> None:
     target = tiny_target(tokenizer=True)
     target.context_length = 4096
     asked = read_questions(write(tmp_path / "questions.jsonl", *ROWS))
-    filled = behind_filler(asked, target, 300)
+    filled = with_filler(asked, target, 300)
     assert [each.later for each in filled] == [each.later for each in asked]
     texts = []
     for before, after in zip(asked, filled, strict=True):
@@ -135,7 +135,7 @@ def test_each_question_has_its_own_filler(tmp_path: Path) -> None:
         texts.append(got.removesuffix(wanted))
         assert 295 <= len(after.encode(target)) - len(before.encode(target)) <= 310
     assert len(set(texts)) == len(texts)
-    [raw] = behind_filler([Question("x = ")], target, 20)
+    [raw] = with_filler([Question("x = ")], target, 20)
     assert str(raw.content).endswith("\n\nx = ")
-    with pytest.raises(ConfigError, match="the standard library is too small"):
-        behind_filler(asked, target, 100_000)
+    with pytest.raises(ConfigError, match="the standard library has too little text"):
+        with_filler(asked, target, 100_000)

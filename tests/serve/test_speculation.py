@@ -1,4 +1,4 @@
-"""Speculation flags: what they switch on, and what they refuse."""
+"""Speculation flags: their effects and their errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parse(line: str) -> Speculation:
         ("--head H --num-draft-tokens 0", "none"),
     ],
 )
-def test_what_is_given_decides_what_drafts(line: str, mode: str) -> None:
+def test_the_flags_decide_the_mode(line: str, mode: str) -> None:
     assert parse(line).resolved_mode() == mode
 
 
@@ -61,7 +61,7 @@ def test_what_is_given_decides_what_drafts(line: str, mode: str) -> None:
         ("--spec-decode none", None),
     ],
 )
-def test_a_head_is_looked_for_where_nothing_else_drafts(line: str, head: str | None) -> None:
+def test_a_head_is_searched_for_if_nothing_else_is_given(line: str, head: str | None) -> None:
     assert parse(line).head == head
 
 
@@ -88,7 +88,7 @@ def test_without_a_target_the_embedded_one_has_its_own_head() -> None:
         ),
     ],
 )
-def test_the_one_flag_form_says_the_same(config: dict[str, object], flags: str) -> None:
+def test_speculative_config_equals_the_separate_flags(config: dict[str, object], flags: str) -> None:
     assert parse(f"--speculative-config {shlex.quote(json.dumps(config))}") == parse(flags)
 
 
@@ -96,15 +96,15 @@ def test_the_one_flag_form_says_the_same(config: dict[str, object], flags: str) 
     ("line", "said"),
     [
         ("--spec-decode draft", "--draft-model"),
-        ("--head H --draft-model D", "two ways to draft"),
-        ("--head auto --draft-model D", "two ways to draft"),
-        ("--head auto --spec-decode ngram", "does not use a --head"),
-        ("--head H --spec-decode ngram", "does not use a --head"),
-        ("--draft-model D --spec-decode eagle", "does not use a --draft-model"),
+        ("--head H --draft-model D", "cannot be combined"),
+        ("--head auto --draft-model D", "cannot be combined"),
+        ("--head auto --spec-decode ngram", "does not use --head"),
+        ("--head H --spec-decode ngram", "does not use --head"),
+        ("--draft-model D --spec-decode eagle", "does not use --draft-model"),
         ("--draft-model-quantize 4bit", "--draft-model"),
         ("--head-bits 4 --head none", "--head-bits needs a --head"),
         ("--head-bits 4 --draft-model D", "--head-bits needs a --head"),
-        ("--head-bits 8 --spec-decode ngram", "--spec-decode ngram does not use a --head-bits"),
+        ("--head-bits 8 --spec-decode ngram", "--spec-decode ngram does not use --head-bits"),
         ("--num-speculative-tokens -1", "at least 0"),
         ("--speculative-config '{'", "not JSON"),
         ("--speculative-config '[]'", "must be an object"),
@@ -118,15 +118,15 @@ def test_the_one_flag_form_says_the_same(config: dict[str, object], flags: str) 
         ("--no-adaptive-k", "--spec-policy acceptance-ema"),
         ("--spec-policy fixed --acceptance-rate-threshold 0.2", "--spec-policy acceptance-ema"),
         ("--draft-tree-nodes -1", "--draft-tree-nodes must be at least 0"),
-        ("--draft-tree-nodes 8 --spec-policy acceptance-ema", "sizes chains"),
+        ("--draft-tree-nodes 8 --spec-policy acceptance-ema", "only drafts chains"),
     ],
 )
-def test_flags_that_cannot_be_meant_are_refused(line: str, said: str) -> None:
+def test_contradictory_flags_are_refused(line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse(line)
 
 
-def test_policies() -> None:
+def test_each_policy_gets_its_settings() -> None:
     assert isinstance(parse("").make_policy(), ThroughputPolicy)
     assert (parse("").depth, parse("--spec-policy fixed").depth, parse("--num-draft-tokens 0").depth) == (8, 4, 0)
     trees = parse("--spec-decode ngram --num-speculative-tokens 4 --draft-tree-nodes 16")
@@ -145,7 +145,7 @@ def test_policies() -> None:
         parse("--spec-policy acceptance-ema --acceptance-rate-ema-alpha 2").make_policy()
 
 
-def test_each_mode_loads_what_drafts(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_each_mode_loads_its_proposer(tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.mktemp("models")
     tiny_target_folder(root / "draft")
     target = em.load_target(root / "draft")
@@ -170,7 +170,7 @@ def test_each_mode_loads_what_drafts(tmp_path_factory: pytest.TempPathFactory) -
         Speculation(draft_model="nowhere").proposer(target)
 
 
-def test_quantising_leaves_what_does_not_fit() -> None:
+def test_layers_that_do_not_divide_into_groups_are_not_quantized() -> None:
     target = tiny_target(hidden=64)
     quantize(target.model, "4bit")
     kinds = {type(module) for _, module in target.model.named_modules()}
@@ -181,7 +181,7 @@ def test_quantising_leaves_what_does_not_fit() -> None:
     assert type(odd.model.model.layers[0].self_attn.q_proj) is nn.Linear
 
 
-def test_a_head_drafts_as_what_it_is(tmp_path: Path) -> None:
+def test_a_head_drafts_only_in_its_own_mode(tmp_path: Path) -> None:
     target = tiny_target()
     save_mtp(mtp(target), tmp_path / "mtp")
     save_eagle3(tiny_head(target), tmp_path / "eagle")
@@ -190,19 +190,19 @@ def test_a_head_drafts_as_what_it_is(tmp_path: Path) -> None:
             proposer = Speculation(mode, str(tmp_path / name)).proposer(target)  # type: ignore[arg-type]
             assert proposer is not None
             assert proposer.name == name
-        with pytest.raises(ConfigError, match=f"is an {name} head"):
+        with pytest.raises(ConfigError, match=f"has the mode {name}"):
             Speculation(other, str(tmp_path / name)).proposer(target)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--spec-decode mtp needs a head"):
         Speculation("mtp").proposer(target)
 
 
-def test_head_bits_are_of_the_included_head_too() -> None:
+def test_head_bits_apply_to_the_embedded_head_too() -> None:
     _, speculation = read(Speculation, ["--head-bits", "8"], "test", "").for_target(None)
     assert speculation.head is not None
     assert speculation.head_bits == 8
 
 
-def test_other_head_bits_are_refused_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_head_bits_are_refused_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--head H --head-bits 5")
     assert "--head-bits: invalid choice: 5 (choose from 4, 8, 16)" in capsys.readouterr().err
@@ -211,12 +211,12 @@ def test_other_head_bits_are_refused_with_those_that_are_known(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("bits", "said"),
     [
-        (4, "head numbers: 4-bit weights in groups of 32"),
-        (16, "head numbers: weights in float32"),
-        (None, "head numbers: 8-bit weights in"),
+        (4, "head weights: 4-bit weights in groups of 32"),
+        (16, "head weights: weights in float32"),
+        (None, "head weights: 8-bit weights in"),
     ],
 )
-def test_the_head_is_quantised_as_asked_and_that_is_said(bits: Any, said: str, tmp_path: Path) -> None:
+def test_the_head_is_quantized_as_requested_and_reported(bits: Any, said: str, tmp_path: Path) -> None:
     target = tiny_target()
     save_eagle3(tiny_head(target), tmp_path / "head")
     nn.quantize(target.model, 32, 8)

@@ -46,7 +46,7 @@ def greedy_of_mlx_lm(target: Path, adapter: Path | None, prompt: Sequence[int], 
     return [one.token for one in found]
 
 
-def test_adapters_change_the_text_to_what_mlx_lm_says_with_them(models: tuple[Path, Path]) -> None:
+def test_adapters_give_the_same_text_as_in_mlx_lm(models: tuple[Path, Path]) -> None:
     folder, adapter = models
     prompt, params = [5, 9, 200, 31], em.SamplingParams(max_tokens=16)
     texts = []
@@ -87,7 +87,7 @@ def test_a_folder_without_adapters_is_named(models: tuple[Path, Path], tmp_path:
         em.load_target(models[0], adapter_path=tmp_path)
 
 
-def test_one_more_token_ends_a_text(models: tuple[Path, Path]) -> None:
+def test_an_extra_stop_token_ends_a_text(models: tuple[Path, Path]) -> None:
     target = em.load_target(models[0])
     [whole] = em.Engine(target).generate([[5, 9, 200]], em.SamplingParams(max_tokens=12))
     last = whole.tokens[4]
@@ -114,7 +114,7 @@ def test_template_arguments_reach_every_prompt(models: tuple[Path, Path]) -> Non
     assert em.Engine(plain).prepare(CHAT, em.SamplingParams()).prompt == long
 
 
-def test_the_flags_say_what_load_target_takes() -> None:
+def test_the_flags_become_the_arguments_of_load_target() -> None:
     said = options(
         "--adapter-path a --trust-remote-code --extra-eos-token x y --chat-template T "
         """--chat-template-args '{"enable_thinking": false}'"""
@@ -131,7 +131,7 @@ def test_the_flags_say_what_load_target_takes() -> None:
         ("""--chat-template-args '{"tokenize": false}'""", "'tokenize' is not an argument of the template"),
     ],
 )
-def test_template_arguments_that_cannot_be_meant_are_refused(line: str, said: str) -> None:
+def test_invalid_template_arguments_are_refused(line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         options(line)
 
@@ -161,7 +161,7 @@ def test_the_fingerprint_tells_adapters_apart(models: tuple[Path, Path], tmp_pat
     assert len({target.adapter.digest for target in loaded if target.adapter}) == 2
 
 
-def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
+def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
     folder = tiny_target_folder(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_file": "mine.py"}))

@@ -77,7 +77,7 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 def _add(conversation: Conversation, turn: Turn, where: str) -> None:
     blocks = [TextBlock(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
     if not blocks:
-        raise ApiError(400, f"{where}: must hold at least one block", where)
+        raise ApiError(400, f"{where}: must have at least one block", where)
     if turn.role == "assistant":
         _add_answer(conversation, blocks, where)
         return
@@ -121,7 +121,7 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
     chosen = choice.name if choice is not None and choice.type == "tool" else None
     if hosted and (not offered or chosen in hosted):
         at, kind = hosted[chosen] if chosen in hosted else next(iter(hosted.values()))
-        said = f"tools[{at}].type: {kind[:60]} is run by Anthropic's servers; this one offers tools that clients run"
+        said = f"tools[{at}].type: {kind[:60]} runs on Anthropic's servers; give tools that the client runs"
         raise ApiError(400, said, f"tools[{at}].type")
     functions = [_function(tool) for tool in offered]
     asked: dict[str, Any] = {"tools": functions} if functions else {}

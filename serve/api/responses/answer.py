@@ -33,7 +33,7 @@ ID_PREFIXES = {
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredResponse:
     response: dict[str, Any]
     items: Sequence[Item]
     """The whole conversation, including the response."""
@@ -69,22 +69,22 @@ class ResponseMemory:
     def __init__(self, most: int, most_bytes: int):
         self.most, self.most_bytes = most, most_bytes
         self.nbytes = 0
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, id: str, kept: Kept) -> None:
+    def keep(self, id: str, kept: StoredResponse) -> None:
         self._kept[id] = kept
         self.nbytes += kept.nbytes
         while len(self._kept) > self.most or self.nbytes > self.most_bytes:
             self.nbytes -= self._kept.popitem(last=False)[1].nbytes
 
-    def get(self, id: str, param: str | None = None) -> Kept:
+    def get(self, id: str, param: str | None = None) -> StoredResponse:
         """Return a stored response. Raises ApiError if it is missing: 400 if the field `param` names it, else 404."""
         found = self._kept.get(id)
         if found is None:
-            raise self._gone(id, param)
+            raise self._missing(id, param)
         self._kept.move_to_end(id)
         return found
 
@@ -92,17 +92,17 @@ class ResponseMemory:
         """Delete a stored response. Raises ApiError 404 if it is missing."""
         found = self._kept.pop(id, None)
         if found is None:
-            raise self._gone(id, None)
+            raise self._missing(id, None)
         self.nbytes -= found.nbytes
 
-    def _gone(self, id: str, param: str | None) -> ApiError:
-        said = (
-            f"response {id[:100]!r} is not kept here; it may have been sent with store false, deleted, or forgotten: "
-            f"the last {self.most} are kept, {self.most_bytes >> 20} MB of them. Send the conversation as input"
+    def _missing(self, id: str, param: str | None) -> ApiError:
+        message = (
+            f"response {id[:100]!r} is not stored: it was sent with store false, was deleted, or is too old (the "
+            f"server keeps {self.most} responses, at most {self.most_bytes >> 20} MB). Send the conversation as input"
         )
         if param is not None:  # as in OpenAI's API
-            return ApiError(400, said, param, "previous_response_not_found")
-        return ApiError(404, said, None, "response_not_found")
+            return ApiError(400, message, param, "previous_response_not_found")
+        return ApiError(404, message, None, "response_not_found")
 
 
 _INPUT_EVENTS = {
@@ -252,7 +252,7 @@ class ResponseAnswer:
         if self.body.store is not False:
             conversation = [*self.items, *_ITEMS.validate_python(items)]
             nbytes = self.nbytes + len(dumps(response).encode())
-            self.memory.keep(response["id"], Kept(response, conversation, nbytes))
+            self.memory.keep(response["id"], StoredResponse(response, conversation, nbytes))
         return response
 
     def failed(self, call: Call, error: ApiError) -> dict[str, Any]:

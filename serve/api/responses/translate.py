@@ -69,7 +69,7 @@ class Functions:
                 found._add(at, tool, None)
         if hosted and not found.functions:
             at, tool = hosted[0]
-            said = f"tools[{at}].type: {tool.type[:60]} is run by OpenAI's servers; this one offers tools of clients"
+            said = f"tools[{at}].type: {tool.type[:60]} runs on OpenAI's servers; give tools that the client runs"
             raise ApiError(400, said, f"tools[{at}].type")
         return found
 

@@ -126,7 +126,7 @@ def test_a_stop_sequence_is_reported_with_its_text(server: Live) -> None:
     assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": stop}
 
 
-def test_max_tokens_is_a_bound_that_the_context_may_undercut(server: Live) -> None:
+def test_max_tokens_may_exceed_the_context(server: Live) -> None:
     """Agents request tens of thousands of tokens from any model."""
     message = ask(server, messages=USER, max_tokens=64_000, temperature=0)
     usage = message["usage"]
@@ -137,7 +137,7 @@ def test_max_tokens_is_a_bound_that_the_context_may_undercut(server: Live) -> No
     assert ask(server, messages=USER, max_tokens=1)["stop_reason"] == "max_tokens"
 
 
-def test_tokens_are_counted_as_they_are_used() -> None:
+def test_counted_tokens_equal_the_prompt_tokens() -> None:
     made = engine(prefix_cache_bytes=1 << 24)
     with live(lambda: Loaded(made, "ngram", DEPTH, {"temperature": 0.0})) as server:
         check_counts(server)
@@ -188,7 +188,7 @@ def test_a_tool_is_called_and_its_result_goes_back(caller: Live, choice: dict[st
     assert used["input_tokens"] + used["cache_read_input_tokens"] == said["usage"]["prompt_tokens"]
 
 
-def test_thoughts_are_blocks_that_go_back(thinker: Live) -> None:
+def test_thinking_blocks_can_be_sent_back(thinker: Live) -> None:
     asked = {"messages": USER, "max_tokens": 40, "seed": 3, "thinking": {"type": "enabled", "budget_tokens": 1024}}
     template = {"chat_template_kwargs": {"enable_thinking": True}}
     chat = thinker.http.post(CHAT, json={"messages": USER, "max_tokens": 40, "seed": 3, **template}).json()
@@ -220,7 +220,7 @@ def test_an_answer_follows_a_schema(server: Live) -> None:
     assert message["stop_reason"] == "end_turn"
 
 
-def test_a_client_that_leaves_frees_its_row(server: Live) -> None:
+def test_a_client_that_disconnects_frees_its_row(server: Live) -> None:
     body = {"messages": USER, "max_tokens": 400, "stream": True, "temperature": 0}
     with server.slowed(0.05):
         with server.http.stream("POST", URL, json=body) as answer:
@@ -232,9 +232,7 @@ def test_a_client_that_leaves_frees_its_row(server: Live) -> None:
 
 
 @pytest.mark.parametrize(("path", "sign"), [(URL, 'event: ping\ndata: {"type"'), (CHAT, ": waiting\n")])
-def test_a_stream_that_waits_gives_signs_of_life(
-    server: Live, monkeypatch: pytest.MonkeyPatch, path: str, sign: str
-) -> None:
+def test_a_waiting_stream_sends_pings(server: Live, monkeypatch: pytest.MonkeyPatch, path: str, sign: str) -> None:
     monkeypatch.setattr(flow, "KEEP_ALIVE_SECONDS", 0.02)
     body = {"messages": USER, "max_tokens": 3, "stream": True}
     with server.slowed(), server.http.stream("POST", path, json=body) as answer:
@@ -244,7 +242,7 @@ def test_a_stream_that_waits_gives_signs_of_life(
     server.until(lambda: server.idle)
 
 
-def test_keys_are_taken_as_anthropics_clients_send_them() -> None:
+def test_keys_are_accepted_in_the_header_of_anthropics_clients() -> None:
     with live(settings=wide(Limits(), api_key="secret")) as server:
         for headers, status in [({"x-api-key": "secret"}, 200), ({"x-api-key": "wrong"}, 401), ({}, 401)]:
             answer = server.http.post(

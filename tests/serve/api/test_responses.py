@@ -149,8 +149,8 @@ def test_a_function_is_called_and_its_output_goes_back(caller: Live, choice: Any
     assert said(ask(caller, input=[*weather, call, parts], store=False, **short)) == wanted
 
 
-def test_tools_of_other_kinds_are_functions_to_the_model(caller: Live) -> None:
-    """As Codex offers them; tools that OpenAI itself would run are left out."""
+def test_other_kinds_of_tools_become_functions(caller: Live) -> None:
+    """Tools as Codex offers them. Tools that OpenAI itself would run are left out."""
     patch = {
         "type": "custom",
         "name": "apply_patch",
@@ -180,7 +180,7 @@ def test_tools_of_other_kinds_are_functions_to_the_model(caller: Live) -> None:
     assert ask(caller, **asked | {"input": back, "max_output_tokens": 2})["usage"]["output_tokens"] == 2
 
 
-def test_thoughts_are_items_that_go_back(thinker: Live) -> None:
+def test_reasoning_items_can_be_sent_back(thinker: Live) -> None:
     thinks = {"chat_template_kwargs": {"enable_thinking": True}, "seed": 3}
     asked = {"input": USER, "max_output_tokens": 40, "include": ["reasoning.encrypted_content"], **thinks}
     answer = thinker.http.post(CHAT, json={"messages": USER, "max_tokens": 40, **thinks}).json()
@@ -194,7 +194,7 @@ def test_thoughts_are_items_that_go_back(thinker: Live) -> None:
         ask(thinker, **asked | {"reasoning": {"effort": "none"}, "chat_template_kwargs": None})["output"][0]["type"]
         == "message"
     )
-    # A client may send back the reasoning in clear text, or as what it takes for encrypted content.
+    # A client may send back the reasoning in clear text, or as the encrypted content that it received.
     told = [*USER, {"role": "assistant", "content": "y", "reasoning_content": chat["reasoning_content"]}, *USER]
     count = thinker.http.post("/tokenize", json={"messages": told}).json()["count"]
     shown = {"type": "reasoning", "id": "rs_1", "summary": [], "content": thought["content"]}
@@ -219,7 +219,7 @@ def test_a_conversation_continues_from_a_stored_response(server: Live) -> None:
     assert server.http.get(f"{URL}/{third['id']}").json() == third
     assert server.openai.responses.retrieve(first["id"]).output_text == said(first)
     server.openai.responses.delete(first["id"])
-    with pytest.raises(openai.NotFoundError, match="deleted, or forgotten"):
+    with pytest.raises(openai.NotFoundError, match="was deleted, or is too old"):
         server.openai.responses.retrieve(first["id"])
     # Later responses keep the deleted turn.
     assert said(ask(server, previous_response_id=second["id"], **follow)) == said(third)
@@ -234,7 +234,7 @@ def test_responses_that_are_not_stored_are_not_found() -> None:
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "previous_response_id")
         assert error["code"] == "previous_response_not_found"
-        assert "the last 2 are kept" in error["message"]
+        assert "the server keeps 2 responses" in error["message"]
         assert server.http.delete(f"{URL}/{ids[0]}").status_code == 404
         assert server.http.get(f"{URL}/{ids[1]}?stream=true").status_code == 400
     with live(settings=wide(Limits(response_bytes=3000))) as server:
@@ -242,7 +242,7 @@ def test_responses_that_are_not_stored_are_not_found() -> None:
         assert [server.http.get(f"{URL}/{id}").status_code for id in ids] == [404, 404, 200]
 
 
-def test_a_client_that_leaves_frees_its_row_and_leaves_nothing(server: Live) -> None:
+def test_a_client_that_disconnects_frees_its_row_and_stores_nothing(server: Live) -> None:
     kept = len(server.server.config.app.state.responses)  # type: ignore[union-attr]
     body = {"input": USER, "max_output_tokens": 400, "stream": True, "temperature": 0}
     with server.slowed(0.05):

@@ -66,7 +66,7 @@ def test_a_grammar_limit_ends_only_its_own_request() -> None:
             answer = server.http.post(CHAT, json=asking(pattern, temperature=1.5, seed=seed))
             assert answer.status_code == 400
             assert (
-                "the grammar failed: it cannot be followed any further: lexer error"
+                "the grammar failed: the text cannot follow it any further: lexer error"
                 in answer.json()["error"]["message"]
             )
             loaded = server.service.worker.loaded

@@ -1,4 +1,4 @@
-"""Boundaries of chats: the prefixes that later chats share, by what templates write."""
+"""Boundaries of chats: the prefixes that later chats share, for several templates."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def beginnings(format: ChatFormat, messages: list[dict[str, Any]]) -> list[str]:
     return [str(chat.tokenizer.decode(prompt[:end])) for end in chat.boundaries(prompt)]
 
 
-def test_behind_the_system_prompt_and_behind_the_last_message() -> None:
+def test_boundaries_follow_the_system_prompt_and_the_last_message() -> None:
     system = f"<|im_start|>system\n{SYSTEM['content']}<|im_end|>\n<|im_start|>user\n"
     assert beginnings(format_of("plain"), [SYSTEM, *HELLO]) == [system, f"{system}hello<|im_end|>\n"]
 
 
 @pytest.mark.parametrize("name", ["plain", "qwen", "thinking", "mistral"])
-def test_what_is_expected_again_comes_again(name: str) -> None:
+def test_later_prompts_begin_with_the_expected_prefixes(name: str) -> None:
     """In the prompts of another question and of the next turn. A prompt's end is always a boundary."""
     format = format_of(name)
     system, tools = [] if name == "mistral" else [SYSTEM], [] if name == "plain" else [WEATHER]
@@ -61,7 +61,7 @@ def test_what_is_expected_again_comes_again(name: str) -> None:
     assert any(prompt[:end] == following[:end] and len(prompt) - end <= 8 for end in (*ends, len(prompt)))
 
 
-def test_thoughts_that_the_next_turn_leaves_out_are_behind_a_boundary() -> None:
+def test_thoughts_that_the_next_turn_drops_come_after_a_boundary() -> None:
     called = {"id": "1", "function": {"name": "clock", "arguments": "{}"}}
     chat = [
         *HELLO,

@@ -284,14 +284,14 @@ def read(format: ChatFormat, parts: Sequence[str]) -> tuple[str, list[tuple[int,
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.parser])
-def test_a_family_is_known_by_its_template_or_its_vocabulary(name: str) -> None:
+def test_a_family_is_detected_by_its_template_or_vocabulary(name: str) -> None:
     calls = format_of(name).calls
     assert calls is not None
     assert calls.parser == ("glm47" if name == "Laguna" else FAMILIES[name].parser)
 
 
 @pytest.mark.parametrize(("name", "writer"), CALLING)
-def test_the_calls_of_a_family_are_read_whole_and_in_pieces(name: str, writer: Callable[[Calls], str]) -> None:
+def test_calls_of_a_family_are_parsed_whole_and_in_pieces(name: str, writer: Callable[[Calls], str]) -> None:
     family, format = FAMILIES[name], format_of(name)
 
     @settings(max_examples=some(12), deadline=None)
@@ -330,7 +330,7 @@ def test_17_an_answer_ends_with_its_only_call_in_every_format(name: str, writer:
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.parser])
-def test_of_other_families_tools_are_refused_and_calls_stay_text(name: str) -> None:
+def test_other_families_refuse_tools_and_their_calls_stay_text(name: str) -> None:
     format = format_of(name)
     assert format.calls is None
     with pytest.raises(PromptError, match="no parser for this model's tool calls"):
@@ -339,7 +339,7 @@ def test_of_other_families_tools_are_refused_and_calls_stay_text(name: str) -> N
     assert read(format, list(text)) == (text, [])
 
 
-def test_the_table_of_the_guide_is_this_one() -> None:
+def test_the_guide_has_the_same_table() -> None:
     section = GUIDE.read_text().split("## Tool calls")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.replace("\\|", "¦").split("\n")]
     told = {row[0]: row[1:] for row in rows if len(row) == 4 and row[0] in FAMILIES}

@@ -88,7 +88,7 @@ def test_speculation_changes_no_constrained_text(case: str, seed: int) -> None:
     assert sum(output.accepted for output in outputs) > 0
 
 
-def test_a_thinking_model_thinks_and_then_keeps_to_the_schema() -> None:
+def test_a_model_may_think_before_it_follows_the_schema() -> None:
     """A random model would not end its reasoning, so a bias helps."""
     target = target_of("thinking")
     format = ChatFormat.of(target)
@@ -122,10 +122,10 @@ def test_schemas_that_are_too_complex_to_follow_fail_alone() -> None:
     while not engine.idle:
         engine.step()
     assert [row.finish_reason for row in rows] == ["error", "length"]
-    assert "the grammar failed: it cannot be followed any further" in (rows[0].error or "")
+    assert "the grammar failed: the text cannot follow it any further" in (rows[0].error or "")
 
 
-def test_a_mask_of_a_wide_vocabulary_holds_no_other_row_up() -> None:
+def test_a_slow_mask_does_not_delay_other_rows() -> None:
     """The process that computes it is paused, as if busy, and continues when the other row has ended."""
     target = em.Target(tiny_target(layers=2, vocab=WIDE).model, wide_tokenizer(), name="wide")
     grammars = Grammars(ChatFormat.of(target), WIDE, [2])

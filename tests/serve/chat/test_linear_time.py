@@ -35,7 +35,7 @@ def test_2_a_system_prompt_of_headers_takes_linear_time(end: str) -> None:
 
     def leave_out(count: int) -> None:
         text = HEADER * count + end
-        assert Volatile().left_out([{"role": "system", "content": text}])[0]["content"] == text
+        assert Volatile().strip([{"role": "system", "content": text}])[0]["content"] == text
 
     assert is_linear(leave_out, 700)
 

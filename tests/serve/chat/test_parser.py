@@ -54,7 +54,7 @@ def rome(index: int = 0) -> Piece:
     return ("call", (index, "get_weather", {"city": "Rome", "days": 2}))
 
 
-def test_text_passes_at_once_and_half_a_mark_waits() -> None:
+def test_text_passes_at_once_and_half_a_tag_waits() -> None:
     reader = AnswerParser(format_of("qwen"), TOOLS)
     steps = [
         "Let me ",
@@ -74,7 +74,7 @@ def test_text_passes_at_once_and_half_a_mark_waits() -> None:
     assert reader.finish() == []
 
 
-def test_line_breaks_around_marks_are_not_said() -> None:
+def test_line_breaks_around_tags_are_dropped() -> None:
     assert read(format_of("qwen"), f"Hi.\n\n{ROME}\n{NOW}\n") == [
         ("content", "Hi."),
         rome(),
@@ -88,7 +88,7 @@ def test_line_breaks_around_marks_are_not_said() -> None:
     assert read(format_of("plain"), "\n\nHi\n\n") == [("content", "\n\nHi\n\n")]
 
 
-def test_ids_are_unlike_and_of_the_form_that_the_template_takes() -> None:
+def test_ids_are_unique_and_fit_the_template() -> None:
     reader = AnswerParser(format_of("qwen"), TOOLS)
     ids = [delta.tool_call.id for delta in reader.push(ROME + NOW) if delta.tool_call]
     assert len(set(ids)) == 2
@@ -126,7 +126,7 @@ def test_a_malformed_call_is_text(body: str) -> None:
     assert read(format_of("qwen"), f"a\n<tool_call>\n{body}\n</tool_call>\n", ROME)[1:] == [rome()]
 
 
-def test_arguments_come_as_json_that_utf8_can_hold() -> None:
+def test_arguments_are_json_that_utf8_can_encode() -> None:
     def arguments(text: str) -> str:
         deltas = AnswerParser(format_of("qwen"), TOOLS).push(
             f'<tool_call>{{"name": "clock", "arguments": {text}}}</tool_call>'
@@ -149,11 +149,11 @@ def test_an_answer_cut_short_holds_no_half_call() -> None:
     assert read(format_with_parser("glm47"), half, complete=False) == [("content", half)]
 
 
-def test_an_end_of_text_may_stand_for_the_mark() -> None:
+def test_the_end_of_text_may_replace_the_end_tag() -> None:
     assert read(format_of("qwen"), ROME.removesuffix("</tool_call>")) == [rome()]
 
 
-def test_marks_that_lead_to_nothing_cost_little() -> None:
+def test_tags_without_a_call_cost_little() -> None:
     text = "[TOOL_CALLS]" * 20_000
     assert read(format_of("mistral"), text) == [("content", text)]
     text = "<tool_call>" * 20_000 + "</tool_call>"
@@ -214,7 +214,7 @@ def test_a_models_own_ids_are_kept() -> None:
     ]
 
 
-def test_a_call_without_an_end_mark_comes_with_the_next_or_the_end() -> None:
+def test_a_call_without_an_end_tag_ends_with_the_next_call_or_the_text() -> None:
     reader = AnswerParser(format_of("mistral"), TOOLS)
     assert told(reader.push("x[TOOL_CALLS]clock[ARGS]{}")) == [("content", "x")]
     assert told(reader.push('[TOOL_CALLS]get_weather[ARGS]{"city": "[TOOL_CALLS]')) == [("call", (0, "clock", {}))]
@@ -239,13 +239,13 @@ def test_thoughts_that_the_model_opens() -> None:
     assert read(format_of("thinking"), "<thin") == [("content", "<thin")]
 
 
-def test_what_is_said_about_think_tags_is_no_thought() -> None:
+def test_think_tags_inside_text_do_not_begin_a_thought() -> None:
     text = "Models write <think> before and </think> behind."
     assert read(format_of("thinking"), text) == [("content", text)]
     assert read(format_of("thinking"), f"<think>a</think>{text}") == [("reasoning", "a"), ("content", text)]
 
 
-def test_a_call_ends_a_thought_and_the_end_of_a_thought_what_looked_like_a_call() -> None:
+def test_a_call_ends_a_thought_and_the_end_of_a_thought_ends_a_call() -> None:
     format = format_of("thinking")
     assert read(format, f"I call\n{NOW}Done.", inside=True) == [
         ("reasoning", "I call"),
@@ -259,7 +259,7 @@ def test_a_call_ends_a_thought_and_the_end_of_a_thought_what_looked_like_a_call(
     assert read(format, "<think>a</think>", in_arguments)[1:] == [("call", (0, "clock", {"a": "</think>"}))]
 
 
-def test_states_of_a_templates_own() -> None:
+def test_templates_with_their_own_states() -> None:
     """Headers and tags that only structure an answer are dropped."""
     marks = ReasoningTags(
         edges={
@@ -274,7 +274,7 @@ def test_states_of_a_templates_own() -> None:
     assert read(format, text) == read(format, *text) == [("reasoning", "hm"), ("content", "Yes")]
 
 
-def test_marks_of_mlx_lms_formats_are_taken_from_the_tokenizer() -> None:
+def test_tags_of_mlx_lms_formats_come_from_the_tokenizer() -> None:
     tokenizer = format_of("qwen").tokenizer
     assert tokenizer is not None
     known = type(tokenizer)(
@@ -309,7 +309,9 @@ texts = st.lists(st.sampled_from([*WORDS, ROME, NOW, ROME.replace("get", "got")]
 
 @given(text=texts, cuts=st.lists(st.integers(0, 400), max_size=12), inside=st.booleans(), complete=st.booleans())
 @example("<tool_call>a</think><tool_call>", [3, 11, 14], True, True)
-def test_the_same_comes_however_the_text_is_cut(text: str, cuts: list[int], inside: bool, complete: bool) -> None:
+def test_the_result_does_not_depend_on_how_the_text_is_cut(
+    text: str, cuts: list[int], inside: bool, complete: bool
+) -> None:
     places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
     parts = [text[a:b] for a, b in itertools.pairwise(places)]
     format = format_of("thinking")
@@ -321,7 +323,7 @@ def test_the_same_comes_however_the_text_is_cut(text: str, cuts: list[int], insi
 @given(
     text=st.lists(st.sampled_from(["[TOOL_CALLS]", "clock[ARGS]{}", "[", "a", "\n", 'clock[ARGS]{"x": "']), max_size=9)
 )
-def test_the_same_comes_where_calls_have_no_end(text: list[str]) -> None:
+def test_the_result_does_not_depend_on_cuts_if_calls_have_no_end(text: list[str]) -> None:
     format, whole = format_of("mistral"), "".join(text)
     assert read(format, *whole) == read(format, whole) == read(format, *text)
 
@@ -335,7 +337,7 @@ def bare(text: str) -> str:
 
 
 @given(text=texts, inside=st.booleans())
-def test_nothing_is_lost_and_all_is_in_order(text: str, inside: bool) -> None:
+def test_no_text_is_lost_or_reordered(text: str, inside: bool) -> None:
     calls = {"get_weather": ROME, "clock": NOW}
     pieces = read(format_of("thinking"), text, inside=inside, complete=False)
     assert bare("".join(calls[value[1]] if kind == "call" else value for kind, value in pieces)) == bare(text)

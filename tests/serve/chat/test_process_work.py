@@ -84,7 +84,7 @@ def tokens_of(masks: list[bytes]) -> list[list[int]]:
     return [[token for token in range(len(SPARSE)) if mask[0] >> token & 1] for mask in masks]
 
 
-def test_a_draft_that_leads_nowhere_ends_no_text() -> None:
+def test_a_dead_end_in_a_draft_does_not_end_the_text() -> None:
     """A dead end in a draft does not affect a text that continues differently."""
     process = followed('start: "a" ("b" "x" | "a" "b" "x"?)')
     assert tokens_of(process.masks(0, [A], [B, A])) == [[A, B], []]
@@ -93,7 +93,7 @@ def test_a_draft_that_leads_nowhere_ends_no_text() -> None:
     assert tokens_of(process.masks(1, [A, B], [])) == [[END]]
 
 
-def test_a_text_that_leads_nowhere_is_no_complete_one() -> None:
+def test_a_text_in_a_dead_end_is_not_complete() -> None:
     process = followed('start: "a" ("b" "x" | "a" "b")')
     with pytest.raises(Refused):
         process.masks(0, [A, B], [])

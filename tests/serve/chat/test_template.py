@@ -37,7 +37,7 @@ def called(arguments: Any = '{"city": "Oslo"}', **call: Any) -> dict[str, Any]:
         ("mistral", True, True, False),
     ],
 )
-def test_a_format_knows_what_its_model_can(name: str, template: bool, tools: bool, thinking: bool) -> None:
+def test_a_format_knows_the_abilities_of_its_model(name: str, template: bool, tools: bool, thinking: bool) -> None:
     format = format_of(name)
     assert (format.has_chat_template, format.has_tool_calling, format.has_thinking) == (template, tools, thinking)
 
@@ -50,7 +50,7 @@ def test_a_target_without_a_tokenizer_has_no_format() -> None:
         format.chat(HELLO).tokens()
 
 
-def test_messages_become_the_templates_own_text() -> None:
+def test_messages_are_rendered_by_the_template() -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": "hello", "name": None},
@@ -64,7 +64,7 @@ def test_messages_become_the_templates_own_text() -> None:
     )
 
 
-def test_a_prompt_is_what_the_engine_makes_of_plain_messages() -> None:
+def test_a_prompt_equals_the_engines_own_for_plain_messages() -> None:
     target = em.Target(tiny_target(tokenizer=True).model, format_of("plain").tokenizer, name="plain")
     assert target.tokenizer is not None
     expected = target.tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, tokenize=True)
@@ -72,7 +72,7 @@ def test_a_prompt_is_what_the_engine_makes_of_plain_messages() -> None:
 
 
 class OfItsOwn(PreTrainedTokenizerFast):
-    """Makes the tokens of chats in its own way."""
+    """A tokenizer with its own way to encode chats."""
 
     def apply_chat_template(self, *args: Any, tokenize: bool = True, **kwargs: Any) -> Any:
         text = super().apply_chat_template(*args, tokenize=False, **kwargs)
@@ -81,7 +81,7 @@ class OfItsOwn(PreTrainedTokenizerFast):
 
 @pytest.mark.parametrize("name", ["plain", "qwen", "thinking", "llama", "joined", "mistral"])
 @pytest.mark.parametrize("own", [False, True])
-def test_whoever_encodes_a_chat_its_tokens_are_the_same(name: str, own: bool) -> None:
+def test_a_chat_has_the_same_tokens_with_any_encoder(name: str, own: bool) -> None:
     tokenizer = format_of(name).tokenizer
     assert tokenizer is not None
     if own:
@@ -97,7 +97,7 @@ def test_whoever_encodes_a_chat_its_tokens_are_the_same(name: str, own: bool) ->
     assert len(texts) == (not own)
 
 
-def test_the_template_gets_what_the_request_says_for_it() -> None:
+def test_the_template_gets_the_arguments_of_the_request() -> None:
     assert written("thinking", HELLO, enable_thinking=False).endswith("assistant\n")
     assert written("thinking", HELLO, add_generation_prompt=False).endswith("hello<|im_end|>\n")
 
@@ -111,7 +111,7 @@ def test_whether_a_prompt_ends_in_an_open_thought(name: str, thinks: bool) -> No
     assert format.starts_in_reasoning(prompt) == (thinks and name == "thinking")
 
 
-def test_calls_and_their_answers_are_written_as_the_template_wants_them() -> None:
+def test_calls_and_results_are_written_in_the_templates_form() -> None:
     messages = [*HELLO, called(), {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
     text = written("qwen", messages, [WEATHER])
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in text
@@ -124,7 +124,7 @@ def test_templates_that_join_arguments_to_text_get_text() -> None:
     assert text.endswith('calls get_weather {"city": "Zürich"}\n')
 
 
-def test_without_a_choice_the_model_does_not_hear_of_tools() -> None:
+def test_with_tool_choice_none_the_model_sees_no_tools() -> None:
     assert written("qwen", HELLO, [WEATHER], "none") == written("qwen", HELLO)
     assert written("plain", HELLO, [WEATHER], "none") == written("plain", HELLO)
     for choice in ("auto", "required", {"type": "function", "function": {"name": "clock"}}, None):
@@ -167,7 +167,7 @@ def test_bad_tools_and_choices_are_named(tools: Any, choice: Any, place: str) ->
         ToolOffer.of(tools, choice)
 
 
-def test_what_a_template_would_leave_out_is_refused() -> None:
+def test_tools_and_calls_that_the_template_ignores_are_refused() -> None:
     with pytest.raises(PromptError, match="no parser for this model's tool calls"):
         format_of("llama").chat(HELLO, [WEATHER]).tokens()
     silent = format_of("qwen").calls
@@ -178,7 +178,7 @@ def test_what_a_template_would_leave_out_is_refused() -> None:
         plain.chat([*HELLO, called()]).tokens()
 
 
-def test_instructions_that_come_late_are_said_by_the_user_where_the_template_takes_no_others() -> None:
+def test_late_instructions_become_user_messages_if_the_template_allows_no_others() -> None:
     late = [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "system", "content": "Be brief."}]
     said = [*late[:2], {"role": "user", "content": "Be brief."}]
     assert written("mistral", late) == written("mistral", said)
@@ -187,7 +187,7 @@ def test_instructions_that_come_late_are_said_by_the_user_where_the_template_tak
         written("mistral", [late[2], *late])
 
 
-def test_what_a_template_raises_is_a_prompt_error() -> None:
+def test_errors_of_a_template_are_prompt_errors() -> None:
     with pytest.raises(PromptError, match="only user and assistant may speak, not system"):
         format_of("mistral").chat([{"role": "system", "content": "x"}]).tokens()
     with pytest.raises(PromptError, match="ids have nine letters"):
@@ -195,11 +195,11 @@ def test_what_a_template_raises_is_a_prompt_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "messages", "continue_final_message"])
-def test_the_rendering_itself_is_not_the_requests_business(name: str) -> None:
+def test_requests_cannot_set_arguments_of_the_rendering(name: str) -> None:
     with pytest.raises(PromptError, match=f"^chat_template_kwargs: '{name}'"):
         format_of("qwen").chat(HELLO, template_kwargs={name: "x"}).tokens()
 
 
-def test_whether_an_answer_begins_is_true_or_false() -> None:
+def test_add_generation_prompt_must_be_a_boolean() -> None:
     with pytest.raises(PromptError, match="add_generation_prompt"):
         format_of("qwen").chat(HELLO, template_kwargs={"add_generation_prompt": 1}).tokens()

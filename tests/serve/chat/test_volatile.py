@@ -1,4 +1,4 @@
-"""What agents change in every request: known parts are removed, and other changes are reported once."""
+"""Text that agents change in every request: known parts are removed, and other changes are reported once."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def system(*parts: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("between", ["", "\n", "\n\n"])
-def test_prompts_with_other_headers_are_the_same(between: str) -> None:
+def test_prompts_that_differ_in_the_header_become_the_same(between: str) -> None:
     format = format_of("plain")
     plain = format.chat([system(RULES), *HELLO]).tokens()
     for checksum in ("a1b2c", "00000"):
         assert format.chat([system(HEADER.format(checksum), between + RULES), *HELLO]).tokens() == plain
 
 
-def test_only_what_changes_is_left_out_and_only_of_system_prompts() -> None:
+def test_only_changing_text_of_system_prompts_is_removed() -> None:
     format = format_of("plain")
     header = HEADER.format("a1b2c")
     asked = [system(RULES), {"role": "user", "content": f"What is this? {header}"}]
     assert header in str(format.tokenizer.decode(format.chat(asked).tokens()))  # type: ignore[union-attr]
     for text in ("x-anthropic-billing-header: none", "cch=1; x=2;", RULES):
-        assert Volatile().left_out([{"role": "system", "content": text}]) == [{"role": "system", "content": text}]
+        assert Volatile().strip([{"role": "system", "content": text}]) == [{"role": "system", "content": text}]
 
 
 @pytest.mark.parametrize(
@@ -49,16 +49,16 @@ def test_only_what_changes_is_left_out_and_only_of_system_prompts() -> None:
         HEADER.replace("2.1.37", "2" * 1000),
     ],
 )
-def test_2_only_a_header_of_known_fields_at_the_start_is_left_out(text: str) -> None:
-    assert Volatile().left_out([system_text(text)]) == [system_text(text)]
-    kept = Volatile().left_out([system_text(HEADER.format("1") + " cc_workload=cron;\n" + text)])
+def test_2_only_a_header_of_known_fields_at_the_start_is_removed(text: str) -> None:
+    assert Volatile().strip([system_text(text)]) == [system_text(text)]
+    kept = Volatile().strip([system_text(HEADER.format("1") + " cc_workload=cron;\n" + text)])
     assert kept == [system_text(text)]
 
 
-def test_2_no_more_than_a_bounded_text_is_searched() -> None:
+def test_2_only_the_beginning_of_a_long_text_is_searched() -> None:
     counter = Volatile.of([r"Tokens used: \d+\n"], known=False)
     early, late = system_text("Tokens used: 51\n" + RULES), system_text("x" * SEARCHED + "Tokens used: 51\n")
-    assert [each["content"] for each in counter.left_out([early, late])] == [RULES, late["content"]]
+    assert [each["content"] for each in counter.strip([early, late])] == [RULES, late["content"]]
 
 
 def test_2_a_text_that_is_too_long_is_refused_before_it_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,15 +75,15 @@ def test_2_a_text_that_is_too_long_is_refused_before_it_is_rendered(monkeypatch:
             format.chat([message], check_text=check).tokens()
 
 
-def test_the_list_can_be_longer_or_empty() -> None:
+def test_patterns_can_be_added_or_turned_off() -> None:
     chat = [{"role": "system", "content": HEADER.format("1") + "Tokens used: 51\n" + RULES}]
-    assert Volatile.of([r"Tokens used: \d+\n"]).left_out(chat)[0]["content"] == RULES
-    assert Volatile.of(known=False).left_out(chat) == chat
+    assert Volatile.of([r"Tokens used: \d+\n"]).strip(chat)[0]["content"] == RULES
+    assert Volatile.of(known=False).strip(chat) == chat
     kept = ChatFormat.of(target_of("plain"), Volatile.of(known=False))
     assert kept.chat([*chat, *HELLO]).tokens() != format_of("plain").chat([*chat, *HELLO]).tokens()
 
 
-def test_what_is_no_regular_expression_is_refused() -> None:
+def test_invalid_regular_expressions_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--volatile '\(' is not a regular expression"):
         Volatile.of(["("])
 
@@ -95,18 +95,18 @@ def turns(count: int, *first: dict[str, Any]) -> list[dict[str, Any]]:
     return chat
 
 
-def test_a_part_that_changes_is_named_once() -> None:
+def test_a_changed_part_is_reported_once() -> None:
     changes = Changes()
     said = [changes.note(turns(count, {"role": "system", "content": f"at {count}"}), []) for count in range(5)]
     named = [text for text in said if text]
     assert len(named) == 1
     assert named[0].startswith("messages[0] (system) differs from an earlier request")
-    assert "3 messages after it" in named[0]
+    assert "3 equal messages after it" in named[0]
     tools = [changes.note(turns(count, {"role": "system", "content": "at 4"}), [{"n": count}]) for count in (4, 5, 6)]
     assert [text.split()[0] for text in tools if text] == ["tools"]
 
 
-def test_chats_that_go_on_and_chats_of_others_are_not_named() -> None:
+def test_continued_chats_and_other_chats_are_not_reported() -> None:
     changes = Changes()
     rules = {"role": "system", "content": RULES}
     for count in range(4):
