@@ -2,101 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from ..conversation import Extensions, one_of, without_details
 from ..schema import Body, Many, supported
 
 Ignored = Any
-"""Marks fields without effect. Cache breakpoints need none: the prefix cache finds them itself."""
+"""Marks fields without effect. Cache breakpoints are among them: the prefix cache finds shared prefixes itself."""
 
 
-KnownType = Literal[
-    "bash_20241022",
-    "bash_20250124",
-    "text_editor_20241022",
-    "text_editor_20250124",
-    "text_editor_20250429",
-    "text_editor_20250728",
-    "memory_20250818",
-]
-KNOWN_TYPES = frozenset(get_args(KnownType))
-
-
-def _text(description: str) -> dict[str, Any]:
-    return {"type": "string", "description": description}
-
-
-def _input(required: list[str], **properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def _command(*names: str) -> dict[str, Any]:
-    return {"type": "string", "enum": list(names)}
-
-
-_RANGE = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
-_EDITS: dict[str, Any] = {
-    "path": _text("File or folder."),
-    "file_text": _text("For create: the content of the new file."),
-    "view_range": {**_RANGE, "description": "For view: first and last line, from 1; -1 is the end."},
-    "old_str": _text("For str_replace: the text to replace; it must occur once."),
-    "insert_line": {"type": "integer", "description": "For insert: the line after which to insert; 0 is the start."},
-}
-_NEW = {
-    "new_str": _text("For str_replace: the text to put there."),
-    "insert_text": _text("For insert: the text to insert."),
-}
-_NEW_OLDER = {"new_str": _text("For str_replace and insert: the new text.")}
-_BASH = (
-    "Run a command in a shell that stays open between calls.",
-    _input(
-        [],
-        command=_text("The command. Required unless restart is true."),
-        restart={"type": "boolean", "description": "Whether to restart the shell."},
-    ),
+KNOWN_TOOLS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("known_tools.yaml").read_text(encoding="utf-8")
 )
-_EDITOR_OLDER = (
-    "View, create and edit files.",
-    _input(
-        ["command", "path"],
-        command=_command("view", "create", "str_replace", "insert", "undo_edit"),
-        **_EDITS,
-        **_NEW_OLDER,
-    ),
-)
-_EDITOR = (
-    "View, create and edit files.",
-    _input(["command", "path"], command=_command("view", "create", "str_replace", "insert"), **_EDITS, **_NEW),
-)
-_MEMORY = (
-    "Keep notes in files under /memories between conversations.",
-    _input(
-        ["command"],
-        command=_command("view", "create", "str_replace", "insert", "delete", "rename"),
-        **_EDITS,
-        **_NEW,
-        old_path=_text("For rename: the old path."),
-        new_path=_text("For rename: the new path."),
-    ),
-)
-_BY_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
-    "bash_20241022": _BASH,
-    "bash_20250124": _BASH,
-    "text_editor_20241022": _EDITOR_OLDER,
-    "text_editor_20250124": _EDITOR_OLDER,
-    "text_editor_20250429": _EDITOR,
-    "text_editor_20250728": _EDITOR,
-    "memory_20250818": _MEMORY,
-}
-
-
-def known_function(type: KnownType, name: str) -> dict[str, Any]:
-    """Return the function for a known tool, under the client's name for it."""
-    description, parameters = _BY_TYPE[type]
-    return {"name": name, "description": description, "parameters": parameters}
+"""Description and parameters of the tools that have no schema in requests, by type."""
 
 
 class TextBlock(Body):
@@ -169,21 +91,21 @@ class ClientTool(Body):
 
 
 class KnownTool(BaseModel):
-    """A tool that the client runs, with a schema from `known_function`. The model does not see its other fields."""
+    """A tool that the client runs, with a schema from `KNOWN_TOOLS`. The model does not see its other fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra={"additionalProperties": True})
 
-    type: KnownType
+    type: str = Field(json_schema_extra={"enum": list(KNOWN_TOOLS)})
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     strict: bool | None = None
 
 
 class AnthropicTool(BaseModel):
-    """A tool that Anthropic runs, or with a schema known only to Anthropic's models."""
+    """A tool that Anthropic runs, or a tool whose schema is known only to Anthropic's models."""
 
     model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
 
-    type: str = Field(json_schema_extra={"not": {"enum": ["custom", *sorted(KNOWN_TYPES)]}})
+    type: str = Field(json_schema_extra={"not": {"enum": ["custom", *sorted(KNOWN_TOOLS)]}})
     name: str | None = None
 
 
@@ -191,7 +113,7 @@ def _tool_tag(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     if kind in (None, "custom"):
         return "<client>"
-    return "<known>" if isinstance(kind, str) and kind in KNOWN_TYPES else "<hosted>"
+    return "<known>" if isinstance(kind, str) and kind in KNOWN_TOOLS else "<hosted>"
 
 
 def _known_fields(tool: object) -> object:

@@ -10,6 +10,7 @@ from ..conversation import EFFORTS, PARAGRAPH, Conversation, named_as
 from ..errors import ApiError
 from ..schema import ChatRequest, validated
 from .schema import (
+    KNOWN_TOOLS,
     AnthropicTool,
     Block,
     ClientTool,
@@ -21,7 +22,6 @@ from .schema import (
     ToolResultBlock,
     ToolUseBlock,
     Turn,
-    known_function,
 )
 
 FIELDS = {
@@ -138,7 +138,7 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
 
 def _function(tool: ClientTool | KnownTool) -> dict[str, Any]:
     if isinstance(tool, KnownTool):
-        function = known_function(tool.type, tool.name)
+        function = {"name": tool.name, **KNOWN_TOOLS[tool.type]}
     else:
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}

@@ -14,7 +14,7 @@ from openai.types.responses import ResponseItemList
 
 import eagle_mlx as em
 from eagle_mlx.serve.api.loader import LoadConfig, load
-from eagle_mlx.serve.api.messages.translate import known_function
+from eagle_mlx.serve.api.messages.schema import KNOWN_TOOLS
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.speculation import Speculation
 from tests.clients.scripted_target import Line, call, scripted_target_folder
@@ -296,7 +296,7 @@ def test_21_tools_that_clients_run_need_no_schema(user_of_tools: Live, kind: str
     assert blocks[-1]["type"] == "message_stop"
 
     # The model gets the schema, as for one that the client sends.
-    function = known_function(kind, name)  # type: ignore[arg-type]
+    function = KNOWN_TOOLS[kind]
     written = {"name": name, "description": function["description"], "input_schema": function["parameters"]}
     assert set(given) <= set(function["parameters"]["properties"])
     counts = [
