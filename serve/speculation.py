@@ -268,8 +268,8 @@ def load_quantized(name: str | Path, target: Target, bits: int | None) -> DraftH
 
 def warn_of_head(head: DraftHead, target: Target) -> None:
     """Try a head on its target and print any warning to stderr."""
-    if (said := head_warning(head, target)) is not None:
-        print(f"warning: {said}", file=sys.stderr)
+    if (warning := head_warning(head, target)) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _from_json(text: str) -> dict[str, Any]:

@@ -79,10 +79,10 @@ class ReasoningParser:
 
     def _open(self, final: bool) -> bool:
         """Leave the opening state as soon as the next state is certain."""
-        start, said = self._tags.think_start, self._text.lstrip()
-        if start and said.startswith(start):
-            self._go("reasoning", len(self._text) - len(said) + len(start))
-        elif start and start.startswith(said) and not final:
+        start, text = self._tags.think_start, self._text.lstrip()
+        if start and text.startswith(start):
+            self._go("reasoning", len(self._text) - len(text) + len(start))
+        elif start and start.startswith(text) and not final:
             return False
         else:
             self._state = "content"

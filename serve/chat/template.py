@@ -87,10 +87,10 @@ def with_late_instructions_from_user(messages: Sequence[Message]) -> list[dict[s
 
 def with_argument_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages with call arguments as JSON text, for templates that concatenate them."""
-    said = deepcopy(list(map(dict, messages)))
-    for function in (call["function"] for message in said for call in message.get("tool_calls", ())):
+    changed = deepcopy(list(map(dict, messages)))
+    for function in (call["function"] for message in changed for call in message.get("tool_calls", ())):
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return said
+    return changed
 
 
 Encode = Callable[[str, bool], list[int]]
@@ -123,10 +123,10 @@ class Chat:
             messages = with_argument_texts(messages)
             return cls(tokenizer, messages, arguments, _render(tokenizer, messages, arguments))
         except Exception:  # a template is a program and raises anything
-            said = with_late_instructions_from_user(messages)
-            if said == messages:
+            changed = with_late_instructions_from_user(messages)
+            if changed == messages:
                 raise
-            return cls.render(tokenizer, said, arguments)
+            return cls.render(tokenizer, changed, arguments)
 
     def tokens(self, encode: Encode | None = None) -> list[int]:
         """Return the chat's token ids. encode: replaces the tokenizer, unless that tokenizes chats in its own way."""
@@ -250,7 +250,7 @@ class ChatFormat:
         to raise if it is too long. Raises PromptError, with the place, if a part is invalid or the template ignores
         tools or calls.
         """
-        said = read_messages(messages)
+        read = read_messages(messages)
         arguments = {"add_generation_prompt": True, **_check_kwargs(template_kwargs or {})}
         arguments["tools"] = [dict(tool) for tool in tools] or None
         if self.tokenizer is None or not self.has_chat_template:
@@ -260,9 +260,9 @@ class ChatFormat:
                 "tools: mlx-lm finds no parser for this model's tool calls; if one of its parsers fits, set it as "
                 "tool_parser_type in the model's tokenizer_config.json"
             )
-        check_text(certain_text(said))  # before the text is searched or rendered
+        check_text(certain_text(read))  # before the text is searched or rendered
         try:
-            chat = Chat.render(self.tokenizer, self.volatile.strip(said), arguments)
+            chat = Chat.render(self.tokenizer, self.volatile.strip(read), arguments)
         except Exception as e:  # a template is a program and raises anything
             raise PromptError(f"messages: the model's chat template raised an error: {e}") from e
         check_text(chat.text)

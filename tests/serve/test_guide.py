@@ -145,7 +145,7 @@ def test_the_agent_waits_for_the_drain() -> None:
     assert all(Path(agent[key]).is_absolute() for key in ("WorkingDirectory", "StandardErrorPath"))
 
 
-def test_the_image_has_what_serving_needs() -> None:
+def test_the_image_has_the_packages_for_serving() -> None:
     """Its build includes the extra for serving, and serving imports nothing from the extra for training."""
     text = (DOCS.parent / "Dockerfile").read_text(encoding="utf-8")
     assert "pip install '.[serve]'" in text

@@ -191,7 +191,7 @@ def wired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("flags", [[], ["--no-wire"]])
 @pytest.mark.parametrize("command", ["generate", "bench", "serve", "regenerate"])
-def test_12_commands_wire_what_is_active_when_the_head_is_loaded(
+def test_12_commands_wire_the_active_memory_after_the_head_is_loaded(
     models: tuple[Path, Path], tmp_path: Path, wired: list[int], command: str, flags: list[str]
 ) -> None:
     save_eagle3(tiny_head(em.load_target(models[0])), tmp_path / "head", target_name="tiny")

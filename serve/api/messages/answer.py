@@ -101,10 +101,7 @@ class MessageAnswer:
         return self.message(call, content, self.usage(output)) | ended | stats(call, outputs)
 
     def stream(self, call: Call) -> AsyncIterator[bytes]:
-        return stream_answers(call, [self.writer(call)], _error_event)
-
-    def writer(self, call: Call) -> _Writer:
-        return _Writer(self, call)
+        return stream_answers(call, [MessageWriter(self, call)], _error_event)
 
     def message(self, call: Call, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """Return a message that has not ended."""
@@ -165,7 +162,7 @@ def signature(call: Call) -> str:
     return f"sig_{call.id}"
 
 
-class _Writer:
+class MessageWriter:
     """Writes blocks in turn: each is started, extended and stopped before the next."""
 
     def __init__(self, answer: MessageAnswer, call: Call):
@@ -245,8 +242,8 @@ async def messages(request: Request) -> Response:
             with named_as(FIELDS, places):
                 return MessageAnswer(body, await prepare_chat(request, loaded, chat, body.max_tokens))
         except ContextExceeded as e:  # Anthropic's words tell clients to shorten the conversation
-            said = f"prompt is too long: {e.prompt} tokens > {e.context} maximum"
-            raise ApiError(400, said, "messages", e.code) from e
+            message = f"prompt is too long: {e.prompt} tokens > {e.context} maximum"
+            raise ApiError(400, message, "messages", e.code) from e
 
     ping = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
     return await respond(request, service, 1, prepare, bool(body.stream), ping, _error_event, chat.answer_seconds)

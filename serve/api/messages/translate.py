@@ -69,8 +69,8 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     for index, turn in enumerate(body.messages):
         _add(conversation, turn, f"messages[{index}].content")
     if body.messages[-1].role == "assistant":
-        said = "the last message is the assistant's; this server cannot continue a partial answer"
-        raise ApiError(400, f"messages: {said}", "messages")
+        message = "messages: the last message is the assistant's; this server cannot continue a partial answer"
+        raise ApiError(400, message, "messages")
     return conversation.messages
 
 
@@ -121,8 +121,8 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
     chosen = choice.name if choice is not None and choice.type == "tool" else None
     if hosted and (not offered or chosen in hosted):
         at, kind = hosted[chosen] if chosen in hosted else next(iter(hosted.values()))
-        said = f"tools[{at}].type: {kind[:60]} runs on Anthropic's servers; give tools that the client runs"
-        raise ApiError(400, said, f"tools[{at}].type")
+        message = f"tools[{at}].type: {kind[:60]} runs on Anthropic's servers; give tools that the client runs"
+        raise ApiError(400, message, f"tools[{at}].type")
     functions = [_function(tool) for tool in offered]
     asked: dict[str, Any] = {"tools": functions} if functions else {}
     if choice is None:

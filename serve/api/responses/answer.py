@@ -69,28 +69,28 @@ class ResponseMemory:
     def __init__(self, most: int, most_bytes: int):
         self.most, self.most_bytes = most, most_bytes
         self.nbytes = 0
-        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._responses)
 
-    def keep(self, id: str, kept: StoredResponse) -> None:
-        self._kept[id] = kept
-        self.nbytes += kept.nbytes
-        while len(self._kept) > self.most or self.nbytes > self.most_bytes:
-            self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+    def store(self, id: str, stored: StoredResponse) -> None:
+        self._responses[id] = stored
+        self.nbytes += stored.nbytes
+        while len(self._responses) > self.most or self.nbytes > self.most_bytes:
+            self.nbytes -= self._responses.popitem(last=False)[1].nbytes
 
     def get(self, id: str, param: str | None = None) -> StoredResponse:
         """Return a stored response. Raises ApiError if it is missing: 400 if the field `param` names it, else 404."""
-        found = self._kept.get(id)
+        found = self._responses.get(id)
         if found is None:
             raise self._missing(id, param)
-        self._kept.move_to_end(id)
+        self._responses.move_to_end(id)
         return found
 
     def delete(self, id: str) -> None:
         """Delete a stored response. Raises ApiError 404 if it is missing."""
-        found = self._kept.pop(id, None)
+        found = self._responses.pop(id, None)
         if found is None:
             raise self._missing(id, None)
         self.nbytes -= found.nbytes
@@ -143,17 +143,17 @@ class ResponseWriter:
         return self._event("response.failed", response=self._answer.failed(self._call, error)).encode()
 
     def _piece(self, part: Part) -> str:
-        said = ""
+        before = ""
         if self._is_open and self._parts[-1].continues_with(part):
             self._parts[-1].text += part.text
         else:
-            said = self._done("completed") + self._added(part)
+            before = self._done("completed") + self._added(part)
         if part.call is not None:
             item = self._item("completed")
             name, field = _INPUT_EVENTS[item["type"]]
-            return said + self._of_item(f"{name}.delta", delta=item[field])
+            return before + self._of_item(f"{name}.delta", delta=item[field])
         more: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
-        return said + self._of_item(f"{_CONTENT_EVENTS[part.kind]}.delta", content_index=0, delta=part.text, **more)
+        return before + self._of_item(f"{_CONTENT_EVENTS[part.kind]}.delta", content_index=0, delta=part.text, **more)
 
     def _added(self, part: Part) -> str:
         self._parts.append(part)
@@ -176,12 +176,12 @@ class ResponseWriter:
         part, item = self._parts[-1], self._item(status)
         if part.call is not None:
             name, field = _INPUT_EVENTS[item["type"]]
-            said = self._of_item(f"{name}.done", name=item["name"], **{field: item[field]})
+            events = self._of_item(f"{name}.done", name=item["name"], **{field: item[field]})
         else:
             more: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
-            said = self._of_item(f"{_CONTENT_EVENTS[part.kind]}.done", content_index=0, text=part.text, **more)
-            said += self._of_item("response.content_part.done", content_index=0, part=self._content(part.text))
-        return said + self._event("response.output_item.done", output_index=self._index, item=item)
+            events = self._of_item(f"{_CONTENT_EVENTS[part.kind]}.done", content_index=0, text=part.text, **more)
+            events += self._of_item("response.content_part.done", content_index=0, part=self._content(part.text))
+        return events + self._event("response.output_item.done", output_index=self._index, item=item)
 
     @property
     def _index(self) -> int:
@@ -228,11 +228,8 @@ class ResponseAnswer:
         return self.ended(call, output, parts_of(self.chat.deltas(output)))
 
     def stream(self, call: Call) -> AsyncIterator[bytes]:
-        writer = self.writer(call)
+        writer = ResponseWriter(self, call)
         return stream_answers(call, [writer], writer.fail)
-
-    def writer(self, call: Call) -> ResponseWriter:
-        return ResponseWriter(self, call)
 
     def ended(self, call: Call, output: Output, parts: Sequence[Part]) -> dict[str, Any]:
         """Return the response of an answer that is complete or cut off; store it unless `store` is false."""
@@ -252,7 +249,7 @@ class ResponseAnswer:
         if self.body.store is not False:
             conversation = [*self.items, *_ITEMS.validate_python(items)]
             nbytes = self.nbytes + len(dumps(response).encode())
-            self.memory.keep(response["id"], StoredResponse(response, conversation, nbytes))
+            self.memory.store(response["id"], StoredResponse(response, conversation, nbytes))
         return response
 
     def failed(self, call: Call, error: ApiError) -> dict[str, Any]:

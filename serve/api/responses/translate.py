@@ -69,8 +69,8 @@ class Functions:
                 found._add(at, tool, None)
         if hosted and not found.functions:
             at, tool = hosted[0]
-            said = f"tools[{at}].type: {tool.type[:60]} runs on OpenAI's servers; give tools that the client runs"
-            raise ApiError(400, said, f"tools[{at}].type")
+            message = f"tools[{at}].type: {tool.type[:60]} runs on OpenAI's servers; give tools that the client runs"
+            raise ApiError(400, message, f"tools[{at}].type")
         return found
 
     def _add(self, place: int, tool: OwnTool, namespace: str | None) -> None:

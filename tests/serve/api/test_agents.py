@@ -179,7 +179,7 @@ def test_requests_of_codex_are_answered(thinker: Live) -> None:
     assert last["response"]["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
 
 
-def test_a_wish_for_few_words_reaches_templates_that_know_it() -> None:
+def test_verbosity_reaches_templates_that_support_it() -> None:
     target = tiny_target(layers=2, tokenizer=True)
     assert target.tokenizer is not None
     template = target.tokenizer.chat_template
@@ -259,7 +259,7 @@ BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
         ({**ONE, "messages": [{"role": "user", "content": "x " * 999}]}, "prompt is too long: "),
     ],
 )
-def test_messages_that_cannot_be_meant(server: Live, body: dict[str, Any], said: str) -> None:
+def test_invalid_messages_requests_are_refused(server: Live, body: dict[str, Any], said: str) -> None:
     answer = server.http.post(MESSAGES, json=body)
     assert answer.status_code == (404 if "model" in body else 400)
     error = answer.json()
@@ -301,7 +301,7 @@ def test_messages_that_cannot_be_meant(server: Live, body: dict[str, Any], said:
         ({"input": "x " * 999}, "input", "maximum context length is 512 tokens"),
     ],
 )
-def test_responses_that_cannot_be_meant(server: Live, body: dict[str, Any], param: str, said: str) -> None:
+def test_invalid_responses_requests_are_refused(server: Live, body: dict[str, Any], param: str, said: str) -> None:
     answer = server.http.post(RESPONSES, json=body)
     error = answer.json()["error"]
     assert answer.status_code == (404 if "model" in body else 400)
@@ -310,7 +310,7 @@ def test_responses_that_cannot_be_meant(server: Live, body: dict[str, Any], para
     assert said in error["message"]
 
 
-def test_other_paths_of_an_api_refuse_in_its_shape(server: Live) -> None:
+def test_unknown_paths_of_an_api_answer_in_its_error_format(server: Live) -> None:
     for method, path in [("GET", MESSAGES), ("POST", f"{MESSAGES}/batches")]:
         answer = server.http.request(method, path)
         assert answer.status_code in (404, 405)
@@ -318,7 +318,7 @@ def test_other_paths_of_an_api_refuse_in_its_shape(server: Live) -> None:
     assert "type" not in server.http.get("/v1/messagesandmore").json()
 
 
-def test_a_failure_in_a_stream_is_told_in_each_shape() -> None:
+def test_failures_in_a_stream_have_the_format_of_each_api() -> None:
     def load() -> Loaded:
         made = engine()
 
@@ -341,7 +341,7 @@ def test_a_failure_in_a_stream_is_told_in_each_shape() -> None:
         assert server.http.post(RESPONSES, json={"input": "x"}).status_code == 500
 
 
-def test_three_apis_in_one_batch_answer_as_they_do_alone() -> None:
+def test_three_apis_in_one_batch_give_the_same_answers_as_alone() -> None:
     def texts(server: Live, seed: int, api: str, more: dict[str, Any]) -> str:
         sampling = {"seed": seed, "temperature": 0.8, **more}
         messages = [{"role": "user", "content": f"def f{seed}(x):"}]

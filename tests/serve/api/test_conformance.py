@@ -72,7 +72,7 @@ def test_21_completion_tokens_details_count_thoughts(thinker: Live) -> None:
     assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 20}
 
 
-def test_21_service_tier_is_taken_and_echoed(server: Live) -> None:
+def test_21_service_tier_is_accepted_and_echoed(server: Live) -> None:
     for tier in ("auto", "default", "flex", "priority", "scale"):
         assert ok(server, CHAT, service_tier=tier)["service_tier"] == "default"
         assert ok(server, RESPONSES, service_tier=tier)["service_tier"] == "default"
@@ -189,7 +189,7 @@ def test_21_input_items_are_listed(caller: Live) -> None:
     assert server.http.get(f"{RESPONSES}/resp_unknown/input_items").status_code == 404
 
 
-def test_21_head_on_all_that_can_be_read(server: Live) -> None:
+def test_21_head_requests_work_on_all_readable_paths(server: Live) -> None:
     kept = ok(server, RESPONSES)["id"]
     paths = ["/", "/health", "/version", "/metrics", "/openapi.json", "/v1/models", f"/v1/models/{NAME}"]
     for path in (*paths, f"{RESPONSES}/{kept}", f"{RESPONSES}/{kept}/input_items", "/v1/spec_decode/metrics"):
@@ -285,7 +285,7 @@ def user_of_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_21_tools_that_clients_run_need_no_schema(user_of_tools: Live, kind: str) -> None:
+def test_21_known_tools_need_no_schema(user_of_tools: Live, kind: str) -> None:
     name, given = KNOWN[kind]
     tool: dict[str, Any] = {"type": kind, "name": name, "cache_control": {"type": "ephemeral"}}
     message = ok(user_of_tools, MESSAGES, max_tokens=100, tools=[tool])

@@ -13,9 +13,9 @@ from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.api.chat import ChatAnswer
-from eagle_mlx.serve.api.messages.answer import MessageAnswer
+from eagle_mlx.serve.api.messages.answer import MessageAnswer, MessageWriter
 from eagle_mlx.serve.api.messages.schema import MessagesRequest
-from eagle_mlx.serve.api.responses.answer import ResponseAnswer, ResponseMemory
+from eagle_mlx.serve.api.responses.answer import ResponseAnswer, ResponseMemory, ResponseWriter
 from eagle_mlx.serve.api.responses.schema import ResponsesRequest
 from eagle_mlx.serve.api.responses.translate import Functions
 from eagle_mlx.serve.api.schema import ChatRequest
@@ -46,7 +46,7 @@ def written() -> tuple[Call, ChatAnswer, Output]:
 @settings(max_examples=some(40), deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
 def test_streamed_pieces_equal_the_whole_answer(written: tuple[Call, ChatAnswer, Output], sizes: list[int]) -> None:
-    """For any number of tokens at a time, and both APIs."""
+    """Check both APIs, with any number of tokens per event."""
     call, chat, output = written
     tokens, at, index, events = output.tokens, 0, 0, []
     while at < len(tokens):
@@ -56,8 +56,11 @@ def test_streamed_pieces_equal_the_whole_answer(written: tuple[Call, ChatAnswer,
     message = MessageAnswer(MessagesRequest.model_validate({"messages": USER, "max_tokens": 500}), chat)
     body = ResponsesRequest.model_validate({"input": "x", "store": False})
     response = ResponseAnswer(body, chat, Functions(), [], 0, ResponseMemory(0, 0))
-    for answer, put_together in ((message, blocks_of), (response, items_of)):
-        writer = answer.writer(call)
+    writers: list[tuple[Any, Any, Any]] = [
+        (message, MessageWriter(message, call), blocks_of),
+        (response, ResponseWriter(response, call), items_of),
+    ]
+    for answer, writer, put_together in writers:
         text = writer.open() + "".join(map(writer.write, events)) + writer.close(output)
         found = [json.loads(event.split("data: ", 1)[1]) for event in text.split("\n\n")[:-1]]
         whole = answer.response(call, [output])

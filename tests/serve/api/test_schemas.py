@@ -26,14 +26,14 @@ def asking(schema: Any, **more: Any) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": 60, "response_format": by_schema(schema), **more}
 
 
-def test_a_schema_that_is_known_to_hang_is_refused_at_once(server: Live) -> None:
+def test_a_schema_known_to_hang_is_refused_at_once(server: Live) -> None:
     answer = server.http.post(CHAT, json=asking(HANGS))
     assert answer.status_code == 400
     assert "multipleOf 99999999 is too large" in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == "response_format.json_schema.schema"
 
 
-def test_a_schema_that_turns_out_to_hang_is_refused_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_schema_is_refused_and_other_requests_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
     monkeypatch.setattr("eagle_mlx.serve.chat.structured.COMPILE_SECONDS", 2.0)
     with live() as server, ThreadPoolExecutor(1) as pool:
@@ -102,7 +102,7 @@ def test_a_server_with_hanging_threads_ends_in_time(monkeypatch: pytest.MonkeyPa
         sock.close()
 
 
-def test_no_process_is_left_behind(acknowledge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_outlives_the_server(acknowledge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Process] = []
     fork, start = Process.fork, Process.start
     monkeypatch.setattr(Process, "fork", lambda self: started.append(fork(self)) or started[-1])  # type: ignore[func-returns-value]
