@@ -93,8 +93,7 @@ def _generate(options: GenerateOptions) -> None:
         kv_bytes=memory.kv_bytes,
     )
     speculation.learn_costs(engine)
-    notes = [*speculation.about_head(engine), *speculation.why_chains(engine)]
-    options.say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *notes]))
+    options.say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *speculation.notes(engine)]))
     began = perf_counter()
     outputs = _one(engine, options, params) if options.file is None else _many(engine, options, params)
     options.say(summary(outputs, perf_counter() - began))

@@ -257,7 +257,7 @@ def _held(path: str, kind: str) -> Any:
 def main() -> None:
     """Serve the descriptor in the first argument. When it closes, all forks end too."""
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks need no wait
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks need no waitpid
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     descriptor, memory, path, kind = sys.argv[1:]
     _serve(Connection(int(descriptor)), int(memory), _held(path, kind))

@@ -240,14 +240,12 @@ class Speculation(Group):
         if self.keep:
             learn_costs(engine)
 
-    def about_head(self, engine: Engine) -> list[str]:
-        """Return a line on the number format of the head's weights, if a head drafts."""
+    def notes(self, engine: Engine) -> list[str]:
+        """Return lines on the number format of the head's weights, and on why there are no trees, if either applies."""
         proposer = model_of(engine.proposer)
-        return [f"head weights: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
-
-    def why_chains(self, engine: Engine) -> list[str]:
-        """Return a line on why there are no trees, if some were requested."""
-        return [f"no draft trees for this target: {engine.chains_only}; it drafts chains"] if engine.chains_only else []
+        head = [f"head weights: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
+        chains = [f"no draft trees for this target: {engine.chains_only}; it drafts chains"]
+        return [*head, *(chains if engine.chains_only else [])]
 
     def __str__(self) -> str:
         mode = self.resolved_mode()

@@ -197,8 +197,7 @@ def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
     return [
         f"target: {target.name}, {target.num_layers} layers, {str(target.dtype).rpartition('.')[2]}",
         f"speculation: {config.speculation}",
-        *config.speculation.about_head(loaded.engine),
-        *config.speculation.why_chains(loaded.engine),
+        *config.speculation.notes(loaded.engine),
         f"chat: {chats}",
         f"sampling: temperature {loaded.defaults.get('temperature', 1.0):g} unless the request sets another",
         f"context: {target.context_length} tokens, {config.max_batch} requests at once",

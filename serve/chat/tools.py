@@ -149,8 +149,8 @@ class ToolCallParser:
     def next(self, thinking: bool, final: bool = False, complete: bool = True) -> str | list[ToolCall] | None:
         """Return the next piece of text or the next calls, or None if the rest must wait.
 
-        thinking: whether the text before is a thought; the thought's end then also ends an unfinished call. final: no
-        more text follows. complete: if final, whether the model ended its answer itself.
+        thinking: whether the text so far is in a thought; the end of the thought then also ends an unfinished call.
+        final: no more text follows. complete: if final, whether the model ended its answer itself.
         """
         if self._head:
             return self._inside(thinking, final, complete)
@@ -232,7 +232,7 @@ def _is_cheap(parser: str, body: str) -> bool:
     """Return whether mlx-lm's parser reads a call's body in roughly linear time.
 
     Most parsers search to the end for each tag without an end tag: 32 KB of `call:f{` took 19 s, and a client can make
-    the model write that. Bodies that are refused here are not valid calls.
+    the model write that. Bodies that fail this check are not valid calls.
     """
     if parser == "function_gemma":
         unclosed = body.count("call:", body.rfind("}") + 1)

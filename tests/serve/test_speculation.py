@@ -222,6 +222,6 @@ def test_the_head_is_quantized_as_requested_and_reported(bits: Any, said: str, t
     nn.quantize(target.model, 32, 8)
     speculation = Speculation(head=str(tmp_path / "head"), head_bits=bits)
     engine = em.Engine(target, speculation.proposer(target), policy=FixedPolicy(2))
-    [line] = speculation.about_head(engine)
+    [line] = speculation.notes(engine)
     assert line.startswith(said)
-    assert Speculation().about_head(em.Engine(target)) == []
+    assert Speculation().notes(em.Engine(target)) == []

@@ -36,7 +36,7 @@ _ROLES = {"user": (TextBlock, ToolResultBlock), "system": (TextBlock,)}
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
-    """Return the chat without max_tokens, which is only a bound here. Raises ApiError that names the field."""
+    """Return the chat. It leaves out max_tokens, which is only a bound. Raises ApiError that names the field."""
     asked: dict[str, Any] = {"messages": _messages(body), **body.extensions(), **_tools(body)}
     if body.thinking is not None:
         thinks = {"enable_thinking": body.thinking.type != "disabled"}

@@ -29,7 +29,7 @@ ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-"""Prefixes of item ids, by item type."""
+"""Prefix of an item's id, by item type."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StoredResponse:
 
 
 def _described(item: Item, place: str) -> dict[str, Any]:
-    """Return an item as OpenAI lists it. place: the end of its id if the client gave none."""
+    """Return an item as OpenAI lists it. place: the last part of its id if the client gave none."""
     fields = item.model_dump(exclude_none=True)
     kind = fields.setdefault("type", "message")
     if kind == "message" and isinstance(fields["content"], str):

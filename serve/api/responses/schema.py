@@ -154,7 +154,7 @@ OWN_TOOLS = ("function", "custom", "namespace")
 
 
 class OpenAITool(BaseModel):
-    """A tool that OpenAI runs, or with a schema known only to OpenAI's models."""
+    """A tool that OpenAI runs, or a tool whose schema is known only to OpenAI's models."""
 
     model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
 
@@ -184,7 +184,7 @@ class ChosenTool(Body):
 
 class Reasoning(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    # Reasoning is returned in full; nothing here can summarize it.
+    # Ignored: reasoning is returned in full, without a summary.
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None

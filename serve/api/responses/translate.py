@@ -113,7 +113,7 @@ def custom_arguments(text: str) -> str:
 
 
 def _text_of(arguments: str) -> str:
-    """Return the text in `custom_arguments`, or all of `arguments` if an unconstrained model wrote something else."""
+    """Return the text in `custom_arguments`, or all of `arguments` if the model wrote something else without a grammar."""
     found = json.loads(arguments).get("input")
     return found if isinstance(found, str) else arguments
 
@@ -148,7 +148,7 @@ def input_items(body: ResponsesRequest) -> list[Item]:
 
 
 def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions) -> ChatRequest:
-    """Return the chat of these items, without max_output_tokens, which is only a bound. Raises ApiError."""
+    """Return the chat of these items. It leaves out max_output_tokens, which is only a bound. Raises ApiError."""
     asked: dict[str, Any] = {
         "messages": _messages(body.instructions, items, len(items) - len(input_items(body))),
         "tools": functions.functions or None,
