@@ -113,7 +113,7 @@ def custom_arguments(text: str) -> str:
 
 
 def _text_of(arguments: str) -> str:
-    """Return the text in `custom_arguments`, or all of `arguments` if the model wrote something else without a grammar."""
+    """Return the text in `custom_arguments`, or all of `arguments` if a model without a grammar wrote others."""
     found = json.loads(arguments).get("input")
     return found if isinstance(found, str) else arguments
 
