@@ -112,13 +112,18 @@ def refuse(file: Path, config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{file} sets {name} to {config[name]!r}; it must be true or false")
 
 
-def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
-    """Issue a HeadWarning with the names of unknown fields, unless they are off."""
-    unknown = sorted(
+def unknown_fields(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of fields that are not known, unless they are off."""
+    return sorted(
         name
         for name, value in config.items()
         if name not in _KNOWN and not name.startswith("_") and value not in (None, False, "", [], {})
     )
+
+
+def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
+    """Issue a HeadWarning with the names of unknown fields, unless they are off."""
+    unknown = unknown_fields(config)
     if unknown:
         warnings.warn(
             f"{file} sets {', '.join(unknown)}, not known here; if that changes the head's output, it drafts badly",

@@ -1,11 +1,11 @@
 """Draft heads: one folder per kind, with the network and its file layouts. `kinds.py` is the registry."""
 
-from eagle_mlx.heads import eagle, eagle3, mtp
+from eagle_mlx.heads import block, eagle, eagle3, mtp
 from eagle_mlx.heads.base import DraftHead, HeadBase
 from eagle_mlx.heads.kinds import KINDS, Format, HeadKind, kind_of, register
 from eagle_mlx.heads.load import check_fit, load_head
 
-for _kind in (eagle3.KIND, eagle.KIND, mtp.KIND):
+for _kind in (eagle3.KIND, block.DFLASH, block.DSPARK, eagle.KIND, mtp.KIND):
     register(_kind)
 
 __all__ = [

@@ -52,6 +52,8 @@ class HeadKind:
     """Name of this way to draft in `--spec-decode`."""
     unusual: Callable[[Any], list[str]] = lambda head: []
     """Returns the fields of a head's config that some loaders may not know."""
+    trainable: bool = True
+    """Whether `eagle-train` has a recipe for it."""
     hint: Callable[[Path, Tensors], str | None] = lambda folder, tensors: None
     """Returns advice for a folder that has no head, but something that can be converted to one."""
 

@@ -13,13 +13,11 @@ from eagle_mlx.errors import CheckpointError, HeadError
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.kinds import KINDS, Format, HeadKind, format_of
 from eagle_mlx.target import Target
 
-_OTHERS = {
-    "dflash_config": "a DFlash head, which drafts blocks",
-    "medusa_num_heads": "Medusa heads",
-}
+_OTHERS = {"medusa_num_heads": "Medusa heads"}
 """Fields that only unsupported kinds of heads have."""
 
 
@@ -46,6 +44,11 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
         if field in config:
             raise CheckpointError(f"{folder} has {what}, which cannot be loaded; EAGLE and MTP heads can")
     found = format_of(config, tensors)
+    if "dflash_config" in config and (found is None or not issubclass(found[0].head_class, BlockHead)):
+        classes = ", ".join(map(str, config.get("architectures") or ())) or "no name"
+        raise CheckpointError(
+            f"{folder} holds a block drafter of class {classes}, which is not a DFlash head or DSpark head"
+        )
     if found is not None:
         return found
     hints = (kind.hint(folder, tensors) for kind in KINDS.values())

@@ -20,8 +20,8 @@ BITS = (4, 8)
 """Bits for quantization on loading; 16 means none."""
 GROUP_SIZES = (64, 32)
 """Group sizes in the order in which they are tried. mlx-lm uses 64."""
-_ROUTERS = ("mlp.gate", "shared_expert_gate")
-"""Suffixes of layers that route to experts."""
+_ROUTERS = ("mlp.gate", "shared_expert_gate", "confidence_head.proj")
+"""Suffixes of layers that route to experts or predict one number."""
 
 
 def in_dtype(head: DraftHead, dtype: mx.Dtype) -> DraftHead:

@@ -14,8 +14,8 @@ from eagle_mlx.plan import CONFIDENCE_LAG
 
 Forward = Callable[[mx.array | None], mx.array]
 """Takes the newest tokens [B, 1], None before the first; returns logits [B, 1, Vd] for the next token."""
-SampleFn = Callable[[mx.array, int], mx.array]
-"""Takes logits [B, 1, Vd] and the chain position; returns tokens [B, 1] int32, target ids."""
+SampleFn = Callable[[mx.array, int | mx.array], mx.array]
+"""Takes logits [B, n, Vd] and their positions in the chain, an int or [n]; returns tokens [B, n] int32, target ids."""
 
 
 class ChainSampler:
@@ -26,7 +26,7 @@ class ChainSampler:
         self._sampling, self._positions, self._vocab, self._token_ids = sampling, positions, vocab, token_ids
         self._probs: list[mx.array] = []
 
-    def __call__(self, logits: mx.array, step: int) -> mx.array:
+    def __call__(self, logits: mx.array, step: int | mx.array) -> mx.array:
         at = self._positions[:, None] + step
         token, q = draft_sample(logits, self._sampling, at, self._vocab, self._token_ids)
         self._probs += [] if q is None else [q]
@@ -46,12 +46,12 @@ class TreeScorer:
         self._sampling, self._positions, self._vocab, self.token_ids = sampling, positions, vocab, token_ids
         self._levels: list[mx.array] = []
 
-    def of(self, logits: mx.array, step: int) -> mx.array:
+    def of(self, logits: mx.array, step: int | mx.array) -> mx.array:
         """Return `draft_scores` of nodes [B, n, Vd] at depth `step`, which share their noise."""
         at = self._positions[:, None] + step
         return draft_scores(logits, self._sampling, at, self._vocab, self.token_ids)
 
-    def __call__(self, logits: mx.array, step: int) -> mx.array:
+    def __call__(self, logits: mx.array, step: int | mx.array) -> mx.array:
         self._levels.append(self.of(logits, step))
         best = mx.argmax(self._levels[-1], axis=-1).astype(mx.int32)
         return best if self.token_ids is None else self.token_ids[best]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,10 +16,12 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import HeadError
 from eagle_mlx.heads import KINDS, check_fit
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.hooks import place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState, StatePiece
+from eagle_mlx.proposers.block import BlockDrafter
 from eagle_mlx.proposers.chain import ChainSampler, EarlyExit, SampleFn, TreeScorer, draft_chain
 from eagle_mlx.proposers.growth import TreeShape, grow_tree, side_branch_tree
 from eagle_mlx.target import Target, nbytes_of
@@ -55,7 +57,10 @@ class HeadProposer:
         """The name for `--spec-decode`; `eagle` for an unknown kind of head."""
         return next((kind.mode for kind in KINDS.values() if isinstance(self.head, kind.head_class)), "eagle")
 
-    abilities = Abilities(trees=True, early_exit=True)
+    @property
+    def abilities(self) -> Abilities:
+        # The target reads a whole block even if rows end early, so early exits save nothing.
+        return Abilities(trees=True, early_exit=not isinstance(self.head, BlockHead))
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -162,8 +167,12 @@ class HeadState:
         self._pending: _Pending | None = None
         self._in_prompts = False
         """Whether the pending positions belong to prompts."""
-        self.hidden = mx.zeros((rows, 1, self.head.hidden_size), self.target.dtype)
-        """[rows, 1, H]: features at each row's newest position, from which the head drafts."""
+        in_blocks = isinstance(self.head, BlockHead)
+        self.hidden = mx.zeros(
+            (rows, 1, 1 if in_blocks else self.head.hidden_size), mx.int32 if in_blocks else self.target.dtype
+        )
+        """[rows, 1, H]: features at each row's newest position, from which the head drafts; for heads that draft blocks
+        [rows, 1, 1] int32, the newest token."""
 
     def prefill(self, seen: Observation) -> None:
         """Read the previous chunk; this one is read with the next, so the target's first token does not wait for it."""
@@ -217,9 +226,16 @@ class HeadState:
             self._in_prompts = False
 
     def _forward(self, tokens: mx.array, features: mx.array) -> mx.array:
+        if isinstance(self.head, BlockHead):
+            self.head.extend(features, self.cache)
+            return tokens[..., None]
         return self.head(self.head.embed(tokens), features, self.cache)
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        if isinstance(self.head, BlockHead):
+            self._read_pending()
+            draft = BlockDrafter(self.head, self.cache, self.hidden[..., 0], sampling, positions).draft(plan)
+            return replace(draft, lengths=mx.minimum(draft.lengths, self._counts(draft.tokens.shape[1])))
         if plan.is_tree:
             return self._tree(plan.depth, plan.nodes, sampling, positions)
         exits = EarlyExit(plan.stop_below, sampling) if plan.stop_below is not None else None

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlashHead
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead
@@ -48,6 +49,26 @@ def mtp_layer(target: Target, model_type: str) -> dict[str, Any]:
     return {**layer, **sizes}
 
 
+def dflash(target: Target, seed: int = 0, **fields: Any) -> DFlashHead:
+    head = DFlashHead(block_config(target, **fields))
+    randomize(head, seed, 0.2)
+    return head
+
+
+def block_config(target: Target, **fields: Any) -> BlockConfig:
+    """Return the config of a block drafter with two layers and blocks of five slots."""
+    size = target.hidden_size
+    plain = {"num_hidden_layers": 2, "block_size": 5, "mask_token_id": 3, "aux_layers": (0, 2), **SHAPE}
+    vocab = {"vocab_size": target.vocab_size, "draft_vocab_size": target.vocab_size}
+    return BlockConfig(**{**plain, **vocab, "hidden_size": size, **fields})
+
+
+BLOCKS: dict[str, Callable[[Target], BlockHead]] = {
+    "dflash": dflash,
+    "dflash, windows": lambda t: dflash(t, windows=(6, None), causal=(True, False)),
+    "dflash, causal": lambda t: dflash(t, causal=(True, True), windows=(4, 4), window_start="anchor"),
+}
+"""Heads that draft a whole block in one forward."""
 KINDS: dict[str, Callable[[Target], DraftHead]] = {
     "eagle": eagle,
     "eagle, two layers": lambda t: eagle(t, num_hidden_layers=2, bias=False, qkv_bias=True, own_embedding=True),

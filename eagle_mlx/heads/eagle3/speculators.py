@@ -177,4 +177,4 @@ def _layer_json(config: Eagle3Config) -> dict[str, Any]:
 
 def holds_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
     """Return whether this is a speculator. Loading one of an unknown type raises an error."""
-    return config.get("speculators_model_type") not in (None, "mtp")
+    return config.get("speculators_model_type") not in (None, "mtp", "dflash", "dspark")

@@ -1,0 +1,158 @@
+"""DSpark's layouts in which the fields lie at the top level or in `dflash_config`: DeepSpec, SpecForge, LiquidAI.
+
+DeepSpec (`Qwen3DSparkModel`) writes an embedding and an output projection; its `dflash_*_block7` are DSpark heads
+without a Markov head. SpecForge (`DSparkDraftModel`) and LiquidAI (`Lfm2DSparkDraftModel`) leave both to the target.
+Blocks are bidirectional; in SpecForge, as in its DFlash, layers with a window are causal and their windows end at each
+slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.formats.fields import read_config, reading
+from eagle_mlx.formats.tensors import DTYPE_NAMES, in_file_type, weights_of, write_head
+from eagle_mlx.heads.block.config import BlockConfig
+from eagle_mlx.heads.block.fields import (
+    DFLASH,
+    DSPARK,
+    SHARED,
+    TRAINING,
+    all_or_none,
+    build,
+    causal_by_type,
+    check_fields,
+    check_sayable,
+    dspark_fields,
+    dspark_json,
+    layer_json,
+    one_of,
+    own_ends,
+    read_block_weights,
+    shared_fields,
+)
+from eagle_mlx.heads.block.head import DSparkHead
+from eagle_mlx.heads.block.zlab import causal_json
+
+DEEPSPEC = "Qwen3DSparkModel"
+SPECFORGE, LIQUID = "DSparkDraftModel", "Lfm2DSparkDraftModel"
+_KNOWN = (*SHARED, *DSPARK, *TRAINING, "confidence_head_alpha", "target_model_type", "target_text_model_type")
+
+
+def load_deepspec(folder: str | Path, target_layers: int | None = None) -> DSparkHead:
+    """Read a DSpark head. Arguments and errors as in `load_zlab`; unknown fields of the top level only give a warning,
+    because DeepSpec copies the target's config."""
+    folder = Path(folder)
+    # Copied from the target's config; DeepSpec's attention turns whole heads.
+    written = {name: value for name, value in read_config(folder).items() if name != "partial_rotary_factor"}
+    rope = written.get("rope_parameters")
+    if isinstance(rope, dict):
+        written["rope_parameters"] = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+    file = folder / "config.json"
+    check_fields(file, written, _KNOWN, strict=False)
+    tensors = read_block_weights(folder)
+    with reading(file):
+        fields = shared_fields(written, target_layers)
+        if fields["windows"]:
+            raise ConfigError("a layer slides; DeepSpec trains layers with full attention")
+        first = bool(written.get("sample_from_anchor", True))
+        config = BlockConfig(**fields, **dspark_fields(written), **own_ends(tensors), first_slot_drafts=first)
+    return build(folder, DSparkHead, config, tensors)
+
+
+def load_specforge(folder: str | Path, target_layers: int | None = None) -> DSparkHead:
+    """Read a DSpark head of SpecForge's or LiquidAI's. Arguments and errors as in `load_zlab`."""
+    folder = Path(folder)
+    written = read_config(folder)
+    file = folder / "config.json"
+    check_fields(file, written, _KNOWN, (*_KNOWN, "projector_type"))
+    projector = (written.get(DFLASH) or {}).get("projector_type", "dspark")
+    if projector != "dspark":
+        raise CheckpointError(f"{file} sets {DFLASH}.projector_type to {projector!r}; only dspark is known")
+    tensors = read_block_weights(folder)
+    with reading(file):
+        fields = shared_fields(written, target_layers)
+        layers, causal = fields["num_hidden_layers"], written.get("is_causal")
+        config = BlockConfig(
+            **fields,
+            **dspark_fields(written),
+            **own_ends(tensors),
+            causal=causal_by_type(fields["windows"], layers)
+            if causal is None
+            else all_or_none((bool(causal),) * layers),
+            first_slot_drafts=bool(one_of(written, "sample_from_anchor", True)),
+        )
+    return build(folder, DSparkHead, config, tensors)
+
+
+def save_deepspec(
+    head: DSparkHead,
+    folder: str | Path,
+    *,
+    target_name: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    dtype: mx.Dtype = mx.bfloat16,
+    overwrite: bool = False,
+) -> None:
+    """Write a head in DeepSpec's layout. Arguments and errors as in `save_zlab`."""
+    check_sayable(head.config, "DeepSpec's", windows=(), causal=(), interleaved_rope=False, **_PLAIN_OUTPUT)
+    placed = {**_block_json(head.config), **dspark_json(head.config), "architectures": [DEEPSPEC]}
+    _write(head, folder, placed, target_name, extra, dtype, overwrite)
+
+
+def save_specforge(
+    head: DSparkHead,
+    folder: str | Path,
+    *,
+    target_name: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    dtype: mx.Dtype = mx.bfloat16,
+    overwrite: bool = False,
+) -> None:
+    """Write a head in SpecForge's layout. Arguments and errors as in `save_zlab`."""
+    config = head.config
+    check_sayable(config, "SpecForge's", **_PLAIN_OUTPUT, **({"window_start": "slot"} if config.windows else {}))
+    nested = {**_block_json(config), **dspark_json(config), "projector_type": "dspark"}
+    placed = {"architectures": [SPECFORGE], "block_size": config.block_size, **causal_json(config), DFLASH: nested}
+    _write(head, folder, placed, target_name, extra, dtype, overwrite)
+
+
+_PLAIN_OUTPUT = {"embedding_scale": None, "output_multiplier": 1.0, "logit_softcap": None}
+
+
+def _block_json(config: BlockConfig) -> dict[str, Any]:
+    layers = list(config.aux_layers)
+    return {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": layers}
+
+
+def _write(
+    head: DSparkHead,
+    folder: str | Path,
+    placed: Mapping[str, Any],
+    target_name: str | None,
+    extra: Mapping[str, Any] | None,
+    dtype: mx.Dtype,
+    overwrite: bool,
+) -> None:
+    check_sayable(head.config, "this", draft_vocab_size=head.config.vocab_size)
+    noted = {"torch_dtype": DTYPE_NAMES[dtype], "eagle_mlx": {"target": target_name, **(extra or {})}}
+    weights = in_file_type(weights_of(head), dtype)
+    write_head(folder, {**layer_json(head.config), **placed, **noted}, weights, overwrite)
+
+
+def holds_deepspec(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
+    return _is_of(config, DEEPSPEC)
+
+
+def holds_specforge(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
+    return _is_of(config, SPECFORGE) or _is_of(config, LIQUID)
+
+
+def _is_of(config: Mapping[str, Any], architecture: str) -> bool:
+    """Return whether a head is of this class. speculators writes `DSparkDraftModel` too."""
+    return architecture in (config.get("architectures") or ()) and config.get("speculators_model_type") is None

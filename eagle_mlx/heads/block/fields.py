@@ -1,0 +1,227 @@
+"""Read and write the config fields that all layouts of block drafters share, and refuse the others by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.formats.fields import (
+    layer_fields,
+    quantization_json,
+    read_quantization,
+    refuse,
+    unknown_fields,
+    warn_of_unknown,
+)
+from eagle_mlx.formats.tensors import fill, read_weights
+from eagle_mlx.heads.block.config import BlockConfig
+from eagle_mlx.heads.block.head import BlockHead
+from eagle_mlx.heads.eagle3.portable import take_draft_vocabulary
+from eagle_mlx.heads.precision import make_quantized
+
+Head = TypeVar("Head", bound=BlockHead)
+
+DFLASH = "dflash_config"
+"""The object in which z-lab and SpecForge keep the fields of block drafters."""
+SHARED = (
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "rope_is_neox_style", "is_neox_style"),
+)
+"""Fields of every block drafter."""
+DSPARK = (
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor"),
+)
+TRAINING = (
+    *("num_anchors", "confidence_head_alpha", "attention_mode", "loss_decay_gamma", "ce_loss_alpha", "l1_loss_alpha"),
+    *("block_size_policy", "dflash_initial_block_size", "attn_implementation"),
+)
+"""Fields that trainers and servers write, without effect on drafts."""
+
+
+_UNIMPLEMENTED = (
+    *("attention_sink_bias", "use_swa", "swa_window_size", "dflash_query_causal", "dspark_bonus_anchor"),
+    *("enable_moe_block", "hidden_size_per_layer_input", "use_double_wide_mlp"),
+)
+"""Fields that change the network, and that are refused even where other unknown fields are not."""
+
+
+def one_of(config: Mapping[str, Any], name: str, otherwise: Any = None, nested: str = DFLASH) -> Any:
+    """Return a field of the nested object, else of the top level, else `otherwise`."""
+    inner = config.get(nested) or {}
+    for place in (inner, config):
+        if place.get(name) is not None:
+            return place[name]
+    return otherwise
+
+
+def check_fields(
+    file: Path, config: Mapping[str, Any], known: Iterable[str], nested: Iterable[str] = (), strict: bool = True
+) -> None:
+    """Raise CheckpointError with the names of fields that are not known, or have a value that is not implemented.
+
+    `known` are fields of the top level besides those of decoder layers, `nested` those of `dflash_config`. If not
+    `strict`, unknown fields of the top level only give a HeadWarning: some trainers copy the target's config.
+    """
+    inner = config.get(DFLASH) or {}
+    if not isinstance(inner, dict):
+        raise CheckpointError(f"{file}: {DFLASH} must be an object, not {inner!r}")
+    own = {*known, DFLASH, "is_causal", "tie_word_embeddings"}
+    refuse(file, {name: value for name, value in config.items() if name not in own})
+    others = {name: value for name, value in config.items() if name not in own}
+    if not strict:
+        warn_of_unknown(file, {name: value for name, value in others.items() if name not in _UNIMPLEMENTED})
+    unknown = [name for name in unknown_fields(others) if strict or name in _UNIMPLEMENTED]
+    allowed = set(nested)
+    unknown += [f"{DFLASH}.{name}" for name, value in sorted(inner.items()) if name not in allowed and is_set(value)]
+    if unknown:
+        raise CheckpointError(
+            f"{file} sets {', '.join(unknown)}, which cannot be honored: not known for block drafters"
+        )
+
+
+def is_set(value: Any) -> bool:
+    return value not in (None, False, "", [], {})
+
+
+def shared_fields(config: Mapping[str, Any], target_layers: int | None) -> dict[str, Any]:
+    """Return the fields of the decoder layers, of the block and of the context. Raises KeyError, ConfigError."""
+    fields = layer_fields(config)
+    mask = one_of(config, "mask_token_id")
+    size = one_of(config, "block_size")
+    for name, value in (("mask_token_id", mask), ("block_size", size)):
+        if value is None:
+            raise KeyError(name)
+    return {
+        **fields,
+        "draft_vocab_size": fields["vocab_size"],
+        "aux_layers": _aux_layers(config, fields["num_hidden_layers"], target_layers),
+        "block_size": int(size),
+        "mask_token_id": int(mask),
+        "interleaved_rope": not one_of(config, "rope_is_neox_style", one_of(config, "is_neox_style", True)),
+        "quantization": read_quantization(config),
+    }
+
+
+def _aux_layers(config: Mapping[str, Any], layers: int, target_layers: int | None) -> tuple[int, ...]:
+    ids = one_of(config, "target_layer_ids")
+    if ids:
+        if any(k < 0 for k in ids):
+            raise ConfigError(f"target_layer_ids {list(ids)} name the embedding's output, which cannot be read")
+        return tuple(map(int, ids))
+    count = one_of(config, "num_target_layers", target_layers)
+    if count is None:
+        raise ConfigError("target_layer_ids is missing; load the head with its target")
+    return default_aux_layers(int(count), layers)
+
+
+def default_aux_layers(target_layers: int, layers: int) -> tuple[int, ...]:
+    """Return the target layers that z-lab's heads with this many layers read by default, counted from 0."""
+    if layers == 1:
+        return (target_layers // 2,)
+    return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers))
+
+
+def dspark_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the Markov head and of the confidence head."""
+    rank = int(one_of(config, "markov_rank", 0))
+    kind = str(one_of(config, "markov_head_type", "vanilla")).lower()
+    if rank and kind not in ("vanilla", "gated", "rnn"):
+        raise ConfigError(f"markov_head_type is {kind}; known are vanilla, gated and rnn")
+    confident = bool(one_of(config, "enable_confidence_head", False))
+    return {
+        "markov_rank": rank,
+        "markov_head": kind if rank else None,
+        "confidence_head": confident,
+        "confidence_with_markov": bool(one_of(config, "confidence_head_with_markov", True)) if confident else True,
+    }
+
+
+def build(
+    folder: Path, head_class: Callable[[BlockConfig, mx.array | None], Head], config: BlockConfig, tensors: Any
+) -> Head:
+    """Return the head for a config and its tensors. Raises CheckpointError if they do not fit."""
+    d2t = take_draft_vocabulary(folder, tensors, config.vocab_size, config.draft_vocab_size)
+    head = head_class(config, d2t)
+    make_quantized(head, config.quantization, tensors)
+    fill(folder, head, tensors)
+    return head
+
+
+def read_block_weights(folder: Path, left_out: Sequence[str] = ()) -> dict[str, mx.array]:
+    """Return the tensors without the prefix `model.`, and without those in `left_out`. Raises CheckpointError."""
+    if (folder / "mask_embedding.pt").exists():
+        raise CheckpointError(f"{folder} has a mask_embedding.pt; masks with an embedding of their own are not known")
+    tensors: dict[str, mx.array] = {}
+    for name, value in read_weights(folder).items():
+        short = name.removeprefix("model.")
+        if short in tensors:
+            raise CheckpointError(f"{folder} holds {short} twice, once as {name}; keep one of them")
+        if short not in left_out:
+            tensors[short] = value
+    return tensors
+
+
+def layer_json(config: BlockConfig) -> dict[str, Any]:
+    """Return the fields of the decoder layers, as transformers writes them for Qwen3."""
+    sizes = {window for window in config.windows if window is not None}
+    if len(sizes) > 1:
+        raise ConfigError(f"windows of {sorted(sizes)} positions cannot be written: a config names one size")
+    windows = config.windows or (None,) * config.num_hidden_layers
+    return {
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
+        "attention_bias": config.attention_bias,
+        "sliding_window": sizes.pop() if sizes else None,
+        "use_sliding_window": bool(config.windows),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "tie_word_embeddings": False,
+        **({"rope_is_neox_style": False} if config.interleaved_rope else {}),
+        **quantization_json(config.quantization),
+    }
+
+
+def check_sayable(config: BlockConfig, whose: str, **wanted: Any) -> None:
+    """Raise ConfigError if a layout cannot express a field: those in `wanted` must have the given value."""
+    for name, value in {"qkv_bias": False, "mlp_bias": False, "qk_norm": True, **wanted}.items():
+        if getattr(config, name) != value:
+            raise ConfigError(f"{whose} layout has no word for {name}={getattr(config, name)}; write another layout")
+
+
+def causal_by_type(windows: Sequence[int | None], layers: int) -> tuple[bool, ...]:
+    """Return the default: layers with a window are causal within the block, others are not."""
+    return all_or_none(tuple(window is not None for window in windows or (None,) * layers))
+
+
+def all_or_none(causal: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return (), as configs have it, if no layer is causal."""
+    return causal if any(causal) else ()
+
+
+def dspark_json(config: BlockConfig) -> dict[str, Any]:
+    """Return the fields that `dspark_fields` reads, and which slot drafts first."""
+    return {
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_head or "vanilla",
+        "enable_confidence_head": config.confidence_head,
+        "confidence_head_with_markov": config.confidence_head and config.confidence_with_markov,
+        "sample_from_anchor": config.first_slot_drafts,
+    }
+
+
+def own_ends(tensors: Mapping[str, mx.array]) -> dict[str, bool]:
+    """Return whether the files hold an embedding and an output projection."""
+    return {"own_embedding": "embed_tokens.weight" in tensors, "own_lm_head": "lm_head.weight" in tensors}

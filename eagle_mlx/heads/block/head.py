@@ -1,0 +1,167 @@
+"""Block drafters: one forward over the newest token and masks drafts a whole block.
+
+Sources: z-lab's DFlash (package `dflash`), deepseek-ai/DeepSpec and vllm-project/speculators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads.base import HeadBase, Mask, caches_of
+from eagle_mlx.heads.block.config import BlockAttention, BlockConfig
+from eagle_mlx.heads.block.layers import BlockLayer
+from eagle_mlx.heads.block.markov import MARKOV_HEADS, ConfidenceHead
+from eagle_mlx.target import Target
+
+
+class BlockHead(HeadBase[BlockConfig]):
+    """A head whose slots attend to the target's hidden states before the newest token, and to each other.
+
+    `d2t` [draft_vocab_size] is target id minus draft id for each draft id; None if the vocabularies are equal.
+    """
+
+    def __init__(self, config: BlockConfig, d2t: mx.array | None = None):
+        super().__init__()
+        if (d2t is None) != (config.draft_vocab_size == config.vocab_size):
+            raise ConfigError("a head needs d2t exactly when its draft vocabulary is smaller than the target's")
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self._config = config
+        self._d2t = d2t if d2t is None else d2t.astype(mx.int32)
+        self._token_ids = d2t if d2t is None else mx.arange(d2t.size, dtype=mx.int32) + d2t.astype(mx.int32)
+        self._scale, self._softcap = 1.0, config.logit_softcap
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.fc = nn.Linear(size * len(config.aux_layers), size, bias=False)
+        self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.layers = [BlockLayer(config) for _ in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(size, eps=eps)
+        if config.own_lm_head:
+            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        if config.markov_head is not None:
+            self.markov_head = MARKOV_HEADS[config.markov_head](config)
+        if config.confidence_head:
+            self.confidence_head = ConfidenceHead(config)
+
+    def attach(self, target: Target) -> None:
+        super().attach(target)
+        own = self._config
+        self._scale = embedding_scale(target) if own.embedding_scale is None else own.embedding_scale
+        self._softcap = logit_softcap(target) if own.logit_softcap is None else own.logit_softcap
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self._config.aux_layers
+
+    @property
+    def cache_layers(self) -> int:
+        return self._config.num_hidden_layers
+
+    @property
+    def d2t(self) -> mx.array | None:
+        return self._d2t
+
+    @property
+    def token_ids(self) -> mx.array | None:
+        """[draft_vocab_size] int32, the target id of each draft id; None if they are the same."""
+        return self._token_ids
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Token ids [...] -> embeddings [..., H], scaled as the target's."""
+        out = super().embed(tokens)
+        return out if self._scale == 1 else out * mx.array(self._scale, out.dtype)
+
+    def features(self, aux: Sequence[mx.array]) -> mx.array:
+        """Target's aux hidden states, each [B, L, H] -> context features [B, L, H]."""
+        out: mx.array = self.hidden_norm(self.fc(mx.concatenate(list(aux), axis=-1)))
+        return out
+
+    def extend(self, g: mx.array, cache: Any) -> None:
+        """Write the keys and values of context features g [B, L, H] after those in the cache.
+
+        The caller advances the cache's lengths.
+        """
+        for layer, kept in zip(self.layers, cache, strict=True):
+            kept.update_and_fetch(*layer.self_attn.context(g, kept.offset))
+
+    def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
+        """Run a block after its context.
+
+        embeddings [B, b, H] of the newest token and masks; g [B, L, H], the context's features, at positions 0..L-1.
+        With a cache, the context is in the cache, and g is not read. `mask` is not used. Returns [B, b, H], normed.
+        """
+        start: int | mx.array = g.shape[1]
+        longest = g.shape[1]
+        if cache is not None:
+            start, longest = cache[0].offset, cache[0].lengths.upper
+        masks: dict[BlockAttention, mx.array | None] = {}
+        x = embeddings
+        for index, (layer, kept) in enumerate(zip(self.layers, caches_of(cache, self.cache_layers), strict=True)):
+            sees = self._config.sees(index)
+            if sees not in masks:
+                masks[sees] = sees.mask(start, longest, x.shape[1])
+            past = layer.self_attn.context(g, 0) if kept is None else kept
+            x = layer(x, masks[sees], past, start)
+        return self.normed(x)
+
+    def normed(self, x: mx.array) -> mx.array:
+        """Apply the final norm to [..., H]."""
+        out: mx.array = self.norm(x)
+        return out
+
+    def block(self, newest: mx.array, cache: Any, drafts: int) -> mx.array:
+        """Return the states of the slots that predict the next `drafts` tokens, [B, drafts, H].
+
+        newest: [B, 1] int32, each row's newest token, which is not in the cache. Unless every layer is causal, later
+        slots change earlier ones, so the whole block is read, as in training.
+        """
+        config = self._config
+        first = 0 if config.first_slot_drafts else 1
+        slots = first + drafts if config.is_causal else config.block_size
+        masks = mx.full((newest.shape[0], slots - 1), config.mask_token_id, mx.int32)
+        x = self.embed(mx.concatenate([newest, masks], axis=1))
+        return self(x, x[:, :0], cache)[:, first : first + drafts]
+
+    def logits(self, h: mx.array) -> mx.array:
+        """h [..., H], normed -> logits over the draft vocabulary [..., Vd], without the Markov head's bias."""
+        out: mx.array = self.lm_head(h) if self._config.own_lm_head else self.target.lm_head(h)
+        if self._config.output_multiplier != 1:
+            out = out * self._config.output_multiplier
+        if self._softcap is not None:
+            out = mx.tanh(out / self._softcap) * self._softcap
+        return out
+
+
+class DFlashHead(BlockHead):
+    """DFlash: all slots are independent given the block."""
+
+    def __init__(self, config: BlockConfig, d2t: mx.array | None = None):
+        if config.markov_head is not None or config.confidence_head:
+            raise ConfigError("a DFlash head has neither a Markov head nor a confidence head; DSpark heads have")
+        super().__init__(config, d2t)
+
+
+class DSparkHead(BlockHead):
+    """DSpark: DFlash's network, whose slots also depend on the token before them."""
+
+
+def embedding_scale(target: Target) -> float:
+    """Return the factor that a target applies to its embeddings; Gemma's have one."""
+    args = _text_args(target)
+    return float(target.hidden_size**0.5) if str(getattr(args, "model_type", "")).startswith("gemma") else 1.0
+
+
+def logit_softcap(target: Target) -> float | None:
+    """Return the soft limit of a target's logits, or None."""
+    found: float | None = getattr(_text_args(target), "final_logit_softcapping", None)
+    return found
+
+
+def _text_args(target: Target) -> Any:
+    args = getattr(target.model, "args", None)
+    nested = getattr(args, "text_config", None)
+    return nested if nested is not None and not isinstance(nested, dict) else args

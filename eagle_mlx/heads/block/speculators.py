@@ -1,0 +1,168 @@
+"""The layout of vllm-project/speculators for DFlash and DSpark heads, with a separate config for the layers.
+
+Layer ids are one higher than ours. A window counts the positions before the anchor, for all slots alike, and has no
+effect within the block. Layers with a window are causal within the block unless `sliding_window_non_causal` is set.
+The output projection is in the files only if the draft vocabulary is smaller than the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.formats.fields import (
+    SPECULATORS_VERSION,
+    proposal_json,
+    quantization_json,
+    read_config,
+    reading,
+)
+from eagle_mlx.formats.tensors import DTYPE_NAMES, in_file_type, weights_of, write_head
+from eagle_mlx.heads.block.config import BlockConfig
+from eagle_mlx.heads.block.fields import (
+    DSPARK,
+    TRAINING,
+    all_or_none,
+    build,
+    causal_by_type,
+    check_fields,
+    check_sayable,
+    dspark_fields,
+    dspark_json,
+    layer_json,
+    own_ends,
+    read_block_weights,
+    shared_fields,
+)
+from eagle_mlx.heads.block.head import BlockHead, DFlashHead, DSparkHead
+from eagle_mlx.heads.eagle3.portable import vocabulary_tensors
+
+_IDS = "aux_hidden_state_layer_ids"
+_KNOWN = (*TRAINING, *DSPARK, _IDS, "block_size", "mask_token_id", "sliding_window_non_causal", "max_anchors")
+_NOT_READ = ("verifier_norm.weight", "verifier_lm_head.weight")
+"""Copies of the target's weights, needed only for training."""
+_CLASSES: dict[str, type[BlockHead]] = {"dflash": DFlashHead, "dspark": DSparkHead}
+_SAVED_CLASSES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+
+Head = TypeVar("Head", bound=BlockHead)
+
+
+def load_speculators_block(folder: str | Path, target_layers: int | None = None) -> BlockHead:
+    """Read a DFlash or DSpark head. Arguments and errors as in `load_zlab`."""
+    folder = Path(folder)
+    written = read_config(folder)
+    file = folder / "config.json"
+    layer = written.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise CheckpointError(f"{file} lacks transformer_layer_config")
+    if layer.get("model_type", "qwen3") != "qwen3":
+        raise CheckpointError(f"{file} describes a layer of {layer['model_type']}; only qwen3 layers can be read")
+    check_fields(file, written, _KNOWN)
+    check_fields(file, layer, ())
+    tensors = read_block_weights(folder, _NOT_READ)
+    head_class = _CLASSES[written["speculators_model_type"]]
+    with reading(file):
+        config = _from_json(written, layer, tensors, target_layers)
+        return build(folder, head_class, config, tensors)
+
+
+def _from_json(
+    config: Mapping[str, Any], layer: Mapping[str, Any], tensors: Mapping[str, mx.array], target_layers: int | None
+) -> BlockConfig:
+    ids = config.get(_IDS)
+    block = {name: config.get(name) for name in ("block_size", "mask_token_id")}
+    own = {"quantization": config.get("quantization"), "target_layer_ids": [k - 1 for k in ids] if ids else None}
+    fields = shared_fields({**layer, **block, **own}, target_layers)
+    if config.get("target_hidden_size") not in (None, fields["hidden_size"]):
+        raise ConfigError(
+            f"target_hidden_size is {config['target_hidden_size']} but hidden_size {fields['hidden_size']}"
+        )
+    fields["draft_vocab_size"] = int(config.get("draft_vocab_size") or fields["vocab_size"])
+    causal = (
+        ()
+        if config.get("sliding_window_non_causal")
+        else causal_by_type(fields["windows"], fields["num_hidden_layers"])
+    )
+    markov = dspark_fields(config) if config["speculators_model_type"] == "dspark" else {}
+    return BlockConfig(
+        **fields,
+        **own_ends(tensors),
+        **markov,
+        causal=causal,
+        window_start="anchor" if fields["windows"] else "slot",
+        first_slot_drafts=_first_slot_drafts(config, fields["block_size"]),
+    )
+
+
+def _first_slot_drafts(config: Mapping[str, Any], block_size: int) -> bool:
+    """Old files do not say it, but name as many speculative tokens as slots if the first slot drafts."""
+    said = config.get("sample_from_anchor")
+    if said is not None:
+        return bool(said)
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return bool(methods[0].get("speculative_tokens") == block_size)
+
+
+def save_speculators_block(
+    head: BlockHead,
+    folder: str | Path,
+    *,
+    target_name: str | None = None,
+    base_model: str | None = None,
+    target_architectures: Sequence[str] = (),
+    extra: Mapping[str, Any] | None = None,
+    dtype: mx.Dtype = mx.bfloat16,
+    overwrite: bool = False,
+) -> None:
+    """Write a head in this layout. Arguments and errors as in `save_zlab`.
+
+    `base_model` is the target for other servers, a hub id or local folder; they read embedding and projection there.
+    """
+    config = head.config
+    kind = "dspark" if isinstance(head, DSparkHead) else "dflash"
+    _check_sayable(config)
+    layer = {name: value for name, value in layer_json(config).items() if not name.startswith("quantization")}
+    layer.pop("rope_theta")
+    written = {
+        "architectures": [_SAVED_CLASSES[kind]],
+        "speculators_model_type": kind,
+        "speculators_version": SPECULATORS_VERSION,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        _IDS: [k + 1 for k in config.aux_layers],
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": None,
+        "sample_from_anchor": config.first_slot_drafts,
+        "sliding_window_non_causal": bool(config.windows) and not config.causal,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer,
+        "speculators_config": proposal_json(kind, base_model, target_architectures, config.drafts),
+        **(dspark_json(config) if kind == "dspark" else {}),
+        **quantization_json(config.quantization),
+        "torch_dtype": DTYPE_NAMES[dtype],
+        "eagle_mlx": {"target": target_name, **(extra or {})},
+    }
+    weights = in_file_type(weights_of(head), dtype)
+    write_head(folder, written, weights | vocabulary_tensors(head.d2t, config.vocab_size), overwrite)
+
+
+def _check_sayable(config: BlockConfig) -> None:
+    plain = {"embedding_scale": None, "output_multiplier": 1.0, "logit_softcap": None, "interleaved_rope": False}
+    ends = {"own_embedding": False, "own_lm_head": config.draft_vocab_size < config.vocab_size}
+    windows = {"window_start": "anchor"} if config.windows else {}
+    check_sayable(config, "speculators'", **plain, **ends, **windows)
+    by_type = causal_by_type(config.windows, config.num_hidden_layers)
+    if all_or_none(config.causal) not in ((), by_type):
+        raise ConfigError(f"speculators' layout has no word for causal={config.causal}; write another layout")
+
+
+def holds_speculators_dflash(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
+    return config.get("speculators_model_type") == "dflash"
+
+
+def holds_speculators_dspark(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
+    return config.get("speculators_model_type") == "dspark"

@@ -1,0 +1,123 @@
+"""z-lab's layout of DFlash heads, without an embedding and an output projection of their own.
+
+A window ends at each slot and includes it. Layers with a window are causal within the block, unless `is_causal` or
+`dflash_config.causal` say otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats.fields import read_config, reading
+from eagle_mlx.formats.tensors import DTYPE_NAMES, in_file_type, weights_of, write_head
+from eagle_mlx.heads.block.config import BlockConfig
+from eagle_mlx.heads.block.fields import (
+    DFLASH,
+    SHARED,
+    TRAINING,
+    all_or_none,
+    build,
+    causal_by_type,
+    check_fields,
+    check_sayable,
+    layer_json,
+    one_of,
+    read_block_weights,
+    shared_fields,
+)
+from eagle_mlx.heads.block.head import DFlashHead
+
+ARCHITECTURE = "DFlashDraftModel"
+_OUTPUT = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_KNOWN = (*SHARED, *_OUTPUT, *TRAINING)
+_NESTED = (*SHARED, *_OUTPUT, *TRAINING, "causal")
+
+
+def load_zlab(folder: str | Path, target_layers: int | None = None) -> DFlashHead:
+    """Read a DFlash head.
+
+    `target_layers` determines the aux layers if the config does not name them. Raises CheckpointError if a file is
+    damaged, if any tensor or field is missing or unknown, or if a field's value is not implemented.
+    """
+    folder = Path(folder)
+    written = read_config(folder)
+    file = folder / "config.json"
+    check_fields(file, written, _KNOWN, _NESTED)
+    with reading(file):
+        fields = shared_fields(written, target_layers)
+        scale, softcap = one_of(written, "input_embedding_scale"), one_of(written, "final_logit_softcapping")
+        config = BlockConfig(
+            **fields,
+            causal=_causal(written, fields),
+            embedding_scale=None if scale is None else float(scale),
+            output_multiplier=float(one_of(written, "output_multiplier", 1.0)),
+            logit_softcap=float(softcap) if softcap else None,
+        )
+        return build(folder, DFlashHead, config, read_block_weights(folder))
+
+
+def _causal(config: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[bool, ...]:
+    layers, said = fields["num_hidden_layers"], config.get("is_causal")
+    said = (config.get(DFLASH) or {}).get("causal") if said is None else said
+    if said is None:
+        return causal_by_type(fields["windows"], layers)
+    return all_or_none((bool(said),) * layers)
+
+
+def save_zlab(
+    head: DFlashHead,
+    folder: str | Path,
+    *,
+    target_name: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    dtype: mx.Dtype = mx.bfloat16,
+    overwrite: bool = False,
+) -> None:
+    """Write a head in this layout to a folder, which appears only once complete.
+
+    `target_name` and `extra` are stored under `eagle_mlx`. Raises ConfigError if this layout cannot express the head,
+    OutputError if the folder cannot be written.
+    """
+    config = head.config
+    plain = {"own_embedding": False, "own_lm_head": False, "first_slot_drafts": False}
+    check_sayable(config, "z-lab's", **plain, **({"window_start": "slot"} if config.windows else {}))
+    written = {
+        **layer_json(config),
+        "architectures": [ARCHITECTURE],
+        "block_size": config.block_size,
+        **causal_json(config),
+        **output_json(config),
+        DFLASH: {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.aux_layers)},
+        "torch_dtype": DTYPE_NAMES[dtype],
+        "eagle_mlx": {"target": target_name, **(extra or {})},
+    }
+    write_head(folder, written, in_file_type(weights_of(head), dtype), overwrite)
+
+
+def causal_json(config: BlockConfig) -> dict[str, Any]:
+    """Return the field for causality within the block, if it is not the default. Raises ConfigError for mixtures."""
+    causal = config.causal or (False,) * config.num_hidden_layers
+    if all_or_none(causal) == causal_by_type(config.windows, config.num_hidden_layers):
+        return {}
+    if len(set(causal)) > 1:
+        raise ConfigError(f"a mixture of causal and other layers ({causal}) cannot be written")
+    return {"is_causal": causal[0]}
+
+
+def output_json(config: BlockConfig) -> dict[str, Any]:
+    """Return the fields for scaled embeddings and logits, if they are not the target's."""
+    return {
+        **({} if config.embedding_scale is None else {"input_embedding_scale": config.embedding_scale}),
+        **({} if config.output_multiplier == 1 else {"output_multiplier": config.output_multiplier}),
+        **({} if config.logit_softcap is None else {"final_logit_softcapping": config.logit_softcap}),
+    }
+
+
+def holds_zlab(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
+    """Return whether this is a DFlash head of z-lab's. speculators writes the same name of the class."""
+    return ARCHITECTURE in (config.get("architectures") or ()) and config.get("speculators_model_type") is None

@@ -1,0 +1,90 @@
+"""Draft a whole block in one forward, for heads whose slots read the context and each other.
+
+`HeadState` keeps the context's keys and values; the block's own are written after them and forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch, surprise_of
+from eagle_mlx.heads.block import BlockHead
+from eagle_mlx.plan import Plan
+from eagle_mlx.proposers.chain import ChainSampler, SampleFn, TreeScorer
+from eagle_mlx.proposers.growth import TreeShape, side_branch_tree
+
+
+@dataclass(frozen=True)
+class BlockDrafter:
+    """One block of each row of a batch."""
+
+    head: BlockHead
+    cache: RaggedCache
+    """The context's keys and values. The block's are written after each row's length, which stays as it is."""
+    newest: mx.array
+    """[B, 1] int32, each row's newest token."""
+    sampling: SamplingBatch
+    positions: mx.array
+    """[B] int32, the positions of the first draft tokens."""
+
+    def draft(self, plan: Plan) -> Draft:
+        """Draft a chain, or a chain with side branches, as the plan asks; lengths are those of all rows alike.
+
+        With `plan.stop_below`, each row's chain ends before the first token whose chance, together with those before
+        it, is below. The device finds the lengths; the host does not wait for them.
+        """
+        drafts = min(plan.depth, self.head.config.drafts)
+        arguments = self.sampling, self.positions, self.head.vocab_size, self.head.token_ids
+        if plan.is_tree:
+            scorer, shape = TreeScorer(*arguments), TreeShape.of(plan.nodes, plan.depth)
+            self._tokens(drafts, scorer)
+            children = max(shape.children, -(-plan.nodes // drafts))
+            tokens, tree = side_branch_tree(scorer.levels, plan.nodes, children, self.head.token_ids)
+            return Draft(tokens, self._alike(tokens.shape[1]), tree=tree)
+        sampler = ChainSampler(*arguments)
+        tokens, surprises = self._tokens(drafts, sampler)
+        lengths = self._alike(drafts)
+        if plan.stop_below is not None:
+            most = -math.log(plan.stop_below) if plan.stop_below > 0 else math.inf
+            lengths = mx.sum(mx.cumsum(surprises, axis=1) <= most, axis=1).astype(mx.int32)
+        return sampler.draft([tokens], lengths)
+
+    def _alike(self, count: int) -> mx.array:
+        return mx.full((self.newest.shape[0],), count, mx.int32)
+
+    def _tokens(self, drafts: int, draw: SampleFn) -> tuple[mx.array, mx.array]:
+        """Return the block's tokens [B, drafts] int32 and their surprises.
+
+        A surprise [B, drafts] float32 is minus the logarithm of the chance that a token is accepted if those before it
+        are: that of the confidence head, else that of the most likely token. It never depends on its own token, which
+        would change sampled text.
+        """
+        head = self.head
+        h = head.block(self.newest, self.cache, drafts)
+        logits = head.logits(h)
+        if head.config.markov_head is None:
+            return draw(logits, mx.arange(drafts, dtype=mx.int32)), self._surprise(logits, h, None)
+        previous, state = self.newest, None
+        tokens, surprises = list[mx.array](), list[mx.array]()
+        for slot in range(drafts):
+            at = h[:, slot : slot + 1]
+            bias, state = head.markov_head.step(previous, at, state)
+            biased = logits[:, slot : slot + 1] + bias
+            surprises.append(self._surprise(biased, at, previous))
+            previous = draw(biased, slot)
+            tokens.append(previous)
+        return mx.concatenate(tokens, axis=1), mx.concatenate(surprises, axis=1)
+
+    def _surprise(self, logits: mx.array, h: mx.array, previous: mx.array | None) -> mx.array:
+        """logits [B, n, Vd], states h [B, n, H] and previous tokens [B, n] -> [B, n] float32."""
+        config = self.head.config
+        if not config.confidence_head:
+            return surprise_of(logits, self.sampling)
+        reads_token = config.confidence_with_markov and previous is not None
+        embedding = self.head.markov_head.embedding(previous) if reads_token else None
+        return mx.logaddexp(-self.head.confidence_head(h, embedding), 0.0)
