@@ -85,6 +85,7 @@ class BlockDrafter:
         config = self.head.config
         if not config.confidence_head:
             return surprise_of(logits, self.sampling)
-        reads_token = config.confidence_with_markov and previous is not None
-        embedding = self.head.markov_head.embedding(previous) if reads_token else None
+        embedding = None
+        if config.confidence_with_markov and previous is not None:
+            embedding = self.head.markov_head.embedding(previous)
         return mx.logaddexp(-self.head.confidence_head(h, embedding), 0.0)

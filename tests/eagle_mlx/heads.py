@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlashHead
+from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlashHead, DSparkHead
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead
@@ -55,6 +55,18 @@ def dflash(target: Target, seed: int = 0, **fields: Any) -> DFlashHead:
     return head
 
 
+def dspark(target: Target, seed: int = 0, **fields: Any) -> DSparkHead:
+    markov: dict[str, Any] = {"markov_head": "vanilla", "markov_rank": 32, "confidence_head": True}
+    config = block_config(target, **{**markov, "first_slot_drafts": True, "block_size": 4, **fields})
+    d2t = None
+    if config.draft_vocab_size < target.vocab_size:
+        kept = np.sort(np.random.default_rng(seed).choice(target.vocab_size, config.draft_vocab_size, replace=False))
+        d2t = mx.array(kept - np.arange(len(kept)), mx.int32)
+    head = DSparkHead(config, d2t)
+    randomize(head, seed, 0.2)
+    return head
+
+
 def block_config(target: Target, **fields: Any) -> BlockConfig:
     """Return the config of a block drafter with two layers and blocks of five slots."""
     size = target.hidden_size
@@ -67,6 +79,12 @@ BLOCKS: dict[str, Callable[[Target], BlockHead]] = {
     "dflash": dflash,
     "dflash, windows": lambda t: dflash(t, windows=(6, None), causal=(True, False)),
     "dflash, causal": lambda t: dflash(t, causal=(True, True), windows=(4, 4), window_start="anchor"),
+    "dspark": dspark,
+    "dspark, gated": lambda t: dspark(t, markov_head="gated", block_size=5, first_slot_drafts=False),
+    "dspark, rnn": lambda t: dspark(t, markov_head="rnn", draft_vocab_size=40, own_lm_head=True),
+    "dspark, no markov": lambda t: dspark(
+        t, markov_head=None, markov_rank=0, confidence_head=False, own_embedding=True
+    ),
 }
 """Heads that draft a whole block in one forward."""
 KINDS: dict[str, Callable[[Target], DraftHead]] = {
@@ -87,6 +105,7 @@ KINDS: dict[str, Callable[[Target], DraftHead]] = {
     "mtp of qwen3-next": lambda t: mtp(t, model_type="qwen3_next"),
     "mtp of qwen3.5": lambda t: mtp(t, model_type="qwen3_5"),
 }
+ALL: dict[str, Callable[[Target], DraftHead]] = {**KINDS, **BLOCKS}
 
 
 def silence(*modules: Any) -> None:

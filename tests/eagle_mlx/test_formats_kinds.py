@@ -14,13 +14,13 @@ from mlx.utils import tree_flatten
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError, OutputError
 from eagle_mlx.formats.tensors import read_tensors, weights_of
-from eagle_mlx.heads import load_head
-from eagle_mlx.heads.eagle import EagleHead, save_eagle
-from eagle_mlx.heads.eagle3 import Eagle3Head, load_speculators, save_eagle3, save_speculators
-from eagle_mlx.heads.mtp import MTPHead, mtp_of_model, mtp_of_tensors, save_mtp, save_speculators_mtp
+from eagle_mlx.heads import kind_of, load_head
+from eagle_mlx.heads.eagle import save_eagle
+from eagle_mlx.heads.eagle3 import load_speculators, save_eagle3, save_speculators
+from eagle_mlx.heads.mtp import mtp_of_model, mtp_of_tensors, save_speculators_mtp
 from eagle_mlx.heads.mtp.format import quantized
 from eagle_mlx.target import load_target
-from tests.eagle_mlx.heads import KINDS, eagle, eagle3, mtp
+from tests.eagle_mlx.heads import ALL, KINDS, eagle, eagle3, mtp
 from tests.fakes import tiny_target, tiny_target_folder
 
 TARGET = tiny_target(vocab=64)
@@ -30,8 +30,7 @@ SAYABLE = ["eagle3.1", "eagle3, one norm", "eagle3, two layers"]
 
 def save(head: Any, folder: Path, **options: Any) -> None:
     head.attach(TARGET)
-    how = {EagleHead: save_eagle, Eagle3Head: save_eagle3, MTPHead: save_mtp}[type(head)]
-    how(head, folder, target_name="tiny", extra={"step": 3}, **options)
+    kind_of(head).formats[0].save(head, folder, target_name="tiny", extra={"step": 3}, **options)
 
 
 def same_weights(a: Any, b: Any, dtype: mx.Dtype) -> bool:
@@ -41,10 +40,10 @@ def same_weights(a: Any, b: Any, dtype: mx.Dtype) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("dflash, causal", "dspark, rnn")])
 def test_the_round_trip_is_exact(name: str, tmp_path: Path) -> None:
-    """The folder's name does not matter."""
-    head: Any = KINDS[name](TARGET)
+    """The folder's name does not matter. The two block heads left out need speculators' layout (test_blocks.py)."""
+    head: Any = ALL[name](TARGET)
     save(head, tmp_path / "eagle3-mtp", dtype=mx.float16)
     again = load_head(tmp_path / "eagle3-mtp", TARGET)
     assert type(again) is type(head)

@@ -19,7 +19,7 @@ from eagle_mlx.heads.eagle import save_eagle
 from eagle_mlx.heads.eagle3 import Eagle3Head, save_eagle3
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import Target, load_target
-from tests.eagle_mlx.heads import KINDS, bigram_target, eagle, silence
+from tests.eagle_mlx.heads import ALL, bigram_target, eagle, silence
 from tests.fakes import EMBEDDED_TARGET, tiny_head, tiny_target
 from tests.full import in_full
 
@@ -104,13 +104,13 @@ def test_a_head_that_is_right_by_construction_passes() -> None:
     assert head_warning(head, tiny) is None
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_heads_of_every_kind_are_tried(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """These heads know nothing, but each of them works."""
     tokens = in_full(head_check.TOKENS, 24)
     monkeypatch.setattr(head_check, "TOKENS", tokens)
     tiny = tiny_target(vocab=64)
-    assert try_out(KINDS[name](tiny), tiny).rounds > 1.6 * tokens
+    assert try_out(ALL[name](tiny), tiny).rounds > 1.6 * tokens
 
 
 @pytest.mark.parametrize(

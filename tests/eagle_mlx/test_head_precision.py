@@ -20,7 +20,7 @@ from eagle_mlx.heads.precision import quantize
 from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.target import Target
 from eagle_mlx.train.evaluation import Evaluator
-from tests.eagle_mlx.heads import KINDS, eagle, eagle3
+from tests.eagle_mlx.heads import ALL, BLOCKS, KINDS, eagle, eagle3
 from tests.fakes import tiny_target
 from tests.full import in_full
 
@@ -58,7 +58,7 @@ def computed(monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None) -> dict[str, se
 
         monkeypatch.setattr(owner, part, watched)
 
-    for owner in {type(make(TARGETS["bf16"])) for make in KINDS.values()}:
+    for owner in {type(make(TARGETS["bf16"])) for make in ALL.values()}:
         for part in ("features", "__call__", "logits"):
             watch(owner, part)
     draft = HeadState.draft
@@ -77,23 +77,24 @@ def floating(weights: Mapping[str, mx.array]) -> set[mx.Dtype]:
     return {x.dtype for x in weights.values() if mx.issubdtype(x.dtype, mx.floating)}
 
 
-EVERY = [(kind, of) for kind in KINDS for of in TYPES]
-IN_TURNS = [(kind, list(TYPES)[number % len(TYPES)]) for number, kind in enumerate(KINDS)]
+EVERY = [(kind, of) for kind in ALL for of in TYPES]
+IN_TURNS = [(kind, list(TYPES)[number % len(TYPES)]) for number, kind in enumerate(ALL)]
 
 
 @pytest.mark.parametrize(("kind", "of"), in_full(EVERY, IN_TURNS))
 def test_a_head_computes_in_the_type_of_its_target(kind: str, of: str, computed: dict[str, set[mx.Dtype]]) -> None:
     target, (wanted, written) = TARGETS[of], TYPES[of]
-    head: Any = KINDS[kind](target)
+    head: Any = ALL[kind](target)
     head.set_dtype(written)
     if any(isinstance(module, SwitchLinear) for module in head.modules()):
         quantize(head, 8, 32)  # MLX's CPU has no products of 16-bit experts
     engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(3), max_batch=2)
     outputs = engine.generate(PROMPTS, em.SamplingParams(max_tokens=6, ignore_eos=True))
     assert sum(output.drafted for output in outputs) > 10
-    assert computed == {part: {wanted} for part in ("features", "__call__", "logits", "keys and values", "hidden")}, (
-        f"{written} in {wanted}"
-    )
+    if kind in BLOCKS:
+        assert not computed.pop("hidden")  # the newest token
+    assert set(computed) >= {"features", "__call__", "logits", "keys and values"}
+    assert all(types == {wanted} for types in computed.values()), f"{written} in {wanted}"
 
 
 def test_trees_compute_in_the_type_of_the_target(computed: dict[str, set[mx.Dtype]]) -> None:

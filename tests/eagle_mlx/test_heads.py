@@ -13,16 +13,17 @@ import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.mtp import MTPConfig
 from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation
 from tests.architectures import tiny_model
-from tests.eagle_mlx.heads import KINDS, bigram_target, eagle, eagle3, mtp, silence
+from tests.eagle_mlx.heads import ALL, bigram_target, eagle, eagle3, mtp, silence
 from tests.fakes import randomize, tiny_target
 from tests.full import in_full
 
 TARGET = tiny_target(vocab=64)
-HEADS = {name: make(TARGET) for name, make in KINDS.items()}
+HEADS = {name: make(TARGET) for name, make in ALL.items()}
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 7, 8, 50, 3, 2, 1, 60, 33], list(range(30))]
 PARAMS = [
     em.SamplingParams(max_tokens=14),
@@ -38,7 +39,7 @@ def alone() -> list[list[int]]:
     return [em.Engine(TARGET).generate([p], each)[0].tokens for p, each in zip(PROMPTS, PARAMS, strict=True)]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_text_is_that_of_plain_decoding(name: str) -> None:
     engine = em.Engine(TARGET, em.HeadProposer(HEADS[name]), policy=em.FixedPolicy(4), max_batch=3, prefill_chunk=8)
     outputs = engine.generate(PROMPTS, PARAMS)
@@ -46,7 +47,7 @@ def test_the_text_is_that_of_plain_decoding(name: str) -> None:
     assert sum(output.drafted for output in outputs) > 50
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_drafts_are_those_of_a_head_without_a_cache(name: str) -> None:
     """Rows of different lengths, with a second round after a partly accepted one, against the whole sequence."""
     head = HEADS[name]
@@ -69,12 +70,29 @@ def test_drafts_are_those_of_a_head_without_a_cache(name: str) -> None:
 def slow_draft(head: DraftHead, text: list[int], depth: int) -> list[int]:
     tokens = list(text)
     features = head.features(TARGET.forward(mx.array([text[:-1]]), aux_layers=head.aux_layers).aux)
+    if isinstance(head, BlockHead):
+        return slow_block(head, features, text[-1])[:depth]
     for _ in range(depth):
         hidden = head(head.embed(mx.array([tokens[1:]])), features, mask="causal")
         best = int(mx.argmax(head.logits(hidden[0, -1])).item())
         tokens.append(best if head.token_ids is None else int(head.token_ids[best].item()))
         features = mx.concatenate([features, hidden[:, -1:]], axis=1)
     return tokens[len(text) :]
+
+
+def slow_block(head: BlockHead, features: mx.array, newest: int) -> list[int]:
+    """Draft a block greedily after context features [1, L, H], slot by slot."""
+    block = [newest] + [head.config.mask_token_id] * (head.config.block_size - 1)
+    h = head(head.embed(mx.array([block])), features)[0]
+    tokens, state = [newest], None
+    for slot in range(0 if head.config.first_slot_drafts else 1, head.config.block_size):
+        logits = head.logits(h[slot])
+        if head.config.markov_head is not None:
+            bias, state = head.markov_head.step(mx.array(tokens[-1]), h[slot], state)
+            logits = logits + bias
+        best = int(mx.argmax(logits).item())
+        tokens.append(best if head.token_ids is None else int(head.token_ids[best].item()))
+    return tokens[1:]
 
 
 def seen(head: DraftHead, texts: list[list[int]], starts: list[int], stops: list[int]) -> Observation:
@@ -87,7 +105,7 @@ def seen(head: DraftHead, texts: list[list[int]], starts: list[int], stops: list
     return Observation(following, tuple(mx.concatenate(list(layer)) for layer in zip(*rows, strict=True)))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_next_turn_reuses_the_cache(name: str) -> None:
     params = em.SamplingParams(max_tokens=in_full(12, 8))
     proposer = em.HeadProposer(HEADS[name])

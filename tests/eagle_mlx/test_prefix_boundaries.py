@@ -14,6 +14,7 @@ from eagle_mlx.engine.prefill import stops
 from eagle_mlx.errors import PromptError
 from eagle_mlx.request_state import RequestState
 from tests.architectures import tiny_model
+from tests.eagle_mlx.heads import BLOCKS
 from tests.fakes import randomize, tiny_head, tiny_target
 from tests.full import diagonal
 
@@ -44,10 +45,12 @@ def answered(engine: em.Engine, prompt: Sequence[int], boundaries: Sequence[int]
 def proposer(kind: str, which: em.Target) -> em.HeadProposer | em.NgramProposer | None:
     if kind == "head":
         return em.HeadProposer(tiny_head(which))
+    if kind == "block":
+        return em.HeadProposer(BLOCKS["dflash, windows"](which))
     return em.NgramProposer() if kind == "ngram" else None
 
 
-@pytest.mark.parametrize(("name", "drafts", "chunk"), diagonal(KINDS, ["none", "ngram", "head"], [16, 7, 512]))
+@pytest.mark.parametrize(("name", "drafts", "chunk"), diagonal(KINDS, ["none", "ngram", "head", "block"], [16, 7, 512]))
 def test_the_next_turn_and_another_question_continue_from_a_boundary(name: str, drafts: str, chunk: int) -> None:
     which = target(name)
 

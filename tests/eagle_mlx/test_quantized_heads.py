@@ -13,13 +13,12 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.tensors import weights_of
-from eagle_mlx.heads import load_head
-from eagle_mlx.heads.eagle import EagleHead, save_eagle
-from eagle_mlx.heads.eagle3 import Eagle3Head, save_eagle3, save_speculators
-from eagle_mlx.heads.mtp import save_mtp
+from eagle_mlx.heads import kind_of, load_head
+from eagle_mlx.heads.eagle import EagleHead
+from eagle_mlx.heads.eagle3 import Eagle3Head, save_speculators
 from eagle_mlx.heads.precision import described, quantization_of, quantize, quantize_for
 from eagle_mlx.target import Target
-from tests.eagle_mlx.heads import KINDS, eagle, eagle3, mtp
+from tests.eagle_mlx.heads import ALL, KINDS, eagle, eagle3, mtp
 from tests.eagle_mlx.test_formats_damage import JUNK
 from tests.fakes import tiny_target, tiny_target_folder
 from tests.full import diagonal
@@ -48,8 +47,7 @@ def quantized_target(bits: int, **how: Any) -> Target:
 
 
 def save(head: Any, folder: Path, **options: Any) -> Path:
-    how = save_eagle if isinstance(head, EagleHead) else save_eagle3 if isinstance(head, Eagle3Head) else save_mtp
-    how(head, folder, **options)
+    kind_of(head).formats[0].save(head, folder, **options)
     return folder
 
 
@@ -61,9 +59,9 @@ def change(folder: Path, **fields: Any) -> None:
 # Decoding
 
 
-@pytest.mark.parametrize(("kind", "bits"), diagonal(KINDS, [4, 8]))
+@pytest.mark.parametrize(("kind", "bits"), diagonal(ALL, [4, 8]))
 def test_the_text_is_that_of_plain_decoding(kind: str, bits: int, plain: list[list[int]]) -> None:
-    head = KINDS[kind](TARGET)
+    head = ALL[kind](TARGET)
     quantize_for(head, TARGET, bits)
     assert quantization_of(head) == {"group_size": 32, "bits": bits}
     engine = em.Engine(TARGET, em.HeadProposer(head), policy=em.FixedPolicy(4), max_batch=3, prefill_chunk=8)
@@ -72,9 +70,9 @@ def test_the_text_is_that_of_plain_decoding(kind: str, bits: int, plain: list[li
     assert sum(output.drafted for output in outputs) > 50
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3, one norm", "mtp, own ends"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3, one norm", "mtp, own ends", "dflash", "dspark, rnn"])
 def test_the_text_of_trees_is_that_of_plain_decoding(kind: str, plain: list[list[int]]) -> None:
-    head = KINDS[kind](TARGET)
+    head = ALL[kind](TARGET)
     quantize_for(head, TARGET, 4)
     outputs = em.Engine(TARGET, em.HeadProposer(head), policy=em.FixedPolicy(3, nodes=7)).generate(
         PROMPTS[:3], PARAMS[:3]
@@ -162,9 +160,9 @@ def test_other_bits_are_refused(bits: Any, tmp_path: Path) -> None:
 # On disk
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "dflash", "dspark", "dspark, gated"])
 def test_a_quantised_head_comes_back_as_it_went(kind: str, tmp_path: Path) -> None:
-    head: Any = KINDS[kind](TARGET)
+    head: Any = ALL[kind](TARGET)
     quantize(head, 4, 32)
     folder = save(head, tmp_path / "head", dtype=mx.float32)
     config = json.loads((folder / "config.json").read_text())

@@ -222,6 +222,6 @@ def dspark_json(config: BlockConfig) -> dict[str, Any]:
     }
 
 
-def own_ends(tensors: Mapping[str, mx.array]) -> dict[str, bool]:
+def own_ends(tensors: Mapping[str, mx.array]) -> dict[str, Any]:
     """Return whether the files hold an embedding and an output projection."""
     return {"own_embedding": "embed_tokens.weight" in tensors, "own_lm_head": "lm_head.weight" in tensors}
