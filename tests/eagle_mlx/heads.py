@@ -56,7 +56,8 @@ def dflash(target: Target, seed: int = 0, **fields: Any) -> DFlashHead:
 
 
 def dspark(target: Target, seed: int = 0, **fields: Any) -> DSparkHead:
-    markov: dict[str, Any] = {"markov_head": "vanilla", "markov_rank": 32, "confidence_head": True}
+    plain = fields.get("markov_head", "vanilla") is None
+    markov = {} if plain else {"markov_head": "vanilla", "markov_rank": 32, "confidence_head": True}
     config = block_config(target, **{**markov, "first_slot_drafts": True, "block_size": 4, **fields})
     d2t = None
     if config.draft_vocab_size < target.vocab_size:
@@ -82,9 +83,7 @@ BLOCKS: dict[str, Callable[[Target], BlockHead]] = {
     "dspark": dspark,
     "dspark, gated": lambda t: dspark(t, markov_head="gated", block_size=5, first_slot_drafts=False),
     "dspark, rnn": lambda t: dspark(t, markov_head="rnn", draft_vocab_size=40, own_lm_head=True),
-    "dspark, no markov": lambda t: dspark(
-        t, markov_head=None, markov_rank=0, confidence_head=False, own_embedding=True
-    ),
+    "dspark, no markov": lambda t: dspark(t, markov_head=None, own_embedding=True),
 }
 """Heads that draft a whole block in one forward."""
 KINDS: dict[str, Callable[[Target], DraftHead]] = {

@@ -40,6 +40,7 @@ from eagle_mlx.heads.block.fields import (
 )
 from eagle_mlx.heads.block.head import BlockHead, DFlashHead, DSparkHead
 from eagle_mlx.heads.eagle3.portable import vocabulary_tensors
+from eagle_mlx.heads.eagle3.speculators import LAYER_DEFAULTS
 
 _IDS = "aux_hidden_state_layer_ids"
 _KNOWN = (*TRAINING, *DSPARK, _IDS, "block_size", "mask_token_id", "sliding_window_non_causal", "max_anchors")
@@ -76,7 +77,7 @@ def _from_json(
     ids = config.get(_IDS)
     block = {name: config.get(name) for name in ("block_size", "mask_token_id")}
     own = {"quantization": config.get("quantization"), "target_layer_ids": [k - 1 for k in ids] if ids else None}
-    fields = shared_fields({**layer, **block, **own}, target_layers)
+    fields = shared_fields({**LAYER_DEFAULTS["qwen3"], **layer, **block, **own}, target_layers)
     if config.get("target_hidden_size") not in (None, fields["hidden_size"]):
         raise ConfigError(
             f"target_hidden_size is {config['target_hidden_size']} but hidden_size {fields['hidden_size']}"
