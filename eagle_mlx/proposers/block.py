@@ -24,8 +24,9 @@ class BlockDrafter:
     """One block of each row of a batch."""
 
     head: BlockHead
-    cache: RaggedCache
-    """The context's keys and values. The block's are written after each row's length, which stays as it is."""
+    cache: RaggedCache | None
+    """The context's keys and values. The block's are written after each row's length, which stays as it is. None if
+    there is no context."""
     newest: mx.array
     """[B, 1] int32, each row's newest token."""
     sampling: SamplingBatch
@@ -44,32 +45,35 @@ class BlockDrafter:
             scorer, shape = TreeScorer(*arguments), TreeShape.of(plan.nodes, plan.depth)
             self._tokens(drafts, scorer)
             children = max(shape.children, -(-plan.nodes // drafts))
-            tokens, tree = side_branch_tree(scorer.levels, plan.nodes, children, self.head.token_ids)
-            return Draft(tokens, self._alike(tokens.shape[1]), tree=tree)
+            nodes, tree = side_branch_tree(scorer.levels, plan.nodes, children, self.head.token_ids)
+            return Draft(nodes, self._alike(nodes.shape[1]), tree=tree)
         sampler = ChainSampler(*arguments)
         tokens, surprises = self._tokens(drafts, sampler)
         lengths = self._alike(drafts)
         if plan.stop_below is not None:
             most = -math.log(plan.stop_below) if plan.stop_below > 0 else math.inf
             lengths = mx.sum(mx.cumsum(surprises, axis=1) <= most, axis=1).astype(mx.int32)
-        return sampler.draft([tokens], lengths)
+        return sampler.draft(tokens, lengths)
 
     def _alike(self, count: int) -> mx.array:
         return mx.full((self.newest.shape[0],), count, mx.int32)
 
-    def _tokens(self, drafts: int, draw: SampleFn) -> tuple[mx.array, mx.array]:
-        """Return the block's tokens [B, drafts] int32 and their surprises.
+    def _tokens(self, drafts: int, draw: SampleFn) -> tuple[list[mx.array], mx.array]:
+        """Return the block's tokens [B, n] int32, as they were drawn, and their surprises.
 
         A surprise [B, drafts] float32 is minus the logarithm of the chance that a token is accepted if those before it
         are: that of the confidence head, else that of the most likely token. It never depends on its own token, which
         would change sampled text.
         """
         head = self.head
-        h = head.block(self.newest, self.cache, drafts)
+        states = head.block(self.newest, self.cache, drafts)
+        h = states[:, -drafts:]
         logits = head.logits(h)
         if head.config.markov_head is None:
-            return draw(logits, mx.arange(drafts, dtype=mx.int32)), self._surprise(logits, h, None)
+            return [draw(logits, mx.arange(drafts, dtype=mx.int32))], self._surprise(logits, h, None)
         previous, state = self.newest, None
+        if not head.config.first_slot_drafts:  # the state of a recurrent head begins at the first slot
+            _, state = head.markov_head.step(previous, states[:, :1], None)
         tokens, surprises = list[mx.array](), list[mx.array]()
         for slot in range(drafts):
             at = h[:, slot : slot + 1]
@@ -78,7 +82,7 @@ class BlockDrafter:
             surprises.append(self._surprise(biased, at, previous))
             previous = draw(biased, slot)
             tokens.append(previous)
-        return mx.concatenate(tokens, axis=1), mx.concatenate(surprises, axis=1)
+        return tokens, mx.concatenate(surprises, axis=1)
 
     def _surprise(self, logits: mx.array, h: mx.array, previous: mx.array | None) -> mx.array:
         """logits [B, n, Vd], states h [B, n, H] and previous tokens [B, n] -> [B, n] float32."""

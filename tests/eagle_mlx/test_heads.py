@@ -85,11 +85,13 @@ def slow_block(head: BlockHead, features: mx.array, newest: int) -> list[int]:
     block = [newest] + [head.config.mask_token_id] * (head.config.block_size - 1)
     h = head(head.embed(mx.array([block])), features)[0]
     tokens, state = [newest], None
-    for slot in range(0 if head.config.first_slot_drafts else 1, head.config.block_size):
+    for slot in range(head.config.block_size):
         logits = head.logits(h[slot])
         if head.config.markov_head is not None:
             bias, state = head.markov_head.step(mx.array(tokens[-1]), h[slot], state)
             logits = logits + bias
+        if slot == 0 and not head.config.first_slot_drafts:
+            continue
         best = int(mx.argmax(logits).item())
         tokens.append(best if head.token_ids is None else int(head.token_ids[best].item()))
     return tokens[1:]

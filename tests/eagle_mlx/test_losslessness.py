@@ -7,7 +7,7 @@ product of table entries.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from typing import Any
 
@@ -21,10 +21,13 @@ from eagle_mlx.decoding import filters
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
+from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.plan import Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy import Policy
+from eagle_mlx.proposers.block import BlockDrafter
 from eagle_mlx.request_state import Pending, RequestState
 from eagle_mlx.sampling_params import SamplingParams
+from tests.eagle_mlx.heads import dspark
 from tests.eagle_mlx.test_filters import one_step_short
 from tests.fakes import randomize, tiny_config, tiny_target
 from tests.full import diagonal, in_full
@@ -84,6 +87,34 @@ class Toy:
             qs += [] if q is None else [q]
         tokens = mx.stack(drafts, axis=1) if drafts else mx.zeros((last.shape[0], 0), mx.int32)
         return tokens, mx.concatenate(qs, axis=1) if qs else None
+
+
+@dataclass(frozen=True)
+class BlockToy(Toy):
+    """The same target, with a random DSpark head that drafts a block after each token, without further context."""
+
+    stop_below: float | None = None
+    lengths: list[mx.array] = field(default_factory=list)
+    """Each row's number of drafts in the latest round."""
+
+    @property
+    def head(self) -> BlockHead:
+        return block_head(self.vocab)
+
+    def propose(
+        self, last: mx.array, depth: int, batch: SamplingBatch, position: mx.array, certain: bool
+    ) -> tuple[mx.array, mx.array | None]:
+        drafter = BlockDrafter(self.head, None, last[:, None], batch, position)
+        draft = drafter.draft(Plan(depth, stop_below=self.stop_below))
+        self.lengths[:] = [draft.lengths]
+        return draft.tokens, draft.probs
+
+
+@cache
+def block_head(vocab: int) -> BlockHead:
+    head = dspark(tiny_target(layers=1, vocab=vocab, hidden=16), block_size=2, mask_token_id=0, aux_layers=(0,))
+    head.attach(tiny_target(layers=1, vocab=vocab, hidden=16))
+    return head
 
 
 def decode(
@@ -239,6 +270,28 @@ def test_texts_follow_the_target_as_on_a_gpu(params: SamplingParams) -> None:
 def test_chains_over_a_larger_vocabulary_follow_the_target(params: SamplingParams, certain: bool) -> None:
     toy = Toy.random(64)
     assert chain_follows(chain_texts(toy, params, certain=certain), toy.law(params, 3), 64)
+
+
+@pytest.mark.parametrize(
+    ("params", "stop_below"), [(COUPLED, None), (REJECTION, None), (REJECTION, 0.3), *in_full([(FILTERED, None)], [])]
+)
+def test_texts_drafted_in_blocks_follow_the_target(params: SamplingParams, stop_below: float | None) -> None:
+    """Also if the confidences of a head end each row's block, which they do by the tokens before."""
+    table = Toy.random(5, scale=1.0)
+    toy = BlockToy(table.target, table.draft, stop_below)
+    texts, _ = decode(toy, many(params), 3, 2, ends=lambda drafts: toy.lengths[0])
+    assert follows(texts[:, :2], toy.law(params, 2), 5)
+    assert follows(texts, toy.law(params, 3), 5)
+    if stop_below is not None:
+        assert len(set(np.array(toy.lengths[0]).tolist())) > 1
+
+
+@pytest.mark.parametrize("stop_below", [None, 0.3])
+def test_blocks_with_a_broken_q_miss_the_bar(stop_below: float | None) -> None:
+    table = Toy.random(5, scale=1.0)
+    toy = BlockToy(table.target, table.draft, stop_below)
+    texts, _ = decode(toy, many(REJECTION, FEW), 3, 2, rule=q_of_another_draft, ends=lambda drafts: toy.lengths[0])
+    assert misses(texts, toy.law(REJECTION, 3), 5)
 
 
 def ends_by_the_token_before(drafts: mx.array) -> mx.array:

@@ -30,6 +30,16 @@ def draw(name: str, shape: Sequence[int], spread: float = 0.12) -> np.ndarray:
     return rng.normal(0.0, spread, shape).astype(np.float16).astype(np.float32)
 
 
+ANCHORS = (5, 8, 9, 13, 17)
+"""Positions of the newest tokens of five blocks. Each block keeps at most four drafts of the one before it."""
+BLOCK_TOKENS = np.random.RandomState(7).randint(0, VOCAB, 24)
+
+
+def block_context(index: int) -> np.ndarray:
+    """A layer's hidden states before and in the blocks: [24, HIDDEN] float32."""
+    return draw(f"context of layer {index}", (len(BLOCK_TOKENS), HIDDEN), spread=1.5)
+
+
 def aux(index: int) -> np.ndarray:
     """A layer's hidden states, or with -1 the last layer's: [LENGTH, HIDDEN] float32."""
     return draw(f"hidden states of layer {index}", (LENGTH, HIDDEN), spread=1.5)

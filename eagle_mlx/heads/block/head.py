@@ -114,7 +114,7 @@ class BlockHead(HeadBase[BlockConfig]):
         return out
 
     def block(self, newest: mx.array, cache: Any, drafts: int) -> mx.array:
-        """Return the states of the slots that predict the next `drafts` tokens, [B, drafts, H].
+        """Return the states of the slots up to the one that predicts the last of `drafts` tokens, [B, n, H].
 
         newest: [B, 1] int32, each row's newest token, which is not in the cache. Unless every layer is causal, later
         slots change earlier ones, so the whole block is read, as in training.
@@ -124,7 +124,7 @@ class BlockHead(HeadBase[BlockConfig]):
         slots = first + drafts if config.is_causal else config.block_size
         masks = mx.full((newest.shape[0], slots - 1), config.mask_token_id, mx.int32)
         x = self.embed(mx.concatenate([newest, masks], axis=1))
-        return self(x, x[:, :0], cache)[:, first : first + drafts]
+        return self(x, x[:, :0], cache)[:, : first + drafts]
 
     def logits(self, h: mx.array) -> mx.array:
         """h [..., H], normed -> logits over the draft vocabulary [..., Vd], without the Markov head's bias."""

@@ -20,6 +20,7 @@ class ContextAttention(Attention):
 
     def __init__(self, config: BlockConfig):
         super().__init__(config, config.hidden_size)
+        self.head_dim = config.head_dim
         if config.interleaved_rope:
             self.rope = initialize_rope(
                 config.head_dim, config.rope_theta, True, config.rope_scaling, config.max_position_embeddings
@@ -28,8 +29,8 @@ class ContextAttention(Attention):
     def context(self, c: mx.array, offset: int | mx.array) -> KeysValues:
         """Context features c [B, L, H] at positions offset + 0..L-1 -> their keys and values."""
         b, length, _ = c.shape
-        k = self.k_proj(c).reshape(b, length, self.kv_heads, -1)
-        v = self.v_proj(c).reshape(b, length, self.kv_heads, -1).transpose(0, 2, 1, 3)
+        k = self.k_proj(c).reshape(b, length, self.kv_heads, self.head_dim)
+        v = self.v_proj(c).reshape(b, length, self.kv_heads, self.head_dim).transpose(0, 2, 1, 3)
         k = self.k_norm(k) if self.normed else k
         return self.rope(k.transpose(0, 2, 1, 3), offset=offset), v
 
@@ -40,7 +41,7 @@ class ContextAttention(Attention):
         """
         q, k, v = self.project(x, offset)
         if isinstance(past, tuple):
-            k, v = (mx.concatenate(pair, axis=2) for pair in zip(past, (k, v), strict=True))
+            k, v = mx.concatenate([past[0], k], axis=2), mx.concatenate([past[1], v], axis=2)
         else:
             k, v = past.update_and_fetch(k, v)
         return self.output(mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask))

@@ -1,0 +1,187 @@
+"""Layouts of block drafters: round trips, and refusals by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads import KINDS, load_head
+from eagle_mlx.heads.block import BlockHead
+from eagle_mlx.heads.block.fields import default_aux_layers
+from tests.eagle_mlx import test_blocks_golden as golden
+from tests.eagle_mlx.heads import BLOCKS, dflash, dspark
+from tests.fakes import tiny_target
+
+TARGET = tiny_target(vocab=64)
+SLIDING: dict[str, Any] = {"windows": (6, None), "causal": (True, False)}
+HEADS = {
+    **BLOCKS,
+    "dflash, output": lambda t: dflash(t, embedding_scale=2.0, output_multiplier=0.5, logit_softcap=30.0),
+    "dflash, sees all": lambda t: dflash(t, windows=(6, 6)),
+    "dflash, anchored": lambda t: dflash(t, **SLIDING, window_start="anchor"),
+    "dspark, windows": lambda t: dspark(t, **SLIDING),
+    "dspark, interleaved": lambda t: dspark(t, interleaved_rope=True, first_slot_drafts=False),
+    "dspark, yarn": lambda t: dspark(
+        t, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    ),
+}
+SAYABLE = {
+    "dflash": ["dflash", "dflash, windows", "dflash, output", "dflash, sees all"],
+    "dflash-speculators": ["dflash", "dflash, anchored"],
+    "dspark": ["dspark", "dspark, gated", "dspark, no markov", "dspark, yarn"],
+    "dspark-speculators": ["dspark", "dspark, gated", "dspark, rnn", "dspark, yarn"],
+    "dspark-specforge": ["dspark", "dspark, gated", "dspark, windows", "dspark, interleaved", "dspark, no markov"],
+}
+LAYOUTS = {layout.name: layout for kind in ("dflash", "dspark") for layout in KINDS[kind].formats}
+
+
+def made(name: str) -> BlockHead:
+    head = HEADS[name](TARGET)
+    head.attach(TARGET)
+    return head
+
+
+@pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout, names in SAYABLE.items() for name in names])
+def test_round_trips_are_exact(layout: str, name: str, tmp_path: Path) -> None:
+    head = made(name)
+    LAYOUTS[layout].save(head, tmp_path / "h", target_name="tiny", dtype=mx.float16)
+    again = load_head(tmp_path / "h", TARGET)
+    assert type(again) is type(head)
+    assert isinstance(again, BlockHead)
+    assert again.config == head.config
+    mine, theirs = weights_of(head), weights_of(again)
+    assert mine.keys() == theirs.keys()
+    assert all(mx.array_equal(mine[key].astype(mx.float16), value.astype(mx.float16)) for key, value in theirs.items())
+    assert (again.d2t is None) == (head.d2t is None)
+    if head.d2t is not None and again.d2t is not None:
+        assert mx.array_equal(again.d2t, head.d2t)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("dflash", "dflash, anchored"),
+        ("dflash-speculators", "dflash, windows"),
+        ("dflash-speculators", "dflash, output"),
+        ("dspark", "dspark, windows"),
+        ("dspark", "dspark, rnn"),
+        ("dspark", "dspark, interleaved"),
+        ("dspark-speculators", "dspark, no markov"),
+        ("dspark-specforge", "dspark, rnn"),
+    ],
+)
+def test_what_a_layout_cannot_say_is_refused(layout: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="layout has no word for"):
+        LAYOUTS[layout].save(made(name), tmp_path / "h")
+    assert not (tmp_path / "h").exists()
+
+
+FULL = "dflash-full"
+SPARK = "speculators-dspark-vanilla"
+REFUSED = [
+    (FULL, {"attention_sink_bias": True}, "sets attention_sink_bias, which cannot be honored"),
+    (FULL, {"something_new": 3}, "sets something_new"),
+    (
+        FULL,
+        {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 2, 4], "use_swa": True}},
+        "dflash_config.use_swa",
+    ),
+    (FULL, {"dflash_config": 3}, "dflash_config must be an object"),
+    (FULL, {"dflash_config": {"target_layer_ids": [1]}}, "lacks mask_token_id"),
+    (FULL, {"mask_token_id": 999}, "mask_token_id 999 is not in a vocabulary of 256"),
+    (FULL, {"target_layer_ids": [-1, 2, 4]}, "the embedding's output, which cannot be read"),
+    (FULL, {"block_size": 1}, "drafts at least one token"),
+    (FULL, {"hidden_act": "gelu"}, "only silu is known"),
+    (FULL, {"architectures": ["DFlash2DraftModel"]}, "of class DFlash2DraftModel, which is not a DFlash head"),
+    (FULL, {"architectures": ["XPressDraftModel"]}, "of class XPressDraftModel"),
+    (SPARK, {"correction_layers": 2}, "sets correction_layers"),
+    (SPARK, {"markov_head_type": "lstm"}, "known are vanilla, gated and rnn"),
+    (SPARK, {"model_type": "llama"}, "a layer of llama; only qwen3"),
+    (SPARK, {"draft_vocab_size": 96}, "needs its own lm_head"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_what_is_not_implemented_is_refused_by_name(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        golden.load(tmp_path / "h", name, golden.fields(**changes))
+
+
+DEEPSPEC = golden.in_other_packaging("Qwen3DSparkModel")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "trains layers with full attention"),
+        ({"dflash_config": {"causal": True}}, "dflash_config.causal"),
+        ({"attention_sink_bias": True}, "sets attention_sink_bias"),
+    ],
+)
+def test_what_deepspec_does_not_train_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        golden.load(tmp_path / "h", SPARK, golden.in_other_packaging("Qwen3DSparkModel", **fields))
+
+
+def test_fields_that_deepspec_copies_from_the_target_give_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(match="sets attn_output_gate, not known here"):
+        golden.load(tmp_path / "h", SPARK, golden.in_other_packaging("Qwen3DSparkModel", attn_output_gate=True))
+
+
+@pytest.mark.parametrize(("extra", "message"), [("g_proj.weight", "g_proj.weight"), ("fc.bias", "fc.bias")])
+def test_unknown_tensors_are_named(extra: str, message: str, tmp_path: Path) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
+        tensors[extra] = mx.zeros((2, 2))
+
+    with pytest.raises(CheckpointError, match=f"not known to this format: {message}"):
+        golden.load(tmp_path / "h", FULL, change)
+
+
+def test_masks_with_an_embedding_of_their_own_are_refused(tmp_path: Path) -> None:
+    golden.load(tmp_path / "h", FULL)
+    (tmp_path / "h" / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"mask_embedding\.pt"):
+        load_head(tmp_path / "h")
+
+
+@pytest.mark.parametrize(("target_layers", "layers", "ids"), [(36, 5, (1, 9, 17, 25, 33)), (28, 1, (14,))])
+def test_default_layers(target_layers: int, layers: int, ids: tuple[int, ...]) -> None:
+    assert default_aux_layers(target_layers, layers) == ids
+
+
+def test_layers_that_are_not_named_follow_from_the_target(tmp_path: Path) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
+        del config["dflash_config"]["target_layer_ids"], config["num_target_layers"]
+        tensors["fc.weight"] = tensors["fc.weight"][:, : 2 * config["hidden_size"]]
+
+    assert golden.load(tmp_path / "h", FULL, change).config.aux_layers == (1, 3)
+    with pytest.raises(CheckpointError, match="target_layer_ids is missing; load the head with its target"):
+        load_head(tmp_path / "h")
+
+
+def test_names_may_have_the_prefix_of_a_model(tmp_path: Path) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
+        for name in list(tensors):
+            tensors[f"model.{name}"] = tensors.pop(name)
+
+    assert golden.difference(FULL, golden.in_a_batch(golden.load(tmp_path / "h", FULL, change))) < golden.CLOSE
+
+
+def test_speculators_own_package_reads_it(tmp_path: Path) -> None:
+    """Run where torch is installed; the logits are compared in test_blocks_golden.py, over the same weights."""
+    speculators = pytest.importorskip("speculators.models.dspark")
+    head = made("dspark, gated")
+    LAYOUTS["dspark-speculators"].save(head, tmp_path / "h", dtype=mx.float32)
+    config = speculators.DSparkSpeculatorConfig.from_pretrained(tmp_path / "h")
+    assert config.block_size == head.config.block_size
+    assert json.loads((tmp_path / "h" / "config.json").read_text())["aux_hidden_state_layer_ids"] == [1, 3]
+    assert np.allclose(config.transformer_layer_config.rms_norm_eps, head.config.rms_norm_eps)

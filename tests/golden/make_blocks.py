@@ -1,0 +1,161 @@
+"""Makes the golden files of block drafters: logits of small random heads, by the packages that define them.
+
+python -m venv v; v/bin/pip install torch==2.13.0 dflash==0.1.0 speculators==0.9.0
+HF_HUB_OFFLINE=1 v/bin/python tests/golden/make_blocks.py
+
+z-lab's layout is run by `dflash`, speculators' by `speculators`. Of each head a .json keeps the config and the tensors'
+names and shapes, a .safetensors the logits of five blocks [5, slots, Vd], and for DSpark, whose previous tokens are
+those of the text, the logits of the confidence head [5, slots].
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import draws
+import numpy as np
+import speculators.models.dflash.core as core
+import torch
+from dflash.model import DFlashDraftModel as ZLab
+from safetensors.numpy import load_file, save_file
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from transformers import Qwen3Config
+
+HERE = Path(__file__).parent / "blocks"
+SLOTS, LAYERS = 5, [1, 2, 4]
+LAYER: dict[str, Any] = {
+    "hidden_size": draws.HIDDEN,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "vocab_size": draws.VOCAB,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+FULL: dict[str, Any] = {
+    "layer_types": ["full_attention"] * 2,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+SLIDING: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "use_sliding_window": True,
+}
+OUTPUT = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}
+CONTEXT = torch.tensor(np.concatenate([draws.block_context(k) for k in LAYERS], axis=-1))[None]
+TOKENS = torch.tensor(draws.BLOCK_TOKENS)[None]
+EMBEDDING, PROJECTION = (torch.tensor(draws.target(part)) for part in ("embed_tokens", "lm_head"))
+
+
+def fill(model: torch.nn.Module) -> dict[str, list[int]]:
+    """Draw all weights that a file would hold, and return their shapes."""
+    shapes = {}
+    for name, value in model.named_parameters():
+        if not name.startswith(("embed_tokens", "verifier")) and not (
+            name.startswith("lm_head") and len(value) == draws.VOCAB
+        ):
+            value.data = torch.tensor(draws.draw(name, value.shape))
+            shapes[name] = list(value.shape)
+    return shapes
+
+
+def keep(name: str, config: dict[str, Any], shapes: dict[str, list[int]], **outputs: np.ndarray) -> None:
+    HERE.mkdir(exist_ok=True)
+    (HERE / f"{name}.json").write_text(json.dumps({"config": config, "tensors": shapes}, indent=1) + "\n")
+    save_file(
+        {key: np.ascontiguousarray(value, np.float32) for key, value in outputs.items()}, HERE / f"{name}.safetensors"
+    )
+
+
+def zlab(name: str, kind: dict[str, Any], **more: Any) -> None:
+    own = {"mask_token_id": 255, "target_layer_ids": LAYERS, **more.pop("nested", {})}
+    config = {**LAYER, **kind, **more, "num_target_layers": 6, "block_size": SLOTS, "dflash_config": own}
+    model = ZLab(Qwen3Config(**config)).float().eval()
+    shapes, blocks = fill(model), []
+    with torch.no_grad():
+        for at in draws.ANCHORS:
+            block = torch.full((1, SLOTS), 255)
+            block[0, 0] = TOKENS[0, at]
+            embedded = EMBEDDING[block] * own.get("input_embedding_scale", 1.0)
+            h = model(torch.arange(at + SLOTS)[None], noise_embedding=embedded, target_hidden=CONTEXT[:, :at])
+            blocks.append(model.compute_logits(h, lambda x: x @ PROJECTION.T)[0].numpy())
+    keep(
+        name, {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", **config}, shapes, logits=np.stack(blocks)
+    )
+
+
+def by_speculators(name: str, kind: dict[str, Any], draft_vocab: int | None = None, **more: Any) -> None:
+    spark = name.startswith("dspark")
+    proposal = GreedyTokenProposalConfig(speculative_tokens=SLOTS - 1)
+    verifier = VerifierConfig(name_or_path="org/model", architectures=["Qwen3ForCausalLM"])
+    spoken = SpeculatorsConfig(
+        algorithm=name[:6], proposal_methods=[proposal], default_proposal_method="greedy", verifier=verifier
+    )
+    layer = Qwen3Config(**LAYER, **kind)
+    layer._attn_implementation = "eager"
+    config = (DSparkSpeculatorConfig if spark else DFlashSpeculatorConfig)(
+        transformer_layer_config=layer,
+        draft_vocab_size=draft_vocab or draws.VOCAB,
+        block_size=SLOTS,
+        aux_hidden_state_layer_ids=[k + 1 for k in LAYERS],
+        mask_token_id=255,
+        speculators_config=spoken,
+        **more,
+    )
+    model = (DSparkDraftModel if spark else DFlashDraftModel)(config).float().eval()
+    if draft_vocab:
+        kept = torch.zeros(draws.VOCAB, dtype=torch.bool)
+        kept[torch.tensor(draws.KEPT)] = True
+        model.load_vocab_mappings(kept, torch.tensor(draws.KEPT - np.arange(draft_vocab)))
+    shapes = fill(model)
+    model.embed_tokens.weight.data = EMBEDDING
+    if not draft_vocab:
+        model.lm_head.weight.data = PROJECTION
+    count = len(draws.ANCHORS)
+    core.select_anchors = lambda *_: (torch.tensor(draws.ANCHORS), torch.ones(count, dtype=torch.bool))
+    outputs = {}
+    with torch.no_grad():
+        ones, zeros = torch.ones_like(TOKENS), torch.zeros_like(TOKENS)
+        last = torch.zeros(1, TOKENS.shape[1], draws.HIDDEN)
+        h, logits, *_ = model._backbone_forward(CONTEXT, TOKENS, ones, last, zeros, max_anchors=count)
+        h, logits = h.view(count, SLOTS, -1), logits.view(count, SLOTS, -1)
+        if spark and model.markov_head is not None:
+            texts = torch.stack([TOKENS[0, at : at + SLOTS] for at in draws.ANCHORS])
+            before = texts if config.sample_from_anchor else torch.cat([texts[:, :1], texts[:, :-1]], dim=1)
+            logits = logits + model.markov_head.block_bias(prev_token_ids=before, hidden_states=h)
+            read = torch.cat([h, model.markov_head.prev_embeddings(before)], dim=-1)
+            outputs["confidence"] = model.confidence_head(read).numpy()
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        written = json.loads((Path(folder) / "config.json").read_text())
+        held = {key: list(value.shape) for key, value in load_file(Path(folder) / "model.safetensors").items()}
+    assert shapes.items() <= held.items(), (shapes, held)
+    keep(f"speculators-{name}", written, held, logits=logits.numpy(), **outputs)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    zlab("dflash-full", FULL)
+    zlab("dflash-sliding", SLIDING)
+    zlab("dflash-sliding-sees-all", SLIDING, is_causal=False)
+    zlab("dflash-full-causal", FULL, is_causal=True)
+    zlab("dflash-output", FULL, nested=OUTPUT)
+    by_speculators("dflash", FULL)
+    by_speculators("dflash-sliding", SLIDING, draft_vocab=draws.DRAFT_VOCAB)
+    by_speculators("dflash-sliding-sees-all", SLIDING, sliding_window_non_causal=True)
+    for kind in ("vanilla", "gated", "rnn"):
+        by_speculators(f"dspark-{kind}", FULL, markov_rank=16, markov_head_type=kind)
+    by_speculators("dspark-anchor", FULL, markov_rank=16, markov_head_type="rnn", sample_from_anchor=False)
+    by_speculators("dspark-vocabulary", SLIDING, draws.DRAFT_VOCAB, markov_rank=16)
