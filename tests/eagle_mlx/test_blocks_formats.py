@@ -33,13 +33,13 @@ HEADS = {
     ),
 }
 SAYABLE = {
-    "dflash": ["dflash", "dflash, windows", "dflash, output", "dflash, sees all"],
-    "dflash-speculators": ["dflash", "dflash, anchored"],
-    "dspark": ["dspark", "dspark, gated", "dspark, no markov", "dspark, yarn"],
-    "dspark-speculators": ["dspark", "dspark, gated", "dspark, rnn", "dspark, yarn"],
-    "dspark-specforge": ["dspark", "dspark, gated", "dspark, windows", "dspark, interleaved", "dspark, no markov"],
+    ("dflash", "dflash"): ["dflash", "dflash, windows", "dflash, output", "dflash, sees all"],
+    ("dflash", "speculators"): ["dflash", "dflash, anchored"],
+    ("dspark", "dspark"): ["dspark", "dspark, gated", "dspark, no markov", "dspark, yarn"],
+    ("dspark", "speculators"): ["dspark", "dspark, gated", "dspark, rnn", "dspark, yarn"],
+    ("dspark", "specforge"): ["dspark", "dspark, gated", "dspark, windows", "dspark, interleaved", "dspark, no markov"],
 }
-LAYOUTS = {layout.name: layout for kind in ("dflash", "dspark") for layout in KINDS[kind].formats}
+LAYOUTS = {(kind, layout.name): layout for kind in ("dflash", "dspark") for layout in KINDS[kind].formats}
 
 
 def made(name: str) -> BlockHead:
@@ -49,7 +49,7 @@ def made(name: str) -> BlockHead:
 
 
 @pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout, names in SAYABLE.items() for name in names])
-def test_round_trips_are_exact(layout: str, name: str, tmp_path: Path) -> None:
+def test_round_trips_are_exact(layout: tuple[str, str], name: str, tmp_path: Path) -> None:
     head = made(name)
     LAYOUTS[layout].save(head, tmp_path / "h", target_name="tiny", dtype=mx.float16)
     again = load_head(tmp_path / "h", TARGET)
@@ -67,17 +67,17 @@ def test_round_trips_are_exact(layout: str, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
-        ("dflash", "dflash, anchored"),
-        ("dflash-speculators", "dflash, windows"),
-        ("dflash-speculators", "dflash, output"),
-        ("dspark", "dspark, windows"),
-        ("dspark", "dspark, rnn"),
-        ("dspark", "dspark, interleaved"),
-        ("dspark-speculators", "dspark, no markov"),
-        ("dspark-specforge", "dspark, rnn"),
+        (("dflash", "dflash"), "dflash, anchored"),
+        (("dflash", "speculators"), "dflash, windows"),
+        (("dflash", "speculators"), "dflash, output"),
+        (("dspark", "dspark"), "dspark, windows"),
+        (("dspark", "dspark"), "dspark, rnn"),
+        (("dspark", "dspark"), "dspark, interleaved"),
+        (("dspark", "speculators"), "dspark, no markov"),
+        (("dspark", "specforge"), "dspark, rnn"),
     ],
 )
-def test_what_a_layout_cannot_say_is_refused(layout: str, name: str, tmp_path: Path) -> None:
+def test_what_a_layout_cannot_say_is_refused(layout: tuple[str, str], name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="layout has no word for"):
         LAYOUTS[layout].save(made(name), tmp_path / "h")
     assert not (tmp_path / "h").exists()
@@ -180,7 +180,7 @@ def test_speculators_own_package_reads_it(tmp_path: Path) -> None:
     """Run where torch is installed; the logits are compared in test_blocks_golden.py, over the same weights."""
     speculators = pytest.importorskip("speculators.models.dspark")
     head = made("dspark, gated")
-    LAYOUTS["dspark-speculators"].save(head, tmp_path / "h", dtype=mx.float32)
+    LAYOUTS["dspark", "speculators"].save(head, tmp_path / "h", dtype=mx.float32)
     config = speculators.DSparkSpeculatorConfig.from_pretrained(tmp_path / "h")
     assert config.block_size == head.config.block_size
     assert json.loads((tmp_path / "h" / "config.json").read_text())["aux_hidden_state_layer_ids"] == [1, 3]

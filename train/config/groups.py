@@ -15,7 +15,10 @@ from eagle_mlx.target_options import TargetOptions
 
 SELF = "self"
 """The data source for conversations that the target writes."""
-_KNOWN = Limit(lambda kind: kind in KINDS, f"must be one of {', '.join(KINDS)}, not {{!r}}")
+_TRAINED = [name for name, kind in KINDS.items() if kind.trainable]
+_KNOWN = Limit(
+    lambda kind: kind in KINDS and KINDS[kind].trainable, f"must be one of {', '.join(_TRAINED)}, not {{!r}}"
+)
 _SELF_TOKENS = 500_000
 """One night's output of a small model on two cores: 17 tokens per second for eight hours."""
 
@@ -30,7 +33,7 @@ class HeadConfig(Group):
         "kind of head: EAGLE-3, EAGLE-1 and 2, or a multi-token-prediction layer",
         _KNOWN,
         name="head",
-        metavar=f"{{{','.join(KINDS)}}}",
+        metavar=f"{{{','.join(_TRAINED)}}}",
     )
     init_from: str = setting(
         "", "folder or hub id of a head of this kind to continue from; it sets the shape and the draft vocabulary"

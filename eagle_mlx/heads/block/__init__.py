@@ -34,7 +34,7 @@ DFLASH = HeadKind(
             servers=lambda head: ("vllm", "sglang"),
         ),
         Format(
-            name="dflash-speculators",
+            name="speculators",
             about="DFlash, as speculators writes it",
             read_by="that of speculators and vLLM",
             holds=holds_speculators_dflash,
@@ -60,7 +60,7 @@ DSPARK = HeadKind(
             servers=lambda head: ("vllm", "sglang"),
         ),
         Format(
-            name="dspark-speculators",
+            name="speculators",
             about="DSpark, as speculators writes it",
             read_by="that of speculators and vLLM",
             holds=holds_speculators_dspark,
@@ -69,7 +69,7 @@ DSPARK = HeadKind(
             servers=lambda head: ("vllm",),
         ),
         Format(
-            name="dspark-specforge",
+            name="specforge",
             about="DSpark, as SpecForge writes it",
             read_by="that of SpecForge and SGLang",
             holds=holds_specforge,
