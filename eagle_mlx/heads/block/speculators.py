@@ -115,6 +115,7 @@ def save_speculators_block(
     target_name: str | None = None,
     base_model: str | None = None,
     target_architectures: Sequence[str] = (),
+    depth: int | None = None,
     extra: Mapping[str, Any] | None = None,
     dtype: mx.Dtype = mx.bfloat16,
     overwrite: bool = False,
@@ -122,6 +123,7 @@ def save_speculators_block(
     """Write a head in this layout. Arguments and errors as in `save_zlab`.
 
     `base_model` is the target for other servers, a hub id or local folder; they read embedding and projection there.
+    `depth` is not used: readers tell by the number of speculative tokens which slot drafts first.
     """
     config = head.config
     kind = "dspark" if isinstance(head, DSparkHead) else "dflash"
