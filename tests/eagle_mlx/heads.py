@@ -76,6 +76,11 @@ def block_config(target: Target, **fields: Any) -> BlockConfig:
     return BlockConfig(**{**plain, **vocab, "hidden_size": size, **fields})
 
 
+GEMMA: dict[str, Any] = {
+    **{"gemma": True, "key_is_value": True, "num_key_value_heads": 1, "logit_softcap": 20.0},
+    "rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+    **{"own_embedding": True, "own_lm_head": True},
+}
 BLOCKS: dict[str, Callable[[Target], BlockHead]] = {
     "dflash": dflash,
     "dflash, windows": lambda t: dflash(t, windows=(6, None), causal=(True, False)),
@@ -83,6 +88,7 @@ BLOCKS: dict[str, Callable[[Target], BlockHead]] = {
     "dspark": dspark,
     "dspark, gated": lambda t: dspark(t, markov_head="gated", block_size=5, first_slot_drafts=False),
     "dspark, rnn": lambda t: dspark(t, markov_head="rnn", draft_vocab_size=40, own_lm_head=True),
+    "dspark, gemma": lambda t: dspark(t, **GEMMA, embedding_scale=t.hidden_size**0.5),
     "dspark, no markov": lambda t: dspark(t, markov_head=None, own_embedding=True),
 }
 """Heads that draft a whole block in one forward."""

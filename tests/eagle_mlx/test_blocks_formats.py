@@ -35,7 +35,7 @@ HEADS = {
 SAYABLE = {
     ("dflash", "dflash"): ["dflash", "dflash, windows", "dflash, output", "dflash, sees all"],
     ("dflash", "speculators"): ["dflash", "dflash, anchored"],
-    ("dspark", "dspark"): ["dspark", "dspark, gated", "dspark, no markov", "dspark, yarn"],
+    ("dspark", "dspark"): ["dspark", "dspark, gated", "dspark, no markov", "dspark, yarn", "dspark, gemma"],
     ("dspark", "speculators"): ["dspark", "dspark, gated", "dspark, rnn", "dspark, yarn"],
     ("dspark", "specforge"): ["dspark", "dspark, gated", "dspark, windows", "dspark, interleaved", "dspark, no markov"],
 }

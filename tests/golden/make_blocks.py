@@ -3,9 +3,10 @@
 python -m venv v; v/bin/pip install torch==2.13.0 dflash==0.1.0 speculators==0.9.0
 HF_HUB_OFFLINE=1 v/bin/python tests/golden/make_blocks.py
 
-z-lab's layout is run by `dflash`, speculators' by `speculators`. Of each head a .json keeps the config and the tensors'
-names and shapes, a .safetensors the logits of five blocks [5, slots, Vd], and for DSpark, whose previous tokens are
-those of the text, the logits of the confidence head [5, slots].
+z-lab's layout is run by `dflash`, speculators' by `speculators`. No package runs DeepSpec's heads for Gemma 4: their
+layer is written out here, from norms, MLP and angles of transformers. Of each head a .json keeps the config and the
+tensors' names and shapes, a .safetensors the logits of five blocks [5, slots, Vd], and for DSpark, whose previous tokens
+are those of the text, the logits of the confidence head [5, slots].
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from transformers import Qwen3Config
+from transformers import Gemma4TextConfig, Qwen3Config
+from transformers.models.gemma4.modeling_gemma4 import (
+    Gemma4RMSNorm,
+    Gemma4TextMLP,
+    Gemma4TextRotaryEmbedding,
+)
+from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb as rotate
 
 HERE = Path(__file__).parent / "blocks"
 SLOTS, LAYERS = 5, [1, 2, 4]
@@ -145,6 +152,95 @@ def by_speculators(name: str, kind: dict[str, Any], draft_vocab: int | None = No
     keep(f"speculators-{name}", written, held, logits=logits.numpy(), **outputs)
 
 
+def gemma(name: str, shared: bool, rope: dict[str, Any]) -> None:
+    """A DSpark head of two of Gemma 4's layers, without cache; `shared`: values are the keys."""
+    config = Gemma4TextConfig(
+        **{**LAYER, "rope_theta": None},
+        hidden_activation="gelu_pytorch_tanh",
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=shared,
+        hidden_size_per_layer_input=0,
+        layer_types=["full_attention"] * 2,
+        rope_parameters={"full_attention": rope},
+    )
+    size, dim, heads = draws.HIDDEN, 32, LAYER["num_attention_heads"]
+    kv_heads = 1 if shared else LAYER["num_key_value_heads"]
+    sizes = {"input": size, "post_attention": size, "pre_feedforward": size, "post_feedforward": size}
+    shapes: dict[str, list[int]] = {
+        "fc.weight": [size, size * len(LAYERS)],
+        "norm.weight": [size],
+        "hidden_norm.weight": [size],
+    }
+    shapes |= {"embed_tokens.weight": [draws.VOCAB, size], "lm_head.weight": [draws.VOCAB, size]}
+    shapes |= {f"markov_head.markov_{part}.weight": [draws.VOCAB, 16] for part in ("w1", "w2")}
+    shapes |= {"confidence_head.proj.weight": [1, size + 16], "confidence_head.proj.bias": [1]}
+    for layer in range(2):
+        parts = {f"{part}_layernorm.weight": [width] for part, width in sizes.items()} | {"layer_scalar": [1]}
+        parts |= {"self_attn.q_norm.weight": [dim], "self_attn.k_norm.weight": [dim]}
+        parts |= {"self_attn.q_proj.weight": [heads * dim, size], "self_attn.o_proj.weight": [size, heads * dim]}
+        parts |= {f"self_attn.{part}_proj.weight": [kv_heads * dim, size] for part in ("k" if shared else "kv")}
+        parts |= {f"mlp.{part}_proj.weight": [80, size] for part in ("gate", "up")} | {
+            "mlp.down_proj.weight": [size, 80]
+        }
+        shapes |= {f"layers.{layer}.{part}": shape for part, shape in parts.items()}
+    w = {key: torch.tensor(draws.draw(key, shape)) for key, shape in shapes.items()}
+    w |= {"embed_tokens.weight": EMBEDDING, "lm_head.weight": PROJECTION}
+    turn = Gemma4TextRotaryEmbedding(config)
+
+    def norm(x: torch.Tensor, key: str | None) -> torch.Tensor:
+        made = Gemma4RMSNorm(x.shape[-1], eps=LAYER["rms_norm_eps"], with_scale=key is not None)
+        if key is not None:
+            made.weight.data = w[key]
+        return made(x)
+
+    def split(x: torch.Tensor, count: int) -> torch.Tensor:
+        return x.view(1, x.shape[1], count, dim)
+
+    logits, confidences = [], []
+    for at in draws.ANCHORS:
+        tokens = torch.full((1, SLOTS), 255)
+        tokens[0, 0] = TOKENS[0, at]
+        x = EMBEDDING[tokens] * size**0.5
+        c = norm(CONTEXT[:, :at] @ w["fc.weight"].T, "hidden_norm.weight")
+        angles = turn(x, torch.arange(at + SLOTS)[None], "full_attention")
+        for layer in range(2):
+            of = f"layers.{layer}."
+            a = norm(x, of + "input_layernorm.weight")
+            both = torch.cat([c, a], dim=1)
+            k = split(both @ w[of + "self_attn.k_proj.weight"].T, kv_heads)
+            v = k if shared else split(both @ w[of + "self_attn.v_proj.weight"].T, kv_heads)
+            q = norm(split(a @ w[of + "self_attn.q_proj.weight"].T, heads), of + "self_attn.q_norm.weight")
+            q = rotate(q, *(part[:, -SLOTS:] for part in angles), unsqueeze_dim=2).transpose(1, 2)
+            k = rotate(norm(k, of + "self_attn.k_norm.weight"), *angles, unsqueeze_dim=2)
+            k, v = (y.transpose(1, 2).repeat_interleave(heads // kv_heads, dim=1) for y in (k, norm(v, None)))
+            seen = (torch.softmax(q @ k.transpose(-1, -2), dim=-1) @ v).transpose(1, 2).reshape(1, SLOTS, -1)
+            x = x + norm(seen @ w[of + "self_attn.o_proj.weight"].T, of + "post_attention_layernorm.weight")
+            mlp = Gemma4TextMLP(config, layer)
+            for part in ("gate", "up", "down"):
+                getattr(mlp, f"{part}_proj").weight.data = w[f"{of}mlp.{part}_proj.weight"]
+            out = mlp(norm(x, of + "pre_feedforward_layernorm.weight"))
+            x = (x + norm(out, of + "post_feedforward_layernorm.weight")) * w[of + "layer_scalar"]
+        h = norm(x, "norm.weight")
+        before = w["markov_head.markov_w1.weight"][TOKENS[:, at : at + SLOTS]]
+        bias = before @ w["markov_head.markov_w2.weight"].T
+        logits.append(20 * torch.tanh(h @ PROJECTION.T / 20) + bias)
+        read = torch.cat([h, before], dim=-1)
+        confidences.append((read @ w["confidence_head.proj.weight"].T + w["confidence_head.proj.bias"])[..., 0])
+    written = {key: LAYER[key] for key in LAYER if key != "rope_theta"}
+    written |= {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "block_size": SLOTS}
+    written |= {"hidden_activation": "gelu_pytorch_tanh", "global_head_dim": 32, "num_global_key_value_heads": 1}
+    written |= {
+        "attention_k_eq_v": shared,
+        "rope_parameters": {"full_attention": rope},
+        "final_logit_softcapping": 20.0,
+    }
+    written |= {"mask_token_id": 255, "target_layer_ids": LAYERS, "markov_rank": 16, "markov_head_type": "vanilla"}
+    written |= {"enable_confidence_head": True, "confidence_head_with_markov": True, "enable_moe_block": False}
+    outputs = {"logits": torch.cat(logits).numpy(), "confidence": torch.cat(confidences).numpy()}
+    keep(name, written, shapes, **outputs)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     zlab("dflash-full", FULL)
@@ -159,3 +255,7 @@ if __name__ == "__main__":
         by_speculators(f"dspark-{kind}", FULL, markov_rank=16, markov_head_type=kind)
     by_speculators("dspark-anchor", FULL, markov_rank=16, markov_head_type="rnn", sample_from_anchor=False)
     by_speculators("dspark-vocabulary", SLIDING, draws.DRAFT_VOCAB, markov_rank=16)
+    proportional = {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25}
+    with torch.no_grad():
+        gemma("deepspec-gemma4-shared", True, proportional)
+        gemma("deepspec-gemma4", False, {"rope_type": "default", "rope_theta": 1000.0})

@@ -64,6 +64,10 @@ class BlockConfig:
     confidence_head: bool = False
     confidence_with_markov: bool = True
     """The confidence head also reads the Markov head's embedding of the previous token."""
+    gemma: bool = False
+    """The layers are Gemma 4's instead of Qwen3's."""
+    key_is_value: bool = False
+    """Gemma: the values are the keys before their norm."""
     quantization: Quantization | None = None
     """None if no layer is quantized."""
 

@@ -36,11 +36,17 @@ from eagle_mlx.heads.block.fields import (
     read_block_weights,
     shared_fields,
 )
+from eagle_mlx.heads.block.gemma import ARCHITECTURE as GEMMA
+from eagle_mlx.heads.block.gemma import gemma_json, read_gemma
 from eagle_mlx.heads.block.head import DSparkHead
 from eagle_mlx.heads.block.zlab import causal_json
 
 DEEPSPEC = "Qwen3DSparkModel"
 SPECFORGE, LIQUID = "DSparkDraftModel", "Lfm2DSparkDraftModel"
+_OF_GEMMA = (
+    *("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", "final_logit_softcapping"),
+    *("num_kv_shared_layers", "use_bidirectional_attention", "vocab_size_per_layer_input"),
+)
 _KNOWN = (*SHARED, *DSPARK, *TRAINING, "confidence_head_alpha", "target_model_type", "target_text_model_type")
 
 
@@ -48,16 +54,23 @@ def load_deepspec(folder: str | Path, target_layers: int | None = None) -> DSpar
     """Read a DSpark head. Arguments and errors as in `load_zlab`; unknown fields of the top level only give a warning,
     because DeepSpec copies the target's config."""
     folder = Path(folder)
+    if GEMMA in (read_config(folder).get("architectures") or ()):
+        return _read(folder, *read_gemma(folder), target_layers)
     # Copied from the target's config; DeepSpec's attention turns whole heads.
     written = {name: value for name, value in read_config(folder).items() if name != "partial_rotary_factor"}
     rope = written.get("rope_parameters")
     if isinstance(rope, dict):
         written["rope_parameters"] = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+    return _read(folder, written, {}, target_layers)
+
+
+def _read(folder: Path, written: Mapping[str, Any], own: Mapping[str, Any], target_layers: int | None) -> DSparkHead:
+    """Read a head of DeepSpec's; `own` replaces fields of the config."""
     file = folder / "config.json"
-    check_fields(file, written, _KNOWN, strict=False)
+    check_fields(file, written, (*_KNOWN, *_OF_GEMMA), strict=False)
     tensors = read_block_weights(folder)
     with reading(file):
-        fields = shared_fields(written, target_layers)
+        fields = {**shared_fields(written, target_layers), **own}
         if fields["windows"]:
             raise ConfigError("a layer slides; DeepSpec trains layers with full attention")
         first = bool(written.get("sample_from_anchor", True))
@@ -100,8 +113,12 @@ def save_deepspec(
     overwrite: bool = False,
 ) -> None:
     """Write a head in DeepSpec's layout. Arguments and errors as in `save_zlab`."""
-    check_sayable(head.config, "DeepSpec's", windows=(), causal=(), interleaved_rope=False, **_PLAIN_OUTPUT)
-    placed = {**_block_json(head.config), **dspark_json(head.config), "architectures": [DEEPSPEC]}
+    config = head.config
+    scaled = {"gemma": True, "output_multiplier": 1.0, "embedding_scale": config.hidden_size**0.5}
+    output = scaled if config.gemma else _PLAIN_OUTPUT
+    check_sayable(config, "DeepSpec's", windows=(), causal=(), interleaved_rope=False, **output)
+    placed = {**_block_json(config), **dspark_json(config), "architectures": [GEMMA if config.gemma else DEEPSPEC]}
+    placed |= gemma_json(config) if config.gemma else {}
     _write(head, folder, placed, target_name, extra, dtype, overwrite)
 
 
@@ -139,14 +156,15 @@ def _write(
     dtype: mx.Dtype,
     overwrite: bool,
 ) -> None:
-    check_sayable(head.config, "this", draft_vocab_size=head.config.vocab_size)
+    config = head.config
+    check_sayable(config, "this", draft_vocab_size=config.vocab_size, gemma=config.gemma)
     noted = {"torch_dtype": DTYPE_NAMES[dtype], "eagle_mlx": {"target": target_name, **(extra or {})}}
     weights = in_file_type(weights_of(head), dtype)
-    write_head(folder, {**layer_json(head.config), **placed, **noted}, weights, overwrite)
+    write_head(folder, {**layer_json(config), **placed, **noted}, weights, overwrite)
 
 
 def holds_deepspec(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
-    return _is_of(config, DEEPSPEC)
+    return _is_of(config, DEEPSPEC) or _is_of(config, GEMMA)
 
 
 def holds_specforge(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:

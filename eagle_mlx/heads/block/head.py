@@ -14,6 +14,7 @@ import mlx.nn as nn
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of
 from eagle_mlx.heads.block.config import BlockAttention, BlockConfig
+from eagle_mlx.heads.block.gemma import GemmaLayer
 from eagle_mlx.heads.block.layers import BlockLayer
 from eagle_mlx.heads.block.markov import MARKOV_HEADS, ConfidenceHead
 from eagle_mlx.target import Target
@@ -38,7 +39,8 @@ class BlockHead(HeadBase[BlockConfig]):
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.fc = nn.Linear(size * len(config.aux_layers), size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        self.layers = [BlockLayer(config) for _ in range(config.num_hidden_layers)]
+        layer = GemmaLayer if config.gemma else BlockLayer
+        self.layers = [layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(size, eps=eps)
         if config.own_lm_head:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
