@@ -5,8 +5,8 @@ HF_HUB_OFFLINE=1 v/bin/python tests/golden/make_blocks.py
 
 z-lab's layout is run by `dflash`, speculators' by `speculators`. No package runs DeepSpec's heads for Gemma 4: their
 layer is written out here, from norms, MLP and angles of transformers. Of each head a .json keeps the config and the
-tensors' names and shapes, a .safetensors the logits of five blocks [5, slots, Vd], and for DSpark, whose previous tokens
-are those of the text, the logits of the confidence head [5, slots].
+tensors' names and shapes, a .safetensors the logits of five blocks [5, slots, Vd]. For DSpark, the tokens before each
+slot are those of the text, and the logits of the confidence head [5, slots] are kept too.
 """
 
 from __future__ import annotations

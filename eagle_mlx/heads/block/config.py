@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats.fields import Quantization
-from eagle_mlx.heads.layers import check_shape, window_of
+from eagle_mlx.heads.layers import LayerShape, window_of
 
 WindowStart = Literal["slot", "anchor"]
 """Where an attention window ends: at each slot, itself included (z-lab, SpecForge, vLLM), or before the anchor, the
@@ -17,39 +16,24 @@ same for all slots and without a limit within the block (speculators)."""
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 
-@dataclass(frozen=True)
-class BlockConfig:
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    """Size of the target's vocabulary."""
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(LayerShape):
+    """The config of a block drafter. Raises ConfigError if it is inconsistent."""
+
     draft_vocab_size: int
+    """Size of the draft vocabulary; equal to `vocab_size` if the head drafts all tokens."""
     aux_layers: tuple[int, ...]
     """Target layers whose outputs are the context, counted from 0."""
     block_size: int
     """Slots of a block: the newest token and masks."""
     mask_token_id: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
-    max_position_embeddings: int = 2048
-    attention_bias: bool = False
-    qkv_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = True
-    num_hidden_layers: int = 1
-    windows: tuple[int | None, ...] = ()
-    """Each layer's attention window, None for full attention; empty if all layers have full attention."""
     window_start: WindowStart = "slot"
     causal: tuple[bool, ...] = ()
     """For each layer, whether a slot sees only earlier slots of its block; empty if every layer sees all slots."""
     first_slot_drafts: bool = False
     """Slot k predicts the token after it, so there are as many drafts as slots. If false, slot k predicts its own
     token, and the first slot nothing."""
-    own_embedding: bool = False
     own_lm_head: bool = False
     interleaved_rope: bool = False
     """RoPE turns neighboring dimensions instead of the two halves of a head."""
@@ -68,11 +52,9 @@ class BlockConfig:
     """The layers are Gemma 4's instead of Qwen3's."""
     key_is_value: bool = False
     """Gemma: the values are the keys before their norm."""
-    quantization: Quantization | None = None
-    """None if no layer is quantized."""
 
     def __post_init__(self) -> None:
-        check_shape(self)
+        super().__post_init__()
         if not self.aux_layers:
             raise ConfigError("aux_layers is empty; a block drafter reads at least one target layer")
         if self.draft_vocab_size > self.vocab_size:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.fields import read_config, reading
-from eagle_mlx.formats.tensors import DTYPE_NAMES, in_file_type, weights_of, write_head
+from eagle_mlx.formats.tensors import SaveOptions, save_head, weights_of
 from eagle_mlx.heads.block.config import BlockConfig
 from eagle_mlx.heads.block.fields import (
     DFLASH,
@@ -106,11 +106,7 @@ def load_specforge(folder: str | Path, target_layers: int | None = None) -> DSpa
 def save_deepspec(
     head: DSparkHead,
     folder: str | Path,
-    *,
-    target_name: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-    dtype: mx.Dtype = mx.bfloat16,
-    overwrite: bool = False,
+    **options: Unpack[SaveOptions],
 ) -> None:
     """Write a head in DeepSpec's layout. Arguments and errors as in `save_zlab`."""
     config = head.config
@@ -119,24 +115,20 @@ def save_deepspec(
     check_sayable(config, "DeepSpec's", windows=(), causal=(), interleaved_rope=False, **output)
     placed = {**_block_json(config), **dspark_json(config), "architectures": [GEMMA if config.gemma else DEEPSPEC]}
     placed |= gemma_json(config) if config.gemma else {}
-    _write(head, folder, placed, target_name, extra, dtype, overwrite)
+    _write(head, folder, placed, options)
 
 
 def save_specforge(
     head: DSparkHead,
     folder: str | Path,
-    *,
-    target_name: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-    dtype: mx.Dtype = mx.bfloat16,
-    overwrite: bool = False,
+    **options: Unpack[SaveOptions],
 ) -> None:
     """Write a head in SpecForge's layout. Arguments and errors as in `save_zlab`."""
     config = head.config
     check_sayable(config, "SpecForge's", **_PLAIN_OUTPUT, **({"window_start": "slot"} if config.windows else {}))
     nested = {**_block_json(config), **dspark_json(config), "projector_type": "dspark"}
     placed = {"architectures": [SPECFORGE], "block_size": config.block_size, **causal_json(config), DFLASH: nested}
-    _write(head, folder, placed, target_name, extra, dtype, overwrite)
+    _write(head, folder, placed, options)
 
 
 _PLAIN_OUTPUT = {"embedding_scale": None, "output_multiplier": 1.0, "logit_softcap": None}
@@ -147,20 +139,10 @@ def _block_json(config: BlockConfig) -> dict[str, Any]:
     return {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": layers}
 
 
-def _write(
-    head: DSparkHead,
-    folder: str | Path,
-    placed: Mapping[str, Any],
-    target_name: str | None,
-    extra: Mapping[str, Any] | None,
-    dtype: mx.Dtype,
-    overwrite: bool,
-) -> None:
+def _write(head: DSparkHead, folder: str | Path, placed: Mapping[str, Any], options: SaveOptions) -> None:
     config = head.config
     check_sayable(config, "this", draft_vocab_size=config.vocab_size, gemma=config.gemma)
-    noted = {"torch_dtype": DTYPE_NAMES[dtype], "eagle_mlx": {"target": target_name, **(extra or {})}}
-    weights = in_file_type(weights_of(head), dtype)
-    write_head(folder, {**layer_json(config), **placed, **noted}, weights, overwrite)
+    save_head(folder, {**layer_json(config), **placed}, weights_of(head), **options)
 
 
 def holds_deepspec(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import mlx.core as mx
 
@@ -21,7 +21,7 @@ from eagle_mlx.formats.fields import (
     read_config,
     reading,
 )
-from eagle_mlx.formats.tensors import DTYPE_NAMES, in_file_type, weights_of, write_head
+from eagle_mlx.formats.tensors import SaveOptions, save_head, weights_of
 from eagle_mlx.heads.block.config import BlockConfig
 from eagle_mlx.heads.block.fields import (
     DSPARK,
@@ -112,13 +112,10 @@ def save_speculators_block(
     head: BlockHead,
     folder: str | Path,
     *,
-    target_name: str | None = None,
     base_model: str | None = None,
     target_architectures: Sequence[str] = (),
     depth: int | None = None,
-    extra: Mapping[str, Any] | None = None,
-    dtype: mx.Dtype = mx.bfloat16,
-    overwrite: bool = False,
+    **options: Unpack[SaveOptions],
 ) -> None:
     """Write a head in this layout. Arguments and errors as in `save_zlab`.
 
@@ -146,11 +143,8 @@ def save_speculators_block(
         "speculators_config": proposal_json(kind, base_model, target_architectures, config.drafts),
         **(dspark_json(config) if kind == "dspark" else {}),
         **quantization_json(config.quantization),
-        "torch_dtype": DTYPE_NAMES[dtype],
-        "eagle_mlx": {"target": target_name, **(extra or {})},
     }
-    weights = in_file_type(weights_of(head), dtype)
-    write_head(folder, written, weights | vocabulary_tensors(head.d2t, config.vocab_size), overwrite)
+    save_head(folder, written, weights_of(head), exact=vocabulary_tensors(head.d2t, config.vocab_size), **options)
 
 
 def _check_sayable(config: BlockConfig) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import read_config, reading
-from eagle_mlx.formats.tensors import DTYPE_NAMES, in_file_type, weights_of, write_head
+from eagle_mlx.formats.tensors import SaveOptions, save_head, weights_of
 from eagle_mlx.heads.block.config import BlockConfig
 from eagle_mlx.heads.block.fields import (
     DFLASH,
@@ -72,15 +72,11 @@ def _causal(config: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[bool,
 def save_zlab(
     head: DFlashHead,
     folder: str | Path,
-    *,
-    target_name: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-    dtype: mx.Dtype = mx.bfloat16,
-    overwrite: bool = False,
+    **options: Unpack[SaveOptions],
 ) -> None:
     """Write a head in this layout to a folder, which appears only once complete.
 
-    `target_name` and `extra` are stored under `eagle_mlx`. Raises ConfigError if this layout cannot express the head,
+    Raises ConfigError if this layout cannot express the head,
     OutputError if the folder cannot be written.
     """
     config = head.config
@@ -93,10 +89,8 @@ def save_zlab(
         **causal_json(config),
         **output_json(config),
         DFLASH: {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.aux_layers)},
-        "torch_dtype": DTYPE_NAMES[dtype],
-        "eagle_mlx": {"target": target_name, **(extra or {})},
     }
-    write_head(folder, written, in_file_type(weights_of(head), dtype), overwrite)
+    save_head(folder, written, weights_of(head), **options)
 
 
 def causal_json(config: BlockConfig) -> dict[str, Any]:
