@@ -34,7 +34,7 @@ class BlockDrafter:
     """[B] int32, the positions of the first draft tokens."""
 
     def draft(self, plan: Plan) -> Draft:
-        """Draft a chain, or a chain with side branches, as the plan asks; lengths are those of all rows alike.
+        """Draft a chain, or a chain with side branches, as the plan asks.
 
         With `plan.stop_below`, each row's chain ends before the first token whose chance, together with those before
         it, is below. The device finds the lengths; the host does not wait for them.
@@ -69,18 +69,17 @@ class BlockDrafter:
         states = head.block(self.newest, self.cache, drafts)
         h = states[:, -drafts:]
         logits = head.logits(h)
-        if head.config.markov_head is None:
+        if not head.is_sequential:
             return [draw(logits, mx.arange(drafts, dtype=mx.int32))], self._surprise(logits, h, None)
         previous, state = self.newest, None
         if not head.config.first_slot_drafts:  # the state of a recurrent head begins at the first slot
-            _, state = head.markov_head.step(previous, states[:, :1], None)
+            _, state = head.slot_logits(previous, states[:, :1], head.logits(states[:, :1]), None)
         tokens, surprises = list[mx.array](), list[mx.array]()
         for slot in range(drafts):
             at = h[:, slot : slot + 1]
-            bias, state = head.markov_head.step(previous, at, state)
-            biased = logits[:, slot : slot + 1] + bias
-            surprises.append(self._surprise(biased, at, previous))
-            previous = draw(biased, slot)
+            final, state = head.slot_logits(previous, at, logits[:, slot : slot + 1], state)
+            surprises.append(self._surprise(final, at, previous))
+            previous = draw(final, slot)
             tokens.append(previous)
         return tokens, mx.concatenate(surprises, axis=1)
 

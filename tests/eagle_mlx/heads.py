@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlashHead, DSparkHead
+from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead
@@ -55,6 +55,13 @@ def dflash(target: Target, seed: int = 0, **fields: Any) -> DFlashHead:
     return head
 
 
+def dflash2(target: Target, seed: int = 0, **fields: Any) -> DFlash2Head:
+    own = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 32, "selector_top_k": 4}
+    head = DFlash2Head(block_config(target, **{**own, **fields}))
+    randomize(head, seed, 0.2)
+    return head
+
+
 def dspark(target: Target, seed: int = 0, **fields: Any) -> DSparkHead:
     plain = fields.get("markov_head", "vanilla") is None
     markov = {} if plain else {"markov_head": "vanilla", "markov_rank": 32, "confidence_head": True}
@@ -85,6 +92,7 @@ BLOCKS: dict[str, Callable[[Target], BlockHead]] = {
     "dflash": dflash,
     "dflash, windows": lambda t: dflash(t, windows=(6, None), causal=(True, False)),
     "dflash, causal": lambda t: dflash(t, causal=(True, True), windows=(4, 4), window_start="anchor"),
+    "dflash2": dflash2,
     "dspark": dspark,
     "dspark, gated": lambda t: dspark(t, markov_head="gated", block_size=5, first_slot_drafts=False),
     "dspark, rnn": lambda t: dspark(t, markov_head="rnn", draft_vocab_size=40, own_lm_head=True),

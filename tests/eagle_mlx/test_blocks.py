@@ -74,10 +74,10 @@ def chances(head: BlockHead, tokens: np.ndarray) -> np.ndarray:
         before, state, sure = TEXT[-1], None, []
         for slot in range(config.block_size):
             logits = head.logits(h[slot])
-            if config.markov_head is not None:
-                previous = mx.array(before)
-                bias, state = head.markov_head.step(previous, h[slot], state)
-                logits = logits + bias
+            previous = mx.array(before)
+            if head.is_sequential:
+                logits, state = head.slot_logits(previous, h[slot], logits, state)
+            if config.confidence_head:
                 chance = mx.sigmoid(head.confidence_head(h[slot], head.markov_head.embedding(previous)))
             else:
                 chance = mx.max(mx.softmax(logits / temperature))
@@ -98,7 +98,7 @@ def test_rejection_rows_get_the_distribution_of_each_slot(name: str) -> None:
     assert q.shape == (2, head.config.drafts, 64)
     np.testing.assert_allclose(q.sum(-1), 1, rtol=1e-5)
     assert all(q[row, slot, token] > 0 for row in (0, 1) for slot, token in enumerate(draft.tokens[row].tolist()))
-    assert np.allclose(q[0, 1], q[1, 1], atol=1e-5) == (head.config.markov_head is None)  # by the token before
+    assert np.allclose(q[0, 1], q[1, 1], atol=1e-5) == (not head.is_sequential)  # by the token before
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -34,12 +34,13 @@ HEADS = {
 }
 SAYABLE = {
     ("dflash", "dflash"): ["dflash", "dflash, windows", "dflash, output", "dflash, sees all"],
+    ("dflash2", "dflash2"): ["dflash2"],
     ("dflash", "speculators"): ["dflash", "dflash, anchored"],
     ("dspark", "dspark"): ["dspark", "dspark, gated", "dspark, no markov", "dspark, yarn", "dspark, gemma"],
     ("dspark", "speculators"): ["dspark", "dspark, gated", "dspark, rnn", "dspark, yarn"],
     ("dspark", "specforge"): ["dspark", "dspark, gated", "dspark, windows", "dspark, interleaved", "dspark, no markov"],
 }
-LAYOUTS = {(kind, layout.name): layout for kind in ("dflash", "dspark") for layout in KINDS[kind].formats}
+LAYOUTS = {(kind, layout.name): layout for kind in ("dflash", "dflash2", "dspark") for layout in KINDS[kind].formats}
 
 
 def made(name: str) -> BlockHead:
@@ -99,7 +100,9 @@ REFUSED = [
     (FULL, {"target_layer_ids": [-1, 2, 4]}, "the embedding's output, which cannot be read"),
     (FULL, {"block_size": 1}, "drafts at least one token"),
     (FULL, {"hidden_act": "gelu"}, "only silu is known"),
-    (FULL, {"architectures": ["DFlash2DraftModel"]}, "of class DFlash2DraftModel, which is not a DFlash head"),
+    (FULL, {"architectures": ["DFlash2DraftModel"]}, "lacks conv_kernel_size"),
+    (FULL, {"architectures": ["DFlash3DraftModel"]}, "of class DFlash3DraftModel, which is not a DFlash head"),
+    ("dflash2", {"conv_group_size": 5}, "conv_group_size 5 does not divide hidden_size 64"),
     (FULL, {"architectures": ["XPressDraftModel"]}, "of class XPressDraftModel"),
     (SPARK, {"correction_layers": 2}, "sets correction_layers"),
     (SPARK, {"markov_head_type": "lstm"}, "known are vanilla, gated and rnn"),

@@ -71,6 +71,8 @@ def block(head: BlockHead, at: int) -> list[int]:
 def outputs(head: BlockHead, h: mx.array, anchors: tuple[int, ...]) -> dict[str, mx.array]:
     """Return the logits and confidences of states [B, slots, H], where the text's own tokens come before each slot."""
     logits, config = head.logits(h), head.config
+    if config.selector_rank:
+        return {"logits": logits, "path": path(head, h, logits, anchors)}
     if config.markov_head is None:
         return {"logits": logits}
     texts = np.array([draws.BLOCK_TOKENS[at : at + config.block_size] for at in anchors], np.int32)
@@ -83,6 +85,15 @@ def outputs(head: BlockHead, h: mx.array, anchors: tuple[int, ...]) -> dict[str,
         "logits": logits + mx.stack(biases, axis=1),
         "confidence": head.confidence_head(h, head.markov_head.embedding(before)),
     }
+
+
+def path(head: BlockHead, h: mx.array, logits: mx.array, anchors: tuple[int, ...]) -> mx.array:
+    """Return the tokens [B, slots - 1] that a sequential head drafts greedily."""
+    tokens = [mx.array([int(draws.BLOCK_TOKENS[at]) for at in anchors])]
+    for slot in range(1, head.config.block_size):
+        final, _ = head.slot_logits(tokens[-1], h[:, slot], logits[:, slot], None)
+        tokens.append(mx.argmax(final, axis=-1))
+    return mx.stack(tokens[1:], axis=1)
 
 
 def in_rounds(head: BlockHead) -> dict[str, mx.array]:

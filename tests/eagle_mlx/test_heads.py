@@ -87,9 +87,8 @@ def slow_block(head: BlockHead, features: mx.array, newest: int) -> list[int]:
     tokens, state = [newest], None
     for slot in range(head.config.block_size):
         logits = head.logits(h[slot])
-        if head.config.markov_head is not None:
-            bias, state = head.markov_head.step(mx.array(tokens[-1]), h[slot], state)
-            logits = logits + bias
+        if head.is_sequential:
+            logits, state = head.slot_logits(mx.array(tokens[-1]), h[slot], logits, state)
         if slot == 0 and not head.config.first_slot_drafts:
             continue
         best = int(mx.argmax(logits).item())

@@ -27,7 +27,7 @@ from eagle_mlx.policy import Policy
 from eagle_mlx.proposers.block import BlockDrafter
 from eagle_mlx.request_state import Pending, RequestState
 from eagle_mlx.sampling_params import SamplingParams
-from tests.eagle_mlx.heads import dspark
+from tests.eagle_mlx.heads import dflash2, dspark
 from tests.eagle_mlx.test_filters import one_step_short
 from tests.fakes import randomize, tiny_config, tiny_target
 from tests.full import diagonal, in_full
@@ -91,15 +91,16 @@ class Toy:
 
 @dataclass(frozen=True)
 class BlockToy(Toy):
-    """The same target, with a random DSpark head that drafts a block after each token, without further context."""
+    """The same target, with a random head that drafts a block after each token, without further context."""
 
+    kind: str = "dspark"
     stop_below: float | None = None
     lengths: list[mx.array] = field(default_factory=list)
     """Each row's number of drafts in the latest round."""
 
     @property
     def head(self) -> BlockHead:
-        return block_head(self.vocab)
+        return block_head(self.kind, self.vocab)
 
     def propose(
         self, last: mx.array, depth: int, batch: SamplingBatch, position: mx.array, certain: bool
@@ -111,10 +112,11 @@ class BlockToy(Toy):
 
 
 @cache
-def block_head(vocab: int) -> BlockHead:
-    head = dspark(tiny_target(layers=1, vocab=vocab, hidden=16), block_size=2, mask_token_id=0, aux_layers=(0,))
-    head.attach(tiny_target(layers=1, vocab=vocab, hidden=16))
-    return head
+def block_head(kind: str, vocab: int) -> BlockHead:
+    target, shape = tiny_target(layers=1, vocab=vocab, hidden=16), {"mask_token_id": 0, "aux_layers": (0,)}
+    made = dspark(target, block_size=2, **shape) if kind == "dspark" else dflash2(target, block_size=3, **shape)
+    made.attach(target)
+    return made
 
 
 def decode(
@@ -273,12 +275,16 @@ def test_chains_over_a_larger_vocabulary_follow_the_target(params: SamplingParam
 
 
 @pytest.mark.parametrize(
-    ("params", "stop_below"), [(COUPLED, None), (REJECTION, None), (REJECTION, 0.3), *in_full([(FILTERED, None)], [])]
+    ("kind", "params", "stop_below"),
+    [
+        *(("dspark", COUPLED, None), ("dspark", REJECTION, 0.3), ("dflash2", REJECTION, None)),
+        *in_full([("dspark", FILTERED, None), ("dspark", REJECTION, None), ("dflash2", COUPLED, 0.3)], []),
+    ],
 )
-def test_texts_drafted_in_blocks_follow_the_target(params: SamplingParams, stop_below: float | None) -> None:
+def test_texts_drafted_in_blocks_follow_the_target(kind: str, params: SamplingParams, stop_below: float | None) -> None:
     """Also if the confidences of a head end each row's block, which they do by the tokens before."""
     table = Toy.random(5, scale=1.0)
-    toy = BlockToy(table.target, table.draft, stop_below)
+    toy = BlockToy(table.target, table.draft, kind, stop_below)
     texts, _ = decode(toy, many(params), 3, 2, ends=lambda drafts: toy.lengths[0])
     assert follows(texts[:, :2], toy.law(params, 2), 5)
     assert follows(texts, toy.law(params, 3), 5)
@@ -286,10 +292,10 @@ def test_texts_drafted_in_blocks_follow_the_target(params: SamplingParams, stop_
         assert len(set(np.array(toy.lengths[0]).tolist())) > 1
 
 
-@pytest.mark.parametrize("stop_below", [None, 0.3])
-def test_blocks_with_a_broken_q_miss_the_bar(stop_below: float | None) -> None:
+@pytest.mark.parametrize(("kind", "stop_below"), [("dspark", None), ("dspark", 0.3), ("dflash2", None)])
+def test_blocks_with_a_broken_q_miss_the_bar(kind: str, stop_below: float | None) -> None:
     table = Toy.random(5, scale=1.0)
-    toy = BlockToy(table.target, table.draft, stop_below)
+    toy = BlockToy(table.target, table.draft, kind, stop_below)
     texts, _ = decode(toy, many(REJECTION, FEW), 3, 2, rule=q_of_another_draft, ends=lambda drafts: toy.lengths[0])
     assert misses(texts, toy.law(REJECTION, 3), 5)
 

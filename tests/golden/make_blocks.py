@@ -20,6 +20,7 @@ import draws
 import numpy as np
 import speculators.models.dflash.core as core
 import torch
+from dflash.model import DFlash2DraftModel as ZLab2
 from dflash.model import DFlashDraftModel as ZLab
 from safetensors.numpy import load_file, save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
@@ -60,6 +61,7 @@ SLIDING: dict[str, Any] = {
     "sliding_window": 6,
     "use_sliding_window": True,
 }
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
 OUTPUT = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}
 CONTEXT = torch.tensor(np.concatenate([draws.block_context(k) for k in LAYERS], axis=-1))[None]
 TOKENS = torch.tensor(draws.BLOCK_TOKENS)[None]
@@ -73,7 +75,7 @@ def fill(model: torch.nn.Module) -> dict[str, list[int]]:
         if not name.startswith(("embed_tokens", "verifier")) and not (
             name.startswith("lm_head") and len(value) == draws.VOCAB
         ):
-            value.data = torch.tensor(draws.draw(name, value.shape))
+            value.data = torch.tensor(draws.draw(name.replace("codebook.weight", "codebook"), value.shape))
             shapes[name] = list(value.shape)
     return shapes
 
@@ -89,8 +91,9 @@ def keep(name: str, config: dict[str, Any], shapes: dict[str, list[int]], **outp
 def zlab(name: str, kind: dict[str, Any], **more: Any) -> None:
     own = {"mask_token_id": 255, "target_layer_ids": LAYERS, **more.pop("nested", {})}
     config = {**LAYER, **kind, **more, "num_target_layers": 6, "block_size": SLOTS, "dflash_config": own}
-    model = ZLab(Qwen3Config(**config)).float().eval()
-    shapes, blocks = fill(model), []
+    second = "selector_rank" in own
+    model = (ZLab2 if second else ZLab)(Qwen3Config(**config)).float().eval()
+    shapes, blocks, paths = fill(model), [], []
     with torch.no_grad():
         for at in draws.ANCHORS:
             block = torch.full((1, SLOTS), 255)
@@ -98,9 +101,12 @@ def zlab(name: str, kind: dict[str, Any], **more: Any) -> None:
             embedded = EMBEDDING[block] * own.get("input_embedding_scale", 1.0)
             h = model(torch.arange(at + SLOTS)[None], noise_embedding=embedded, target_hidden=CONTEXT[:, :at])
             blocks.append(model.compute_logits(h, lambda x: x @ PROJECTION.T)[0].numpy())
-    keep(
-        name, {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", **config}, shapes, logits=np.stack(blocks)
-    )
+            if second:
+                paths.append(model.propose(h[:, 1:], block[:, 0], lambda x: x @ PROJECTION.T, 0.0)[0][0].numpy())
+    shapes = {key.replace("codebook.weight", "codebook"): shape for key, shape in shapes.items()}
+    outputs = {"path": np.stack(paths)} if second else {}
+    written = {"architectures": [f"DFlash{2 if second else ''}DraftModel"], "model_type": "qwen3", **config}
+    keep(name, written, shapes, logits=np.stack(blocks), **outputs)
 
 
 def by_speculators(name: str, kind: dict[str, Any], draft_vocab: int | None = None, **more: Any) -> None:
@@ -248,6 +254,7 @@ if __name__ == "__main__":
     zlab("dflash-sliding-sees-all", SLIDING, is_causal=False)
     zlab("dflash-full-causal", FULL, is_causal=True)
     zlab("dflash-output", FULL, nested=OUTPUT)
+    zlab("dflash2", SLIDING, is_causal=False, nested=SELECTOR)
     by_speculators("dflash", FULL)
     by_speculators("dflash-sliding", SLIDING, draft_vocab=draws.DRAFT_VOCAB)
     by_speculators("dflash-sliding-sees-all", SLIDING, sliding_window_non_causal=True)

@@ -1,4 +1,4 @@
-"""Block drafters: DFlash and DSpark draft a whole block in one forward; one network, several layouts of files."""
+"""Block drafters: DFlash, DFlash2 and DSpark draft a whole block in one forward; one network, several layouts of files."""
 
 from eagle_mlx.heads.block.config import BlockConfig
 from eagle_mlx.heads.block.dspark import (
@@ -9,14 +9,14 @@ from eagle_mlx.heads.block.dspark import (
     save_deepspec,
     save_specforge,
 )
-from eagle_mlx.heads.block.head import BlockHead, DFlashHead, DSparkHead
+from eagle_mlx.heads.block.head import BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from eagle_mlx.heads.block.speculators import (
     holds_speculators_dflash,
     holds_speculators_dspark,
     load_speculators_block,
     save_speculators_block,
 )
-from eagle_mlx.heads.block.zlab import holds_zlab, load_zlab, save_zlab
+from eagle_mlx.heads.block.zlab import holds_zlab, holds_zlab_2, load_zlab, save_zlab
 from eagle_mlx.heads.kinds import Format, HeadKind
 
 DFLASH = HeadKind(
@@ -41,6 +41,23 @@ DFLASH = HeadKind(
             load=load_speculators_block,
             save=save_speculators_block,
             servers=lambda head: ("vllm",),
+        ),
+    ),
+    trainable=False,
+)
+DFLASH2 = HeadKind(
+    name="dflash2",
+    title="DFlash2",
+    head_class=DFlash2Head,
+    formats=(
+        Format(
+            name="dflash2",
+            about="DFlash2, as z-lab writes it",
+            read_by="that of z-lab and SGLang",
+            holds=holds_zlab_2,
+            load=load_zlab,
+            save=save_zlab,
+            servers=lambda head: ("sglang",),
         ),
     ),
     trainable=False,
@@ -81,4 +98,4 @@ DSPARK = HeadKind(
     trainable=False,
 )
 
-__all__ = ["DFLASH", "DSPARK", "BlockConfig", "BlockHead", "DFlashHead", "DSparkHead"]
+__all__ = ["DFLASH", "DFLASH2", "DSPARK", "BlockConfig", "BlockHead", "DFlash2Head", "DFlashHead", "DSparkHead"]

@@ -48,6 +48,14 @@ class BlockConfig(LayerShape):
     confidence_head: bool = False
     confidence_with_markov: bool = True
     """The confidence head also reads the Markov head's embedding of the previous token."""
+    conv_kernel_size: int = 0
+    """DFlash2: slots that a convolution sees; 0 without convolutions."""
+    conv_group_size: int = 0
+    """Dimensions that share a slot's kernel."""
+    selector_rank: int = 0
+    """DFlash2: width of the candidate selector; 0 without one."""
+    selector_top_k: int = 0
+    """Candidates of each slot."""
     gemma: bool = False
     """The layers are Gemma 4's instead of Qwen3's."""
     key_is_value: bool = False
@@ -69,6 +77,10 @@ class BlockConfig(LayerShape):
             raise ConfigError(f"mask_token_id {self.mask_token_id} is not in a vocabulary of {self.vocab_size}")
         if (self.markov_head is None) != (self.markov_rank == 0) or self.markov_rank < 0:
             raise ConfigError(f"markov_head is {self.markov_head} but markov_rank is {self.markov_rank}")
+        if self.conv_kernel_size and (self.conv_group_size < 1 or self.hidden_size % self.conv_group_size):
+            raise ConfigError(f"conv_group_size {self.conv_group_size} does not divide hidden_size {self.hidden_size}")
+        if self.selector_rank and not 0 < self.selector_top_k <= self.vocab_size:
+            raise ConfigError(f"selector_top_k is {self.selector_top_k}; it must be between 1 and vocab_size")
         if self.confidence_head and self.confidence_with_markov and self.markov_head is None:
             raise ConfigError("the confidence head reads a Markov head, which is missing")
 

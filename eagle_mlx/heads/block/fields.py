@@ -196,7 +196,7 @@ def layer_json(config: BlockConfig) -> dict[str, Any]:
 
 def check_sayable(config: BlockConfig, whose: str, **wanted: Any) -> None:
     """Raise ConfigError if a layout cannot express a field: those in `wanted` must have the given value."""
-    plain = {"qkv_bias": False, "mlp_bias": False, "qk_norm": True, "gemma": False}
+    plain = {"qkv_bias": False, "mlp_bias": False, "qk_norm": True, "gemma": False, "conv_kernel_size": 0}
     for name, value in {**plain, **wanted}.items():
         if getattr(config, name) != value:
             raise ConfigError(f"{whose} layout has no word for {name}={getattr(config, name)}; write another layout")

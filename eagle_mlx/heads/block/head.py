@@ -14,6 +14,7 @@ import mlx.nn as nn
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of
 from eagle_mlx.heads.block.config import BlockAttention, BlockConfig
+from eagle_mlx.heads.block.dflash2 import CandidateSelector, ConvolvedLayer
 from eagle_mlx.heads.block.gemma import GemmaLayer
 from eagle_mlx.heads.block.layers import BlockLayer
 from eagle_mlx.heads.block.markov import MARKOV_HEADS, ConfidenceHead
@@ -39,13 +40,15 @@ class BlockHead(HeadBase[BlockConfig]):
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.fc = nn.Linear(size * len(config.aux_layers), size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        layer = GemmaLayer if config.gemma else BlockLayer
+        layer = GemmaLayer if config.gemma else ConvolvedLayer if config.conv_kernel_size else BlockLayer
         self.layers = [layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(size, eps=eps)
         if config.own_lm_head:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         if config.markov_head is not None:
             self.markov_head = MARKOV_HEADS[config.markov_head](config)
+        if config.selector_rank:
+            self.candidate_selector = CandidateSelector(config)
         if config.confidence_head:
             self.confidence_head = ConfidenceHead(config)
 
@@ -137,14 +140,36 @@ class BlockHead(HeadBase[BlockConfig]):
             out = mx.tanh(out / self._softcap) * self._softcap
         return out
 
+    @property
+    def is_sequential(self) -> bool:
+        """Whether a slot's logits depend on the token before it."""
+        return self._config.markov_head is not None or self._config.selector_rank > 0
+
+    def slot_logits(
+        self, previous: mx.array, h: mx.array, logits: mx.array, state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Return the final logits [..., Vd] of slots of a sequential head, and the state for the next slot.
+
+        previous [...] int32, the tokens before, in target ids; h [..., H], the slots' states; logits [..., Vd], of
+        `logits`; state: of the slot before, None for the first.
+        """
+        if self._config.selector_rank:
+            return self.candidate_selector(previous, h, logits), None
+        bias, state = self.markov_head.step(previous, h, state)
+        return logits + bias, state
+
 
 class DFlashHead(BlockHead):
     """DFlash: all slots are independent given the block."""
 
     def __init__(self, config: BlockConfig, d2t: mx.array | None = None):
-        if config.markov_head is not None or config.confidence_head:
-            raise ConfigError("a DFlash head has neither a Markov head nor a confidence head; DSpark heads have")
+        if config.markov_head is not None or config.confidence_head or config.selector_rank:
+            raise ConfigError("a DFlash head has neither a Markov head, nor a confidence head, nor a selector")
         super().__init__(config, d2t)
+
+
+class DFlash2Head(BlockHead):
+    """DFlash2: DFlash's network with convolutions, whose slots also depend on the token before them."""
 
 
 class DSparkHead(BlockHead):

@@ -1,4 +1,4 @@
-"""z-lab's layout of DFlash heads, without an embedding and an output projection of their own.
+"""z-lab's layout of DFlash and DFlash2 heads, without an embedding and an output projection of their own.
 
 A window ends at each slot and includes it. Layers with a window are causal within the block, unless `is_causal` or
 `dflash_config.causal` say otherwise.
@@ -30,16 +30,18 @@ from eagle_mlx.heads.block.fields import (
     read_block_weights,
     shared_fields,
 )
-from eagle_mlx.heads.block.head import DFlashHead
+from eagle_mlx.heads.block.head import DFlash2Head, DFlashHead
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
+_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 _OUTPUT = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 _KNOWN = (*SHARED, *_OUTPUT, *TRAINING)
 _NESTED = (*SHARED, *_OUTPUT, *TRAINING, "causal")
 
 
-def load_zlab(folder: str | Path, target_layers: int | None = None) -> DFlashHead:
-    """Read a DFlash head.
+def load_zlab(folder: str | Path, target_layers: int | None = None) -> DFlashHead | DFlash2Head:
+    """Read a DFlash or DFlash2 head.
 
     `target_layers` determines the aux layers if the config does not name them. Raises CheckpointError if a file is
     damaged, if any tensor or field is missing or unknown, or if a field's value is not implemented.
@@ -47,7 +49,9 @@ def load_zlab(folder: str | Path, target_layers: int | None = None) -> DFlashHea
     folder = Path(folder)
     written = read_config(folder)
     file = folder / "config.json"
-    check_fields(file, written, _KNOWN, _NESTED)
+    second = ARCHITECTURE_2 in (written.get("architectures") or ())
+    own = _SELECTOR if second else ()
+    check_fields(file, written, (*_KNOWN, *own), (*_NESTED, *own))
     with reading(file):
         fields = shared_fields(written, target_layers)
         scale, softcap = one_of(written, "input_embedding_scale"), one_of(written, "final_logit_softcapping")
@@ -57,8 +61,18 @@ def load_zlab(folder: str | Path, target_layers: int | None = None) -> DFlashHea
             embedding_scale=None if scale is None else float(scale),
             output_multiplier=float(one_of(written, "output_multiplier", 1.0)),
             logit_softcap=float(softcap) if softcap else None,
+            **{name: int(_needed(written, name)) for name in own},
         )
-        return build(folder, DFlashHead, config, read_block_weights(folder))
+        tensors = read_block_weights(folder)
+        tensors = {f"{name}.weight" if name in _CODEBOOKS else name: x for name, x in tensors.items()}
+        return build(folder, DFlash2Head if second else DFlashHead, config, tensors)
+
+
+def _needed(config: Mapping[str, Any], name: str) -> Any:
+    value = one_of(config, name)
+    if value is None:
+        raise KeyError(name)
+    return value
 
 
 def _causal(config: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -70,27 +84,34 @@ def _causal(config: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[bool,
 
 
 def save_zlab(
-    head: DFlashHead,
+    head: DFlashHead | DFlash2Head,
     folder: str | Path,
     **options: Unpack[SaveOptions],
 ) -> None:
     """Write a head in this layout to a folder, which appears only once complete.
 
-    Raises ConfigError if this layout cannot express the head,
-    OutputError if the folder cannot be written.
+    Raises ConfigError if this layout cannot express the head, OutputError if the folder cannot be written.
     """
     config = head.config
-    plain = {"own_embedding": False, "own_lm_head": False, "first_slot_drafts": False}
+    plain = {
+        "conv_kernel_size": config.conv_kernel_size,
+        "own_embedding": False,
+        "own_lm_head": False,
+        "first_slot_drafts": False,
+    }
     check_sayable(config, "z-lab's", **plain, **({"window_start": "slot"} if config.windows else {}))
+    second, weights = isinstance(head, DFlash2Head), weights_of(head)
+    own = {name: getattr(config, name) for name in _SELECTOR} if second else {}
     written = {
         **layer_json(config),
-        "architectures": [ARCHITECTURE],
+        "architectures": [ARCHITECTURE_2 if second else ARCHITECTURE],
         "block_size": config.block_size,
         **causal_json(config),
         **output_json(config),
-        DFLASH: {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.aux_layers)},
+        DFLASH: {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.aux_layers), **own},
     }
-    save_head(folder, written, weights_of(head), **options)
+    weights = {name.removesuffix(".weight") if name.startswith(_CODEBOOKS) else name: x for name, x in weights.items()}
+    save_head(folder, written, weights, **options)
 
 
 def causal_json(config: BlockConfig) -> dict[str, Any]:
@@ -115,3 +136,7 @@ def output_json(config: BlockConfig) -> dict[str, Any]:
 def holds_zlab(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
     """Return whether this is a DFlash head of z-lab's. speculators writes the same name of the class."""
     return ARCHITECTURE in (config.get("architectures") or ()) and config.get("speculators_model_type") is None
+
+
+def holds_zlab_2(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
+    return ARCHITECTURE_2 in (config.get("architectures") or ()) and config.get("speculators_model_type") is None
