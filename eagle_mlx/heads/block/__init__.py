@@ -1,4 +1,4 @@
-"""Block drafters: DFlash, DFlash2 and DSpark draft a whole block in one forward; one network, several layouts of files."""
+"""DFlash, DFlash2 and DSpark draft a whole block in one forward: one network, several layouts of files."""
 
 from eagle_mlx.heads.block.config import BlockConfig
 from eagle_mlx.heads.block.dspark import (

@@ -55,17 +55,20 @@ def load_zlab(folder: str | Path, target_layers: int | None = None) -> DFlashHea
     with reading(file):
         fields = shared_fields(written, target_layers)
         scale, softcap = one_of(written, "input_embedding_scale"), one_of(written, "final_logit_softcapping")
+        selector: dict[str, Any] = {name: int(_needed(written, name)) for name in own}
         config = BlockConfig(
             **fields,
             causal=_causal(written, fields),
             embedding_scale=None if scale is None else float(scale),
             output_multiplier=float(one_of(written, "output_multiplier", 1.0)),
             logit_softcap=float(softcap) if softcap else None,
-            **{name: int(_needed(written, name)) for name in own},
+            **selector,
         )
         tensors = read_block_weights(folder)
         tensors = {f"{name}.weight" if name in _CODEBOOKS else name: x for name, x in tensors.items()}
-        return build(folder, DFlash2Head if second else DFlashHead, config, tensors)
+        if second:
+            return build(folder, DFlash2Head, config, tensors)
+        return build(folder, DFlashHead, config, tensors)
 
 
 def _needed(config: Mapping[str, Any], name: str) -> Any:
