@@ -69,12 +69,12 @@ def test_16_namespaces_do_not_share_files(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "drafts", "params"), diagonal(KINDS, ["none", "head", "draft", "hybrid"], [GREEDY, SEEDED])
+    ("kind", "drafts", "params"), diagonal(KINDS, ["none", "head", "draft", "hybrid", "block"], [GREEDY, SEEDED])
 )
 def test_a_new_engine_continues_from_the_files_of_the_old_one(
     tmp_path: Path, kind: str, drafts: str, params: em.SamplingParams
 ) -> None:
-    drafts = drafts if kind == "full" or drafts in ("head", "hybrid") else "none"
+    drafts = drafts if kind == "full" or drafts in ("head", "hybrid", "block") else "none"
     first = engine(tmp_path, kind, drafts)
     said = answered(first, TEXT, params, (SYSTEM,)).tokens
     written(first)
