@@ -171,6 +171,40 @@ def test_layers_that_are_not_named_follow_from_the_target(tmp_path: Path) -> Non
         load_head(tmp_path / "h")
 
 
+QWEN3_4B = {
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_window_layers": 5,
+    "rope_scaling": None,
+    "tie_word_embeddings": True,
+    "transformers_version": "4.57.3",
+    "use_cache": True,
+}
+"""Further fields of z-lab's Qwen3-4B-DFlash-b16."""
+
+
+def test_fields_of_published_heads_are_known(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    head = golden.load(tmp_path / "h", FULL, golden.fields(**QWEN3_4B))
+    assert golden.difference(FULL, golden.in_a_batch(head)) < golden.CLOSE
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(("first", "windows"), [(None, ()), (1, (None, 4)), (0, (4, 4))])
+def test_layers_slide_as_in_qwen3_if_their_types_are_not_named(
+    first: int | None, windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
+        del config["layer_types"]
+        config |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": first}
+
+    assert golden.load(tmp_path / "h", FULL, change).config.windows == windows
+
+
 def test_names_may_have_the_prefix_of_a_model(tmp_path: Path) -> None:
     def change(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
         for name in list(tensors):

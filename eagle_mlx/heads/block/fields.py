@@ -36,7 +36,8 @@ DSPARK = (
 )
 TRAINING = (
     *("num_anchors", "confidence_head_alpha", "attention_mode", "loss_decay_gamma", "ce_loss_alpha", "l1_loss_alpha"),
-    *("block_size_policy", "dflash_initial_block_size", "attn_implementation"),
+    *("selector_loss_weight", "attn_implementation"),
+    *("block_size_policy", "dflash_initial_block_size", "runtime_block_size"),
 )
 """Fields that trainers and servers write, without effect on drafts."""
 
@@ -88,7 +89,7 @@ def is_set(value: Any) -> bool:
 
 def shared_fields(config: Mapping[str, Any], target_layers: int | None) -> dict[str, Any]:
     """Return the fields of the decoder layers, of the block and of the context. Raises KeyError, ConfigError."""
-    fields = layer_fields(config)
+    fields = layer_fields({**config, "layer_types": layer_types(config)})
     mask = one_of(config, "mask_token_id")
     size = one_of(config, "block_size")
     for name, value in (("mask_token_id", mask), ("block_size", size)):
@@ -103,6 +104,16 @@ def shared_fields(config: Mapping[str, Any], target_layers: int | None) -> dict[
         "interleaved_rope": not one_of(config, "rope_is_neox_style", one_of(config, "is_neox_style", True)),
         "quantization": read_quantization(config),
     }
+
+
+def layer_types(config: Mapping[str, Any]) -> list[str]:
+    """Return the types of the layers. If they are not named, those from `max_window_layers` on slide, as in Qwen3."""
+    if config.get("layer_types"):
+        return list(config["layer_types"])
+    first, slides = config.get("max_window_layers"), bool(config.get("use_sliding_window"))
+    first = 28 if first is None else int(first)
+    count = int(config["num_hidden_layers"])
+    return ["sliding_attention" if slides and layer >= first else "full_attention" for layer in range(count)]
 
 
 def _aux_layers(config: Mapping[str, Any], layers: int, target_layers: int | None) -> tuple[int, ...]:
