@@ -47,7 +47,7 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
     if "dflash_config" in config and (found is None or not issubclass(found[0].head_class, BlockHead)):
         classes = ", ".join(map(str, config.get("architectures") or ())) or "no name"
         raise CheckpointError(
-            f"{folder} holds a block drafter of class {classes}, which is not a DFlash head or DSpark head"
+            f"{folder} holds a block drafter of class {classes}, not a DFlash head, DFlash2 head or DSpark head"
         )
     if found is not None:
         return found

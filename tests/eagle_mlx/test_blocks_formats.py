@@ -87,7 +87,7 @@ def test_what_a_layout_cannot_say_is_refused(layout: tuple[str, str], name: str,
 FULL = "dflash-full"
 SPARK = "speculators-dspark-vanilla"
 REFUSED = [
-    (FULL, {"attention_sink_bias": True}, "sets attention_sink_bias, which cannot be honored"),
+    (FULL, {"attention_sink_bias": True}, "sets attention_sink_bias, which block drafters here do not know"),
     (FULL, {"something_new": 3}, "sets something_new"),
     (
         FULL,
@@ -101,7 +101,7 @@ REFUSED = [
     (FULL, {"block_size": 1}, "drafts at least one token"),
     (FULL, {"hidden_act": "gelu"}, "only silu is known"),
     (FULL, {"architectures": ["DFlash2DraftModel"]}, "lacks conv_kernel_size"),
-    (FULL, {"architectures": ["DFlash3DraftModel"]}, "of class DFlash3DraftModel, which is not a DFlash head"),
+    (FULL, {"architectures": ["DFlash3DraftModel"]}, "of class DFlash3DraftModel, not a DFlash head"),
     ("dflash2", {"conv_group_size": 5}, "conv_group_size 5 does not divide hidden_size 64"),
     (FULL, {"architectures": ["XPressDraftModel"]}, "of class XPressDraftModel"),
     (SPARK, {"correction_layers": 2}, "sets correction_layers"),
@@ -159,6 +159,16 @@ def test_masks_with_an_embedding_of_their_own_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("target_layers", "layers", "ids"), [(36, 5, (1, 9, 17, 25, 33)), (28, 1, (14,))])
 def test_default_layers(target_layers: int, layers: int, ids: tuple[int, ...]) -> None:
     assert default_aux_layers(target_layers, layers) == ids
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_fields_of_the_small_heads_that_are_missing_follow_from_the_tensors(kind: str, tmp_path: Path) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
+        for name in ("markov_rank", "enable_confidence_head", "confidence_head_with_markov"):
+            del config[name]
+
+    name = f"speculators-dspark-{kind}"
+    assert golden.difference(name, golden.in_a_batch(golden.load(tmp_path / "h", name, change))) < golden.CLOSE
 
 
 def test_layers_that_are_not_named_follow_from_the_target(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def _read(folder: Path, written: Mapping[str, Any], own: Mapping[str, Any], targ
         if fields["windows"]:
             raise ConfigError("a layer slides; DeepSpec trains layers with full attention")
         first = bool(written.get("sample_from_anchor", True))
-        config = BlockConfig(**fields, **dspark_fields(written), **own_ends(tensors), first_slot_drafts=first)
+        config = BlockConfig(**fields, **dspark_fields(written, tensors), **own_ends(tensors), first_slot_drafts=first)
     return build(folder, DSparkHead, config, tensors)
 
 
@@ -93,7 +93,7 @@ def load_specforge(folder: str | Path, target_layers: int | None = None) -> DSpa
         layers, causal = fields["num_hidden_layers"], written.get("is_causal")
         config = BlockConfig(
             **fields,
-            **dspark_fields(written),
+            **dspark_fields(written, tensors),
             **own_ends(tensors),
             causal=causal_by_type(fields["windows"], layers)
             if causal is None

@@ -40,8 +40,6 @@ TRAINING = (
     *("block_size_policy", "dflash_initial_block_size", "runtime_block_size"),
 )
 """Fields that trainers and servers write, without effect on drafts."""
-
-
 _UNIMPLEMENTED = (
     *("attention_sink_bias", "use_swa", "swa_window_size", "dflash_query_causal", "dspark_bonus_anchor"),
     *("enable_moe_block", "hidden_size_per_layer_input", "use_double_wide_mlp"),
@@ -79,7 +77,7 @@ def check_fields(
     unknown += [f"{DFLASH}.{name}" for name, value in sorted(inner.items()) if name not in allowed and is_set(value)]
     if unknown:
         raise CheckpointError(
-            f"{file} sets {', '.join(unknown)}, which cannot be honored: not known for block drafters"
+            f"{file} sets {', '.join(unknown)}, which block drafters here do not know, so their effect would be missing"
         )
 
 
@@ -135,18 +133,20 @@ def default_aux_layers(target_layers: int, layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers))
 
 
-def dspark_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the Markov head and of the confidence head."""
-    rank = int(one_of(config, "markov_rank", 0))
+def dspark_fields(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> dict[str, Any]:
+    """Return the fields of the Markov head and of the confidence head. Missing ones follow from the tensors."""
+    w1, proj = tensors.get("markov_head.markov_w1.weight"), tensors.get("confidence_head.proj.weight")
+    rank = int(one_of(config, "markov_rank", 0 if w1 is None else w1.shape[-1]))
     kind = str(one_of(config, "markov_head_type", "vanilla")).lower()
     if rank and kind not in ("vanilla", "gated", "rnn"):
         raise ConfigError(f"markov_head_type is {kind}; known are vanilla, gated and rnn")
-    confident = bool(one_of(config, "enable_confidence_head", False))
+    confident = bool(one_of(config, "enable_confidence_head", proj is not None))
+    reads_token = one_of(config, "confidence_head_with_markov", rank > 0)
     return {
         "markov_rank": rank,
         "markov_head": kind if rank else None,
         "confidence_head": confident,
-        "confidence_with_markov": bool(one_of(config, "confidence_head_with_markov", True)) if confident else True,
+        "confidence_with_markov": bool(reads_token) if confident else True,
     }
 
 

@@ -88,7 +88,7 @@ def _from_json(
         if config.get("sliding_window_non_causal")
         else causal_by_type(fields["windows"], fields["num_hidden_layers"])
     )
-    markov = dspark_fields(config) if config["speculators_model_type"] == "dspark" else {}
+    markov = dspark_fields(config, tensors) if config["speculators_model_type"] == "dspark" else {}
     return BlockConfig(
         **fields,
         **own_ends(tensors),
