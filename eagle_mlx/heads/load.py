@@ -43,7 +43,7 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
     for field, what in _OTHERS.items():
         if field in config:
             raise CheckpointError(
-                f"{folder} has {what}, which cannot be loaded; EAGLE, MTP, DFlash and DSpark heads can"
+                f"{folder} has {what}, which cannot be loaded; EAGLE, MTP and block heads can"
             )
     found = format_of(config, tensors)
     if "dflash_config" in config and (found is None or not issubclass(found[0].head_class, BlockHead)):
