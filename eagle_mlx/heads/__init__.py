@@ -5,7 +5,7 @@ from eagle_mlx.heads.base import DraftHead, HeadBase
 from eagle_mlx.heads.kinds import KINDS, Format, HeadKind, kind_of, register
 from eagle_mlx.heads.load import check_fit, load_head
 
-for _kind in (eagle3.KIND, block.DFLASH, block.DFLASH2, block.DSPARK, eagle.KIND, mtp.KIND):
+for _kind in (eagle3.PEAGLE, eagle3.KIND, block.DFLASH, block.DFLASH2, block.DSPARK, eagle.KIND, mtp.KIND):
     register(_kind)
 
 __all__ = [

@@ -42,12 +42,11 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
     """
     for field, what in _OTHERS.items():
         if field in config:
-            raise CheckpointError(
-                f"{folder} has {what}, which cannot be loaded; EAGLE, MTP and block heads can"
-            )
+            raise CheckpointError(f"{folder} has {what}, which cannot be loaded; EAGLE, MTP and block heads can")
     found = format_of(config, tensors)
     if "dflash_config" in config and (found is None or not issubclass(found[0].head_class, BlockHead)):
-        classes = ", ".join(map(str, config.get("architectures") or ())) or "no name"
+        named = config.get("architectures")
+        classes = ", ".join(map(str, named)) if isinstance(named, list) and named else "no name"
         raise CheckpointError(
             f"{folder} holds a block drafter of class {classes}, not a DFlash head, DFlash2 head or DSpark head"
         )

@@ -1,4 +1,4 @@
-"""Draft a whole block in one forward, for heads whose slots read the context and each other.
+"""Draft a whole block in one forward, for heads whose slots read the text and each other.
 
 `HeadState` keeps the context's keys and values; the block's own are written after them and forgotten.
 """
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch, surprise_of
 from eagle_mlx.heads.block import BlockHead
+from eagle_mlx.heads.eagle3.peagle import PEagleHead
 from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.chain import ChainSampler, SampleFn, TreeScorer
 from eagle_mlx.proposers.growth import TreeShape, side_branch_tree
@@ -23,12 +23,12 @@ from eagle_mlx.proposers.growth import TreeShape, side_branch_tree
 class BlockDrafter:
     """One block of each row of a batch."""
 
-    head: BlockHead
-    cache: RaggedCache | None
-    """The context's keys and values. The block's are written after each row's length, which stays as it is. None if
-    there is no context."""
+    head: BlockHead | PEagleHead
+    states: mx.array
+    """[B, n, H], the states of the slots, the last `drafts` of which draft."""
+    drafts: int
     newest: mx.array
-    """[B, 1] int32, each row's newest token."""
+    """[B, 1] int32, each row's newest token, for heads whose slots depend on the token before them."""
     sampling: SamplingBatch
     positions: mx.array
     """[B] int32, the positions of the first draft tokens."""
@@ -39,16 +39,16 @@ class BlockDrafter:
         With `plan.stop_below`, each row's chain ends before the first token whose chance, together with those before
         it, is below. The device finds the lengths; the host does not wait for them.
         """
-        drafts = min(plan.depth, self.head.config.drafts)
+        drafts = self.drafts
         arguments = self.sampling, self.positions, self.head.vocab_size, self.head.token_ids
         if plan.is_tree:
             scorer, shape = TreeScorer(*arguments), TreeShape.of(plan.nodes, plan.depth)
-            self._tokens(drafts, scorer)
+            self._tokens(scorer)
             children = max(shape.children, -(-plan.nodes // drafts))
             nodes, tree = side_branch_tree(scorer.levels, plan.nodes, children, self.head.token_ids)
             return Draft(nodes, self._alike(nodes.shape[1]), tree=tree)
         sampler = ChainSampler(*arguments)
-        tokens, surprises = self._tokens(drafts, sampler)
+        tokens, surprises = self._tokens(sampler)
         lengths = self._alike(drafts)
         if plan.stop_below is not None:
             most = -math.log(plan.stop_below) if plan.stop_below > 0 else math.inf
@@ -58,18 +58,17 @@ class BlockDrafter:
     def _alike(self, count: int) -> mx.array:
         return mx.full((self.newest.shape[0],), count, mx.int32)
 
-    def _tokens(self, drafts: int, draw: SampleFn) -> tuple[list[mx.array], mx.array]:
+    def _tokens(self, draw: SampleFn) -> tuple[list[mx.array], mx.array]:
         """Return the block's tokens [B, n] int32, as they were drawn, and their surprises.
 
         A surprise [B, drafts] float32 is minus the logarithm of the chance that a token is accepted if those before it
         are: that of the confidence head, else that of the most likely token. It never depends on its own token, which
         would change sampled text.
         """
-        head = self.head
-        states = head.block(self.newest, self.cache, drafts)
+        head, states, drafts = self.head, self.states, self.drafts
         h = states[:, -drafts:]
         logits = head.logits(h)
-        if not head.is_sequential:
+        if not isinstance(head, BlockHead) or not head.is_sequential:
             return [draw(logits, mx.arange(drafts, dtype=mx.int32))], self._surprise(logits, h, None)
         previous, state = self.newest, None
         if not head.config.first_slot_drafts:  # the state of a recurrent head begins at the first slot
@@ -85,10 +84,5 @@ class BlockDrafter:
 
     def _surprise(self, logits: mx.array, h: mx.array, previous: mx.array | None) -> mx.array:
         """logits [B, n, Vd], states h [B, n, H] and previous tokens [B, n] -> [B, n] float32."""
-        config = self.head.config
-        if not config.confidence_head:
-            return surprise_of(logits, self.sampling)
-        embedding = None
-        if config.confidence_with_markov and previous is not None:
-            embedding = self.head.markov_head.embedding(previous)
-        return mx.logaddexp(-self.head.confidence_head(h, embedding), 0.0)
+        confidence = self.head.confidence(h, previous)
+        return surprise_of(logits, self.sampling) if confidence is None else mx.logaddexp(-confidence, 0.0)

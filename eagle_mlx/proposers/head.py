@@ -17,6 +17,7 @@ from eagle_mlx.errors import HeadError
 from eagle_mlx.heads import KINDS, check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
+from eagle_mlx.heads.eagle3.peagle import PEagleHead
 from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.hooks import place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
@@ -60,7 +61,7 @@ class HeadProposer:
     @property
     def abilities(self) -> Abilities:
         # The target reads a whole block even if rows end early, so early exits save nothing.
-        return Abilities(trees=True, early_exit=not isinstance(self.head, BlockHead))
+        return Abilities(trees=True, early_exit=not isinstance(self.head, BlockHead | PEagleHead))
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -232,9 +233,9 @@ class HeadState:
         return self.head(self.head.embed(tokens), features, self.cache)
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        if isinstance(self.head, BlockHead):
+        if isinstance(self.head, BlockHead | PEagleHead):
             self._read_pending()
-            draft = BlockDrafter(self.head, self.cache, self.hidden[..., 0], sampling, positions).draft(plan)
+            draft = self._block(self.head, plan.depth, sampling, positions).draft(plan)
             return replace(draft, lengths=mx.minimum(draft.lengths, self._counts(draft.tokens.shape[1])))
         if plan.is_tree:
             return self._tree(plan.depth, plan.nodes, sampling, positions)
@@ -242,6 +243,18 @@ class HeadState:
         sampler = ChainSampler(sampling, positions, self.target.vocab_size, self.head.token_ids)
         tokens = self._chain(plan.depth, sampler, exits)
         return sampler.draft(tokens, self._counts(len(tokens)), exits)
+
+    def _block(
+        self, head: BlockHead | PEagleHead, depth: int, sampling: SamplingBatch, positions: mx.array
+    ) -> BlockDrafter:
+        """Run the head once for up to `depth` tokens."""
+        if isinstance(head, BlockHead):
+            drafts, newest = min(depth, head.config.drafts), self.hidden[..., 0]
+            return BlockDrafter(head, head.block(newest, self.cache, drafts), drafts, newest, sampling, positions)
+        states = self.hidden
+        if depth > 1:
+            states = mx.concatenate([states, head.masks(states.shape[0], depth - 1, self.cache)], axis=1)
+        return BlockDrafter(head, states, depth, states[..., :0], sampling, positions)
 
     def _chain(self, depth: int, draw: SampleFn, exits: EarlyExit | None = None) -> list[mx.array]:
         self._read_pending()

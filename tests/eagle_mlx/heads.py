@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ import numpy as np
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
-from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads.eagle3 import Eagle3Head, PEagleConfig, PEagleHead
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead
 from eagle_mlx.target import Target
 from tests.architectures import COMMON, CONFIGS
@@ -47,6 +47,14 @@ def mtp_layer(target: Target, model_type: str) -> dict[str, Any]:
     layer = tiny_config() if model_type == "qwen3" else {**COMMON, **CONFIGS[model_type]}
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "model_type": model_type}
     return {**layer, **sizes}
+
+
+def peagle(target: Target, seed: int = 0, **more: Any) -> PEagleHead:
+    plain = tiny_head(target, seed, more.pop("draft_vocab", None))
+    own = {field.name: getattr(plain.config, field.name) for field in fields(plain.config)}
+    head = PEagleHead(PEagleConfig(**{**own, "mask_token_id": 3, "num_hidden_layers": 2, **more}), plain.d2t)
+    randomize(head, seed, 0.2)
+    return head
 
 
 def dflash(target: Target, seed: int = 0, **fields: Any) -> DFlashHead:
@@ -118,7 +126,11 @@ KINDS: dict[str, Callable[[Target], DraftHead]] = {
     "mtp of qwen3-next": lambda t: mtp(t, model_type="qwen3_next"),
     "mtp of qwen3.5": lambda t: mtp(t, model_type="qwen3_5"),
 }
-ALL: dict[str, Callable[[Target], DraftHead]] = {**KINDS, **BLOCKS}
+PARALLEL: dict[str, Callable[[Target], DraftHead]] = {
+    "peagle": lambda t: peagle(t, own_embedding=True),
+    "peagle, 3.1": lambda t: peagle(t, fc_norm=True, norm_output=True, draft_vocab=40),
+}
+ALL: dict[str, Callable[[Target], DraftHead]] = {**KINDS, **BLOCKS, **PARALLEL}
 
 
 def silence(*modules: Any) -> None:

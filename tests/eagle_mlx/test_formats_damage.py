@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from eagle_mlx import heads
 from eagle_mlx.errors import CheckpointError, EagleError, TargetError
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads import load_head
@@ -21,7 +22,7 @@ from eagle_mlx.heads.eagle3 import save_eagle3, save_speculators
 from eagle_mlx.heads.mtp import mtp_of_model, save_mtp
 from eagle_mlx.target import load_target
 from tests.eagle_mlx import test_heads_golden as golden
-from tests.eagle_mlx.heads import KINDS, eagle, eagle3, mtp
+from tests.eagle_mlx.heads import BLOCKS, KINDS, PARALLEL, eagle, eagle3, mtp
 from tests.fakes import tiny_target, tiny_target_folder
 from tests.full import some
 
@@ -31,6 +32,13 @@ WRITERS: dict[str, tuple[Any, Any]] = {
     "eagle3": (save_eagle3, KINDS["eagle3, one norm"]),
     "speculators": (save_speculators, KINDS["eagle3, one norm"]),
     "mtp": (save_mtp, mtp),
+    "peagle": (save_speculators, PARALLEL["peagle"]),
+    "dflash": (heads.KINDS["dflash"].formats[0].save, BLOCKS["dflash, windows"]),
+    "dflash of speculators": (heads.KINDS["dflash"].formats[1].save, BLOCKS["dflash"]),
+    "dflash2": (heads.KINDS["dflash2"].formats[0].save, BLOCKS["dflash2"]),
+    "dspark": (heads.KINDS["dspark"].formats[0].save, BLOCKS["dspark, gemma"]),
+    "dspark of speculators": (heads.KINDS["dspark"].formats[1].save, BLOCKS["dspark, rnn"]),
+    "dspark of specforge": (heads.KINDS["dspark"].formats[2].save, BLOCKS["dspark"]),
 }
 JUNK = [None, "x", "", -1, 0, 7, 10**9, 10**18, 1.5, math.inf, math.nan, [], [1], ["a"], {}, {"a": 1}, True, "false"]
 

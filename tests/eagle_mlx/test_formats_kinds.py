@@ -164,7 +164,7 @@ def change(folder: Path, tensors: Callable[[dict[str, mx.array]], Any] | None = 
         (eagle, lambda t: [t.pop(k) for k in list(t) if "layers" in k], {}, "has no known head"),
         (eagle, None, {"medusa_num_heads": 4}, "has Medusa heads, which cannot be loaded"),
         (eagle, None, {"dflash_config": {}}, "a DFlash head"),
-        (eagle, None, {"speculators_model_type": "peagle"}, "speculators_model_type peagle"),
+        (eagle, None, {"speculators_model_type": "peagle"}, "lacks mask_token_id"),
         (mtp, lambda t: t.pop("enorm.weight"), {}, "missing: enorm.weight"),
         (mtp, lambda t: t.update({"block.x": t["enorm.weight"]}), {}, "not known to this format: block.x"),
         (mtp, None, {"eagle_mlx_mtp": {"model_type": "gpt2", "layer": {}}}, "model_type gpt2 are not known"),

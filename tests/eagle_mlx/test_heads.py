@@ -14,6 +14,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
+from eagle_mlx.heads.eagle3 import PEagleHead
 from eagle_mlx.heads.mtp import MTPConfig
 from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation
@@ -72,6 +73,13 @@ def slow_draft(head: DraftHead, text: list[int], depth: int) -> list[int]:
     features = head.features(TARGET.forward(mx.array([text[:-1]]), aux_layers=head.aux_layers).aux)
     if isinstance(head, BlockHead):
         return slow_block(head, features, text[-1])[:depth]
+    if isinstance(head, PEagleHead):
+        masks = head.features(mx.split(head.mask_hidden, len(head.aux_layers), axis=-1))
+        masks = mx.broadcast_to(masks, (1, depth - 1, head.hidden_size))
+        read = [*text[1:], *[head.mask_token_id] * (depth - 1)]
+        hidden = head(head.embed(mx.array([read])), mx.concatenate([features, masks], axis=1), mask="causal")
+        best = mx.argmax(head.logits(hidden[0, -depth:]), axis=-1)
+        return (best if head.token_ids is None else head.token_ids[best]).tolist()
     for _ in range(depth):
         hidden = head(head.embed(mx.array([tokens[1:]])), features, mask="causal")
         best = int(mx.argmax(head.logits(hidden[0, -1])).item())

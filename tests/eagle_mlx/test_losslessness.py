@@ -105,7 +105,8 @@ class BlockToy(Toy):
     def propose(
         self, last: mx.array, depth: int, batch: SamplingBatch, position: mx.array, certain: bool
     ) -> tuple[mx.array, mx.array | None]:
-        drafter = BlockDrafter(self.head, None, last[:, None], batch, position)
+        states = self.head.block(last[:, None], None, depth)
+        drafter = BlockDrafter(self.head, states, depth, last[:, None], batch, position)
         draft = drafter.draft(Plan(depth, stop_below=self.stop_below))
         self.lengths[:] = [draft.lengths]
         return draft.tokens, draft.probs

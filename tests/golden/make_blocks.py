@@ -19,15 +19,18 @@ from typing import Any
 import draws
 import numpy as np
 import speculators.models.dflash.core as core
+import speculators.models.peagle.core as peagle_core
 import torch
 from dflash.model import DFlash2DraftModel as ZLab2
 from dflash.model import DFlashDraftModel as ZLab
 from safetensors.numpy import load_file, save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.losses import eager
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from transformers import Gemma4TextConfig, Qwen3Config
+from transformers import Gemma4TextConfig, LlamaConfig, Qwen3Config
 from transformers.models.gemma4.modeling_gemma4 import (
     Gemma4RMSNorm,
     Gemma4TextMLP,
@@ -36,6 +39,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb as rotate
 
 HERE = Path(__file__).parent / "blocks"
+PEAGLE = Path(__file__).parent / "peagle"
 SLOTS, LAYERS = 5, [1, 2, 4]
 LAYER: dict[str, Any] = {
     "hidden_size": draws.HIDDEN,
@@ -158,6 +162,62 @@ def by_speculators(name: str, kind: dict[str, Any], draft_vocab: int | None = No
     keep(f"speculators-{name}", written, held, logits=logits.numpy(), **outputs)
 
 
+def peagle(name: str, draft_vocab: int | None = None, **more: Any) -> None:
+    """Logits [5, 4, Vd] of four tokens after five positions, whose next tokens are those of the text."""
+    kept = {key: value for key, value in LAYER.items() if key != "rope_theta"}
+    layer = LlamaConfig(**kept, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    layer._attn_implementation = "eager"
+    proposal = GreedyTokenProposalConfig(speculative_tokens=4)
+    verifier = VerifierConfig(name_or_path="org/model", architectures=["Qwen3ForCausalLM"])
+    spoken = SpeculatorsConfig(
+        algorithm="peagle", proposal_methods=[proposal], default_proposal_method="greedy", verifier=verifier
+    )
+    config = PEagleSpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=draft_vocab or draws.VOCAB,
+        mask_token_id=255,
+        eagle_aux_hidden_state_layer_ids=[k + 1 for k in LAYERS],
+        speculators_config=spoken,
+        **more,
+    )
+    model = PEagleDraftModel(config).float().eval()
+    if draft_vocab:
+        kept_ids = torch.zeros(draws.VOCAB, dtype=torch.bool)
+        kept_ids[torch.tensor(draws.KEPT)] = True
+        model.load_vocab_mappings(kept_ids, torch.tensor(draws.KEPT - np.arange(draft_vocab)))
+    for key, value in model.named_parameters():
+        if not key.startswith("verifier"):
+            value.data = torch.tensor(draws.draw(key, value.shape))
+    caught: dict[str, Any] = {}
+    model.lm_head.register_forward_hook(lambda module, given, out: caught.update(logits=out))
+    sample = peagle_core.generate_cod_sample_indices
+    peagle_core.generate_cod_sample_indices = lambda **given: caught.setdefault("places", sample(**given))
+    following, ones = TOKENS.roll(-1, dims=1), torch.ones_like(TOKENS)
+    with torch.no_grad():
+        model(
+            hidden_states=CONTEXT,
+            input_ids=following,
+            document_ids=torch.zeros_like(TOKENS),
+            loss_mask=ones,
+            verifier_last_hidden_states=torch.zeros(1, TOKENS.shape[1], draws.HIDDEN),
+            num_depths=4,
+            down_sample_ratio=1.0,
+            down_sample_ratio_min=1.0,
+            loss_config={"kl_div": (eager.kl_div_loss, 1.0)},
+        )
+    peagle_core.generate_cod_sample_indices = sample
+    anchors, depths = caught["places"]
+    where = {(int(a), int(d)): at for at, (a, d) in enumerate(zip(anchors, depths, strict=True))}
+    logits = [[caught["logits"][0, where[at, depth]].numpy() for depth in range(4)] for at in draws.ANCHORS]
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        written = json.loads((Path(folder) / "config.json").read_text())
+        held = {key: list(value.shape) for key, value in load_file(Path(folder) / "model.safetensors").items()}
+    PEAGLE.mkdir(exist_ok=True)
+    (PEAGLE / f"{name}.json").write_text(json.dumps({"config": written, "tensors": held}, indent=1) + "\n")
+    save_file({"logits": np.array(logits, np.float32)}, PEAGLE / f"{name}.safetensors")
+
+
 def gemma(name: str, shared: bool, rope: dict[str, Any]) -> None:
     """A DSpark head of two of Gemma 4's layers, without cache; `shared`: values are the keys."""
     config = Gemma4TextConfig(
@@ -262,6 +322,8 @@ if __name__ == "__main__":
         by_speculators(f"dspark-{kind}", FULL, markov_rank=16, markov_head_type=kind)
     by_speculators("dspark-anchor", FULL, markov_rank=16, markov_head_type="rnn", sample_from_anchor=False)
     by_speculators("dspark-vocabulary", SLIDING, draws.DRAFT_VOCAB, markov_rank=16)
+    peagle("peagle")
+    peagle("peagle-3.1", draws.DRAFT_VOCAB, fc_norm=True, norm_output=True, norm_before_residual=True)
     proportional = {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25}
     with torch.no_grad():
         gemma("deepspec-gemma4-shared", True, proportional)

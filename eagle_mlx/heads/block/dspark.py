@@ -30,6 +30,7 @@ from eagle_mlx.heads.block.fields import (
     check_sayable,
     dspark_fields,
     dspark_json,
+    is_of,
     layer_json,
     one_of,
     own_ends,
@@ -54,7 +55,7 @@ def load_deepspec(folder: str | Path, target_layers: int | None = None) -> DSpar
     """Read a DSpark head. Arguments and errors as in `load_zlab`; unknown fields of the top level only give a warning,
     because DeepSpec copies the target's config."""
     folder = Path(folder)
-    if GEMMA in (read_config(folder).get("architectures") or ()):
+    if is_of(read_config(folder), GEMMA):
         return _read(folder, *read_gemma(folder), target_layers)
     # Copied from the target's config; DeepSpec's attention turns whole heads.
     written = {name: value for name, value in read_config(folder).items() if name != "partial_rotary_factor"}
@@ -75,7 +76,7 @@ def _read(folder: Path, written: Mapping[str, Any], own: Mapping[str, Any], targ
             raise ConfigError("a layer slides; DeepSpec trains layers with full attention")
         first = bool(written.get("sample_from_anchor", True))
         config = BlockConfig(**fields, **dspark_fields(written, tensors), **own_ends(tensors), first_slot_drafts=first)
-    return build(folder, DSparkHead, config, tensors)
+        return build(folder, DSparkHead, config, tensors)
 
 
 def load_specforge(folder: str | Path, target_layers: int | None = None) -> DSparkHead:
@@ -100,7 +101,7 @@ def load_specforge(folder: str | Path, target_layers: int | None = None) -> DSpa
             else all_or_none((bool(causal),) * layers),
             first_slot_drafts=bool(one_of(written, "sample_from_anchor", True)),
         )
-    return build(folder, DSparkHead, config, tensors)
+        return build(folder, DSparkHead, config, tensors)
 
 
 def save_deepspec(
@@ -146,13 +147,8 @@ def _write(head: DSparkHead, folder: str | Path, placed: Mapping[str, Any], opti
 
 
 def holds_deepspec(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
-    return _is_of(config, DEEPSPEC) or _is_of(config, GEMMA)
+    return is_of(config, DEEPSPEC, GEMMA)
 
 
 def holds_specforge(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
-    return _is_of(config, SPECFORGE) or _is_of(config, LIQUID)
-
-
-def _is_of(config: Mapping[str, Any], architecture: str) -> bool:
-    """Return whether a head is of this class. speculators writes `DSparkDraftModel` too."""
-    return architecture in (config.get("architectures") or ()) and config.get("speculators_model_type") is None
+    return is_of(config, SPECFORGE, LIQUID)

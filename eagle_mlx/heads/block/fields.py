@@ -56,6 +56,13 @@ def one_of(config: Mapping[str, Any], name: str, otherwise: Any = None, nested: 
     return otherwise
 
 
+def is_of(config: Mapping[str, Any], *classes: str) -> bool:
+    """Return whether a head is of one of these classes. speculators writes some of these names too."""
+    named = config.get("architectures")
+    known = isinstance(named, list) and any(name in named for name in classes)
+    return known and config.get("speculators_model_type") is None
+
+
 def check_fields(
     file: Path, config: Mapping[str, Any], known: Iterable[str], nested: Iterable[str] = (), strict: bool = True
 ) -> None:

@@ -158,6 +158,20 @@ class BlockHead(HeadBase[BlockConfig]):
         bias, state = self.markov_head.step(previous, h, state)
         return logits + bias, state
 
+    def confidence(self, h: mx.array, previous: mx.array | None) -> mx.array | None:
+        """Return the confidence head's logits [...] float32; None if there is none.
+
+        h [..., H]; previous [...] int32, the tokens before, which some confidence heads read.
+        """
+        config = self._config
+        if not config.confidence_head:
+            return None
+        embedding = None
+        if config.confidence_with_markov and previous is not None:
+            embedding = self.markov_head.embedding(previous)
+        out: mx.array = self.confidence_head(h, embedding)
+        return out
+
 
 class DFlashHead(BlockHead):
     """DFlash: all slots are independent given the block."""

@@ -25,6 +25,7 @@ from eagle_mlx.heads.block.fields import (
     causal_by_type,
     check_fields,
     check_sayable,
+    is_of,
     layer_json,
     one_of,
     read_block_weights,
@@ -49,7 +50,7 @@ def load_zlab(folder: str | Path, target_layers: int | None = None) -> DFlashHea
     folder = Path(folder)
     written = read_config(folder)
     file = folder / "config.json"
-    second = ARCHITECTURE_2 in (written.get("architectures") or ())
+    second = is_of(written, ARCHITECTURE_2)
     own = _SELECTOR if second else ()
     check_fields(file, written, (*_KNOWN, *own), (*_NESTED, *own))
     with reading(file):
@@ -137,9 +138,8 @@ def output_json(config: BlockConfig) -> dict[str, Any]:
 
 
 def holds_zlab(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
-    """Return whether this is a DFlash head of z-lab's. speculators writes the same name of the class."""
-    return ARCHITECTURE in (config.get("architectures") or ()) and config.get("speculators_model_type") is None
+    return is_of(config, ARCHITECTURE)
 
 
 def holds_zlab_2(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
-    return ARCHITECTURE_2 in (config.get("architectures") or ()) and config.get("speculators_model_type") is None
+    return is_of(config, ARCHITECTURE_2)

@@ -65,12 +65,13 @@ def load_speculators(folder: str | Path, target_layers: int | None = None) -> Ea
         raise CheckpointError(f"{folder / 'config.json'} has speculators_model_type {kind}; it must be eagle3")
     tensors = inner_tensors(folder, read_weights(folder))
     tensors = {name: value for name, value in without_copy(config, tensors).items() if name not in _NOT_READ}
-    return build_eagle3(folder, _from_json(folder, config, tensors, target_layers), tensors)
+    return build_eagle3(folder, read_speculators_config(folder, config, tensors, target_layers), tensors)
 
 
-def _from_json(
+def read_speculators_config(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array], target_layers: int | None
 ) -> Eagle3Config:
+    """Return the config of a head with these fields and tensors. Raises CheckpointError."""
     file = folder / "config.json"
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
@@ -141,6 +142,9 @@ def save_speculators(
         "transformer_layer_config": _layer_json(config),
         "speculators_config": proposal_json("eagle3", base_model, target_architectures, depth),
     }
+    if (mask := getattr(config, "mask_token_id", None)) is not None:
+        written |= {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "mask_token_id": mask}
+        written["speculators_config"] = proposal_json("peagle", base_model, target_architectures, depth)
     tensors = {outer_name(name).replace("midlayer.", "layers.0."): value for name, value in weights.items()}
     save_head(folder, written, tensors | vocabulary_tensors(head.d2t, config.vocab_size), noted, **options)
 
@@ -177,4 +181,4 @@ def _layer_json(config: Eagle3Config) -> dict[str, Any]:
 
 def holds_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
     """Return whether this is a speculator. Loading one of an unknown type raises an error."""
-    return config.get("speculators_model_type") not in (None, "mtp", "dflash", "dspark")
+    return config.get("speculators_model_type") not in (None, "mtp", "dflash", "dspark", "peagle")

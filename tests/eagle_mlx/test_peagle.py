@@ -1,0 +1,88 @@
+"""P-EAGLE heads equal speculators (tests/golden/make_blocks.py), and files that lack their mask are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import eagle_mlx as em
+from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.errors import CheckpointError
+from eagle_mlx.heads import load_head
+from eagle_mlx.heads.eagle3 import PEagleHead
+from eagle_mlx.plan import Plan
+from eagle_mlx.proposers.base import Observation
+from eagle_mlx.sampling_params import SamplingParams
+from tests.eagle_mlx.heads import PARALLEL
+from tests.eagle_mlx.test_blocks_golden import TARGET
+from tests.fakes import tiny_target
+from tests.golden import draws
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "peagle"
+NAMES = sorted(path.stem for path in GOLDEN.glob("*.json"))
+Change = Callable[[dict[str, Any], dict[str, mx.array]], None]
+
+
+def load(folder: Path, name: str, change: Change | None = None) -> PEagleHead:
+    golden = json.loads((GOLDEN / f"{name}.json").read_text())
+    config, tensors = golden["config"], {k: mx.array(draws.draw(k, shape)) for k, shape in golden["tensors"].items()}
+    if change is not None:
+        change(config, tensors)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    head = load_head(folder, TARGET)
+    assert isinstance(head, PEagleHead)
+    return head
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_the_references(name: str, tmp_path: Path) -> None:
+    head = load(tmp_path / "h", name)
+    features = head.features([mx.array(draws.block_context(k)[None]) for k in head.config.aux_layers])
+    masks = head.features(mx.split(head.mask_hidden, len(head.aux_layers), axis=-1))
+    rows = []
+    for at in draws.ANCHORS:
+        read = [*draws.BLOCK_TOKENS[1 : at + 2].tolist(), *[head.mask_token_id] * 3]
+        g = mx.concatenate([features[:, : at + 1], *[masks] * 3], axis=1)
+        rows.append(head.logits(head(head.embed(mx.array([read])), g, mask="causal")[0, -4:]))
+    wanted = mx.load(str(GOLDEN / f"{name}.safetensors"))
+    assert isinstance(wanted, dict)
+    assert float(mx.abs(mx.stack(rows) - wanted["logits"]).max().item()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("field", "tensor", "message"),
+    [("mask_token_id", "", "lacks mask_token_id"), ("", "mask_hidden", "lacks mask_hidden")],
+)
+def test_files_without_a_mask_are_refused(field: str, tensor: str, message: str, tmp_path: Path) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
+        config.pop(field, None)
+        tensors.pop(tensor, None)
+
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "h", "peagle", change)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_rows_end_by_their_own_confidence_and_have_probabilities(name: str) -> None:
+    target, params = tiny_target(vocab=64), SamplingParams(temperature=1.0)
+    head: Any = PARALLEL[name](target)
+    proposer = em.HeadProposer(head)
+    proposer.bind(target)
+    state, text = proposer.open([[5, 6, 7, 8]]), [5, 6, 7, 8]
+    aux = target.forward(mx.array([text[:3]]), aux_layers=head.aux_layers).aux
+    state.prefill(Observation([text[1:]], aux))
+    batch = SamplingBatch.of([params], [0])
+    draft = state.draft(Plan(4), batch, mx.array([4]))
+    assert draft.tokens.shape == (1, 4)
+    assert draft.probs is not None
+    sure = np.cumprod(np.array(draft.probs)[0].max(axis=-1))
+    middle = float((sure[1] + sure[2]) / 2)
+    assert state.draft(Plan(4, stop_below=middle), batch, mx.array([4])).lengths.tolist() == [2]
