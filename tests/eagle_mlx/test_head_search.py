@@ -19,6 +19,7 @@ from eagle_mlx.catalog.head_search import (
     where_mtp_layers_are,
 )
 from eagle_mlx.errors import EagleError
+from eagle_mlx.heads import KINDS
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.hub import full_id
@@ -48,7 +49,7 @@ def test_every_entry_of_the_table_has_its_sources() -> None:
     for one in found:
         assert full_id(one.target)
         assert full_id(one.head)
-        assert one.kind in ("eagle3", "eagle", "mtp")
+        assert one.kind in KINDS
         assert one.source.startswith("https://")
         assert bool(one.license_from) == (one.license != UNKNOWN), one.head
     assert len({(one.target, one.head) for one in found}) == len(found)

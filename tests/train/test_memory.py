@@ -94,6 +94,7 @@ def test_more_parts_than_rows_and_parts_without_loss(target: Target) -> None:
 def test_gradients_agree(target: Target, head: str, loss: str) -> None:
     config = resolved(CONFIG.changed(head=head, loss=loss))
     trained, rows = new(target, config), random_rows(3, 24)
+    trained.attach(target)
     plan = make_plan(rows, 3)
     arrays = part_arrays(trained, target, rows, plan, np.full(3, 1 / 50, np.float32))
 

@@ -30,7 +30,7 @@ class HeadConfig(Group):
     target: str = setting("", "folder or hub id of the model that the head drafts for")
     kind: str = setting(
         "eagle3",
-        "kind of head: EAGLE-3, EAGLE-1 and 2, or a multi-token-prediction layer",
+        "kind of head: EAGLE-3, EAGLE-1 and 2, a multi-token-prediction layer, or a block drafter",
         _KNOWN,
         name="head",
         metavar=f"{{{','.join(_TRAINED)}}}",
@@ -149,7 +149,10 @@ class OptimizationConfig(Group):
     loss: Literal["auto", "soft", "hard"] = setting(
         "auto", "cross-entropy with the target's distribution (soft) or with its most likely token (hard)"
     )
-    loss_weights: tuple[float, ...] = setting((), "weights of the feature distance and of the cross-entropy")
+    loss_weights: tuple[float, ...] = setting(
+        (),
+        "weights of two losses: the distance of features (eagle) or of distributions (dspark), and the cross-entropy",
+    )
     feature_noise: float = setting(
         -1.0,
         "maximum uniform noise on the features that the head reads; less in conversations of more than 512 tokens",

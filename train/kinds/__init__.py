@@ -9,11 +9,14 @@ from eagle_mlx.target import Target
 
 from ..config import TrainConfig, flag
 from .base import Head, Kind, freeze_embedding
+from .block import DFlashKind, DSparkKind
 from .eagle import EagleKind
 from .eagle3 import Eagle3Kind
 from .mtp import MTPKind
 
-KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (Eagle3Kind(), EagleKind(), MTPKind())}
+KINDS: dict[str, Kind[Any]] = {
+    kind.name: kind for kind in (Eagle3Kind(), EagleKind(), MTPKind(), DFlashKind(), DSparkKind())
+}
 """The kinds, by name."""
 OPEN = TrainConfig().flat()
 """Default values of all settings. A setting with its default value counts as open."""

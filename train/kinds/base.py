@@ -54,6 +54,10 @@ class Kind(ABC, Generic[H]):
     head_class: type[H]
     unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll_feedback)
     """Returns the outputs of all draft steps."""
+    in_blocks: ClassVar[bool] = False
+    """Whether the draft steps are the slots of one block after each anchor."""
+    confidence_weight: ClassVar[float] = 0.0
+    """Weight of the binary cross-entropy of the head's confidence."""
 
     @property
     def name(self) -> str:
@@ -203,6 +207,13 @@ def randomize(module: nn.Module, seed: int) -> None:
         return mx.array(rng.normal(0.0, SPREAD, weight.shape), mx.float32)
 
     module.update(tree_map_with_path(start, module.parameters()))
+
+
+def projection(target: Target) -> mx.array:
+    """Return the target's output projection as a float32 matrix [V, H], also if it is tied or quantized."""
+    eye = mx.eye(target.hidden_size, dtype=target.dtype)
+    bias = target.lm_head(mx.zeros_like(eye[:1]))
+    return (target.lm_head(eye) - bias).T.astype(mx.float32)
 
 
 def final_norm(target: Target) -> mx.array:

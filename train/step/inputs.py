@@ -18,6 +18,8 @@ from ..data import Rows
 
 _LENGTH = 512
 """Conversation length, in tokens, up to which the noise has its full size."""
+ANCHORS = 512
+"""Maximum anchors of a conversation in one pass. Source: vllm-project/speculators, DFlash's `max_anchors`."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,58 @@ def make_plan(rows: Rows, steps: int, multiple: int = 1) -> Plan:
     row, u = np.nonzero(judged)
     at = u[None] - 1 - np.arange(steps)[:, None]  # [S, U]
     valid = (at >= 0) & (segments[row[None], np.maximum(at, 0)] == segments[row, u][None])
+    return _plan(segments.shape, row, u, at, valid, multiple)
+
+
+def make_anchor_plan(rows: Rows, steps: int, seed: int, step: int, multiple: int = 1) -> Plan:
+    """Return the plan of a batch for block drafters: `positions` are anchors, draft step j at anchor t is slot j.
+
+    Slot j predicts token t+1+j; its label is the target's distribution at u = t+j. An anchor needs a position before it
+    in its conversation, and loss on its own and on the next token. Later slots count as long as all tokens from the
+    anchor on have loss. Each conversation has up to 512 anchors, drawn from (seed, step) and the row's index, so the
+    draw does not depend on which process computes the row.
+    """
+    segments = rows.segments
+    width, length = segments.shape
+    same = np.zeros((width, length + steps), bool)
+    same[:, 1:length] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    linked = same.copy()
+    linked[:, 1:length] &= (rows.loss_mask[:, 1:] == 1) & (rows.loss_mask[:, :-1] == 1)
+    reached = [same[:, :length]]
+    for ahead in range(1, steps + 1):
+        reached.append(reached[-1] & linked[:, ahead : ahead + length])
+    chosen = _drawn(reached[1], rows, seed, step)
+    judged = np.zeros((width, length), bool)
+    for slot in range(steps):
+        judged[:, slot:] |= (chosen & reached[slot + 1])[:, : length - slot]
+    row, u = np.nonzero(judged)
+    at = u[None] - np.arange(steps)[:, None]  # [S, U]
+    inside = np.maximum(at, 0)
+    valid = np.stack([(chosen & reached[slot + 1])[row, inside[slot]] for slot in range(steps)]) & (at >= 0)
+    return _plan(segments.shape, row, u, at, valid, multiple)
+
+
+def _drawn(possible: NDArray[np.bool_], rows: Rows, seed: int, step: int) -> NDArray[np.bool_]:
+    """Return at most `ANCHORS` random positions of each conversation among the possible ones, [B, L]."""
+    chosen = possible.copy()
+    for index, (open_, segments) in enumerate(zip(possible, rows.segments, strict=True)):
+        rng = np.random.default_rng([seed, step, rows.first + index])
+        for segment in range(1, int(segments.max(initial=0)) + 1):
+            places = np.flatnonzero(open_ & (segments == segment))
+            chosen[index, rng.permutation(places)[ANCHORS:]] = False
+    return chosen
+
+
+def _plan(
+    shape: tuple[int, ...],
+    row: NDArray[np.intp],
+    u: NDArray[np.intp],
+    at: NDArray[np.intp],
+    valid: NDArray[np.bool_],
+    multiple: int,
+) -> Plan:
+    """Return the plan for labels at (row, u), each [U], read at indices `at` [S, U] where `valid` [S, U]."""
+    width, length = shape
     needed = np.zeros((width, length), bool)
     needed[np.broadcast_to(row, at.shape)[valid], at[valid]] = True
     count = min(_round_up(int(needed.sum(axis=1).max(initial=0)), multiple), length)

@@ -16,7 +16,7 @@ from ..unroll import holding, weights_but
 
 _LOGITS = 1 << 25
 """Number of target logits in memory at once."""
-IN_LOGITS = ("norm", "lm_head")
+IN_LOGITS = ("norm", "lm_head", "markov_head", "confidence_head")
 """Parts of a head that compute logits."""
 
 
@@ -26,6 +26,10 @@ class Objective:
     """Use cross-entropy with the target's most likely token instead of its distribution."""
     token_weight: float = 1.0
     """Weight of the cross-entropy."""
+    variation_weight: float = 0.0
+    """Weight of the distance |p - q| between the target's and the head's distribution."""
+    confidence_weight: float = 0.0
+    """Weight of the binary cross-entropy of the head's confidence."""
     feature_weight: float = 0.0
     """Weight of the feature distance."""
 
@@ -81,12 +85,45 @@ def cross_entropy(logits: mx.array, labels: Labels, hard: bool) -> mx.array:
     return (fastmath.log_sum_exp(logits) - chosen)[..., 0]
 
 
+def distribution_distance(logits: mx.array, probs: mx.array) -> mx.array:
+    """Return sum |p - q| of the target's p [U, V] and the head's q = softmax(logits), [U], from 0 to 2.
+
+    One minus half of it is the probability that rejection sampling accepts a token of q (Leviathan et al. 2023,
+    theorem 3.5).
+    """
+    return mx.sum(mx.abs(probs - fastmath.softmax(logits)), axis=-1)
+
+
+def confidence_loss(logits: mx.array, acceptance: mx.array) -> mx.array:
+    """Return the binary cross-entropy [U] of confidence logits [U] with the probability of acceptance [U]."""
+    return mx.logaddexp(logits, 0.0) - mx.stop_gradient(acceptance) * logits
+
+
 def step_loss(
-    head: Head, x: mx.array, labels: Labels, weights: mx.array, hard: bool = False
+    head: Head,
+    x: mx.array,
+    labels: Labels,
+    weights: mx.array,
+    objective: Objective = CROSS_ENTROPY,
+    previous: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Return a draft step's weighted cross-entropy and hits, both scalars. x [U, H], weights [U] float32."""
-    logits = head.logits(x).astype(mx.float32)
-    loss = mx.sum(weights * labels.inside * cross_entropy(logits, labels, hard))
+    """Return a draft step's weighted loss, without the feature distance, and its hits, both scalars.
+
+    x [U, H], weights [U] float32. previous [U] int32: the token before each label's, for heads that read it.
+    """
+    logits = head.logits(x)
+    if previous is not None:
+        logits = logits + head.markov_head.step(previous, x, None)[0]
+    logits = logits.astype(mx.float32)
+    each = objective.token_weight * cross_entropy(logits, labels, objective.hard)
+    if objective.variation_weight:
+        apart = distribution_distance(logits, labels.probs)
+        each = each + objective.variation_weight * apart
+        if objective.confidence_weight:
+            read = None if previous is None else head.markov_head.embedding(previous)
+            sure = confidence_loss(head.confidence_head(x, read), 1 - apart / 2)
+            each = each + objective.confidence_weight * sure
+    loss = mx.sum(weights * labels.inside * each)
     logits = mx.stop_gradient(logits)
     chosen = mx.take_along_axis(logits, labels.best[:, None], axis=-1)
     is_top = (chosen >= mx.max(logits, axis=-1, keepdims=True))[:, 0]
@@ -109,7 +146,7 @@ def feature_losses(outputs: list[mx.array], wanted: mx.array, select: mx.array, 
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """The weighted cross-entropy of all draft steps at U labels, computed in chunks.
+    """The weighted loss of all draft steps at U labels, without the feature distance, computed in chunks.
 
     No logits are kept for the backward pass. The gradients of each chunk are computed with its loss, and the backward
     pass only scales them. Nothing is computed twice.
@@ -121,7 +158,9 @@ class ChunkedLoss:
     """[U, H]: the target's last hidden states before its final norm."""
     weights: mx.array
     """[S, U] float32: weight of each label in each draft step."""
-    hard: bool = False
+    objective: Objective = CROSS_ENTROPY
+    previous: mx.array | None = None
+    """[U] int32: the token at each label, for heads that read it."""
     logits: int = _LOGITS
 
     def __call__(self, outputs: list[mx.array], select: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -177,7 +216,8 @@ class ChunkedLoss:
 
         def loss_of(weights: list[mx.array], x: mx.array) -> tuple[mx.array, mx.array]:
             with holding(self.head, names, weights):
-                return step_loss(self.head, x, labels, self.weights[step, at], self.hard)
+                previous = None if self.previous is None else self.previous[at]
+                return step_loss(self.head, x, labels, self.weights[step, at], self.objective, previous)
 
         (loss, hit), (gradients, gradient_of_x) = mx.value_and_grad(loss_of, argnums=(0, 1))(list(own), x)
         return loss, hit, gradients, gradient_of_x

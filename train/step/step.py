@@ -26,9 +26,9 @@ from eagle_mlx.target import Target
 from ..config import TrainConfig, pass_type
 from ..data import Rows, capture_rows
 from ..distributed import SINGLE_PROCESS, World
-from ..kinds import Head, kind_of, resolved
+from ..kinds import KINDS, Head, kind_of, resolved
 from ..unroll import holding, weights_but
-from .inputs import Plan, add_noise, make_plan, noise_of
+from .inputs import Plan, add_noise, make_anchor_plan, make_plan, noise_of
 from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses, step_weights
 from .optimizers import Optimizers
 
@@ -139,7 +139,11 @@ class Stepper:
         size, seed = self._config.optimization.feature_noise, self._config.run.seed
 
         def part_of(part: Rows) -> _Part:
-            plan = make_plan(part, len(self._weights), multiple)
+            steps = len(self._weights)
+            if kind_of(self.head).in_blocks:
+                plan = make_anchor_plan(part, steps, seed, self._steps, multiple)
+            else:
+                plan = make_plan(part, steps, multiple)
             return _Part(part, plan, noise_of(part, size, seed, self._steps))
 
         groups = [
@@ -301,17 +305,18 @@ def part_loss(
 
         features = kind.features(head, target, states, noisy)
         tokens = arrays["tokens"]
-        embeddings = (head.embed_tokens(tokens) if head.config.own_embedding else target.embed(tokens)).astype(dtype)
+        embeddings = head.embed(tokens).astype(dtype)
         outputs = kind.unroll(
             head, embeddings, features, arrays["segments"], arrays["positions"], select.shape[0], grad_checkpoint
         )
-        loss, by_step, hits = ChunkedLoss(head, target, last, weights, objective.hard)(outputs, select)
+        previous = tokens.reshape(-1)[arrays["labels"]] if "markov_head" in head else None
+        loss, by_step, hits = ChunkedLoss(head, target, last, weights, objective, previous)(outputs, select)
         if not objective.feature_weight:
             return loss, by_step, hits
         distances = feature_losses(outputs, target.norm(last).astype(mx.float32), select, weights)
-        loss = objective.token_weight * loss + objective.feature_weight * mx.sum(distances)
+        loss = loss + objective.feature_weight * mx.sum(distances)
         distances = mx.stop_gradient(distances)
-        return loss, objective.token_weight * by_step + objective.feature_weight * distances, hits, distances
+        return loss, by_step + objective.feature_weight * distances, hits, distances
 
 
 def weights_of_steps(config: TrainConfig) -> NDArray[np.float32]:
@@ -323,8 +328,10 @@ def weights_of_steps(config: TrainConfig) -> NDArray[np.float32]:
 
 
 def objective_of(config: TrainConfig) -> Objective:
-    feature, token = config.optimization.loss_weights or (0.0, 1.0)
-    return Objective(config.optimization.loss == "hard", token, feature)
+    kind = KINDS[config.head.kind]
+    apart, token = config.optimization.loss_weights or (0.0, 1.0)
+    feature, variation = (0.0, apart) if kind.in_blocks else (apart, 0.0)
+    return Objective(config.optimization.loss == "hard", token, variation, kind.confidence_weight, feature)
 
 
 def in_pass_type(head: nn.Module, dtype: mx.Dtype) -> contextlib.AbstractContextManager[None]:

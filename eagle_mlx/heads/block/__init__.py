@@ -43,7 +43,6 @@ DFLASH = HeadKind(
             servers=lambda head: ("vllm",),
         ),
     ),
-    trainable=False,
 )
 DFLASH2 = HeadKind(
     name="dflash2",
@@ -95,7 +94,6 @@ DSPARK = HeadKind(
             servers=lambda head: ("sglang",),
         ),
     ),
-    trainable=False,
 )
 
 __all__ = ["DFLASH", "DFLASH2", "DSPARK", "BlockConfig", "BlockHead", "DFlash2Head", "DFlashHead", "DSparkHead"]

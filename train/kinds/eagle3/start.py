@@ -19,7 +19,7 @@ from eagle_mlx.heads.layers import Attention
 from eagle_mlx.target import Target
 
 from ...config import TrainConfig
-from ..base import SPREAD, final_norm, layer_shape, plain_weights, randomize
+from ..base import SPREAD, final_norm, layer_shape, plain_weights, projection, randomize
 from ..least_squares import Matrix, factors
 
 _OWN_SCORE = 8.0
@@ -68,7 +68,7 @@ def new_head(target: Target, config: Eagle3Config, kept: NDArray[np.int64] | Non
     randomize(head, seed)
     tie_queries_to_keys(head.midlayer.self_attn)
     head.norm.weight = final_norm(target)
-    rows = _projection(target)
+    rows = projection(target)
     head.lm_head.weight = rows if kept is None else rows[mx.array(kept)]
     mx.eval(head.parameters())
     return head
@@ -105,13 +105,6 @@ def attend_to_itself(attention: Attention, matrix: Matrix) -> None:
     output = np.broadcast_to(each, (len(left), attention.kv_heads, group, size))
     attention.v_proj.weight = mx.array(values)
     attention.o_proj.weight = mx.array(np.ascontiguousarray(output).reshape(attention.o_proj.weight.shape))
-
-
-def _projection(target: Target) -> mx.array:
-    """Return the target's output projection as a float32 matrix [V, H], also if it is tied or quantized."""
-    eye = mx.eye(target.hidden_size, dtype=target.dtype)
-    bias = target.lm_head(mx.zeros_like(eye[:1]))
-    return (target.lm_head(eye) - bias).T.astype(mx.float32)
 
 
 def layer_in_front(num_layers: int, layers: int) -> int:

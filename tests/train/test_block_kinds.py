@@ -1,0 +1,163 @@
+"""Training of block drafters: anchors, one forward for all blocks, and losses, compared with drafting and by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_mlx.heads import load_head
+from eagle_mlx.heads.block import BlockHead, DSparkHead
+from eagle_mlx.target import Target
+from tests.eagle_mlx.heads import block_config
+from tests.fakes import randomize, tiny_target
+from train.config import TrainConfig
+from train.data import Rows
+from train.kinds import KINDS
+from train.kinds.block.unroll import unroll_blocks
+from train.step.inputs import ANCHORS, make_anchor_plan
+from train.step.losses import confidence_loss, distribution_distance
+
+LENGTH = 24
+SHAPES: dict[str, dict[str, Any]] = {
+    "all slots": {},
+    "causal, first slot drafts": {"causal": (True, True), "first_slot_drafts": True},
+    "windows by slot": {"windows": (6, None), "causal": (True, False)},
+    "windows by anchor": {"windows": (4, 7), "window_start": "anchor", "first_slot_drafts": True},
+}
+
+
+def target() -> Target:
+    return tiny_target()
+
+
+def head_for(target: Target, **fields: Any) -> BlockHead:
+    head = DSparkHead(block_config(target, **fields))
+    randomize(head, 1, 0.2)
+    head.attach(target)
+    return head
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_slots_are_those_of_drafting(shape: str, recompute: bool) -> None:
+    """For each anchor, compare with a forward over its conversation's context alone."""
+    model = target()
+    head = head_for(model, **SHAPES[shape])
+    rng = np.random.default_rng(0)
+    tokens = mx.array(rng.integers(0, model.vocab_size, (2, LENGTH)))
+    segments = np.ones((2, LENGTH), np.int32)
+    segments[0, 10:] = 2
+    g = head.features([mx.array(rng.normal(size=(2, LENGTH, model.hidden_size)), mx.float32) for _ in head.aux_layers])
+    anchors, drafts = np.array([[3, 9, 15, 20], [1, 2, 11, 23]], np.int32), head.config.drafts
+    found = unroll_blocks(
+        head, head.embed(tokens), g, mx.array(segments), mx.array(anchors), drafts, recompute=recompute
+    )
+    assert len(found) == drafts
+    first = 0 if head.config.first_slot_drafts else 1
+    for row in range(2):
+        for index, anchor in enumerate(anchors[row].tolist()):
+            begin = int(np.argmax(segments[row] == segments[row, anchor]))
+            masks = mx.full((1, head.config.block_size - 1), head.config.mask_token_id, mx.int32)
+            x = head.embed(mx.concatenate([tokens[row : row + 1, anchor : anchor + 1], masks], axis=1))
+            wanted = np.array(head(x, g[row : row + 1, begin:anchor]))[0, first:]
+            got = np.stack([np.array(step[row, index]) for step in found])
+            np.testing.assert_allclose(got, wanted, atol=2e-5)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Rows:
+    """Rows with several conversations, padding, and any loss mask."""
+    width, length = draw(st.integers(1, 3)), draw(st.integers(3, 16))
+    segments = np.zeros((width, length), np.int32)
+    for row in range(width):
+        at = segment = 0
+        while at < length and (size := draw(st.integers(0, length - at))):
+            segment += 1
+            segments[row, at : at + size] = segment
+            at += size
+    mask = np.array(draw(st.lists(st.integers(0, 1), min_size=width * length, max_size=width * length)), np.uint8)
+    return Rows(np.zeros((width, length), np.int32), mask.reshape(width, length), segments, None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.integers(1, 5))
+def test_anchors_and_labels_are_those_of_the_definition(rows: Rows, steps: int) -> None:
+    plan = make_anchor_plan(rows, steps, seed=0, step=3)
+    width, length = rows.segments.shape
+    wanted = set()
+    for row in range(width):
+        for anchor in range(1, length):
+            if rows.segments[row, anchor] == 0 or rows.segments[row, anchor - 1] != rows.segments[row, anchor]:
+                continue
+            for slot in range(steps):
+                reads = range(anchor, anchor + slot + 2)
+                if reads[-1] >= length or any(
+                    rows.segments[row, at] != rows.segments[row, anchor] or not rows.loss_mask[row, at] for at in reads
+                ):
+                    break
+                wanted.add((row, anchor, slot))
+    found = set()
+    for slot, label in zip(*np.nonzero(plan.valid), strict=True):
+        row, place = divmod(int(plan.select[slot, label]), plan.positions.shape[1])
+        anchor = int(plan.positions[row, place])
+        assert divmod(int(plan.labels[label]), length) == (row, anchor + slot)
+        found.add((row, anchor, int(slot)))
+    assert found == wanted
+
+
+def test_long_conversations_have_a_limited_number_of_anchors_whoever_reads_them() -> None:
+    shape = (3, 2 * ANCHORS)
+    rows = Rows(np.zeros(shape, np.int32), np.ones(shape, np.uint8), np.ones(shape, np.int32), None)
+    plan = make_anchor_plan(rows, 2, seed=0, step=0)
+    assert plan.counts.tolist() == [3 * ANCHORS] * 2 or plan.counts[0] == 3 * ANCHORS
+    last = make_anchor_plan(rows.split(3)[2], 2, seed=0, step=0)
+    assert last.positions[0].tolist() == plan.positions[2].tolist()
+    assert make_anchor_plan(rows, 2, seed=0, step=1).positions.tolist() != plan.positions.tolist()
+
+
+def test_the_distance_is_that_of_the_distributions() -> None:
+    rng = np.random.default_rng(0)
+    logits, p = rng.normal(size=(5, 7)), rng.dirichlet(np.ones(7), 5)
+    q = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    found = distribution_distance(mx.array(logits, mx.float32), mx.array(p, mx.float32))
+    np.testing.assert_allclose(found, np.abs(p - q).sum(axis=1), atol=1e-6)
+    accepted = 1 - np.abs(p - q).sum(axis=1) / 2
+    np.testing.assert_allclose(accepted, np.minimum(p, q).sum(axis=1), atol=1e-6)
+
+
+def test_the_confidence_is_best_at_the_probability_of_acceptance() -> None:
+    sure, accepted = mx.linspace(-4, 4, 161), 0.7
+    losses = confidence_loss(sure, mx.full(sure.shape, accepted))
+    assert abs(float(mx.sigmoid(sure[mx.argmin(losses)])) - accepted) < 0.02
+    p = np.array(mx.sigmoid(sure))
+    np.testing.assert_allclose(losses, -accepted * np.log(p) - (1 - accepted) * np.log(1 - p), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_head_with_a_draft_vocabulary_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    model, kind = target(), KINDS[name]
+    config = TrainConfig().changed(head=name, unroll=3, layers=2, draft_vocab=40)
+    kept = np.sort(np.random.default_rng(0).choice(model.vocab_size, 40, replace=False))
+    head = kind.new(model, config, kept, kind.aux_layers(model, config))
+    kind.save(head, tmp_path / "head", "tiny", {}, mx.float32)
+    loaded = load_head(tmp_path / "head", model)
+    assert loaded.token_ids is not None
+    assert np.array(loaded.token_ids).tolist() == kept.tolist()
+    h = mx.array(np.random.default_rng(0).normal(size=(1, 2, model.hidden_size)), mx.float32)
+    head.attach(model)
+    np.testing.assert_allclose(loaded.logits(h), head.logits(h), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_new_head_has_the_blocks_that_the_settings_ask_for(name: str) -> None:
+    model, kind = target(), KINDS[name]
+    config = TrainConfig().changed(head=name, unroll=3, layers=2)
+    head = kind.new(model, config, None, kind.aux_layers(model, config))
+    assert head.config.drafts == 3
+    assert len(head.layers) == 2

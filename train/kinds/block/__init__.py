@@ -1,0 +1,202 @@
+"""Block drafters: DFlash and DSpark, whose slots are all drafted in one forward.
+
+Sources of the recipes: deepseek-ai/DeepSpec (losses and their weights), vllm-project/speculators (anchors).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads import kind_of
+from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlashHead, DSparkHead
+from eagle_mlx.hidden_states import features_of
+from eagle_mlx.target import Target
+
+from ...config import TrainConfig
+from ..base import Jitter, Kind, final_norm, layer_shape, projection, randomize
+from ..least_squares import Matrix, Moments
+from .start import begin_linear, lagged
+from .unroll import unroll_blocks
+
+_READ = 5
+"""Target layers that a published block drafter reads."""
+_DECAY = float(np.exp(-1 / 4))
+"""exp(-k / 4) is the weight of slot k in the published losses for blocks of about eight slots."""
+_RANK = 256
+"""Rank of the published Markov heads."""
+B = TypeVar("B", bound=BlockHead)
+
+
+class BlockKind(Kind[B]):
+    """What DFlash and DSpark share. `--unroll` is the number of drafts of a block.
+
+    `--loss-weights` are those of the distance |p - q| between the distributions, and of the cross entropy.
+    """
+
+    in_blocks = True
+    unroll = staticmethod(unroll_blocks)
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "draft_vocab": 32000,
+        "unroll": 7,
+        "decay": _DECAY,
+        "layers": 2,
+        "loss": "hard",
+        "feature_noise": 0.0,
+    }
+    foreign: ClassVar[Mapping[str, str]] = {
+        "feature_norm": "its norm is fixed",
+        "recycle": "it has no draft steps",
+        "norm_before_residual": "it has no such norm",
+    }
+
+    def head_config(self, target: Target, config: TrainConfig, draft_vocab_size: int) -> BlockConfig:
+        """Return the config of a new head for `config.optimization.unroll` drafts.
+
+        With the target's whole vocabulary, the head uses the target's output projection.
+        """
+        return BlockConfig(
+            **layer_shape(target, config),
+            draft_vocab_size=draft_vocab_size,
+            own_lm_head=draft_vocab_size < target.vocab_size,
+            aux_layers=self.aux_layers(target, config),
+            num_hidden_layers=config.head.layers,
+            block_size=config.optimization.unroll,
+            mask_token_id=mask_token(target),
+        )
+
+    def blank(self, target: Target, config: TrainConfig) -> B:
+        wanted = config.head.draft_vocab or (self.defaults["draft_vocab"] if config.head.init_from else 0)
+        size = wanted if 0 < wanted < target.vocab_size else target.vocab_size
+        make: Any = self.head_class
+        made: B = make(
+            self.head_config(target, config, size), mx.zeros(size, mx.int32) if size < target.vocab_size else None
+        )
+        return made
+
+    def check(self, target: Target, config: TrainConfig) -> None:
+        layers = self.head_config(target, config, target.vocab_size).aux_layers
+        if not all(0 <= layer < target.num_layers for layer in layers):
+            raise ConfigError(f"aux_layers {layers}: the target has layers 0 to {target.num_layers - 1}")
+
+    def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
+        return config.head.aux_layers or spread_layers(target.num_layers)
+
+    def aux_layers_of(self, head: B) -> tuple[int, ...]:
+        return head.aux_layers
+
+    def new(
+        self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
+    ) -> B:
+        make: Any = self.head_class
+        size = target.vocab_size if kept is None else len(kept)
+        shape = dataclasses.replace(self.head_config(target, config, size), aux_layers=aux_layers)
+        head: B = make(shape, None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32))
+        randomize(head, config.run.seed)
+        head.norm.weight = final_norm(target)
+        if kept is not None:
+            head.lm_head.weight = projection(target)[mx.array(kept)]
+        head.attach(target)
+        mx.eval(head.parameters())
+        return head
+
+    def guess(
+        self, head: B, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        wanted = mx.fast.rms_norm(last, None, head.config.rms_norm_eps)
+        return lagged(mx.concatenate(aux, axis=-1)[:, :-1], following, wanted[:, 1:])
+
+    def begin_as(self, head: B, guess: Matrix, by: Moments) -> None:
+        begin_linear(head, guess, by)
+
+    def mismatches(self, head: B, config: TrainConfig) -> Mapping[str, Any]:
+        shape = head.config
+        if config.optimization.unroll > shape.drafts:
+            raise ConfigError(
+                f"--unroll is {config.optimization.unroll}, but {config.head.init_from} drafts blocks of "
+                f"{shape.drafts}; use --unroll {shape.drafts} or less"
+            )
+        all_of_it = shape.draft_vocab_size == shape.vocab_size <= config.head.draft_vocab
+        return {
+            "draft_vocab": config.head.draft_vocab if all_of_it else shape.draft_vocab_size,
+            "aux_layers": shape.aux_layers,
+            "layers": shape.num_hidden_layers,
+            "intermediate_size": shape.intermediate_size,
+            "heads": shape.num_attention_heads,
+            "kv_heads": shape.num_key_value_heads,
+        }
+
+    def like(self, head: B, config: Any) -> B:
+        make: Any = self.head_class
+        made: B = make(config, head.d2t)
+        return made
+
+    def features(self, head: B, target: Target, states: mx.array, jitter: Jitter) -> mx.array:
+        read = jitter(features_of(states, target.hidden_size).astype(mx.float32))
+        return head.features([read])
+
+    def save(
+        self, head: B, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
+    ) -> None:
+        """Write the head in its first layout, or in that of speculators, the only one with a draft vocabulary."""
+        if head.d2t is None:
+            super().save(head, folder, target_name, extra, dtype)
+            return
+        layout = next(each for each in kind_of(head).formats if each.name.endswith("speculators"))
+        layout.save(head, folder, target_name=target_name, extra=extra, dtype=dtype, overwrite=True)
+
+
+class DFlashKind(BlockKind[DFlashHead]):
+    """Recipe: cross entropy with the target's token, weighted by slot. The first slot of a block predicts nothing."""
+
+    head_class = DFlashHead
+
+    def head_config(self, target: Target, config: TrainConfig, draft_vocab_size: int) -> BlockConfig:
+        plain = super().head_config(target, config, draft_vocab_size)
+        return dataclasses.replace(plain, block_size=config.optimization.unroll + 1)
+
+
+class DSparkKind(BlockKind[DSparkHead]):
+    """Recipe: 0.1 of cross entropy, 0.9 of the distance |p - q|, and the cross entropy of the confidence."""
+
+    head_class = DSparkHead
+    defaults: ClassVar[Mapping[str, Any]] = {**BlockKind.defaults, "loss_weights": (0.9, 0.1)}
+    confidence_weight = 1.0
+
+    def head_config(self, target: Target, config: TrainConfig, draft_vocab_size: int) -> BlockConfig:
+        return dataclasses.replace(
+            super().head_config(target, config, draft_vocab_size),
+            first_slot_drafts=True,
+            markov_head="vanilla",
+            markov_rank=min(_RANK, target.hidden_size // 4),
+            confidence_head=True,
+        )
+
+
+def spread_layers(num_layers: int, count: int = _READ) -> tuple[int, ...]:
+    """Return the target layers that a new head reads, evenly from the second to the third from the end.
+
+    Source: z-lab/dflash, for 36 layers 1, 9, 17, 25 and 33.
+    """
+    last = num_layers - 3
+    if last <= 1:
+        return (num_layers // 2,)
+    return tuple(sorted({round(1 + i * (last - 1) / (count - 1)) for i in range(count)}))
+
+
+def mask_token(target: Target) -> int:
+    """Return a token id for the masks of a block: an unused id if the embedding has one, else the end of text.
+
+    The embedding stays the target's. Its text never contains an unused id, and no draft follows the end of text.
+    """
+    tokenizer: Any = target.tokenizer
+    if tokenizer is not None and (used := len(tokenizer.get_vocab())) < target.vocab_size:
+        return used
+    return min(target.eos_token_ids, default=target.vocab_size - 1)
