@@ -239,12 +239,15 @@ def flags_parser() -> argparse.ArgumentParser:
 
 def _default(known: Setting) -> str:
     """Return the default for a flag's help, for each kind of head if they differ."""
-    by_kind = {kind.name: kind.defaults[known.name] for kind in KINDS.values() if known.name in kind.defaults}
-    if not by_kind:
+    if not any(known.name in kind.defaults for kind in KINDS.values()):
         return default_text(known)
-    if len(set(by_kind.values())) == 1 and len(by_kind) == len(KINDS):
-        return shown(next(iter(by_kind.values())))
-    return ", ".join(f"{shown(own)} for {kind}" for kind, own in by_kind.items())
+    kinds: dict[Any, list[str]] = {}
+    for kind in KINDS.values():
+        if known.name not in kind.foreign:
+            kinds.setdefault(kind.defaults.get(known.name, known.default), []).append(kind.name)
+    if len(kinds) == 1:
+        return shown(next(iter(kinds)))
+    return "; ".join(f"{shown(value)} for {', '.join(names)}" for value, names in kinds.items())
 
 
 if __name__ == "__main__":

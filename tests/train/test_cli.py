@@ -144,7 +144,7 @@ def test_help_shows_every_setting(capsys: Any) -> None:
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert "--draft-vocab N" in shown
-    assert "(default: 32,000 for eagle3)" in " ".join(shown.split())
+    assert "(default: 32,000)" in " ".join(shown.split())
 
 
 @pytest.mark.usefixtures("pictures")

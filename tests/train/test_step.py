@@ -105,6 +105,7 @@ def test_a_compiled_step_is_the_same_step(target: Target) -> None:
 @pytest.mark.parametrize("draft_vocab", [None, 48])
 def test_the_gradient_is_finite_and_points_downhill(target: Target, draft_vocab: int | None) -> None:
     head = tiny_head(target, draft_vocab=draft_vocab)
+    head.attach(target)
     rows = batch(target, aux=head.config.aux_layers)
     plan = make_plan(rows, 3)
     arrays = part_arrays(head, target, rows, plan, np.full(3, 1 / 100, np.float32))
@@ -234,6 +235,7 @@ def test_packing_changes_no_loss(target: Target, lengths: list[int], seed: int) 
     rng = np.random.default_rng(seed)
     rendered = [(rng.integers(0, target.vocab_size, n).tolist(), [0] + [1] * (n - 1)) for n in lengths]
     samples, head = list(capture(target, (0, 2, 3), rendered)), tiny_head(target)
+    head.attach(target)
 
     def total(held: list[Example]) -> float:
         (rows,) = Batches(InMemory(held), len(lengths), 24, seed).epoch(0)
