@@ -29,7 +29,7 @@ from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer, model_of
 from eagle_mlx.proposers.ngram import NgramProposer
-from eagle_mlx.setting import AT_LEAST_0, Group, find, setting
+from eagle_mlx.setting import AT_LEAST_0, Group, find, flag, setting, settings_of
 from eagle_mlx.target import Target, fingerprint, load_target
 
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
@@ -126,9 +126,10 @@ class Speculation(Group):
             raise ConfigError(
                 "--draft-tree-nodes needs --spec-policy throughput or fixed: acceptance-ema only drafts chains"
             )
-        of_ema = [name for name in _OF_EMA if getattr(self, name) != getattr(Speculation, name)]
-        if of_ema and self.policy != "acceptance-ema":
-            raise ConfigError("these flags need --spec-policy acceptance-ema, because other policies ignore them")
+        of_ema = [each for each in settings_of(Speculation).values() if each.field in _OF_EMA]
+        ignored = [flag(each.name) for each in of_ema if getattr(self, each.field) != each.default]
+        if ignored and self.policy != "acceptance-ema":
+            raise ConfigError(f"only --spec-policy acceptance-ema uses {', '.join(ignored)}")
         if self.mode == "draft" and self.draft_model is None:
             raise ConfigError("--spec-decode draft needs a --draft-model")
         if self.draft_model is not None and self.head not in (None, NO_HEAD):
