@@ -74,7 +74,7 @@ class Pieces:
         def loss(weights: Any, outputs: list[mx.array], arrays: dict[str, mx.array]) -> mx.array:
             head.update(weights)
             last = arrays["states"][..., -width:].reshape(-1, width)[arrays["labels"]].astype(self._target.dtype)
-            judged = ChunkedLoss(head, self._target, last, arrays["weights"], self._objective.hard)
+            judged = ChunkedLoss(head, self._target, last, arrays["weights"], self._objective)
             return judged(outputs, arrays["select"])[0]
 
         def piece(given: tuple[dict[str, mx.array], list[mx.array]]) -> Any:

@@ -89,6 +89,11 @@ class DiskTier:
         return self._writer.bytes_written
 
     @property
+    def bytes_waiting(self) -> int:
+        """Bytes that wait for the writer."""
+        return self._writer.waiting_bytes
+
+    @property
     def bytes_ahead(self) -> int:
         """Bytes read so far of texts that are not complete."""
         return sum(piece.nbytes for ahead in self._ahead.values() for piece in ahead.values())
