@@ -71,7 +71,7 @@ def test_changing_headers_are_removed_and_other_changes_logged_once(
             asked(hybrid, {"role": "system", "content": f"It is {number} o'clock."}, *chat)
             chat += [{"role": "assistant", "content": str(number)}, user("Go on, please.")]
     [said] = caplog.messages
-    assert said.startswith("messages[0] (system) has changed")
+    assert said.startswith("messages[0] (system) differs")
 
 
 MESSAGES, RESPONSES, CHAT = "/v1/messages", "/v1/responses", "/v1/chat/completions"
