@@ -16,6 +16,7 @@ from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.sampling_params import SamplingParams
 from tests.eagle_mlx.heads import BLOCKS, dflash, dspark
 from tests.fakes import tiny_target
+from tests.full import diagonal, in_turn
 
 TARGET = tiny_target(vocab=64)
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 7, 8, 50, 3, 2, 1, 60, 33], list(range(30))]
@@ -110,8 +111,7 @@ def test_sampled_requests_without_a_seed_are_drafted_for(name: str) -> None:
     assert sum(output.accepted for output in outputs) > 0
 
 
-@pytest.mark.parametrize("nodes", [6, 14])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "nodes"), in_turn(diagonal(BLOCKS, [6, 14]), of=3))
 def test_trees_are_the_chain_with_side_branches(name: str, nodes: int) -> None:
     head = BLOCKS[name](TARGET)
     state, batch, at = state_of(head), batch_of(GREEDY, GREEDY), mx.array([4, 4])
