@@ -167,6 +167,19 @@ def plain_weights(module: nn.Module) -> dict[str, mx.array]:
     return plain
 
 
+def shape_settings(shape: Any, config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that give a new head this config's draft vocabulary, aux layers and layer sizes."""
+    all_of_it = shape.draft_vocab_size == shape.vocab_size <= config.head.draft_vocab
+    return {
+        "draft_vocab": config.head.draft_vocab if all_of_it else shape.draft_vocab_size,
+        "aux_layers": shape.aux_layers,
+        "layers": shape.num_hidden_layers,
+        "intermediate_size": shape.intermediate_size,
+        "heads": shape.num_attention_heads,
+        "kv_heads": shape.num_key_value_heads,
+    }
+
+
 def layer_shape(target: Target, config: TrainConfig) -> dict[str, Any]:
     """Return the sizes of a decoder layer, with the names of head configs; by default the target's sizes."""
     args = getattr(target.model, "args", None)

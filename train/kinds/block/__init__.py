@@ -21,7 +21,7 @@ from eagle_mlx.hidden_states import features_of
 from eagle_mlx.target import Target
 
 from ...config import TrainConfig
-from ..base import Jitter, Kind, final_norm, layer_shape, projection, randomize
+from ..base import Jitter, Kind, final_norm, layer_shape, projection, randomize, shape_settings
 from ..least_squares import Matrix, Moments
 from .start import begin_linear, lagged
 from .unroll import unroll_blocks
@@ -123,15 +123,7 @@ class BlockKind(Kind[B]):
                 f"--unroll is {config.optimization.unroll}, but {config.head.init_from} drafts blocks of "
                 f"{shape.drafts}; use --unroll {shape.drafts} or less"
             )
-        all_of_it = shape.draft_vocab_size == shape.vocab_size <= config.head.draft_vocab
-        return {
-            "draft_vocab": config.head.draft_vocab if all_of_it else shape.draft_vocab_size,
-            "aux_layers": shape.aux_layers,
-            "layers": shape.num_hidden_layers,
-            "intermediate_size": shape.intermediate_size,
-            "heads": shape.num_attention_heads,
-            "kv_heads": shape.num_key_value_heads,
-        }
+        return shape_settings(shape, config)
 
     def like(self, head: B, config: Any) -> B:
         make: Any = self.head_class

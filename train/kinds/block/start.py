@@ -23,7 +23,7 @@ LAGS = 3
 _SHARPNESS = 8.0
 """Weight of the query norm. Scores of 64 dimensions then differ by 2 to 5 between the two newest positions."""
 _RIDGE = 1e-3
-"""Relative to the mean square of the inputs."""
+"""Ridge relative to the mean square of the inputs; only the signs of the solution's products matter."""
 
 
 def lagged(states: mx.array, following: mx.array, wanted: mx.array) -> tuple[mx.array, mx.array]:

@@ -15,7 +15,7 @@ from eagle_mlx.hidden_states import features_of
 from eagle_mlx.target import Target
 
 from ...config import TrainConfig
-from ..base import Jitter, Kind
+from ..base import Jitter, Kind, shape_settings
 from ..least_squares import Matrix, Moments
 from .start import (
     attend_to_itself,
@@ -96,14 +96,8 @@ class Eagle3Kind(Kind[Eagle3Head]):
 
     def mismatches(self, head: Eagle3Head, config: TrainConfig) -> Mapping[str, Any]:
         shape = head.config
-        all_of_it = shape.draft_vocab_size == shape.vocab_size <= config.head.draft_vocab
         return {
-            "draft_vocab": config.head.draft_vocab if all_of_it else shape.draft_vocab_size,
-            "aux_layers": shape.aux_layers,
-            "layers": shape.num_hidden_layers,
-            "intermediate_size": shape.intermediate_size,
-            "heads": shape.num_attention_heads,
-            "kv_heads": shape.num_key_value_heads,
+            **shape_settings(shape, config),
             "feature_norm": "each" if shape.fc_norm else "all" if shape.norm_before_fc else "none",
             "recycle": "normed" if shape.norm_output else "output",
             "norm_before_residual": shape.norm_before_residual,
