@@ -10,7 +10,7 @@ from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.kv_budget import KVBudget
 from eagle_mlx.engine.prefill import LEAST_CHUNK, PREFILL_MS, Prefill
 from eagle_mlx.engine.prefix import PrefixCache
-from eagle_mlx.engine.request_queue import MOST_SKIPS, RequestQueue
+from eagle_mlx.engine.request_queue import RequestQueue
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request_state import RequestState
@@ -29,8 +29,8 @@ class Admission:
     prompt, or one that starts with a cached prefix, is read alone. Its chunks alternate with those of shorter prompts,
     including prompts that still wait: a shorter prompt never waits for two chunks of a long one in a row.
 
-    A request waits if its KV cache does not fit. Up to `MOST_SKIPS` other requests that fit may pass it; after that,
-    none may. The prefix cache gives up memory for rows.
+    A request waits if its KV cache does not fit. A few requests that fit may pass it (`RequestQueue`). The prefix cache
+    gives up memory for rows.
 
     If a request cannot join, it may replace the newest row of a client that has at least two more rows than its own.
     After `_SLICE` rounds, a client's only row may be paused for a client without rows. If rows outgrow the memory, all
@@ -49,7 +49,7 @@ class Admission:
     ):
         self.target, self.proposer, self.chunk, self.prefixes = target, proposer, chunk, prefixes
         self.kv_bits, self.budget = kv_bits, budget
-        self.waiting = RequestQueue(chunk, self._held)
+        self.waiting = RequestQueue(self._held)
         self.to_pause: list[RequestState] = []
         self._seconds, self._speed = prefill_ms / 1000, 0.0
         """The time that a chunk may take while others decode, and the positions per second of the last full one."""
@@ -66,9 +66,6 @@ class Admission:
         self._entering: list[RequestState] = []
         """Requests that left the queue and are about to enter a prefill or a group."""
         self._admitted: list[RequestState] = []
-        self._passed: RequestState | None = None
-        """The request that was next when others passed it."""
-        self._passes = 0
 
     @property
     def admitted(self) -> list[RequestState]:
@@ -86,7 +83,7 @@ class Admission:
 
     @property
     def idle(self) -> bool:
-        return not self.waiting.clients and not self.prefilling
+        return not self.waiting and not self.prefilling
 
     def wants_in(self, room: int, groups: Sequence[Sequence[RequestState]]) -> bool:
         """Return whether a request could join, or should be paused. room: free rows."""
@@ -124,9 +121,9 @@ class Admission:
 
     def _in_the_way(self, room: int) -> list[RequestState]:
         """Return the rows to pause so that the next request can join; none if that is unnecessary or not enough."""
-        if not self.waiting.clients:
+        turn, gone = next(iter(self.waiting), None), list[RequestState]()
+        if turn is None:
             return []
-        turn, gone = self.turn(), list[RequestState]()
         if self.prefills and self._steps(turn.length) >= self._steps(min(each.left for each in self.prefills)):
             return []  # its prefill would not start now
         room -= len(self.prefilling)
@@ -168,7 +165,7 @@ class Admission:
 
         room: free rows, including those of prefills. decoding: whether other requests decode, and so wait for it.
         """
-        if not self.prefills and not self.waiting.clients:
+        if not self.prefills and not self.waiting:
             return None
         self._now = self.chunk
         if decoding:
@@ -239,7 +236,7 @@ class Admission:
             if requests and known is not None:
                 known = None
                 break
-            self.take(following, passes=chunks is None or not self._fits(self.turn()))
+            self.take(following)
             requests.append(following)
         if not requests:
             return None
@@ -256,25 +253,9 @@ class Admission:
 
         chunks: only consider prompts that need fewer chunks than this.
         """
-        if not self.waiting.clients:
-            return None
-        turn = self.turn()
-        if chunks is not None:
-            may_pass = self._passes < MOST_SKIPS
-            return self.waiting.first(
-                lambda each: self._steps(each.length) < chunks and (may_pass or each is turn) and self._fits(each)
-            )
-        if self._fits(turn):
-            return turn
-        return self.waiting.first(self._fits) if self._passes < MOST_SKIPS else None
-
-    def turn(self) -> RequestState:
-        """Return the next request: the one that others passed, unless its client now has more rows than the next."""
-        if self._passed is not None and self._passed.finish_reason is None:
-            held, following = self._held(), self.waiting.peek()
-            return following if held[following.client] < held[self._passed.client] else self._passed
-        self._passed, self._passes = None, 0
-        return self.waiting.peek()
+        return self.waiting.first(
+            lambda each: (chunks is None or self._steps(each.length) < chunks) and self._fits(each)
+        )
 
     def _fits(self, request: RequestState, gone: Sequence[RequestState] = ()) -> bool:
         return self.budget.fits([*(row for row in self.admitted if row not in gone), request])
@@ -283,14 +264,9 @@ class Admission:
         """Return the number of chunks of the current size for this many positions."""
         return max(1, -(-positions // self._now))
 
-    def take(self, request: RequestState, passes: bool = True) -> None:
-        """Admit a request. passes: whether this counts as passing the request whose turn it is."""
-        turn = self.turn()
-        if request is turn or request is self._passed:
-            self._passed, self._passes = None, 0
-        elif passes:
-            self._passed, self._passes = turn, self._passes + 1
-        self.waiting.take(request)
+    def take(self, request: RequestState) -> None:
+        """Admit a waiting request."""
+        self.waiting.take(request, self._fits)
         request.admit()
         self._admitted = [*self.admitted, request]
         if self.prefixes is not None:

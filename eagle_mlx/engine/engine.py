@@ -244,7 +244,7 @@ class Engine:
 
     def before(self, request: RequestState) -> int | None:
         """Return about how many waiting requests are ahead of this one; None if it does not wait. Thread-safe."""
-        return self.admission.waiting.before(request)
+        return next((before for before, each in enumerate(self.admission.waiting) if each is request), None)
 
     def abandon(self, reason: str) -> None:
         """Fail all requests, including waiting ones. The engine can then be used again."""
