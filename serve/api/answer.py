@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
 from eagle_mlx.request import Output
+from eagle_mlx.request_state import RequestState
 
-from ..chat import Delta, ToolCall
 from .errors import ApiError, Shape
+from .model import Loaded
+from .schema import SERVICE_TIER, Request
 from .service import Call
 from .worker import TIME, RequestEvent
 
 
-class PromptDetails(Shape):
+class CachedTokens(Shape):
     cached_tokens: int
 
 
-class CompletionDetails(Shape):
+class ReasoningTokens(Shape):
     reasoning_tokens: int
 
 
@@ -35,8 +37,8 @@ class Usage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
 
 
 class Timings(Shape):
@@ -87,6 +89,8 @@ class Completed(Measured):
     model: str
     system_fingerprint: str
     usage: Usage
+    service_tier: Literal["default"] = "default"
+    """Set only if the request names a tier."""
 
 
 def failure(outputs: Sequence[Output]) -> ApiError | None:
@@ -97,19 +101,6 @@ def failure(outputs: Sequence[Output]) -> ApiError | None:
     if failed.cut_off == TIME:  # a retry would only add to the load
         return ApiError(504, str(failed.error), code="timeout", headers={"x-should-retry": "false"})
     return ApiError(400 if failed.refused else 500, str(failed.error), code="generation_failed")
-
-
-def usage(outputs: Sequence[Output], answers: int, thought_tokens: int = 0) -> dict[str, Any]:
-    """Count tokens. If a prompt has several answers, its tokens count once."""
-    firsts = outputs[::answers]
-    prompt, completion = sum(o.prompt_tokens for o in firsts), sum(len(o.tokens) for o in outputs)
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=PromptDetails(cached_tokens=sum(o.cached_tokens for o in firsts)),
-        completion_tokens_details=CompletionDetails(reasoning_tokens=thought_tokens),
-    ).plain()
 
 
 def stats(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -157,67 +148,9 @@ def _speculation(outputs: Sequence[Output]) -> Speculation:
     )
 
 
-Kind = Literal["text", "reasoning", "call"]
-
-
-@dataclass
-class Part:
-    kind: Kind
-    text: str = ""
-    call: ToolCall | None = None
-
-    def continues_with(self, other: Part) -> bool:
-        """Return whether `other` extends this part. Every tool call is a separate part."""
-        return self.kind == other.kind != "call"
-
-
-def part_of(delta: Delta) -> Part:
-    if delta.tool_call is not None:
-        return Part("call", call=delta.tool_call)
-    return Part("reasoning", delta.reasoning) if delta.reasoning else Part("text", delta.content)
-
-
-def parts_of(deltas: Iterable[Delta]) -> list[Part]:
-    """Join deltas into parts."""
-    parts: list[Part] = []
-    for part in map(part_of, deltas):
-        if parts and parts[-1].continues_with(part):
-            parts[-1].text += part.text
-        else:
-            parts.append(part)
-    return parts
-
-
 DONE = b"data: [DONE]\n\n"
 PROGRESS_SECONDS = 1.0
 """Interval between checks of what a request waits for."""
-ChunkName = Literal["chat.completion.chunk", "text_completion"]
-
-
-class Frame:
-    """The fields that all chunks of one answer share."""
-
-    def __init__(self, call: Call, kind: ChunkName, with_usage: bool, more: Mapping[str, str] | None = None):
-        prefix = "chatcmpl" if kind == "chat.completion.chunk" else "cmpl"
-        fields = {
-            "id": f"{prefix}-{call.id}",
-            "object": kind,
-            "created": call.created,
-            "model": call.service.name,
-            "system_fingerprint": call.service.fingerprint,
-            **(more or {}),
-        }
-        self._open = f"data: {dumps(fields)[:-1]},"
-        self._head = f'{self._open}"choices":[{{"index":'
-        self._usage = ',"usage":null' if with_usage else ""
-        self.with_usage = with_usage
-
-    def chunk(self, index: int, piece: str, logprobs: str = "null", finish: str = "null", more: str = "") -> str:
-        """piece: the choice's own field, as JSON. more: further fields of the chunk, starting with a comma."""
-        return f'{self._head}{index},{piece},"logprobs":{logprobs},"finish_reason":{finish}}}]{self._usage}{more}}}\n\n'
-
-    def usage_chunk(self, counts: dict[str, Any], more: str) -> str:
-        return f'{self._open}"choices":[],"usage":{dumps(counts)}{more}}}\n\n'
 
 
 class Writer(Protocol):
@@ -251,20 +184,69 @@ async def waiting_comments(call: Call) -> AsyncIterator[bytes]:
             yield f": {told}\n\n".encode()
 
 
-def stream_events(
-    call: Call,
-    frame: Frame,
-    writers: Sequence[Writer],
-    answers: int,
-    thought_tokens: Callable[[Output], int] = lambda _: 0,
-) -> AsyncIterator[bytes]:
-    """Yield the chunks of all choices. thought_tokens: counts the reasoning tokens of an answer, for its usage."""
+class Choices(ABC):
+    """An answer of OpenAI's older routes: choices, as one body or in chunks."""
 
-    def end(outputs: Sequence[Output]) -> bytes:
-        counts = usage(outputs, answers, sum(map(thought_tokens, outputs)))
-        return (frame.usage_chunk(counts, _stats(call, outputs)).encode() if frame.with_usage else b"") + DONE
+    prefix: str
+    """Prefix of its id."""
+    kind: str
+    """The field `object`."""
+    chunk_kind: str
 
-    return stream_answers(call, writers, error_event, end)
+    def __init__(self, call: Call, body: Request, loaded: Loaded):
+        self.call, self.body, self.loaded = call, body, loaded
+        self.requests: list[RequestState] = []
+
+    @abstractmethod
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
+        """Return a complete choice."""
+
+    @abstractmethod
+    def writer(self, index: int) -> Writer:
+        """Return the writer of a choice's chunks."""
+
+    def thought_tokens(self, output: Output) -> int:
+        """Count the tokens of an answer's reasoning."""
+        return 0
+
+    def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        choices = [self.choice(index, output) for index, output in enumerate(outputs)]
+        counts = {"usage": self._usage(outputs)}
+        return {**self._head(self.kind), "choices": choices, **counts, **stats(self.call, outputs)}
+
+    def stream(self) -> AsyncIterator[bytes]:
+        self._open = f"data: {dumps(self._head(self.chunk_kind))[:-1]},"
+        self._tail = ',"usage":null' if self.body.usage_wanted else ""
+        return stream_answers(self.call, [self.writer(i) for i in range(len(self.requests))], error_event, self._end)
+
+    def chunk(self, index: int, piece: str, logprobs: str = "null", finish: str = "null", more: str = "") -> str:
+        """piece: the choice's own field, as JSON. more: further fields of the chunk, starting with a comma."""
+        choice = f'{{"index":{index},{piece},"logprobs":{logprobs},"finish_reason":{finish}}}'
+        return f'{self._open}"choices":[{choice}]{self._tail}{more}}}\n\n'
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        service = self.call.service
+        named = {"id": f"{self.prefix}-{self.call.id}", "object": kind, "created": self.call.created}
+        tier = {"service_tier": SERVICE_TIER} if self.body.service_tier is not None else {}
+        return {**named, "model": service.name, "system_fingerprint": service.fingerprint, **tier}
+
+    def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Count tokens. If a prompt has several answers, its tokens count once."""
+        firsts = outputs[:: self.body.answers]
+        prompt, completion = sum(o.prompt_tokens for o in firsts), sum(len(o.tokens) for o in outputs)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(o.cached_tokens for o in firsts)},
+            "completion_tokens_details": {"reasoning_tokens": sum(map(self.thought_tokens, outputs))},
+        }
+
+    def _end(self, outputs: Sequence[Output]) -> bytes:
+        if not self.body.usage_wanted:
+            return DONE
+        usage = dumps(self._usage(outputs))
+        return f'{self._open}"choices":[],"usage":{usage}{_stats(self.call, outputs)}}}\n\n'.encode() + DONE
 
 
 async def stream_answers(

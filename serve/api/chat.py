@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 from typing import Any, Literal
 
@@ -13,12 +11,10 @@ from pydantic import Field
 from starlette.responses import Response
 
 from eagle_mlx.request import Output
-from eagle_mlx.request_state import RequestState
-from eagle_mlx.sampling_params import StopWatcher
 from eagle_mlx.text import TextStream
 
 from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer
-from .answer import Completed, Frame, dumps, stats, stream_events, usage
+from .answer import Choices, Completed, dumps
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import ChatLogprobs, chat_logprobs
@@ -50,8 +46,6 @@ class ChatChoice(Shape):
 class ChatCompletion(Completed):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    service_tier: Literal["default"] = "default"
-    """Set only if the request names a tier."""
 
 
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion, *ERRORS, **EVENTS))
@@ -63,33 +57,54 @@ async def chat_completions(request: Request) -> Response:
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
 
-    async def prepare(_: Call, loaded: Loaded) -> ChatAnswer:
-        return await prepare_chat(request, loaded, body)
+    async def prepare(call: Call, loaded: Loaded) -> ChatAnswer:
+        return await prepare_chat(request, call, loaded, body)
 
     return await respond(request, service, body.answers, prepare, bool(body.stream), answer_seconds=body.answer_seconds)
 
 
-async def prepare_chat(request: Request, loaded: Loaded, body: ChatRequest, at_most: int | None = None) -> ChatAnswer:
-    """Prepare a chat request of this or another API. at_most: see `open_chat`. Raises ApiError."""
+async def prepare_chat(
+    request: Request, call: Call, loaded: Loaded, body: ChatRequest, at_most: int | None = None
+) -> ChatAnswer:
+    """Prepare a chat request of this or another API. at_most: see `ChatAnswer.prepare`. Raises ApiError."""
     forced = body.tool_choice not in (None, "none", "auto")
     strict = any(tool.function.strict for tool in body.tools or ())
     has_schema = forced or strict or body.response_format is not None
-    owner = owner_of(request)
-    return await in_thread(request, loaded, lambda encode: open_chat(body, loaded, encode, owner, at_most), has_schema)
+    owner, answer = owner_of(request), ChatAnswer(call, body, loaded)
+    await in_thread(request, loaded, lambda encode: answer.prepare(encode, owner, at_most), has_schema)
+    return answer
 
 
-@dataclass(frozen=True)
-class ChatAnswer:
+class ChatAnswer(Choices):
     """The engine requests for a conversation, and how to parse their text."""
 
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: ChatRequest
-    loaded: Loaded
-    requests: Sequence[RequestState]
     offer: ToolOffer
     starts_in_reasoning: bool
 
+    def prepare(self, encode: Encode, owner: Owner, at_most: int | None = None) -> None:
+        """Render and encode the prompt, and check the request.
+
+        at_most: an upper bound on answer tokens if the body sets none; context and memory may allow fewer. Raises
+        PromptError, ConfigError or ApiError.
+        """
+        body, loaded = self.body, self.loaded
+        chat, prompt, offer = render_chat(body, loaded, encode)
+        self.offer, self.starts_in_reasoning = offer, loaded.chat.starts_in_reasoning(prompt)
+        grammar = loaded.grammars.grammar(body.answer_format, offer, self.starts_in_reasoning)
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        if loaded.engine.prefixes is not None and (said := loaded.chat.changes.note(chat.messages, offer.tools)):
+            log.warning("%s", said)
+        # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.
+        is_single = offer.tools and not offer.several and not offer.forced
+        only_call = (lambda: FirstCall(loaded.tokenizer, self.reader())) if is_single else None
+        params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
+        shared = chat.boundaries(prompt, encode) if loaded.engine.wants_boundaries else ()
+        self.requests = [loaded.engine.prepare(prompt, each, shared, **owner, limit=at_most) for each in params]
+
     def reader(self) -> AnswerParser:
-        return _reader(self.loaded, self.offer, self.starts_in_reasoning)
+        return AnswerParser(self.loaded.chat, self.offer.tools, self.starts_in_reasoning, self.offer.several)
 
     def deltas(self, output: Output) -> list[Delta]:
         """Split a complete answer into deltas."""
@@ -115,25 +130,7 @@ class ChatAnswer:
         # Without an end tag, the reasoning ends at the end of its text.
         return len(tokenizer.encode(thoughts, add_special_tokens=False)) if at is None else at + len(tag)
 
-    def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
-        return {
-            "id": f"chatcmpl-{call.id}",
-            "object": "chat.completion",
-            "created": call.created,
-            "model": call.service.name,
-            "system_fingerprint": call.service.fingerprint,
-            "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
-            "usage": usage(outputs, len(outputs), sum(map(self.thought_tokens, outputs))),
-            **self.body.tier_echo,
-            **stats(call, outputs),
-        }
-
-    def stream(self, call: Call) -> AsyncIterator[bytes]:
-        frame = Frame(call, "chat.completion.chunk", self.body.usage_wanted, self.body.tier_echo)
-        writers = [_Writer(self, frame, index) for index in range(len(self.requests))]
-        return stream_events(call, frame, writers, len(self.requests), self.thought_tokens)
-
-    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
         deltas = self.deltas(output)
         calls = [_call(delta.tool_call) for delta in deltas if delta.tool_call is not None]
         content = "".join(delta.content for delta in deltas)
@@ -146,6 +143,9 @@ class ChatAnswer:
         logprobs = chat_logprobs(self.loaded.texts, output.logprobs or ()) if self.body.logprobs else None
         reason = finish_reason(output, bool(calls))
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def writer(self, index: int) -> _Writer:
+        return _Writer(self, index)
 
 
 class DeltaStream:
@@ -167,48 +167,13 @@ def finish_reason(output: Output, calls: bool) -> str:
     return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
 
 
-def open_chat(
-    body: ChatRequest, loaded: Loaded, encode: Encode, owner: Owner, at_most: int | None = None
-) -> ChatAnswer:
-    """Render and encode the prompt, and check the request.
-
-    at_most: an upper bound on answer tokens if the body sets none; context and memory may allow fewer. Raises
-    PromptError, ConfigError or ApiError.
-    """
-    chat, prompt, offer = _templated(body, loaded, encode)
-    thinking = loaded.chat.starts_in_reasoning(prompt)
-    grammar = loaded.grammars.grammar(body.answer_format, offer, thinking)
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    if loaded.engine.prefixes is not None and (said := loaded.chat.changes.note(chat.messages, offer.tools)):
-        log.warning("%s", said)
-    only_call: Callable[[], StopWatcher] | None = None
-    if offer.tools and not offer.several and not offer.forced:
-        # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.
-        def only_call() -> StopWatcher:
-            return FirstCall(loaded.tokenizer, _reader(loaded, offer, thinking))
-
-    params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
-    shared = chat.boundaries(prompt, encode) if loaded.engine.wants_boundaries else ()
-    requests = [loaded.engine.prepare(prompt, each, shared, **owner, limit=at_most) for each in params]
-    return ChatAnswer(body, loaded, requests, offer, thinking)
-
-
-def _reader(loaded: Loaded, offer: ToolOffer, starts_in_reasoning: bool) -> AnswerParser:
-    return AnswerParser(loaded.chat, offer.tools, starts_in_reasoning, offer.several)
-
-
-def read_prompt(body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True) -> list[int]:
-    """Return the tokens of a conversation. Raises PromptError, ConfigError or ApiError.
-
-    must_fit: whether to refuse a prompt that exceeds the context.
-    """
-    return _templated(body, loaded, encode, must_fit)[1]
-
-
-def _templated(
+def render_chat(
     body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True
 ) -> tuple[Chat, list[int], ToolOffer]:
-    """Return the rendered conversation, its tokens, and the tools it offers."""
+    """Return the rendered conversation, its tokens, and the tools it offers.
+
+    must_fit: whether to refuse a prompt that exceeds the context. Raises PromptError, ConfigError or ApiError.
+    """
     chosen = body.tool_choice
     offer = ToolOffer.of(
         [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
@@ -237,13 +202,13 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 class _Writer:
-    def __init__(self, answer: ChatAnswer, frame: Frame, index: int):
-        self._answer, self._frame, self._index = answer, frame, index
+    def __init__(self, answer: ChatAnswer, index: int):
+        self._answer, self._index = answer, index
         self._deltas = DeltaStream(answer)
         self._calls = False
 
     def open(self) -> str:
-        return self._frame.chunk(self._index, '"delta":{"role":"assistant","content":"","refusal":null}')
+        return self._answer.chunk(self._index, '"delta":{"role":"assistant","content":"","refusal":null}')
 
     def write(self, event: RequestEvent) -> str:
         deltas = self._deltas.push(event)
@@ -256,14 +221,13 @@ class _Writer:
 
     def close(self, output: Output, more: str) -> str:
         reason = f'"{finish_reason(output, self._calls)}"'
-        return self._frame.chunk(self._index, '"delta":{}', finish=reason, more=more)
+        return self._answer.chunk(self._index, '"delta":{}', finish=reason, more=more)
 
     def _piece(self, delta: Delta, logprobs: str = "null") -> str:
         if delta.tool_call is not None:
             self._calls = True
             called = dumps({"index": delta.tool_call.index, **_call(delta.tool_call)})
-            return self._frame.chunk(self._index, f'"delta":{{"tool_calls":[{called}]}}', logprobs)
+            return self._answer.chunk(self._index, f'"delta":{{"tool_calls":[{called}]}}', logprobs)
         name = "reasoning_content" if delta.reasoning else "content"
-        return self._frame.chunk(
-            self._index, f'"delta":{{"{name}":{quote(delta.reasoning or delta.content)}}}', logprobs
-        )
+        piece = f'"delta":{{"{name}":{quote(delta.reasoning or delta.content)}}}'
+        return self._answer.chunk(self._index, piece, logprobs)

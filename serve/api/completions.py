@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring as quote
 from typing import Any, Literal
@@ -12,10 +11,9 @@ from starlette.responses import Response
 
 from eagle_mlx.errors import PromptError
 from eagle_mlx.request import Output, TokenLogprob
-from eagle_mlx.request_state import RequestState
 from eagle_mlx.text import TextStream
 
-from .answer import Completed, Frame, dumps, stats, stream_events, usage
+from .answer import Choices, Completed, dumps
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import CompletionLogprobs, LogprobLists, score_prompt
@@ -50,15 +48,13 @@ async def completions(request: Request) -> Response:
         raise ApiError(400, "max_tokens can be 0 only with echo", "max_tokens")
 
     async def prepare(call: Call, loaded: Loaded) -> CompletionAnswer:
-        has_schema = body.response_format is not None
-        answer = await in_thread(
-            request, loaded, lambda encode: _prepare(body, loaded, encode, owner_of(request)), has_schema
-        )
+        answer = CompletionAnswer(call, body, loaded)
+        owner, has_schema = owner_of(request), body.response_format is not None
+        await in_thread(request, loaded, lambda encode: answer.prepare(encode, owner), has_schema)
         if body.echo and body.logprobs is not None:
             for prompt in answer.prompts:
-                prompt.scores = await call.service.worker.score(
-                    score_prompt(loaded.target, prompt.tokens, body.logprobs)
-                )
+                scores = score_prompt(loaded.target, prompt.tokens, body.logprobs)
+                prompt.scores = await call.service.worker.score(scores)
         return answer
 
     slots = len(body.prompts) * body.answers
@@ -73,58 +69,36 @@ class _Prompt:
     """Log probabilities of all tokens but the first, if they are echoed."""
 
 
-def _prepare(body: CompletionRequest, loaded: Loaded, encode: Encode, owner: Owner) -> CompletionAnswer:
-    """Encode and check the prompts. Raises PromptError or ApiError."""
-    for given in body.prompts:
-        if isinstance(given, str):
-            check_text(given, body.max_tokens, loaded, "prompt")
-        else:
-            check_context(len(given), body.max_tokens, loaded, "prompt")
-    prompts = [_prompt(given, loaded, encode) for given in body.prompts]
-    grammar = loaded.grammars.grammar(body.answer_format)
-    params = sampling(body, loaded, body.max_tokens, body.logprobs, grammar)
-    for prompt in prompts:
-        check_context(len(prompt.tokens), body.max_tokens, loaded, "prompt")
-    requests = [loaded.engine.prepare(prompt.tokens, each, **owner) for prompt in prompts for each in params]
-    if body.max_tokens == 0:  # only the echo is wanted
-        for engine_request in requests:
-            engine_request.finish("length")
-    return CompletionAnswer(body, loaded, prompts, requests)
-
-
-def _prompt(given: str | list[int], loaded: Loaded, encode: Encode) -> _Prompt:
-    if isinstance(given, str):
-        return _Prompt(given, encode(given, True))
-    if max(given, default=0) >= loaded.target.vocab_size:
-        size = loaded.target.vocab_size
-        raise PromptError(f"prompt: contains a token id outside the model's vocabulary of {size}")
-    return _Prompt(loaded.tokenizer.decode(given), given)
-
-
-class CompletionAnswer:
+class CompletionAnswer(Choices):
     """The engine requests of a completion, grouped by prompt."""
 
-    def __init__(
-        self, body: CompletionRequest, loaded: Loaded, prompts: list[_Prompt], requests: Sequence[RequestState]
-    ):
-        self.body, self.loaded, self.prompts, self.requests = body, loaded, prompts, requests
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    body: CompletionRequest
+    prompts: list[_Prompt]
 
-    def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
-        return {
-            "id": f"cmpl-{call.id}",
-            "object": "text_completion",
-            "created": call.created,
-            "model": call.service.name,
-            "system_fingerprint": call.service.fingerprint,
-            "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
-            "usage": usage(outputs, self.body.answers),
-            **stats(call, outputs),
-        }
+    def prepare(self, encode: Encode, owner: Owner) -> None:
+        """Encode and check the prompts. Raises PromptError or ApiError."""
+        body, loaded = self.body, self.loaded
+        self.prompts = [self._prompt(given, encode) for given in body.prompts]
+        grammar = loaded.grammars.grammar(body.answer_format)
+        params = sampling(body, loaded, body.max_tokens, body.logprobs, grammar)
+        for prompt in self.prompts:
+            self.requests += [loaded.engine.prepare(prompt.tokens, each, **owner) for each in params]
+        if body.max_tokens == 0:  # only the echo is wanted
+            for engine_request in self.requests:
+                engine_request.finish("length")
 
-    def stream(self, call: Call) -> AsyncIterator[bytes]:
-        frame = Frame(call, "text_completion", self.body.usage_wanted)
-        writers = [_Writer(self, frame, index) for index in range(len(self.requests))]
-        return stream_events(call, frame, writers, self.body.answers)
+    def _prompt(self, given: str | list[int], encode: Encode) -> _Prompt:
+        body, loaded = self.body, self.loaded
+        if isinstance(given, str):
+            check_text(given, body.max_tokens, loaded, "prompt")
+            prompt = _Prompt(given, encode(given, True))
+        elif max(given, default=0) >= (size := loaded.target.vocab_size):
+            raise PromptError(f"prompt: contains a token id outside the model's vocabulary of {size}")
+        else:
+            prompt = _Prompt(loaded.tokenizer.decode(given), given)
+        check_context(len(prompt.tokens), body.max_tokens, loaded, "prompt")
+        return prompt
 
     def prompt(self, index: int) -> _Prompt:
         """Return the prompt of a choice."""
@@ -136,7 +110,7 @@ class CompletionAnswer:
         lists = CompletionLogprobs(self.loaded.texts, self.loaded.tokenizer)
         return lists, lists.take(prompt.scores, prompt.tokens[0]) if self.body.echo else lists.take(())
 
-    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
         logprobs = None
         if self.body.logprobs is not None:
             lists, first = self.lists(index)
@@ -144,10 +118,13 @@ class CompletionAnswer:
         text = self.prompt(index).text + output.text if self.body.echo else output.text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
+    def writer(self, index: int) -> _Writer:
+        return _Writer(self, index)
+
 
 class _Writer:
-    def __init__(self, answer: CompletionAnswer, frame: Frame, index: int):
-        self._answer, self._frame, self._index = answer, frame, index
+    def __init__(self, answer: CompletionAnswer, index: int):
+        self._answer, self._index = answer, index
         self._text = TextStream(answer.loaded.tokenizer, answer.body.stops)
         self._lists: CompletionLogprobs | None = None
         self._echoed: dict[str, Any] | None = None
@@ -165,7 +142,7 @@ class _Writer:
         return self._chunk(text, lists) if text or lists else ""
 
     def close(self, output: Output, more: str) -> str:
-        return self._frame.chunk(self._index, '"text":""', finish=f'"{output.finish_reason}"', more=more)
+        return self._answer.chunk(self._index, '"text":""', finish=f'"{output.finish_reason}"', more=more)
 
     def _chunk(self, text: str, lists: dict[str, Any] | None) -> str:
-        return self._frame.chunk(self._index, f'"text":{quote(text)}', "null" if lists is None else dumps(lists))
+        return self._answer.chunk(self._index, f'"text":{quote(text)}', "null" if lists is None else dumps(lists))

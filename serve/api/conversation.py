@@ -1,16 +1,31 @@
-"""What the Messages and Responses APIs share: translating turns and blocks to Chat Completions."""
+"""What the Messages and Responses APIs share: translating to Chat Completions, and answers written part by part."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
+from fastapi import Request
 from pydantic import Discriminator
+from sse_starlette import ServerSentEvent
+from starlette.responses import Response
 
+from eagle_mlx.request import Output
+
+from ..chat import Delta, ToolCall
 from . import schema
+from .answer import Writer, stream_answers
+from .chat import ChatAnswer, DeltaStream, prepare_chat
 from .errors import ApiError
+from .flow import COMMENT, respond
+from .model import Loaded, check
+from .schema import ChatRequest
+from .service import Call, Service
+from .worker import RequestEvent
 
 PARAGRAPH = "\n\n"
 """Separates pieces of text that came as separate blocks."""
@@ -103,25 +118,115 @@ def without_details(tool: object) -> object:
     return {key: tool[key] for key in ("type", "name") if key in tool} if isinstance(tool, dict) else tool
 
 
-@contextmanager
-def named_as(names: Mapping[str, str], tools: Sequence[int] = ()) -> Iterator[None]:
-    """Rename the Chat Completions fields in errors to those of the requested API.
+@dataclass(frozen=True)
+class Names:
+    """The names of Chat Completions fields in the requested API."""
 
-    names: patterns of Chat Completions fields, and their replacements. tools: the request index of each tool that the
-    model sees.
-    """
-    try:
-        yield
-    except ApiError as e:
-        e.message = _renamed(e.message, names, tools)
-        e.param = None if e.param is None else _renamed(e.param, names, tools)
-        raise
+    fields: Mapping[str, str]
+    """Patterns of Chat Completions fields, and their replacements."""
+    tools: Sequence[int] = ()
+    """The request index of each tool that the model sees."""
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Rename the fields in errors."""
+        try:
+            yield
+        except ApiError as e:
+            e.message = self._renamed(e.message)
+            e.param = None if e.param is None else self._renamed(e.param)
+            raise
+
+    def _renamed(self, text: str) -> str:
+        """Return a text with the field at its beginning renamed."""
+        for pattern, name in self.fields.items():
+            if found := re.match(pattern, text):
+                text = found.expand(name) + text[found.end() :]
+                break
+        if (found := re.match(r"tools\[(\d+)\]", text)) and int(found[1]) < len(self.tools):
+            text = f"tools[{self.tools[int(found[1])]}]{text[found.end() :]}"
+        return text
 
 
-def _renamed(text: str, names: Mapping[str, str], tools: Sequence[int]) -> str:
-    """Return a text with the field at its beginning renamed."""
-    for pattern, name in names.items():
-        if found := re.match(pattern, text):
-            text = found.expand(name) + text[found.end() :]
-            break
-    return re.sub(r"^tools\[(\d+)\]", lambda m: f"tools[{tools[int(m[1])]}]" if int(m[1]) < len(tools) else m[0], text)
+@dataclass
+class Part:
+    kind: Literal["text", "reasoning", "call"]
+    text: str = ""
+    call: ToolCall | None = None
+
+    @classmethod
+    def of(cls, delta: Delta) -> Self:
+        if delta.tool_call is not None:
+            return cls("call", call=delta.tool_call)
+        return cls("reasoning", delta.reasoning) if delta.reasoning else cls("text", delta.content)
+
+
+class PartsAnswer(Writer):
+    """A chat's answer in parts. Its stream starts, extends and ends each part before the next."""
+
+    def __init__(self, call: Call, chat: ChatAnswer):
+        self.call, self.chat, self.requests = call, chat, chat.requests
+        self.parts: list[Part] = []
+        """The parts so far; the last may grow."""
+        self._deltas = DeltaStream(chat)
+
+    @abstractmethod
+    def start(self) -> str:
+        """Return the events that start the last part."""
+
+    @abstractmethod
+    def extend(self, more: Part) -> str:
+        """Return the event that adds to the last part."""
+
+    @abstractmethod
+    def end(self, status: str) -> str:
+        """Return the events that end the last part, if there is one; it is `completed` or `incomplete`."""
+
+    @abstractmethod
+    def ended(self, output: Output) -> dict[str, Any]:
+        """Return the whole answer."""
+
+    @abstractmethod
+    def fail(self, error: ApiError) -> bytes:
+        """Return the event of an error that ends the stream."""
+
+    def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        (output,) = outputs
+        self.write(RequestEvent(0, [], [], output))  # collects the parts
+        return self.ended(output)
+
+    def stream(self) -> AsyncIterator[bytes]:
+        return stream_answers(self.call, [self], self.fail)
+
+    def write(self, event: RequestEvent) -> str:
+        return "".join(self._piece(Part.of(delta)) for delta in self._deltas.push(event))
+
+    def _piece(self, part: Part) -> str:
+        if self.parts and self.parts[-1].kind == part.kind != "call":
+            self.parts[-1].text += part.text
+            return self.extend(part)
+        last = self.end("completed")
+        self.parts.append(part)
+        return last + self.start() + self.extend(part)
+
+
+async def answer_chat(
+    request: Request,
+    service: Service,
+    chat: ChatRequest,
+    names: Names,
+    at_most: int | None,
+    answer: Callable[[Call, ChatAnswer], PartsAnswer],
+    stream: bool | None,
+    error_event: Callable[[ApiError], bytes],
+    ping: ServerSentEvent = COMMENT,
+) -> Response:
+    """Answer a translated chat with at most so many tokens. Errors get the names of the requested API."""
+    with names.used():
+        check(chat, service.settings.limits)
+
+    async def prepare(call: Call, loaded: Loaded) -> PartsAnswer:
+        with names.used():
+            return answer(call, await prepare_chat(request, call, loaded, chat, at_most))
+
+    return await respond(request, service, 1, prepare, bool(stream), ping, error_event, chat.answer_seconds)

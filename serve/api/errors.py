@@ -94,6 +94,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
+        self.to_anthropic: str | None = None
+        """The message in Anthropic's API, if it differs."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -111,15 +113,7 @@ class ApiError(Exception):
         named = self.param is None or self.param in self.message
         message = self.message if named else f"{self.param}: {self.message}"
         kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error")
-        return MessagesError(type="error", error=MessagesErrorBody(type=kind, message=message)).plain()
-
-
-class ContextExceeded(ApiError):
-    """The prompt does not fit the context; both sizes are in tokens."""
-
-    def __init__(self, message: str, param: str, prompt: int, context: int):
-        super().__init__(400, message, param, "context_length_exceeded")
-        self.prompt, self.context = prompt, context
+        return {"type": "error", "error": {"type": kind, "message": self.to_anthropic or message}}
 
 
 def client_gone() -> ApiError:

@@ -43,11 +43,11 @@ class Answer(Protocol):
     @property
     def requests(self) -> Sequence[RequestState]: ...
 
-    def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
+    def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the complete answer after all requests have ended."""
         ...
 
-    def stream(self, call: Call) -> AsyncIterator[bytes]:
+    def stream(self) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events."""
         ...
 
@@ -163,7 +163,7 @@ async def respond(
         if stream:
             await unless_disconnected(request, asyncio.wait({beginning}, timeout=KEEP_ALIVE_SECONDS))
             in_time = beginning.done()
-            events = beginning.result().stream(call) if in_time else _later(call, beginning, ping, error_event)
+            events = beginning.result().stream() if in_time else _later(call, beginning, ping, error_event)
             streaming = True
             return EventStream(call, events, ping)
         whole = await unless_disconnected(request, beginning)
@@ -171,7 +171,7 @@ async def respond(
         if error := failure(outputs):
             call.failed = True
             raise error
-        return json_response(whole.response(call, outputs))
+        return json_response(whole.response(outputs))
     finally:
         if not streaming:
             call.close()
@@ -194,7 +194,7 @@ async def _later(
     except ApiError as e:
         yield error_event(e)
         return
-    async for event in answer.stream(call):
+    async for event in answer.stream():
         yield event
 
 

@@ -21,7 +21,7 @@ from eagle_mlx.sampling_params import Grammar, SamplingParams, StopWatcher
 from eagle_mlx.target import Target
 
 from ..chat import ChatFormat, Grammars, Volatile
-from .errors import ApiError, ContextExceeded, bad_request
+from .errors import ApiError, bad_request
 from .limits import Limits, token_bytes
 from .logprobs import TokenTexts
 from .schema import Request
@@ -183,16 +183,19 @@ def _drafts(request: Request, loaded: Loaded) -> int | None:
 
 
 def check_text(text: str, max_tokens: int | None, loaded: Loaded, param: str) -> None:
-    """Raise ContextExceeded if a text is too long for the context, without encoding it."""
+    """Raise ApiError 400 if a text is too long for the context, without encoding it."""
     if loaded.token_bytes is not None:
         check_context(-(-len(text.encode()) // loaded.token_bytes), max_tokens, loaded, param, "at least ")
 
 
 def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: str, about: str = "") -> None:
-    """Raise ContextExceeded if `prompt` tokens and the answer do not fit the context."""
+    """Raise ApiError 400 if `prompt` tokens and the answer do not fit the context."""
     context = loaded.target.context_length
     if prompt + (max_tokens or 1) > context:
         wanted = f" and {max_tokens} to generate" if max_tokens else ""
-        # OpenAI's words, which tell agents to shorten the conversation.
+        # Both APIs' words, which tell agents to shorten the conversation.
         here = f"this model's maximum context length is {context} tokens"
-        raise ContextExceeded(f"{here}, but the prompt has {about}{prompt}{wanted}; shorten it", param, prompt, context)
+        said = f"{here}, but the prompt has {about}{prompt}{wanted}; shorten it"
+        error = ApiError(400, said, param, "context_length_exceeded")
+        error.to_anthropic = f"prompt is too long: {prompt} tokens > {context} maximum"
+        raise error

@@ -118,11 +118,6 @@ class Request(Extensions):
     service_tier: ServiceTier | None = None
 
     @property
-    def tier_echo(self) -> dict[str, str]:
-        """The answer's tier, if the request names one."""
-        return {} if self.service_tier is None else {"service_tier": SERVICE_TIER}
-
-    @property
     def answers(self) -> int:
         return self.n or 1
 

@@ -31,7 +31,7 @@ from .messages.answer import router as messages
 from .messages.schema import CountTokensRequest, MessagesRequest
 from .models import Models
 from .responses.answer import ResponseMemory
-from .responses.route import router as responses
+from .responses.answer import router as responses
 from .responses.schema import ResponsesRequest
 from .schema import AdminRequest, Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 

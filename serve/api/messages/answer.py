@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 from typing import Any, Literal
 
@@ -13,21 +11,17 @@ from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
 from eagle_mlx.request import Output
-from eagle_mlx.request_state import RequestState
 
-from ..answer import Kind, Measured, Part, named_event, part_of, parts_of, stats, stream_answers
-from ..chat import ChatAnswer, DeltaStream, finish_reason, prepare_chat, read_prompt
-from ..conversation import named_as
-from ..errors import ERRORS, EVENTS, ApiError, ContextExceeded, MessagesError, Shape, documented
-from ..flow import body_of, client_of, in_thread, json_response, models_of, respond, unless_disconnected
-from ..model import Loaded, check
+from ..answer import Measured, named_event, stats
+from ..chat import ChatAnswer, finish_reason, render_chat
+from ..conversation import Part, PartsAnswer, answer_chat
+from ..errors import ERRORS, EVENTS, ApiError, MessagesError, Shape, documented
+from ..flow import body_of, client_of, in_thread, json_response, models_of, unless_disconnected
 from ..service import Call
-from ..worker import RequestEvent
 from .schema import CountTokensRequest, MessagesRequest
-from .translate import FIELDS, chat_request, tool_places
+from .translate import chat_request, names_of
 
 PING = 'event: ping\ndata: {"type":"ping"}\n\n'
-_DELTAS: dict[Kind, tuple[str, str]] = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
 
 
 class MessageOutputDetails(Shape):
@@ -78,77 +72,101 @@ class TokenCount(Shape):
     input_tokens: int
 
 
-@dataclass(frozen=True)
-class MessageAnswer:
-    """A prepared chat to be answered with a message."""
+class MessageAnswer(PartsAnswer):
+    """A chat's answer as a message, or as events that write its blocks in turn."""
 
-    body: MessagesRequest
-    chat: ChatAnswer
+    def __init__(self, call: Call, chat: ChatAnswer, body: MessagesRequest):
+        super().__init__(call, chat)
+        self.body = body
+        self.hides_thoughts = body.thinking is not None and body.thinking.display == "omitted"
+
+    def fail(self, error: ApiError) -> bytes:
+        return error_event(error)
+
+    def ended(self, output: Output) -> dict[str, Any]:
+        content = [self._block(part) for part in self.parts]
+        usage = self._final_usage(output)
+        return self._message(content, usage) | self._reason(output) | stats(self.call, [output])
+
+    def open(self) -> str:
+        """Return the first events. Cached tokens are not known yet; the last event has the final counts."""
+        message = self._message([], _usage(len(self.requests[0].prompt)))
+        return named_event({"type": "message_start", "message": message}) + PING
+
+    def close(self, output: Output, more: str = "") -> str:
+        usage = self._final_usage(output)
+        delta = {"type": "message_delta", "delta": self._reason(output), "usage": usage, **stats(self.call, [output])}
+        return self.end("completed") + named_event(delta) + named_event({"type": "message_stop"})
+
+    def start(self) -> str:
+        block = _opened(self.parts[-1])
+        return named_event({"type": "content_block_start", "index": len(self.parts) - 1, "content_block": block})
+
+    def extend(self, more: Part) -> str:
+        if more.call is not None:
+            return self._delta("input_json_delta", "partial_json", more.call.arguments)
+        if more.kind == "text":
+            return self._delta("text_delta", "text", more.text)
+        return "" if self.hides_thoughts else self._delta("thinking_delta", "thinking", more.text)
+
+    def end(self, status: str) -> str:
+        if not self.parts:
+            return ""
+        is_thought = self.parts[-1].kind == "reasoning"
+        signed = self._delta("signature_delta", "signature", self._signature) if is_thought else ""
+        return signed + named_event({"type": "content_block_stop", "index": len(self.parts) - 1})
+
+    def _delta(self, kind: str, name: str, text: str) -> str:
+        """Return a delta event, built without a dictionary because there is one for every piece."""
+        delta = f'{{"type":"{kind}","{name}":{quote(text)}}}'
+        head = 'event: content_block_delta\ndata: {"type":"content_block_delta","index":'
+        return f'{head}{len(self.parts) - 1},"delta":{delta}}}\n\n'
 
     @property
-    def requests(self) -> Sequence[RequestState]:
-        return self.chat.requests
+    def _signature(self) -> str:
+        """A thinking block's signature. Clients require one to send the block back; it proves nothing."""
+        return f"sig_{self.call.id}"
 
-    @property
-    def hides_thoughts(self) -> bool:
-        return self.body.thinking is not None and self.body.thinking.display == "omitted"
-
-    def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
-        (output,) = outputs
-        parts = parts_of(self.chat.deltas(output))
-        content = [self._block(call, part) for part in parts]
-        ended = self.ended(output, any(part.kind == "call" for part in parts))
-        return self.message(call, content, self.usage(output)) | ended | stats(call, outputs)
-
-    def stream(self, call: Call) -> AsyncIterator[bytes]:
-        return stream_answers(call, [MessageWriter(self, call)], _error_event)
-
-    def message(self, call: Call, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """Return a message that has not ended."""
-        return {
-            "id": f"msg_{call.id}",
-            "type": "message",
-            "role": "assistant",
-            "model": call.service.name,
-            "content": content,
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage,
-        }
-
-    def usage(self, output: Output) -> dict[str, Any]:
-        return MessageUsage(
-            input_tokens=output.prompt_tokens - output.cached_tokens,
-            cache_creation_input_tokens=0,
-            cache_read_input_tokens=output.cached_tokens,
-            output_tokens=len(output.tokens),
-            output_tokens_details=MessageOutputDetails(thinking_tokens=self.chat.thought_tokens(output)),
-            service_tier="standard",
-        ).plain()
-
-    def ended(self, output: Output, calls: bool) -> dict[str, Any]:
-        """Return why a message ended."""
-        reason = finish_reason(output, calls)
-        if reason == "tool_calls":
-            return {"stop_reason": "tool_use", "stop_sequence": None}
-        if reason == "length":
-            by_context = len(output.tokens) < self.body.max_tokens and output.cut_off is None
-            why = "model_context_window_exceeded" if by_context else "max_tokens"
-            return {"stop_reason": why, "stop_sequence": None}
-        return {"stop_reason": "stop_sequence" if output.stop else "end_turn", "stop_sequence": output.stop}
-
-    def _block(self, call: Call, part: Part) -> dict[str, Any]:
-        block = opened(part)
+    def _block(self, part: Part) -> dict[str, Any]:
+        block = _opened(part)
         if part.call is not None:
-            block["input"] = json.loads(part.call.arguments)
-        elif part.kind == "reasoning":
-            block |= {"thinking": "" if self.hides_thoughts else part.text, "signature": signature(call)}
+            return block | {"input": json.loads(part.call.arguments)}
+        if part.kind == "text":
+            return block | {"text": part.text}
+        return block | {"thinking": "" if self.hides_thoughts else part.text, "signature": self._signature}
+
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """Return a message that has not ended."""
+        named = {"id": f"msg_{self.call.id}", "type": "message", "role": "assistant", "model": self.call.service.name}
+        return {**named, "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
+
+    def _final_usage(self, output: Output) -> dict[str, Any]:
+        thoughts = self.chat.thought_tokens(output)
+        return _usage(output.prompt_tokens, output.cached_tokens, len(output.tokens), thoughts)
+
+    def _reason(self, output: Output) -> dict[str, Any]:
+        """Return why a message ended."""
+        reason = finish_reason(output, any(part.call for part in self.parts))
+        if reason == "length" and len(output.tokens) < self.body.max_tokens and output.cut_off is None:
+            why = "model_context_window_exceeded"
         else:
-            block["text"] = part.text
-        return block
+            otherwise = "stop_sequence" if output.stop else "end_turn"
+            why = {"tool_calls": "tool_use", "length": "max_tokens"}.get(reason, otherwise)
+        return {"stop_reason": why, "stop_sequence": output.stop if why == "stop_sequence" else None}
 
 
-def opened(part: Part) -> dict[str, Any]:
+def _usage(prompt: int, cached: int = 0, written: int = 0, thoughts: int = 0) -> dict[str, Any]:
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": written,
+        "output_tokens_details": {"thinking_tokens": thoughts},
+        "service_tier": "standard",
+    }
+
+
+def _opened(part: Part) -> dict[str, Any]:
     """Return an empty block for a part."""
     if part.call is not None:
         return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}}
@@ -157,71 +175,8 @@ def opened(part: Part) -> dict[str, Any]:
     return {"type": "text", "text": ""}
 
 
-def signature(call: Call) -> str:
-    """Return a thinking block's signature. Clients require one to send the block back; it proves nothing."""
-    return f"sig_{call.id}"
-
-
-class MessageWriter:
-    """Writes blocks in turn: each is started, extended and stopped before the next."""
-
-    def __init__(self, answer: MessageAnswer, call: Call):
-        self._answer, self._call = answer, call
-        self._deltas = DeltaStream(answer.chat)
-        self._open: Part | None = None
-        self._index = -1
-        self._calls = False
-
-    def open(self) -> str:
-        """Return the first events. Cached tokens are not known yet; the last event has the final counts."""
-        (request,) = self._answer.requests
-        usage: dict[str, Any] = {"input_tokens": len(request.prompt), "cache_creation_input_tokens": 0}
-        usage |= {"cache_read_input_tokens": 0, "output_tokens": 0, "service_tier": "standard"}
-        message = self._answer.message(self._call, [], usage)
-        return named_event({"type": "message_start", "message": message}) + PING
-
-    def write(self, event: RequestEvent) -> str:
-        return "".join(self._piece(part_of(delta)) for delta in self._deltas.push(event))
-
-    def close(self, output: Output, more: str = "") -> str:
-        delta = self._answer.ended(output, self._calls)
-        ended = {
-            "type": "message_delta",
-            "delta": delta,
-            "usage": self._answer.usage(output),
-            **stats(self._call, [output]),
-        }
-        return self._stop() + named_event(ended) + named_event({"type": "message_stop"})
-
-    def _piece(self, part: Part) -> str:
-        opening = ""
-        if self._open is None or not self._open.continues_with(part):
-            opening = self._stop() + self._start(part)
-        if part.call is not None:
-            self._calls = True
-            return opening + self._delta("input_json_delta", "partial_json", part.call.arguments)
-        if part.kind == "reasoning" and self._answer.hides_thoughts:
-            return opening
-        return opening + self._delta(*_DELTAS[part.kind], part.text)
-
-    def _start(self, part: Part) -> str:
-        self._open = part
-        self._index += 1
-        return named_event({"type": "content_block_start", "index": self._index, "content_block": opened(part)})
-
-    def _stop(self) -> str:
-        if self._open is None:
-            return ""
-        signed = self._open.kind == "reasoning"
-        self._open = None
-        last = self._delta("signature_delta", "signature", signature(self._call)) if signed else ""
-        return last + named_event({"type": "content_block_stop", "index": self._index})
-
-    def _delta(self, kind: str, name: str, text: str) -> str:
-        """Return a delta event, built without a dictionary because there is one for every piece."""
-        delta = f'{{"type":"{kind}","{name}":{quote(text)}}}'
-        head = 'event: content_block_delta\ndata: {"type":"content_block_delta","index":'
-        return f'{head}{self._index},"delta":{delta}}}\n\n'
+def error_event(error: ApiError) -> bytes:
+    return named_event(error.messages_body).encode()
 
 
 router = APIRouter()
@@ -232,21 +187,13 @@ async def messages(request: Request) -> Response:
     """Return the next message of a conversation, for clients of Anthropic's API."""
     body = await body_of(request, MessagesRequest)
     service = models_of(request).named(body.model)
-    places = tool_places(body)
-    chat = chat_request(body)
-    with named_as(FIELDS, places):
-        check(chat, service.settings.limits)
-
-    async def prepare(_: Call, loaded: Loaded) -> MessageAnswer:
-        try:
-            with named_as(FIELDS, places):
-                return MessageAnswer(body, await prepare_chat(request, loaded, chat, body.max_tokens))
-        except ContextExceeded as e:  # Anthropic's words tell clients to shorten the conversation
-            message = f"prompt is too long: {e.prompt} tokens > {e.context} maximum"
-            raise ApiError(400, message, "messages", e.code) from e
-
     ping = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
-    return await respond(request, service, 1, prepare, bool(body.stream), ping, _error_event, chat.answer_seconds)
+
+    def answer(call: Call, chat: ChatAnswer) -> MessageAnswer:
+        return MessageAnswer(call, chat, body)
+
+    names, chat = names_of(body), chat_request(body)
+    return await answer_chat(request, service, chat, names, body.max_tokens, answer, body.stream, error_event, ping)
 
 
 @router.post("/v1/messages/count_tokens", responses=documented(TokenCount, *ERRORS, error=MessagesError))
@@ -258,12 +205,7 @@ async def count_tokens(request: Request) -> Response:
 
     async def count() -> int:
         loaded = await models_of(request).loaded(service)
-        prompt = in_thread(request, loaded, lambda encode: read_prompt(chat, loaded, encode, must_fit=False))
-        return len(await prompt)
+        return await in_thread(request, loaded, lambda encode: len(render_chat(chat, loaded, encode, False)[1]))
 
-    with service.encoding(client_of(request)), named_as(FIELDS, tool_places(body)):
+    with service.encoding(client_of(request)), names_of(body).used():
         return json_response({"input_tokens": await unless_disconnected(request, count())})
-
-
-def _error_event(error: ApiError) -> bytes:
-    return named_event(error.messages_body).encode()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..conversation import EFFORTS, PARAGRAPH, Conversation, named_as
+from ..conversation import EFFORTS, PARAGRAPH, Conversation, Names
 from ..errors import ApiError
 from ..schema import ChatRequest, validated
 from .schema import (
@@ -24,7 +24,7 @@ from .schema import (
     Turn,
 )
 
-FIELDS = {
+_FIELDS = {
     r"stop\b(?! string)": "stop_sequences",
     r"response_format\.json_schema\.schema": "output_config.format.schema",
     r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
@@ -52,13 +52,13 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     if isinstance(body, MessagesRequest):
         sampling = body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
         asked |= sampling | {"stop": body.stop_sequences}
-    with named_as(FIELDS, tool_places(body)):
+    with names_of(body).used():
         return validated(ChatRequest, asked)
 
 
-def tool_places(body: CountTokensRequest) -> list[int]:
-    """Return the request index of each tool that the model sees."""
-    return [index for index, tool in enumerate(body.tools or ()) if not isinstance(tool, AnthropicTool)]
+def names_of(body: CountTokensRequest) -> Names:
+    places = [index for index, tool in enumerate(body.tools or ()) if not isinstance(tool, AnthropicTool)]
+    return Names(_FIELDS, places)
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:

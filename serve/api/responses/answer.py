@@ -1,25 +1,26 @@
-"""Answers as responses of the Responses API, or as a stream of numbered events."""
+"""POST /v1/responses: answers as responses or as numbered events; reading and deleting stored responses."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import APIRouter, Request
 from pydantic import TypeAdapter
+from starlette.responses import Response
 
 from eagle_mlx.request import Output
-from eagle_mlx.request_state import RequestState
 
-from ..answer import Part, dumps, named_event, part_of, parts_of, stats, stream_answers
-from ..chat import ChatAnswer, DeltaStream
-from ..errors import ApiError
+from ..answer import dumps, named_event, stats
+from ..chat import ChatAnswer
+from ..conversation import Part, PartsAnswer, answer_chat
+from ..errors import ERRORS, EVENTS, ApiError, documented
+from ..flow import body_of, json_response, models_of
 from ..schema import SERVICE_TIER
 from ..service import Call
-from ..worker import RequestEvent
-from .schema import InputTokensDetails, Item, OutputTokensDetails, ResponsesRequest, ResponsesUsage
-from .translate import Functions, echoed, sealed
+from .schema import DeletedResponse, InputItemList, Item, ResponseObject, ResponsesRequest
+from .translate import Functions, chat_request, input_items, sealed
 
 ID_PREFIXES = {
     "message": "msg",
@@ -69,7 +70,7 @@ class ResponseMemory:
     def __init__(self, most: int, most_bytes: int):
         self.most, self.most_bytes = most, most_bytes
         self.nbytes = 0
-        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._responses: dict[str, StoredResponse] = {}
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -78,22 +79,21 @@ class ResponseMemory:
         self._responses[id] = stored
         self.nbytes += stored.nbytes
         while len(self._responses) > self.most or self.nbytes > self.most_bytes:
-            self.nbytes -= self._responses.popitem(last=False)[1].nbytes
+            self.delete(next(iter(self._responses)))
 
     def get(self, id: str, param: str | None = None) -> StoredResponse:
         """Return a stored response. Raises ApiError if it is missing: 400 if the field `param` names it, else 404."""
-        found = self._responses.get(id)
-        if found is None:
-            raise self._missing(id, param)
-        self._responses.move_to_end(id)
+        found = self.delete(id, param)
+        self.store(id, found)  # as the most recently used
         return found
 
-    def delete(self, id: str) -> None:
-        """Delete a stored response. Raises ApiError 404 if it is missing."""
+    def delete(self, id: str, param: str | None = None) -> StoredResponse:
+        """Remove and return a stored response. Raises ApiError as `get` does."""
         found = self._responses.pop(id, None)
         if found is None:
-            raise self._missing(id, None)
+            raise self._missing(id, param)
         self.nbytes -= found.nbytes
+        return found
 
     def _missing(self, id: str, param: str | None) -> ApiError:
         message = (
@@ -105,94 +105,97 @@ class ResponseMemory:
         return ApiError(404, message, None, "response_not_found")
 
 
+Keep = Callable[[dict[str, Any]], None]
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _INPUT_EVENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
 """The event prefix and the input's name, by type of call."""
-_CONTENT_EVENTS = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
+_CONTENT_EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": ("response.output_text", {"logprobs": []}),
+    "reasoning": ("response.reasoning_text", {}),
+}
+"""The event prefix and further fields, by kind of part."""
 
 
-class ResponseWriter:
-    """Writes items in turn: each is added, extended and done before the next."""
+class ResponseAnswer(PartsAnswer):
+    """A chat's answer as a response, or as numbered events that write its items in turn."""
 
-    def __init__(self, answer: ResponseAnswer, call: Call):
-        self._answer, self._call = answer, call
-        self._deltas = DeltaStream(answer.chat)
-        self._parts: list[Part] = []
-        """All parts so far; the last may grow."""
-        self._is_open = False
+    def __init__(self, call: Call, chat: ChatAnswer, body: ResponsesRequest, functions: Functions, keep: Keep):
+        """keep: stores the response with its items, unless `store` is false."""
+        super().__init__(call, chat)
+        self.body, self._functions, self._keep = body, functions, keep
+        self._number = -1
         self._id = ""
         """Id of the last item."""
-        self._number = -1
+
+    def ended(self, output: Output) -> dict[str, Any]:
+        """Return the response of an answer that is complete or cut off; store it unless `store` is false."""
+        cut_off = output.finish_reason == "length"
+        last = "incomplete" if cut_off else "completed"
+        items = [self._item(i, last if i == self._index else "completed") for i in range(len(self.parts))]
+        response = self._begun() | {
+            "status": last,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
+            "output": items,
+            "usage": self._usage(output),
+            **stats(self.call, [output]),
+        }
+        if self.body.store is not False:
+            self._keep(response)
+        return response
 
     def open(self) -> str:
-        begun = self._answer.begun(self._call)
+        begun = self._begun()
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def write(self, event: RequestEvent) -> str:
-        return "".join(self._piece(part_of(delta)) for delta in self._deltas.push(event))
-
     def close(self, output: Output, more: str = "") -> str:
-        cut_off = output.finish_reason == "length"
-        last = self._done("incomplete" if cut_off else "completed")
-        response = self._answer.ended(self._call, output, self._parts)
+        last = self.end("incomplete" if output.finish_reason == "length" else "completed")
+        response = self.ended(output)
         return last + self._event(f"response.{response['status']}", response=response)
 
     def fail(self, error: ApiError) -> bytes:
-        return self._event("response.failed", response=self._answer.failed(self._call, error)).encode()
+        code = "invalid_prompt" if error.status == 400 else "server_error"
+        response = self._begun() | {"status": "failed", "error": {"code": code, "message": error.message}}
+        return self._event("response.failed", response=response).encode()
 
-    def _piece(self, part: Part) -> str:
-        before = ""
-        if self._is_open and self._parts[-1].continues_with(part):
-            self._parts[-1].text += part.text
-        else:
-            before = self._done("completed") + self._added(part)
-        if part.call is not None:
-            item = self._item("completed")
-            name, field = _INPUT_EVENTS[item["type"]]
-            return before + self._of_item(f"{name}.delta", delta=item[field])
-        more: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
-        return before + self._of_item(f"{_CONTENT_EVENTS[part.kind]}.delta", content_index=0, delta=part.text, **more)
-
-    def _added(self, part: Part) -> str:
-        self._parts.append(part)
-        self._is_open = True
-        item = self._item("in_progress")
+    def start(self) -> str:
+        item = self._item(self._index, "in_progress")
         self._id = item["id"]
-        if part.call is not None:
+        if self.parts[-1].call is not None:
             item[_INPUT_EVENTS[item["type"]][1]] = ""
             return self._event("response.output_item.added", output_index=self._index, item=item)
+        empty = item["content"][0] | {"text": ""}
         item["content"] = []
         item.pop("encrypted_content", None)
         added = self._event("response.output_item.added", output_index=self._index, item=item)
-        return added + self._of_item("response.content_part.added", content_index=0, part=self._content(""))
+        return added + self._of_item("response.content_part.added", content_index=0, part=empty)
 
-    def _done(self, status: str) -> str:
-        """Return the events that end the open item."""
-        if not self._is_open:
+    def extend(self, more: Part) -> str:
+        if more.call is not None:
+            item = self._item(self._index, "completed")
+            name, field = _INPUT_EVENTS[item["type"]]
+            return self._of_item(f"{name}.delta", delta=item[field])
+        name, fields = _CONTENT_EVENTS[more.kind]
+        return self._of_item(f"{name}.delta", content_index=0, delta=more.text, **fields)
+
+    def end(self, status: str) -> str:
+        if not self.parts:
             return ""
-        self._is_open = False
-        part, item = self._parts[-1], self._item(status)
+        part, item = self.parts[-1], self._item(self._index, status)
         if part.call is not None:
             name, field = _INPUT_EVENTS[item["type"]]
             events = self._of_item(f"{name}.done", name=item["name"], **{field: item[field]})
         else:
-            more: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
-            events = self._of_item(f"{_CONTENT_EVENTS[part.kind]}.done", content_index=0, text=part.text, **more)
-            events += self._of_item("response.content_part.done", content_index=0, part=self._content(part.text))
+            name, fields = _CONTENT_EVENTS[part.kind]
+            events = self._of_item(f"{name}.done", content_index=0, text=part.text, **fields)
+            events += self._of_item("response.content_part.done", content_index=0, part=item["content"][0])
         return events + self._event("response.output_item.done", output_index=self._index, item=item)
 
     @property
     def _index(self) -> int:
-        return len(self._parts) - 1
-
-    def _item(self, status: str) -> dict[str, Any]:
-        return self._answer.item(self._call, self._parts[-1], self._index, status)
-
-    def _content(self, text: str) -> dict[str, Any]:
-        content: dict[str, Any] = self._item("in_progress")["content"][0]
-        return content | {"text": text}
+        return len(self.parts) - 1
 
     def _of_item(self, type: str, **fields: Any) -> str:
         """Return an event of the last item."""
@@ -202,96 +205,40 @@ class ResponseWriter:
         self._number += 1
         return named_event({"type": type, "sequence_number": self._number, **fields})
 
-
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
-
-
-@dataclass(frozen=True)
-class ResponseAnswer:
-    """A prepared chat to be answered with a response."""
-
-    body: ResponsesRequest
-    chat: ChatAnswer
-    functions: Functions
-    items: Sequence[Item]
-    """The conversation to answer."""
-    nbytes: int
-    """JSON size of the conversation."""
-    memory: ResponseMemory
-
-    @property
-    def requests(self) -> Sequence[RequestState]:
-        return self.chat.requests
-
-    def response(self, call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
-        (output,) = outputs
-        return self.ended(call, output, parts_of(self.chat.deltas(output)))
-
-    def stream(self, call: Call) -> AsyncIterator[bytes]:
-        writer = ResponseWriter(self, call)
-        return stream_answers(call, [writer], writer.fail)
-
-    def ended(self, call: Call, output: Output, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return the response of an answer that is complete or cut off; store it unless `store` is false."""
-        cut_off = output.finish_reason == "length"
-        last = len(parts) - 1
-        items = [
-            self.item(call, part, index, "incomplete" if cut_off and index == last else "completed")
-            for index, part in enumerate(parts)
-        ]
-        response = self.begun(call) | {
-            "status": "incomplete" if cut_off else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
-            "output": items,
-            "usage": self._usage(output),
-            **stats(call, [output]),
-        }
-        if self.body.store is not False:
-            conversation = [*self.items, *_ITEMS.validate_python(items)]
-            nbytes = self.nbytes + len(dumps(response).encode())
-            self.memory.store(response["id"], StoredResponse(response, conversation, nbytes))
-        return response
-
-    def failed(self, call: Call, error: ApiError) -> dict[str, Any]:
-        code = "invalid_prompt" if error.status == 400 else "server_error"
-        return self.begun(call) | {"status": "failed", "error": {"code": code, "message": error.message}}
-
-    def begun(self, call: Call) -> dict[str, Any]:
+    def _begun(self) -> dict[str, Any]:
         """Return the response before any output."""
         body = self.body
         form = body.text.format if body.text is not None else None
         choice = body.tool_choice or "auto"
+        echoed = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"}
         return {
-            "id": f"resp_{call.id}",
+            "id": f"resp_{self.call.id}",
             "object": "response",
-            "created_at": call.created,
+            "created_at": self.call.created,
             "status": "in_progress",
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            **body.model_dump(include=echoed),
             "metadata": body.metadata or {},
-            "model": call.service.name,
+            "model": self.call.service.name,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
             "reasoning": body.reasoning.model_dump(include={"effort", "summary"}) if body.reasoning else None,
             "store": body.store is not False,
-            "temperature": body.temperature,
             "text": {"format": form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
-            "tools": echoed(body.tools),
+            "tools": [tool.model_dump(by_alias=True, exclude_unset=True) for tool in body.tools or ()],
             "service_tier": SERVICE_TIER,
-            "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,
         }
 
-    def item(self, call: Call, part: Part, index: int, status: str) -> dict[str, Any]:
+    def _item(self, index: int, status: str) -> dict[str, Any]:
         """Return a part as an item. Calls are always complete, because a cut-off call is text."""
+        part = self.parts[index]
         if part.call is not None:
-            item = self.functions.called(part.call)
+            item = self._functions.called(part.call)
             status = "in_progress" if status == "in_progress" else "completed"
         elif part.kind == "reasoning":
             item = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": part.text}]}
@@ -300,13 +247,93 @@ class ResponseAnswer:
         else:
             content = {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
             item = {"type": "message", "role": "assistant", "content": [content]}
-        return {"id": f"{ID_PREFIXES[item['type']]}_{call.id}_{index}", **item, "status": status}
+        return {"id": f"{ID_PREFIXES[item['type']]}_{self.call.id}_{index}", **item, "status": status}
 
     def _usage(self, output: Output) -> dict[str, Any]:
-        return ResponsesUsage(
-            input_tokens=output.prompt_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=output.cached_tokens, cache_write_tokens=0),
-            output_tokens=len(output.tokens),
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=self.chat.thought_tokens(output)),
-            total_tokens=output.prompt_tokens + len(output.tokens),
-        ).plain()
+        return {
+            "input_tokens": output.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": len(output.tokens),
+            "output_tokens_details": {"reasoning_tokens": self.chat.thought_tokens(output)},
+            "total_tokens": output.prompt_tokens + len(output.tokens),
+        }
+
+
+router = APIRouter()
+_MOST_ITEMS = 100
+"""Maximum items per page, as in OpenAI's API."""
+
+
+def memory_of(request: Request) -> ResponseMemory:
+    memory: ResponseMemory = request.app.state.responses
+    return memory
+
+
+@router.post("/v1/responses", responses=documented(ResponseObject, *ERRORS, **EVENTS))
+async def responses(request: Request) -> Response:
+    """Return the next turn of a conversation, for clients of OpenAI's newer API."""
+    memory = memory_of(request)
+    body = await body_of(request, ResponsesRequest)
+    service = models_of(request).named(body.model)
+    items, nbytes = input_items(body), request.state.size
+    if body.previous_response_id:
+        before = memory.get(body.previous_response_id, "previous_response_id")
+        items, nbytes = [*before.items, *items], before.nbytes + nbytes
+    functions = Functions.of(body)
+
+    def keep(response: dict[str, Any]) -> None:
+        whole = [*items, *_ITEMS.validate_python(response["output"])]
+        memory.store(response["id"], StoredResponse(response, whole, nbytes + len(dumps(response).encode())))
+
+    def answer(call: Call, chat: ChatAnswer) -> ResponseAnswer:
+        return ResponseAnswer(call, chat, body, functions, keep)
+
+    chat, most = chat_request(body, items, functions), body.max_output_tokens
+    return await answer_chat(request, service, chat, functions.names, most, answer, body.stream, _error_event)
+
+
+def _error_event(error: ApiError) -> bytes:
+    """Return an error as OpenAI's `error` event."""
+    fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+    return named_event({**fields, "sequence_number": 0}).encode()
+
+
+@router.get("/v1/responses/{id}", responses=documented(ResponseObject, 400, 401, 404))
+async def response(request: Request, id: str) -> Response:
+    """Return a stored response."""
+    if request.query_params.get("stream") == "true":
+        raise ApiError(400, "stream: a finished response cannot be streamed; leave out stream", "stream")
+    return json_response(memory_of(request).get(id).response)
+
+
+@router.get("/v1/responses/{id}/input_items", responses=documented(InputItemList, 400, 401, 404))
+async def input_items_of(request: Request, id: str) -> Response:
+    """Return the conversation that a response answers, in pages."""
+    items = memory_of(request).get(id).input_items()
+    return json_response(_page(items, request.query_params))
+
+
+def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Return a page of a list by `order`, `after` and `limit`. Raises ApiError 400 that names the parameter."""
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, "order: must be asc or desc", "order")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MOST_ITEMS):
+        raise ApiError(400, f"limit: must be an integer from 1 to {_MOST_ITEMS}", "limit")
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise ApiError(400, f"after: there is no item with the id {after[:100]!r}", "after")
+        items = items[ids.index(after) + 1 :]
+    page = items[: int(limit)]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > len(page)}
+
+
+@router.delete("/v1/responses/{id}", responses=documented(DeletedResponse, 401, 404))
+async def delete_response(request: Request, id: str) -> Response:
+    """Delete a stored response."""
+    memory_of(request).delete(id)
+    return json_response(DeletedResponse(id=id, object="response", deleted=True))

@@ -6,10 +6,10 @@ import json
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ...chat import ToolCall
-from ..conversation import EFFORTS, PARAGRAPH, Conversation, named_as
+from ..conversation import EFFORTS, PARAGRAPH, Conversation, Names
 from ..errors import ApiError
 from ..schema import ChatRequest, validated
 from .schema import (
@@ -30,6 +30,7 @@ from .schema import (
     TextPart,
 )
 
+_CALLS = {"function": "function_call", "custom": "custom_tool_call"}
 _TEXT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -39,15 +40,6 @@ _TEXT = {
 """The parameters of a function that replaces a tool with text input."""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The tool that a function came from."""
-
-    kind: Literal["function", "custom"]
-    name: str
-    namespace: str | None = None
-
-
 @dataclass
 class Functions:
     """The functions that a model sees."""
@@ -55,7 +47,8 @@ class Functions:
     functions: list[dict[str, Any]] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     """For each function, its index in `tools`."""
-    origins: dict[str, Origin] = field(default_factory=dict)
+    calls: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """For each function, the item of a call of its tool, without the input."""
 
     @classmethod
     def of(cls, body: ResponsesRequest) -> Functions:
@@ -81,7 +74,13 @@ class Functions:
             function["strict"] = True
         self.functions.append({"type": "function", "function": function})
         self.places.append(place)
-        self.origins[name] = Origin(tool.type, tool.name, namespace)
+        self.calls[name] = {"type": _CALLS[tool.type], "name": tool.name}
+        if namespace is not None:
+            self.calls[name]["namespace"] = namespace
+
+    @property
+    def names(self) -> Names:
+        return Names(_FIELDS, self.places)
 
     def choice(self, chosen: str | ChosenTool | None) -> str | dict[str, Any] | None:
         """Return `tool_choice` for Chat Completions."""
@@ -91,13 +90,10 @@ class Functions:
 
     def called(self, call: ToolCall) -> dict[str, Any]:
         """Return the item of a call, without its id and status."""
-        origin = self.origins.get(call.name, Origin("function", call.name))
-        named = {"call_id": call.id, "name": origin.name}
-        if origin.namespace is not None:
-            named["namespace"] = origin.namespace
-        if origin.kind == "function":
-            return {"type": "function_call", **named, "arguments": call.arguments}
-        return {"type": "custom_tool_call", **named, "input": _text_of(call.arguments)}
+        item = {"call_id": call.id, **self.calls.get(call.name, {"type": "function_call", "name": call.name})}
+        if item["type"] == "function_call":
+            return item | {"arguments": call.arguments}
+        return item | {"input": _text_of(call.arguments)}
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -127,12 +123,7 @@ def _description(tool: OwnTool) -> str | None:
     return "\n\n".join(filter(None, (tool.description, grammar)))
 
 
-def echoed(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Return the tools as sent, but without the details of tools that do not run here."""
-    return [tool.model_dump(by_alias=True, exclude_unset=True) for tool in tools or ()]
-
-
-FIELDS = {
+_FIELDS = {
     r"response_format\.json_schema\.schema": "text.format.schema",
     r"response_format": "text.format",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
@@ -164,7 +155,7 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Funct
         asked["chat_template_kwargs"] = {"enable_thinking": False} | (body.chat_template_kwargs or {})
     elif effort is not None:
         asked["reasoning_effort"] = EFFORTS.get(effort, effort)
-    with named_as(FIELDS, functions.places):
+    with functions.names.used():
         return validated(ChatRequest, asked)
 
 

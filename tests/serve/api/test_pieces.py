@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.api.chat import ChatAnswer
-from eagle_mlx.serve.api.messages.answer import MessageAnswer, MessageWriter
+from eagle_mlx.serve.api.messages.answer import MessageAnswer
 from eagle_mlx.serve.api.messages.schema import MessagesRequest
-from eagle_mlx.serve.api.responses.answer import ResponseAnswer, ResponseMemory, ResponseWriter
+from eagle_mlx.serve.api.responses.answer import ResponseAnswer
 from eagle_mlx.serve.api.responses.schema import ResponsesRequest
 from eagle_mlx.serve.api.responses.translate import Functions
 from eagle_mlx.serve.api.schema import ChatRequest
@@ -31,7 +32,7 @@ WRITTEN = f"<think>\nhm, é漢\n</think>\n\nso\n{CALL}\n{CALL}\n over"
 
 
 @pytest.fixture(scope="module")
-def written() -> tuple[Call, ChatAnswer, Output]:
+def written() -> tuple[ChatAnswer, Output]:
     """An answer with parts of every kind, as a model would write it."""
     loaded = loaded_format("thinking")
     service = Service(wide(), Source("tiny", lambda: loaded))
@@ -39,33 +40,35 @@ def written() -> tuple[Call, ChatAnswer, Output]:
     request = RequestState(asked, tokens=loaded.tokenizer.encode(WRITTEN, add_special_tokens=False))
     request.finish("stop")
     body = ChatRequest.model_validate({"messages": USER})
-    answer = ChatAnswer(body, loaded, [request], ToolOffer.of([WEATHER, CLOCK]), False)
-    return Call(service, 1, ""), answer, request.output(loaded.tokenizer)
+    answer = ChatAnswer(Call(service, 1, ""), body, loaded)
+    answer.requests, answer.offer, answer.starts_in_reasoning = [request], ToolOffer.of([WEATHER, CLOCK]), False
+    return answer, request.output(loaded.tokenizer)
 
 
 @settings(max_examples=some(40), deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
-def test_streamed_pieces_equal_the_whole_answer(written: tuple[Call, ChatAnswer, Output], sizes: list[int]) -> None:
+def test_streamed_pieces_equal_the_whole_answer(written: tuple[ChatAnswer, Output], sizes: list[int]) -> None:
     """Check both APIs, with any number of tokens per event."""
-    call, chat, output = written
+    chat, output = written
     tokens, at, index, events = output.tokens, 0, 0, []
     while at < len(tokens):
         size = sizes[index % len(sizes)]
         at, index = at + size, index + 1
         events.append(RequestEvent(0, tokens[at - size : at], [], output if at >= len(tokens) else None))
-    message = MessageAnswer(MessagesRequest.model_validate({"messages": USER, "max_tokens": 500}), chat)
+    asked = MessagesRequest.model_validate({"messages": USER, "max_tokens": 500})
     body = ResponsesRequest.model_validate({"input": "x", "store": False})
-    response = ResponseAnswer(body, chat, Functions(), [], 0, ResponseMemory(0, 0))
-    writers: list[tuple[Any, Any, Any]] = [
-        (message, MessageWriter(message, call), blocks_of),
-        (response, ResponseWriter(response, call), items_of),
+    pairs: list[tuple[Callable[[], Any], Any]] = [
+        (lambda: MessageAnswer(chat.call, chat, asked), blocks_of),
+        (lambda: ResponseAnswer(chat.call, chat, body, Functions(), lambda _: None), items_of),
     ]
-    for answer, writer, put_together in writers:
+    for answer, put_together in pairs:
+        writer = answer()
         text = writer.open() + "".join(map(writer.write, events)) + writer.close(output)
         found = [json.loads(event.split("data: ", 1)[1]) for event in text.split("\n\n")[:-1]]
-        whole = answer.response(call, [output])
+        whole = answer().response([output])
         assert put_together(found) == without_ids(whole.get("content") or whole["output"])
-    kinds = [block["type"] for block in message.response(call, [output])["content"]]
+    message = MessageAnswer(chat.call, chat, asked).response([output])
+    kinds = [block["type"] for block in message["content"]]
     assert kinds == ["thinking", "text", "tool_use", "tool_use", "text"]
 
 
