@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.decoding.masks import walk
+from eagle_mlx.decoding.processors import walk
 
 END = 5
 """A stop token of requests that use `Steps`."""

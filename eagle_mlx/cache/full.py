@@ -1,14 +1,17 @@
-"""Caches for full attention: growing buffers that keep every position's keys and values, row by row."""
+"""Caches for full attention: growing buffers of keys and values, row by row; also quantized."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Self
+from typing import Any, Self
 
 import mlx.core as mx
 
 from eagle_mlx.cache.lengths import Moves, RowLengths
 from eagle_mlx.cpu import use_shortcuts
+from eagle_mlx.errors import TargetError
+from eagle_mlx.hooks import CallListener, Projections
 
 STEP = 256  # the smallest step by which a buffer grows, in positions, as in mlx-lm's caches
 _GROWTH = 8
@@ -16,6 +19,12 @@ _GROWTH = 8
 _MOST = 1.3
 """When rows leave, a buffer is copied if it has more than this many times the slots in use, plus STEP per row: with
 `_GROWTH`, one row of eight can leave and another join without a copy."""
+
+GROUP_SIZES = (64, 32)
+"""Numbers that share a scale and a bias in a quantized cache. The first that divides the head width is used."""
+
+Triple = tuple[mx.array, ...]
+"""Packed numbers [B, heads, L, D * bits / 32] uint32, scales and biases [B, heads, L, D / group_size]."""
 
 
 def capacity(slots: int) -> int:
@@ -259,3 +268,105 @@ class RaggedChunked(RaggedKV):
         keys, values = super().update_and_fetch(keys, values)
         start = self.start_position
         return (keys[:, :, start:], values[:, :, start:]) if start else (keys, values)
+
+
+class RaggedList(CallListener):
+    """Several caches of one layer, like mlx-lm's CacheList."""
+
+    def __init__(self, caches: Sequence[Any]):
+        self.caches = tuple(caches)
+
+    @property
+    def parts(self) -> list[Any]:
+        """The caches of this list and of nested lists."""
+        return [part for each in self.caches for part in (each.parts if isinstance(each, RaggedList) else [each])]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.caches[index]
+
+    def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Projections | None:
+        """Pass the call to the first cache that listens."""
+        listener = next((cache for cache in self.caches if isinstance(cache, CallListener)), None)
+        return listener.note(layer, args, kwargs) if listener is not None else None
+
+    def append(self, other: RaggedList) -> None:
+        for mine, theirs in zip(self.caches, other.caches, strict=True):
+            mine.append(theirs)
+
+    def keep(self, moves: Moves) -> None:
+        for cache in self.caches:
+            cache.keep(moves)
+
+    def remove(self, row: int, last: RaggedList | None) -> None:
+        for index, cache in enumerate(self.caches):
+            cache.remove(row, None if last is None else last.caches[index])
+
+    def fit(self) -> list[mx.array]:
+        return [x for cache in self.caches for x in cache.fit()]
+
+    def fork(self, row: int, length: int, lengths: RowLengths) -> Self:
+        other = copy(self)
+        other.caches = tuple(cache.fork(row, length, lengths) for cache in self.caches)
+        return other
+
+    def shortest(self, row: int) -> int:
+        longest: int = max(cache.shortest(row) for cache in self.caches)
+        return longest
+
+    def zero(self, row: int, start: int = 0) -> None:
+        for cache in self.caches:
+            cache.zero(row, start)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [x for cache in self.caches for x in cache.state]
+
+
+class RaggedQuantized(RaggedList):
+    """Keys and values of one attention layer, returned as by mlx-lm's QuantizedKVCache.
+
+    The packed numbers, the scales and the biases are stored as plain keys and values are. Each entry is quantized
+    alone, so that a verify writes what plain decoding would have written.
+    """
+
+    def __init__(self, lengths: RowLengths, bits: int):
+        super().__init__([RaggedKV(lengths) for _ in range(3)])
+        self.bits, self.group_size = bits, 0
+
+    @property
+    def offset(self) -> int | mx.array:
+        offset: int | mx.array = self.caches[0].offset
+        return offset
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The packed keys. mlx-lm's pipelines make them depend on a rank's send, so that computing them sends."""
+        keys: mx.array | None = self.caches[0].keys
+        return keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self.caches[0].keys = keys
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> mx.array | str | None:
+        """Return the mask of `RaggedKV.make_mask`."""
+        mask: mx.array | str | None = self.caches[0].make_mask(*args, **kwargs)
+        return mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Triple, Triple]:
+        """Write [B, heads, L, D] after each row's length. Raises TargetError if no group size fits the heads."""
+        if not self.group_size:
+            widths = keys.shape[-1], values.shape[-1]
+            self.group_size = next((size for size in GROUP_SIZES if all(w and not w % size for w in widths)), 0)
+            if not self.group_size:
+                sizes = " and ".join(map(str, widths))
+                least = GROUP_SIZES[-1]
+                raise TargetError(f"heads of {sizes} numbers do not divide into quantization groups of {least}")
+        quantized = (mx.quantize(x, group_size=self.group_size, bits=self.bits) for x in (keys, values))
+        shown = [part.update_and_fetch(k, v) for part, k, v in zip(self.caches, *quantized, strict=True)]
+        return tuple(k for k, _ in shown), tuple(v for _, v in shown)
+
+    def append(self, other: RaggedList) -> None:
+        assert isinstance(other, RaggedQuantized)
+        self.group_size = self.group_size or other.group_size
+        super().append(other)

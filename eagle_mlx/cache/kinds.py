@@ -15,10 +15,9 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from eagle_mlx.cache.full import RaggedChunked, RaggedGrouped, RaggedKV
+from eagle_mlx.cache.full import RaggedChunked, RaggedGrouped, RaggedKV, RaggedList, RaggedQuantized
 from eagle_mlx.cache.lengths import RowLengths
-from eagle_mlx.cache.quantized import RaggedQuantized
-from eagle_mlx.cache.recurrent import MASKED, RaggedList, RecurrentState
+from eagle_mlx.cache.recurrent import MASKED, RecurrentState
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.errors import TargetError
 

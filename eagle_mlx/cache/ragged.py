@@ -10,10 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from eagle_mlx.cache.full import RaggedChunked, RaggedKV, copied, most_slots
+from eagle_mlx.cache.full import RaggedChunked, RaggedKV, RaggedList, copied, most_slots
 from eagle_mlx.cache.kinds import ragged
 from eagle_mlx.cache.lengths import Moves, RowLengths, SavedLengths
-from eagle_mlx.cache.recurrent import RaggedList, RecurrentState
+from eagle_mlx.cache.recurrent import RecurrentState
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.decoding.draft import Branches
 from eagle_mlx.hooks import NotesCalls, hook

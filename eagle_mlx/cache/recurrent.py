@@ -13,15 +13,14 @@ called token by token, and each row takes the state after its last accepted toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from eagle_mlx.cache.full import copied
-from eagle_mlx.cache.lengths import Moves, RowLengths, without_row
+from eagle_mlx.cache.full import RaggedList, copied
+from eagle_mlx.cache.lengths import RowLengths, without_row
 from eagle_mlx.errors import TargetError
 from eagle_mlx.hooks import CallListener, Projections
 
@@ -184,58 +183,6 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
     @property
     def state(self) -> list[mx.array]:
         return [x for x in self.cache if x is not None]
-
-
-class RaggedList(CallListener):
-    """Several caches of one layer, like mlx-lm's CacheList."""
-
-    def __init__(self, caches: Sequence[Any]):
-        self.caches = tuple(caches)
-
-    @property
-    def parts(self) -> list[Any]:
-        """The caches of this list and of nested lists."""
-        return [part for each in self.caches for part in (each.parts if isinstance(each, RaggedList) else [each])]
-
-    def __getitem__(self, index: int) -> Any:
-        return self.caches[index]
-
-    def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Projections | None:
-        """Pass the call to the first cache that listens."""
-        listener = next((cache for cache in self.caches if isinstance(cache, CallListener)), None)
-        return listener.note(layer, args, kwargs) if listener is not None else None
-
-    def append(self, other: RaggedList) -> None:
-        for mine, theirs in zip(self.caches, other.caches, strict=True):
-            mine.append(theirs)
-
-    def keep(self, moves: Moves) -> None:
-        for cache in self.caches:
-            cache.keep(moves)
-
-    def remove(self, row: int, last: RaggedList | None) -> None:
-        for index, cache in enumerate(self.caches):
-            cache.remove(row, None if last is None else last.caches[index])
-
-    def fit(self) -> list[mx.array]:
-        return [x for cache in self.caches for x in cache.fit()]
-
-    def fork(self, row: int, length: int, lengths: RowLengths) -> Self:
-        other = copy(self)
-        other.caches = tuple(cache.fork(row, length, lengths) for cache in self.caches)
-        return other
-
-    def shortest(self, row: int) -> int:
-        longest: int = max(cache.shortest(row) for cache in self.caches)
-        return longest
-
-    def zero(self, row: int, start: int = 0) -> None:
-        for cache in self.caches:
-            cache.zero(row, start)
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [x for cache in self.caches for x in cache.state]
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Admission:
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.prefilling
+        return not self.waiting.lines and not self.prefilling
 
     def wants_in(self, room: int, groups: Sequence[Sequence[RequestState]]) -> bool:
         """Return whether a request could join, or should be paused. room: free rows."""
@@ -121,9 +121,9 @@ class Admission:
 
     def _in_the_way(self, room: int) -> list[RequestState]:
         """Return the rows to pause so that the next request can join; none if that is unnecessary or not enough."""
-        turn, gone = next(iter(self.waiting), None), list[RequestState]()
-        if turn is None:
+        if not self.waiting.lines:
             return []
+        turn, gone = next(iter(self.waiting)), list[RequestState]()
         if self.prefills and self._steps(turn.length) >= self._steps(min(each.left for each in self.prefills)):
             return []  # its prefill would not start now
         room -= len(self.prefilling)
@@ -165,7 +165,7 @@ class Admission:
 
         room: free rows, including those of prefills. decoding: whether other requests decode, and so wait for it.
         """
-        if not self.prefills and not self.waiting:
+        if not self.prefills and not self.waiting.lines:
             return None
         self._now = self.chunk
         if decoding:
@@ -253,6 +253,8 @@ class Admission:
 
         chunks: only consider prompts that need fewer chunks than this.
         """
+        if not self.waiting.lines:
+            return None
         return self.waiting.first(
             lambda each: (chunks is None or self._steps(each.length) < chunks) and self._fits(each)
         )

@@ -11,8 +11,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.decoding.draft import Draft, Tree
-from eagle_mlx.decoding.masks import PATIENCE, may_decode
-from eagle_mlx.decoding.processors import Processors
+from eagle_mlx.decoding.processors import PATIENCE, Processors, may_decode
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict, judge_pending, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from eagle_mlx.cache.ragged import CacheSize
-from eagle_mlx.decoding.masks import PATIENCE
+from eagle_mlx.decoding.processors import PATIENCE
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.kv_budget import GROUPS, KVBudget, Places, by_reach, split
 from eagle_mlx.proposers.base import HasModel, Proposer

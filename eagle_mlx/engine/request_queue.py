@@ -24,24 +24,24 @@ class RequestQueue:
     def __init__(self, held: Callable[[], Mapping[str, int]] = dict):
         """`held`: returns the number of rows per client; must be thread-safe."""
         self._held = held
-        self._lines: dict[str, list[RequestState]] = {}
+        self.lines: dict[str, list[RequestState]] = {}
         """The waiting requests of each client, in turn. A list is replaced, never changed: other threads may read."""
         self._skips: Counter[RequestState] = Counter()
 
     def __len__(self) -> int:
-        return sum(map(len, list(self._lines.values())))
+        return sum(map(len, list(self.lines.values())))
 
     def __iter__(self) -> Iterator[RequestState]:
         """Yield the requests in the order in which they are admitted if all fit and none arrive. Thread-safe."""
-        held, lines = self._held(), list(self._lines.items())
+        held, lines = self._held(), list(self.lines.items())
         in_turn = [line for _, line in sorted(lines, key=lambda named: held.get(named[0], 0))]
         return (request for turn in zip_longest(*in_turn) for request in turn if request is not None)
 
     def append(self, request: RequestState) -> None:
         if request.paused:  # its client has had its turn; the newest row is paused first, and resumed last
-            self._lines[request.client] = [request, *self._lines.pop(request.client, [])]
+            self.lines[request.client] = [request, *self.lines.pop(request.client, [])]
         else:
-            self._lines[request.client] = [*self._lines.get(request.client, []), request]
+            self.lines[request.client] = [*self.lines.get(request.client, []), request]
 
     def first(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
         """Return the first request that fits, unless another has been passed too often to wait any longer."""
@@ -57,16 +57,16 @@ class RequestQueue:
         passed = takewhile(lambda each: each is not request, self)
         self._skips.update([each for each in passed if not fits(each)])
         self.remove(request)
-        if rest := self._lines.pop(request.client, None):
-            self._lines[request.client] = rest
+        if rest := self.lines.pop(request.client, None):
+            self.lines[request.client] = rest
 
     def remove(self, request: RequestState) -> None:
         """Remove a waiting request."""
         self._skips.pop(request, None)
-        self._lines[request.client] = [each for each in self._lines[request.client] if each is not request]
-        if not self._lines[request.client]:
-            del self._lines[request.client]
+        self.lines[request.client] = [each for each in self.lines[request.client] if each is not request]
+        if not self.lines[request.client]:
+            del self.lines[request.client]
 
     def clear(self) -> None:
-        self._lines.clear()
+        self.lines.clear()
         self._skips.clear()

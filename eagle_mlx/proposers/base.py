@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft, Tree
-from eagle_mlx.decoding.masks import said
+from eagle_mlx.decoding.processors import said
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ProposerError
 from eagle_mlx.plan import Abilities, Plan

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.cache import STEP, RaggedCache, RaggedKV, RowLengths, full
-from eagle_mlx.cache.full import capacity, fit, room
-from eagle_mlx.cache.quantized import RaggedQuantized
+from eagle_mlx.cache.full import RaggedQuantized, capacity, fit, room
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.request_state import RequestState

@@ -18,8 +18,7 @@ from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
 from eagle_mlx.decoding.draft import Draft
-from eagle_mlx.decoding.masks import walk
-from eagle_mlx.decoding.processors import Penalties, Processors
+from eagle_mlx.decoding.processors import Penalties, Processors, walk
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.engine.batch import Batch

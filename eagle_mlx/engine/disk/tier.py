@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
+from queue import SimpleQueue
 
 import mlx.core as mx
 
@@ -15,7 +18,6 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import snapshot_file
 from eagle_mlx.engine.disk.database import Database, Entry, Match, entries_of
 from eagle_mlx.engine.disk.identity import identity
-from eagle_mlx.engine.disk.writer import Writer
 from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.proposers.base import Proposer
@@ -30,6 +32,9 @@ _TEXTS_AHEAD = 4
 """Maximum texts that are partly read; prompts take turns, so a few are enough. The oldest is dropped."""
 _WAITING_BYTES = 1 << 30
 """Bytes that may wait in memory to be written, not counting the last text: a second at 1 GB/s."""
+_PAUSE_SECONDS = 60.0
+"""How long to write nothing after a failed write: a full disk rarely has space again at once."""
+_Job = tuple[Sequence[Entry], Sequence[tuple[Entry, snapshot_file.Content]], int]
 
 
 class PassedOverError(Exception):
@@ -205,6 +210,61 @@ class DiskTier:
     def close(self, seconds: float) -> bool:
         """Wait at most `seconds` for writing to finish; return whether it did. Nothing is found afterward."""
         return self._writer.close(seconds)
+
+
+class Writer:
+    """The thread that writes texts while the engine runs, in the order in which they are submitted."""
+
+    def __init__(self, database: Database):
+        self.database = database
+        self.bytes_written = 0
+        self.waiting_bytes = 0
+        """Bytes that unwritten texts keep in memory."""
+        self.waiting: set[str] = set()
+        """Paths of files that are still to be written."""
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, snapshot_file.Content]] = ()) -> None:
+        """Mark files as used, and write the missing ones."""
+        nbytes = sum(content.nbytes for _, content in missing)
+        with self._lock:
+            self.waiting |= {entry.path for entry, _ in missing}
+            self.waiting_bytes += nbytes
+        self._jobs.put((used, missing, nbytes))
+
+    def close(self, seconds: float) -> bool:
+        """Wait at most `seconds` for all writes and for the database to close; return whether they finished."""
+        self._jobs.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        paused_until = 0.0
+        while (job := self._jobs.get()) is not None:
+            used, missing, nbytes = job
+            try:
+                if time.monotonic() >= paused_until:
+                    self._write(used, missing)
+            except OSError as e:
+                paused_until = time.monotonic() + _PAUSE_SECONDS
+                self.database.report(e)
+            except Exception:
+                log.exception("the prefix cache could not write a text")
+            finally:
+                with self._lock:
+                    self.waiting -= {entry.path for entry, _ in missing}
+                    self.waiting_bytes -= nbytes
+                del job, missing  # while we wait for the next job, its memory is free
+        self.database.close()
+
+    def _write(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, snapshot_file.Content]]) -> None:
+        now = time.time_ns()
+        self.database.touch(used, now)  # first, so that these files stay if space runs out
+        for entry, content in missing:
+            self.bytes_written += self.database.write(entry, content.encode(), now)
 
 
 def default_bytes(root: Path) -> int:

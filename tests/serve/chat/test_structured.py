@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.decoding.masks import walk
+from eagle_mlx.decoding.processors import walk
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import AsyncGrammar, Grammar
 from eagle_mlx.serve.chat import ChatFormat, Grammars, ToolOffer, structured
