@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from fastapi import Request
-from pydantic import Discriminator
+from pydantic import BaseModel, ConfigDict, Discriminator
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
@@ -97,25 +97,35 @@ class Conversation:
         return self._turns[-1]
 
 
-def one_of(*kinds: str, otherwise: str = "", alike: Mapping[str, str] | None = None) -> Discriminator:
-    """Return a discriminator of blocks by type.
+def one_of(*kinds: str, alike: Mapping[str, str] | None = None, strange: str | None = None) -> Discriminator:
+    """Return a discriminator of blocks by type; blocks without a type have the first.
 
-    Tags are bracketed, so that paths in errors name fields only. otherwise: the type of blocks without one. alike: maps
-    types to those that they are read as.
+    Tags are bracketed, so that paths in errors name fields only. alike: maps types to those that they are read as.
+    strange: the type that unknown types are read as.
     """
 
     def tag(value: object) -> str:
         given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        kind = otherwise if given is None else given
-        return f"<{(alike or {}).get(str(kind), kind)}>"
+        kind = kinds[0] if given is None else (alike or {}).get(str(given), str(given))
+        return f"<{kind if strange is None or kind in kinds else strange}>"
 
     said = f"the type must be one of {', '.join(kinds)}"
     return Discriminator(tag, custom_error_type="unknown_block", custom_error_message=said)
 
 
+class BareTool(BaseModel):
+    """A tool without a schema. Its other fields have no effect here and may be anything."""
+
+    model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
+
+    type: str
+    name: str | None = None
+    strict: bool | None = None
+
+
 def without_details(tool: object) -> object:
-    """Keep only the type and name of a tool that does not run here."""
-    return {key: tool[key] for key in ("type", "name") if key in tool} if isinstance(tool, dict) else tool
+    """Keep only the fields of BareTool, so that others are not refused."""
+    return {key: tool[key] for key in BareTool.model_fields if key in tool} if isinstance(tool, dict) else tool
 
 
 @dataclass(frozen=True)

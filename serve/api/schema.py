@@ -14,17 +14,10 @@ from .errors import ApiError, shortened
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
-_PLAIN = frozenset({"str", "int", "float", "bool"})
-"""Type names that pydantic puts into error locations. No field has such a name."""
-_INSTANCE = re.compile(r"valid dictionary or (?:object|instance) .*")
-"""How pydantic asks for an object: with a class name of ours."""
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 """A token id. The engine checks it against the vocabulary."""
 
-Temperature = Annotated[float, Field(ge=0, le=2)]
-"""OpenAI's range, as are the ranges below."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-_MOST_BIAS = 100
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 """Tiers that OpenAI's clients may request. This server has one."""
 SERVICE_TIER = "default"
@@ -33,14 +26,11 @@ SERVICE_TIER = "default"
 
 def _biases(value: object) -> object:
     """Stop at the first invalid entry, because a list of all could be long."""
-    if isinstance(value, dict):
-        for key, bias in value.items():
-            if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 11):
-                raise ValueError(f"the keys must be token ids, not {str(key)[:40]!r}")
-            if isinstance(bias, bool) or not isinstance(bias, int | float):
-                raise ValueError(f"the bias of token {key} must be a number")
-            if not -_MOST_BIAS <= bias <= _MOST_BIAS:
-                raise ValueError(f"the bias of token {key} must be from -{_MOST_BIAS} to {_MOST_BIAS}")
+    for key, bias in value.items() if isinstance(value, dict) else ():
+        if not re.fullmatch("[0-9]{1,10}", key):
+            raise ValueError(f"the keys must be token ids, not {key[:40]!r}")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of token {key} must be a number from -100 to 100")
     return value
 
 
@@ -77,8 +67,9 @@ class AdminRequest(Body):
 
 
 class Extensions(Body):
-    """Fields that this server adds to OpenAI's and Anthropic's APIs."""
+    """The model, and fields that this server adds to OpenAI's and Anthropic's APIs."""
 
+    model: str | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -91,14 +82,25 @@ class Extensions(Body):
     """Requests share prefix cache entries only if their salts are equal. The name is vLLM's."""
 
 
-class Request(Extensions):
-    """Fields that Chat Completions and Completions share."""
+class OpenAIRequest(Extensions):
+    """Fields that OpenAI's three APIs share."""
 
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=0)
-    temperature: Temperature | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     top_k: int | None = None
+    stream: bool | None = None
+    # Ignored: these concern OpenAI's own servers.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: ServiceTier | None = None
+
+
+class Request(OpenAIRequest):
+    """Fields that Chat Completions and Completions share."""
+
+    max_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1)
     stop: str | Many[str] | None = None
     stop_token_ids: Many[Id] | None = None
@@ -107,15 +109,8 @@ class Request(Extensions):
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
     response_format: ResponseFormat | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Ignored: these concern OpenAI's own servers.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
     store: Literal[False] | None = None
-    service_tier: ServiceTier | None = None
 
     @property
     def answers(self) -> int:
@@ -166,24 +161,14 @@ class Part(Body):
     refusal: str | None = None
 
 
-_NOT_TEXT = {
-    "document": "documents are",
-    "image": "images are",
-    "image_url": "images are",
-    "input_image": "images are",
-    "input_file": "files are",
-    "input_audio": "sound is",
-    "audio_url": "sound is",
-    "video_url": "videos are",
-    "file": "files are",
-}
+_NOT_TEXT = re.compile("(input_)?(document|image|audio|video|file)(_url)?")
 
 
 def supported(part: object) -> object:
     """Refuse known parts that are not text by name, which is clearer than a list of valid types."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in _NOT_TEXT:
-        raise ValueError(f"{_NOT_TEXT[kind]} not supported; this server reads only text")
+    if isinstance(kind, str) and _NOT_TEXT.fullmatch(kind):
+        raise ValueError(f"{kind} is not supported; this server reads only text")
     return part
 
 
@@ -289,6 +274,8 @@ class DetokenizeRequest(Body):
 
 
 B = TypeVar("B", bound=Body)
+_NO_OBJECT = ("model_type", "model_attributes_type")
+"""Error types whose messages name our classes."""
 
 
 def read(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"] = "forbid") -> B:
@@ -312,46 +299,38 @@ def validated(kind: type[B], fields: dict[str, Any], unknown: Literal["forbid", 
     try:
         return kind.model_validate(fields, extra=unknown)
     except ValidationError as e:
-        raise _explained(e.errors(include_url=False, include_context=False, include_input=False)) from e
+        raise _explained(e.errors(include_url=False, include_context=False, include_input=False), fields) from e
 
 
-def _explained(details: list[ErrorDetails]) -> ApiError:
+def _explained(details: list[ErrorDetails], fields: dict[str, Any]) -> ApiError:
     """Report the first invalid field; of several ways to parse it, the one that got furthest."""
-    field = details[0]["loc"][0] if details[0]["loc"] else None
     about = max((d for d in details if d["loc"][:1] == details[0]["loc"][:1]), key=_progress)
-    is_strange = about["type"] == "extra_forbidden"
-    path = _short(_path(about["loc"], is_strange))
-    if about["type"] == "none_required":
+    kind, path = about["type"], _short(_path(about["loc"], fields, about["type"] == "missing"))
+    if kind == "none_required":
         return ApiError(400, f"{path} is not supported by this server", path, "unsupported_parameter")
-    if is_strange:
+    if kind == "extra_forbidden":
         return ApiError(400, f"{path} is not a known field", path, "unknown_parameter")
-    said = _INSTANCE.sub("object", about["msg"].removeprefix("Value error, "))
-    return ApiError(400, f"{path}: {said[:1].lower()}{said[1:]}", None if field is None else path)
+    said = "input should be an object" if kind in _NO_OBJECT else about["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{path}: {said[:1].lower()}{said[1:]}", path)
 
 
-def _path(steps: Sequence[int | str], is_strange: bool) -> str:
-    """Return a path as OpenAI writes it, such as `messages[0].content`, without pydantic's type names.
+def _path(steps: Sequence[int | str], value: Any, is_missing: bool) -> str:
+    """Return a path as OpenAI writes it, such as `messages[0].content`, without pydantic's names of types.
 
-    is_strange: whether the last step is the client's name for an unknown field.
+    is_missing: whether the last step is a field that the value lacks.
     """
-    types = _PLAIN | _class_names(Body)
     path = ""
     for at, step in enumerate(steps):
         if isinstance(step, int):
-            path += f"[{step}]"
-        elif (step.isidentifier() and step not in types) or (is_strange and at == len(steps) - 1):
-            path += f".{step}"
+            path, value = f"{path}[{step}]", value[step]
+        elif isinstance(value, dict) and (step in value or (is_missing and at == len(steps) - 1)):
+            path, value = f"{path}.{step}", value.get(step)
     return path.removeprefix(".")
-
-
-def _class_names(base: type[BaseModel]) -> frozenset[str]:
-    """Return the names of all subclasses, which pydantic uses for the members of a union."""
-    return frozenset().union(*({each.__name__} | _class_names(each) for each in base.__subclasses__()))
 
 
 def _progress(detail: ErrorDetails) -> tuple[int, int, bool]:
     """Rank an error by how far parsing got: depth in the value, then list index, then whether the type matched."""
-    last = detail["loc"][-1] if detail["loc"] else 0
+    last = detail["loc"][-1]
     return len(detail["loc"]), last if isinstance(last, int) else 0, not detail["type"].endswith("_type")
 
 

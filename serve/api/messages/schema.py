@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 
-from ..conversation import Extensions, one_of, without_details
+from ..conversation import BareTool, Extensions, one_of, without_details
 from ..schema import Body, Many, supported
 
 Ignored = Any
@@ -90,43 +90,9 @@ class ClientTool(Body):
     allowed_callers: list[str] | None = None
 
 
-class KnownTool(BaseModel):
-    """A tool that the client runs, with a schema from `KNOWN_TOOLS`. The model does not see its other fields."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra={"additionalProperties": True})
-
-    type: str = Field(json_schema_extra={"enum": list(KNOWN_TOOLS)})
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
-    strict: bool | None = None
-
-
-class AnthropicTool(BaseModel):
-    """A tool that Anthropic runs, or a tool whose schema is known only to Anthropic's models."""
-
-    model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
-
-    type: str = Field(json_schema_extra={"not": {"enum": ["custom", *sorted(KNOWN_TOOLS)]}})
-    name: str | None = None
-
-
-def _tool_tag(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    if kind in (None, "custom"):
-        return "<client>"
-    return "<known>" if isinstance(kind, str) and kind in KNOWN_TOOLS else "<hosted>"
-
-
-def _known_fields(tool: object) -> object:
-    """Keep only the fields of a known tool that are used, so that others are not refused."""
-    return {key: tool[key] for key in KnownTool.model_fields if key in tool} if isinstance(tool, dict) else tool
-
-
-Hosted = Annotated[AnthropicTool, BeforeValidator(without_details)]
 OfferedTool = Annotated[
-    Annotated[ClientTool, Tag("<client>")]
-    | Annotated[KnownTool, BeforeValidator(_known_fields), Tag("<known>")]
-    | Annotated[Hosted, Tag("<hosted>")],
-    Discriminator(_tool_tag),
+    Annotated[ClientTool, Tag("<custom>")] | Annotated[BareTool, BeforeValidator(without_details), Tag("<bare>")],
+    one_of("custom", strange="bare"),
 ]
 
 
@@ -156,7 +122,6 @@ class OutputConfig(Body):
 class CountTokensRequest(Extensions):
     """The conversation and everything else that goes into the prompt."""
 
-    model: str | None = None
     messages: Annotated[Many[Turn], Field(min_length=1)]
     system: str | Many[Annotated[TextBlock, BeforeValidator(supported)]] | None = None
     tools: Many[OfferedTool] | None = None

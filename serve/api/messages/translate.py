@@ -6,16 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..conversation import EFFORTS, PARAGRAPH, Conversation, Names
+from ..conversation import EFFORTS, PARAGRAPH, BareTool, Conversation, Names
 from ..errors import ApiError
 from ..schema import ChatRequest, validated
 from .schema import (
     KNOWN_TOOLS,
-    AnthropicTool,
     Block,
     ClientTool,
     CountTokensRequest,
-    KnownTool,
     MessagesRequest,
     TextBlock,
     ThinkingBlock,
@@ -57,8 +55,12 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 
 
 def names_of(body: CountTokensRequest) -> Names:
-    places = [index for index, tool in enumerate(body.tools or ()) if not isinstance(tool, AnthropicTool)]
-    return Names(_FIELDS, places)
+    return Names(_FIELDS, [index for index, tool in enumerate(body.tools or ()) if not _is_hosted(tool)])
+
+
+def _is_hosted(tool: ClientTool | BareTool) -> bool:
+    """Return whether Anthropic runs a tool, or only its models know the schema."""
+    return isinstance(tool, BareTool) and tool.type not in KNOWN_TOOLS
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -116,8 +118,8 @@ def _result(block: ToolResultBlock) -> str:
 def _tools(body: CountTokensRequest) -> dict[str, Any]:
     """Return the tool fields of the chat. Tools that Anthropic runs are dropped if there are others."""
     given, choice = body.tools or [], body.tool_choice
-    offered = [tool for tool in given if not isinstance(tool, AnthropicTool)]
-    hosted = {tool.name: (at, tool.type) for at, tool in enumerate(given) if isinstance(tool, AnthropicTool)}
+    offered = [tool for tool in given if not _is_hosted(tool)]
+    hosted = {tool.name: (at, str(tool.type)) for at, tool in enumerate(given) if _is_hosted(tool)}
     chosen = choice.name if choice is not None and choice.type == "tool" else None
     if hosted and (not offered or chosen in hosted):
         at, kind = hosted[chosen] if chosen in hosted else next(iter(hosted.values()))
@@ -136,8 +138,8 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
     return asked
 
 
-def _function(tool: ClientTool | KnownTool) -> dict[str, Any]:
-    if isinstance(tool, KnownTool):
+def _function(tool: ClientTool | BareTool) -> dict[str, Any]:
+    if isinstance(tool, BareTool):
         function = {"name": tool.name, **KNOWN_TOOLS[tool.type]}
     else:
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Field, Tag
 
 from ..answer import Measured
-from ..conversation import Extensions, one_of, without_details
+from ..conversation import BareTool, Extensions, one_of, without_details
 from ..errors import Shape
-from ..schema import Body, Many, ServiceTier, Temperature, supported
+from ..schema import Body, Many, OpenAIRequest, supported
 
 Ignored = Any
 """Marks fields that clients send back or that have no effect on the prompt."""
@@ -107,7 +107,6 @@ Item = Annotated[
         "custom_tool_call",
         "custom_tool_call_output",
         "reasoning",
-        otherwise="message",
         alike={"custom_tool_call_output": "function_call_output"},
     ),
 ]
@@ -149,30 +148,12 @@ class NamespaceTool(Body):
     tools: Many[OwnTool]
 
 
-OWN_TOOLS = ("function", "custom", "namespace")
-"""Types of tools that clients run."""
-
-
-class OpenAITool(BaseModel):
-    """A tool that OpenAI runs, or a tool whose schema is known only to OpenAI's models."""
-
-    model_config = ConfigDict(strict=True, json_schema_extra={"additionalProperties": True})
-
-    type: str = Field(json_schema_extra={"not": {"enum": [*OWN_TOOLS]}})
-    name: str | None = None
-
-
-def _tool_tag(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in OWN_TOOLS else "<hosted>"
-
-
 ResponsesTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
     | Annotated[CustomTool, Tag("<custom>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
-    | Annotated[OpenAITool, BeforeValidator(without_details), Tag("<hosted>")],
-    Discriminator(_tool_tag),
+    | Annotated[BareTool, BeforeValidator(without_details), Tag("<bare>")],
+    one_of("function", "custom", "namespace", strange="bare"),
 ]
 
 
@@ -218,16 +199,13 @@ Included = Literal[
 ]
 
 
-class ResponsesRequest(Extensions):
-    model: str | None = None
+class ResponsesRequest(Extensions, OpenAIRequest):
     input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     """An upper bound: the context may leave fewer."""
-    temperature: Temperature | None = None
-    top_p: float | None = None
     tools: Many[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
@@ -235,11 +213,7 @@ class ResponsesRequest(Extensions):
     text: TextConfig | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: ServiceTier | None = None
-    stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    top_k: int | None = None
     include: Many[Included] | None = None
     top_logprobs: Literal[0] | None = None
     conversation: None = None
@@ -247,9 +221,6 @@ class ResponsesRequest(Extensions):
     max_tool_calls: None = None
     # Ignored: these concern OpenAI's own servers.
     client_metadata: dict[str, Any] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...chat import ToolCall
-from ..conversation import EFFORTS, PARAGRAPH, Conversation, Names
+from ..conversation import EFFORTS, PARAGRAPH, BareTool, Conversation, Names
 from ..errors import ApiError
 from ..schema import ChatRequest, validated
 from .schema import (
@@ -23,7 +23,6 @@ from .schema import (
     Item,
     MessageItem,
     NamespaceTool,
-    OpenAITool,
     OwnTool,
     ReasoningItem,
     ResponsesRequest,
@@ -53,12 +52,12 @@ class Functions:
     @classmethod
     def of(cls, body: ResponsesRequest) -> Functions:
         """Return the functions of a request, without tools that OpenAI runs. Raises ApiError if that leaves none."""
-        found, hosted = cls(), [(at, tool) for at, tool in enumerate(body.tools or ()) if isinstance(tool, OpenAITool)]
+        found, hosted = cls(), [(at, tool) for at, tool in enumerate(body.tools or ()) if isinstance(tool, BareTool)]
         for at, tool in enumerate(body.tools or ()):
             if isinstance(tool, NamespaceTool):
                 for inner in tool.tools:
                     found._add(at, inner, tool.name)
-            elif not isinstance(tool, OpenAITool):
+            elif not isinstance(tool, BareTool):
                 found._add(at, tool, None)
         if hosted and not found.functions:
             at, tool = hosted[0]
