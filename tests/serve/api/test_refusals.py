@@ -116,7 +116,12 @@ def still_serves(server: Live) -> None:
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "text"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "must be text"),
         (CHAT, {"messages": [*USER, {**IMAGE}]}, "messages[1].content[1]", "image_url is not supported"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, None, "input_audio is not supported"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            None,
+            "input_audio is not supported",
+        ),
         (CHAT, {"messages": [{**USER[0], "colour": 1}]}, "messages[0].colour", "not a known field"),
         (CHAT, {"messages": USER, "audio": {}}, "audio", "not supported"),
         (CHAT, {"messages": USER, "functions": []}, "functions", "not supported"),
