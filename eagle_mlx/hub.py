@@ -109,29 +109,35 @@ def _asking(repo: str, name: str, missing: str) -> Iterator[None]:
     """Turn errors of a download into one-line EagleErrors; `missing` names the file or model."""
     try:
         yield
-    except GatedRepoError as e:
-        raise EagleError(
-            f"{repo} is gated: request access at {constants.ENDPOINT}/{repo}, then {LOGIN} for that account"
-        ) from e
     except RepositoryNotFoundError as e:
+        if isinstance(e, GatedRepoError):
+            raise EagleError(_reason(repo, e)) from e
         raise EagleError(
             f"{name} is neither a local folder nor a model on the hub ({repo}); if it is private, {LOGIN}"
         ) from e
-    except LocalEntryNotFoundError as e:
-        if isinstance(e.__cause__, HfHubHTTPError):
-            raise EagleError(f"{repo} cannot be fetched from the hub: {_said(e.__cause__)}") from e
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, _TransportError) as e:
+        error = e if isinstance(e, HfHubHTTPError) else e.__cause__
+        if isinstance(error, HfHubHTTPError):
+            raise EagleError(_reason(repo, error)) from e
         raise UnreachableError(
             f"{missing} is not in the hub's cache, and the hub cannot be reached; "
             "check the path, or fetch the model while online"
         ) from e
-    except HfHubHTTPError as e:
-        if e.response.status_code == 401:
-            raise EagleError(f"the hub does not know the token used for {repo}; {LOGIN}") from e
-        raise EagleError(f"{repo} cannot be fetched from the hub: {_said(e)}") from e
-    except (OfflineModeIsEnabled, _TransportError) as e:
-        raise UnreachableError(f"{repo} cannot be fetched from the hub: {_one_line(e)}") from e
     except (HFValidationError, OSError) as e:
-        raise EagleError(f"{repo} cannot be fetched from the hub: {_one_line(e)}") from e
+        raise EagleError(_reason(repo, e)) from e
+
+
+def _reason(repo: str, error: BaseException) -> str:
+    """Return in one line why the hub did not do something with a repository, and a remedy if there is one."""
+    said = " ".join(str(getattr(error, "server_message", None) or error).split()) or type(error).__name__
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if isinstance(error, GatedRepoError):
+        return f"{repo} is gated: request access at {constants.ENDPOINT}/{repo}, then {LOGIN} for that account"
+    if status == 401:
+        return f"the hub does not know the token used for {repo} ({said}); {LOGIN}"
+    if status in (403, 404, 409):
+        return f"{repo} is not open to this token ({said}); check its name, or {LOGIN} for an account with access"
+    return f"{repo} at {constants.ENDPOINT}: {said}"
 
 
 def _fetch(repo: str, code: bool) -> Path:
@@ -179,7 +185,7 @@ def check_full_id(name: str) -> None:
     try:
         huggingface_hub.hf_hub_url(name, "config.json")  # checks the name without network access
     except HFValidationError as e:
-        raise OutputError(f"{name!r} is not a valid repository name: {_one_line(e)}") from e
+        raise OutputError(f"{name!r} is not a valid repository name: {' '.join(str(e).split())}") from e
     if "/" not in name:
         raise OutputError(f"{name!r} is not a repository name: write it as user/{name}")
 
@@ -256,42 +262,9 @@ def _matches(name: str, pattern: str) -> bool:
 
 @contextmanager
 def _told(repo: str, left: str) -> Iterator[None]:
-    """Turn errors of an upload into one-line OutputErrors, with what to do and the state that is `left` on the hub."""
+    """Turn errors of an upload into one-line OutputErrors, with the state that is `left` on the hub."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, _TransportError) as e:
         large = isinstance(e, RuntimeError) and isinstance(e.__cause__, Exception)  # a failed upload of a large file
-        raise OutputError(f"{_explained(repo, e.__cause__ if large else e)}; {left}") from e
-
-
-def _explained(repo: str, error: BaseException | None) -> str:
-    if isinstance(error, HfHubHTTPError):
-        return _refusal(repo, error)
-    if isinstance(error, OfflineModeIsEnabled):
-        return f"HF_HUB_OFFLINE disables access to {constants.ENDPOINT}; unset it to publish"
-    if isinstance(error, ValueError):
-        return f"the hub refuses the model card: {_one_line(error)}"
-    if isinstance(error, _TransportError):
-        return f"{constants.ENDPOINT} cannot be reached ({_one_line(error)})"
-    return f"{repo} could not be uploaded ({_one_line(error)})"
-
-
-def _refusal(repo: str, error: HfHubHTTPError) -> str:
-    status, said, owner = error.response.status_code, _said(error), repo.split("/")[0]
-    later = "; try again later" if status == 429 or status >= 500 else ""
-    known = {
-        401: f"the hub does not know the token ({said}); create one with write access at "
-        f"{constants.ENDPOINT}/settings/tokens, then {LOGIN}",
-        403: f"the token has no right to write to {repo} ({said}); use one with write access for {owner}",
-        404: f"{repo} cannot be found with this token ({said}); does {owner} exist?",
-        409: f"{repo} exists already, and this token has no access to it ({said}); name another repository",
-    }
-    return known.get(status, f"the hub refuses {repo} (status {status}, {said}){later}")
-
-
-def _said(error: HfHubHTTPError) -> str:
-    return _one_line(error.server_message or error)
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        raise OutputError(f"{_reason(repo, e.__cause__ if large else e)}; {left}") from e

@@ -203,4 +203,4 @@ class Speed:
         if self.shown is not None and now >= self._last + _SHOW_SECONDS:
             self._last = now
             tokens = self.finished + sum(len(request.tokens) for request in running)
-            self.shown.set_postfix_str(f"{tokens / (now - self._started):,.0f} tokens/s")
+            self.shown.set_postfix_str(f"{tokens / (now - self._started):,.0f} tokens/s", refresh=False)

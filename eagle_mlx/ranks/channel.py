@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -74,8 +73,6 @@ class Channel:
         self.world, self.timeout = world, timeout
         self.state = State.RUNS
         self.on_lost: Callable[[str], None] = end_process
-        self.on_stop: Callable[[], None] = _stop_process
-        """Called in rank 0, from a thread, if another rank wants to stop."""
         self.lost: str | None = None
         """Why the connection is lost; None if it is not."""
         self.statuses = [RankStatus(State.RUNS, 0.0)] * world.size
@@ -112,11 +109,6 @@ class Channel:
             return json.loads(text)
         sleep(REST)
         return None
-
-    def check(self) -> None:
-        """Raise RanksError if the connection is lost."""
-        with self.lock:
-            self.exchange(b"")
 
     @property
     def closed(self) -> bool:
@@ -184,7 +176,7 @@ class Channel:
             if not rank or not self.world.is_rank_zero or new.state == old.state:
                 continue
             if new.state == State.WANTS_TO_STOP:
-                self.on_stop()
+                os.kill(os.getpid(), signal.SIGTERM)
             elif new.state == State.DIFFERS:
                 self._lose(f"rank {rank}'s results differ from rank 0's; see its output")
 
@@ -227,14 +219,12 @@ def end_process(reason: str) -> None:
         os._exit(2)
 
 
-def _stop_process() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def encode(value: Any) -> Any:
     """Convert an argument to JSON: numbers, lists, arrays, `Branches`, objects by their numbers. Waits for arrays."""
     if isinstance(value, mx.array):
-        return _encode_array(value)
+        found = np.array(value)
+        numbers = found.astype(np.int8) if found.dtype == np.bool_ else found  # 0 is shorter than false
+        return {"array": numbers.tolist(), "type": str(found.dtype)}
     if isinstance(value, Branches):
         return {"seen": encode(value.seen), "depths": encode(value.depths)}
     if isinstance(value, list | tuple):
@@ -244,27 +234,13 @@ def encode(value: Any) -> Any:
 
 def decode(value: Any, named: Callable[[int], Any]) -> Any:
     """Return the argument that `encode` converted; `named` returns an object by its number."""
-    if isinstance(value, list):
-        return [decode(each, named) for each in value]
-    if not isinstance(value, dict):
-        return value
-    if "number" in value:
-        return named(value["number"])
-    if "seen" in value:
-        return Branches(decode(value["seen"], named), decode(value["depths"], named))
-    return _decode_array(value)
-
-
-def _encode_array(array: mx.array) -> dict[str, Any]:
-    values = np.array(array)
-    packed = np.packbits(values) if values.dtype == np.bool_ else values
-    return {"array": b64encode(packed.tobytes()).decode(), "shape": list(values.shape), "type": str(values.dtype)}
-
-
-def _decode_array(value: dict[str, Any]) -> mx.array:
-    data, shape, kind = b64decode(value["array"]), value["shape"], value["type"]
-    if kind == "bool":
-        values = np.unpackbits(np.frombuffer(data, np.uint8), count=int(np.prod(shape))).astype(np.bool_)
-    else:
-        values = np.frombuffer(data, kind)
-    return mx.array(values.reshape(shape))
+    match value:
+        case list():
+            return [decode(each, named) for each in value]
+        case {"number": number}:
+            return named(number)
+        case {"seen": seen, "depths": depths}:
+            return Branches(decode(seen, named), decode(depths, named))
+        case {"array": numbers, "type": kind}:
+            return mx.array(np.array(numbers, kind))
+    return value

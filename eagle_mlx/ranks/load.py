@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -63,19 +62,7 @@ def load_over_ranks(
         raise SystemExit(0)
     leading = LeadingTarget.of(target, channel, free, layers)
     atexit.register(leading.close)
-    sys.excepthook = partial(_explain, channel, sys.excepthook)
     return leading
-
-
-def _explain(channel: Channel, before: Callable[..., Any], kind: Any, error: BaseException, trace: Any) -> None:
-    """Report an error that ends the process; if a rank is lost, report only that."""
-    try:
-        if isinstance(error, RuntimeError):
-            channel.check()
-    except RanksError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return
-    before(kind, error, trace)
 
 
 def _check_same(what: str, value: str, world: World) -> None:

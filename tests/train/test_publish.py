@@ -167,8 +167,8 @@ def test_an_existing_head_is_replaced_only_with_overwrite(
     [
         (None, REPO, "no token with write access"),
         ("hf_wrong", REPO, "does not know the token"),
-        (hub_server.READ, REPO, "no right to write"),
-        (hub_server.WRITE, "stranger/head", "no right to write"),
+        (hub_server.READ, REPO, "is not open to this token"),
+        (hub_server.WRITE, "stranger/head", "is not open to this token"),
         (hub_server.WRITE, "head", "write it as user/head"),
         (hub_server.WRITE, "a/b/c", "not a valid repository name"),
     ],
@@ -198,14 +198,14 @@ def test_a_token_may_be_given(online: hub_server.Hub, tmp_path: Path, monkeypatc
 def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     hub_server.use(monkeypatch, "http://127.0.0.1:9", tmp_path / "huggingface")
     folder = str(head_folder(tmp_path / "head"))
-    assert "cannot be reached" in refused(capsys, folder, "--repo", REPO, "--license", "mit")
+    assert "nothing was published" in refused(capsys, folder, "--repo", REPO, "--license", "mit")
 
 
 def test_a_license_that_the_hub_does_not_know(
     online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     what = [str(head_folder(tmp_path / "head")), "--repo", REPO, "--license", "no-such-licence"]
-    assert "refuses the model card" in refused(capsys, *what)
+    assert "must be one of" in refused(capsys, *what)
     assert online.repos == {}
 
 
