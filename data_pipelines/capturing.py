@@ -139,9 +139,7 @@ class ShardCapture:
         An unfinished capture of the same input continues. With `resume`, a finished folder is repaired: damaged shards
         are set aside. `command` is recorded in the manifest.
         """
-        return ShardWriter(
-            folder, self.meta, overwrite=overwrite, made_from=self.made_from, command=command, resume=resume
-        )
+        return ShardWriter(folder, self.meta, self.made_from, command, overwrite, resume)
 
     def __len__(self) -> int:
         """Return the number of shards."""

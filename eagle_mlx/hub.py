@@ -266,5 +266,5 @@ def _told(repo: str, left: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, _TransportError) as e:
-        large = isinstance(e, RuntimeError) and isinstance(e.__cause__, Exception)  # a failed upload of a large file
-        raise OutputError(f"{_reason(repo, e.__cause__ if large else e)}; {left}") from e
+        cause = e.__cause__ if isinstance(e, RuntimeError) else None  # a failed upload of a large file
+        raise OutputError(f"{_reason(repo, cause or e)}; {left}") from e

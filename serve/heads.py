@@ -73,7 +73,7 @@ def _find(options: Find) -> int:
     target = options.target
     found = find_heads(target, say=lambda text: print(text, file=sys.stderr))
     for one in found:
-        print(f"{one.reason}{'' if one.here else '; to fetch it: eagle-heads pull ' + one.head}")
+        print(f"{one.about}{'' if one.here else '; to fetch it: eagle-heads pull ' + one.head}")
     if (command := where_mtp_layers_are(target)) is not None:
         print(f"this conversion leaves out the model's own MTP layers; to fetch them: {command}")
     if not found:

@@ -328,7 +328,7 @@ def load_proposer(
         except EagleError as e:
             say(f"head: {found.head} is skipped: {e}")
             continue
-        say(f"head: {found.reason}")
+        say(f"head: {found.about}")
         return one, proposer
     if speculation.mode is not None:
         raise ConfigError(f"--spec-decode {speculation.mode}: no head is known for {target.name}; give --head")

@@ -132,9 +132,7 @@ def open_shards(place: ShardPlace, made_from: Mapping[str, str]) -> Iterator[Mad
     if (place.folder / MANIFEST).exists() and ShardReader(place.folder).manifest.made_from == made_from:
         yield MadeShards(place, waiting, None)
     else:
-        with ShardWriter(
-            place.folder, place.meta, overwrite=place.overwrite, made_from=made_from, command=place.command
-        ) as shards:
+        with ShardWriter(place.folder, place.meta, made_from, place.command, place.overwrite) as shards:
             try:
                 waiting.mkdir(exist_ok=True)
             except OSError as e:

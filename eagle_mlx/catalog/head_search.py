@@ -35,13 +35,6 @@ class FoundHead:
     """Whether it is on this machine already."""
     mode: Literal["eagle", "mtp"] | None = None
     """How it drafts, if that is known before it is loaded."""
-    why: str = ""
-    """Why this head is preferred to the next one; empty if there is no reason to give."""
-
-    @property
-    def reason(self) -> str:
-        """A line that explains the choice: `about` and `why`."""
-        return f"{self.about}; {self.why}" if self.why else self.about
 
 
 def find_heads(
@@ -63,7 +56,7 @@ def find_heads(
                 f"{record} is not offered: with a τ below {LEAST} it costs more time than it saves; "
                 f"use --head {record.head} to use it anyway"
             )
-    here = _with_reasons([one for one in known if one.is_offered])
+    here = [FoundHead(one.head, str(one)) for one in known if one.is_offered]
     own = [
         FoundHead(str(folder), f"{name}'s own MTP layers", mode="mtp")
         for name, folder in _folders(target, names)
@@ -83,15 +76,6 @@ def _included(names: tuple[str, ...]) -> HeadRecord:
     noted = read_config(folder).get("eagle_mlx") or {}
     tau, prompts = noted.get("acceptance_length"), noted.get("prompts")
     return HeadRecord(str(folder), names, "included", acceptance_length=tau, prompts=prompts, made_at=0.0)
-
-
-def _with_reasons(records: list[HeadRecord]) -> list[FoundHead]:
-    """Return records in the order of `best_first` as found heads, each with the reason for its place."""
-    measured = sum(one.worth is not None for one in records)
-    first = f"the best τ of {measured}" if measured else "the newest, and none has a τ"
-    others = ("the next best τ" if one.worth is not None else "it has no τ" for one in records[1:])
-    reasons = [""] if len(records) == 1 else [first, *others]
-    return [FoundHead(one.head, str(one), why=why) for one, why in zip(records, reasons, strict=False)]
 
 
 def where_mtp_layers_are(target: str | Path) -> str | None:
@@ -128,7 +112,6 @@ def _folders(target: str | Path, names: tuple[str, ...]) -> list[tuple[str, Path
 
 
 TABLE = Path(__file__).with_name("known_heads.yaml")
-UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -140,11 +123,9 @@ class KnownHead:
     kind: str
     """The key in `eagle_mlx.heads.KINDS`."""
     license: str
-    """The license named on its page, or `UNKNOWN`."""
+    """The license named on its page, or "unknown"."""
     source: str
     """URL of the page that describes the head."""
-    license_from: str = ""
-    """URL of the page that names the license."""
 
     @property
     def mode(self) -> Literal["eagle", "mtp"]:
@@ -165,7 +146,6 @@ def known_heads() -> tuple[KnownHead, ...]:
             head=row["head"],
             kind=row["kind"],
             license=row["licence"],
-            license_from=row.get("licence_from", ""),
             source=table["sources"][row["source"]],
         )
         for target, rows in table["heads"].items()

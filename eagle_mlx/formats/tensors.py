@@ -138,31 +138,16 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
 def check_floating(folder: Path, tensors: Mapping[str, mx.array]) -> None:
     """Raise CheckpointError if a weight is not floating point and has no scales.
 
-    MLX reads 8-bit floats as uint8, so -0.1 would become 156. Weights with scales are left to the caller. `tensors`
-    have the same names as in the files of `folder`.
+    MLX reads 8-bit floats as uint8, so -0.1 would become 156. Weights with scales are left to the caller.
     """
     for name, value in tensors.items():
         scales = {f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scales"}
         is_map = name.rpartition(".")[2] in _MAPS
         if not (mx.issubdtype(value.dtype, mx.floating) or is_map or scales & tensors.keys()):
-            file, written = _written_as(folder, name, value)
             raise CheckpointError(
-                f"{name} in {file} is of type {written}, without a scale that makes it a weight; use the head from "
-                "before quantization, in bfloat16, float16 or float32"
+                f"{name} in {folder} is of type {value.dtype}, without a scale that makes it a weight; use the head "
+                "from before quantization, in bfloat16, float16 or float32"
             )
-
-
-def _written_as(folder: Path, name: str, value: mx.array) -> tuple[Path, str]:
-    """Return the file that has a tensor, and the tensor's dtype in that file."""
-    kind = str(value.dtype).rpartition(".")[2]
-    for file in _files(folder):
-        if file.suffix == ".bin" and name in read_torch(file):
-            return file, kind
-        if file.suffix == ".safetensors":
-            with safe_open(file, "numpy") as opened:
-                if name in set(opened.keys()):
-                    return file, str(opened.get_slice(name).get_dtype())
-    return folder, kind
 
 
 def _files(folder: Path) -> list[Path]:

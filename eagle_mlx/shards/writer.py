@@ -19,12 +19,11 @@ from .reader import UNFINISHED, read_manifest, unfinished_folder
 
 
 class ShardWriter:
-    """Writes examples into a folder, which gets its name only when it is complete.
+    """Writes shards into a folder, which gets its name only when it is complete.
 
     Use it in a `with` statement. Until the block ends, the shards are in `unfinished_folder(folder)`, with a manifest
-    of the complete ones. `made_from` names everything that determines the shards' content. With it, they are kept if
-    the block raises or the process is killed, and the next writer with equal `made_from` has them in `files`. Without
-    it, they are deleted.
+    of the complete ones. `made_from` names everything that determines the shards' content. If the block raises or the
+    process is killed, the shards are kept, and the next writer with equal `made_from` has them in `files`.
 
     With `resume`, an existing folder is repaired in place: `files` has its good shards, `faults` describes the others,
     which are renamed to `*.damaged`. A rewritten shard is part of the folder at once.
@@ -38,13 +37,12 @@ class ShardWriter:
         self,
         folder: str | Path,
         meta: ShardMeta,
-        tokens_per_shard: int = 4096,
-        overwrite: bool = False,
-        made_from: Mapping[str, str] | None = None,
+        made_from: Mapping[str, str],
         command: Sequence[str] = (),
+        overwrite: bool = False,
         resume: bool = False,
     ):
-        self.folder, self.tokens_per_shard = Path(folder), tokens_per_shard
+        self.folder = Path(folder)
         self.files: dict[int, ShardFile] = {}
         """The complete shards, by number."""
         self.faults: list[str] = []
@@ -53,8 +51,7 @@ class ShardWriter:
         self._repairs = resume and (self.folder / MANIFEST).exists()
         self.part = self.folder if self._repairs else unfinished_folder(folder)
         """The folder that holds the shards for now."""
-        self._manifest = Manifest(meta, made_from=dict(made_from or {}), command=tuple(command))
-        self._pending: list[Example] = []
+        self._manifest = Manifest(meta, made_from=dict(made_from), command=tuple(command))
         self._lock = ExitStack()
 
     def __enter__(self) -> Self:
@@ -87,15 +84,8 @@ class ShardWriter:
             except OSError as e:
                 raise self._refused(e) from e
             finally:
-                if not self._resumable:
+                if not self.files:
                     shutil.rmtree(self.part, ignore_errors=True)
-
-    def add(self, example: Example) -> None:
-        """Append an example to a new folder. A shard is written once it has `tokens_per_shard` tokens."""
-        check_example(example, self._manifest.meta)
-        self._pending.append(example)
-        if sum(map(len, self._pending)) >= self.tokens_per_shard:
-            self._write_pending()
 
     def write(self, index: int, examples: Sequence[Example]) -> None:
         """Write shard `index` and its entry in the manifest; both are on disk when this returns."""
@@ -110,18 +100,9 @@ class ShardWriter:
         except OSError as e:
             raise self._refused(e) from e
 
-    @property
-    def _resumable(self) -> bool:
-        return bool(self._manifest.made_from and self.files)
-
     def _check_origin(self) -> None:
         """Load the manifest of a folder to repair. Raises ShardError if its `made_from` differs."""
         found = read_manifest(self.folder)
-        if not found.made_from:
-            raise ShardError(
-                f"{self.folder} does not record what it was made from, so it cannot be repaired; capture everything "
-                "with --overwrite"
-            )
         if wrong := found.differences(self._manifest.made_from):
             raise ShardError(
                 f"{self.folder} was made from something else ({wrong}); use the original options and data, "
@@ -172,7 +153,7 @@ class ShardWriter:
                 f"{self.part} has an unfinished capture of something else ({wrong}); use the original options to "
                 "continue it, or replace it with --overwrite"
             )
-        return {entry.index: entry for entry in found.files if found.made_from and entry.fault(self.part) is None}
+        return {entry.index: entry for entry in found.files if entry.fault(self.part) is None}
 
     def _write_manifest(self, name: str) -> None:
         """List the complete shards; in a folder to repair, keep the other entries."""
@@ -180,13 +161,7 @@ class ShardWriter:
         found = replace(self._manifest, files=tuple(listed[index] for index in sorted(listed)))
         write_whole(self.part / name, found.to_json())
 
-    def _write_pending(self) -> None:
-        if self._pending:
-            self.write(len(self.files), self._pending)
-        self._pending = []
-
     def _finish(self) -> None:
-        self._write_pending()
         if missing := set(range(max(self.files, default=0))) - set(self.files):
             raise ValueError(f"{shard_name(min(missing))} was never written, so {self.folder} is incomplete")
         self._write_manifest(MANIFEST)
@@ -199,6 +174,6 @@ class ShardWriter:
         kept = "nothing was left behind"
         if self._repairs:
             kept = "make room, and repair it again"
-        elif self._resumable:
+        elif self.files:
             kept = f"{len(self.files):,} shards are kept in {self.part}: make room, and the same command continues"
         return OutputError(f"{self.folder} could not be written: {error.strerror or error}; {kept}")

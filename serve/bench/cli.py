@@ -223,7 +223,7 @@ def _head_name(options: BenchOptions) -> str | Path | None:
         return embedded("head")
     found = next(usable_heads(options.target, print), None)
     if found is not None:
-        print(f"head: {found.reason}")
+        print(f"head: {found.about}")
     return found.head if found is not None else None
 
 

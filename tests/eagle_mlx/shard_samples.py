@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,16 @@ def same(a: Example, b: Example) -> bool:
 
 def write(folder: Path, lengths: list[int], tokens_per_shard: int = 20) -> list[Example]:
     samples = [sample(length, seed) for seed, length in enumerate(lengths)]
-    with ShardWriter(folder, META, tokens_per_shard) as writer:
-        for s in samples:
-            writer.add(s)
+    write_all(folder, samples, META, tokens_per_shard)
     return samples
+
+
+def write_all(folder: Path, samples: list[Example], meta: ShardMeta, tokens_per_shard: int = 4096, **how: Any) -> None:
+    """Write shards of at least `tokens_per_shard` tokens."""
+    with ShardWriter(folder, meta, {"samples": "these"}, **how) as writer:
+        shard: list[Example] = []
+        for index, one in enumerate(samples, 1):
+            shard.append(one)
+            if index == len(samples) or sum(map(len, shard)) >= tokens_per_shard:
+                writer.write(len(writer.files), shard)
+                shard = []

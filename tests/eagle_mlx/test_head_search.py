@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 import eagle_mlx as em
 from eagle_mlx.catalog import embedded, head_registry
 from eagle_mlx.catalog.head_registry import records, register
 from eagle_mlx.catalog.head_search import (
-    UNKNOWN,
+    TABLE,
     find_heads,
     known_heads,
     known_heads_for,
@@ -51,8 +52,10 @@ def test_every_entry_of_the_table_has_its_sources() -> None:
         assert full_id(one.head)
         assert one.kind in KINDS
         assert one.source.startswith("https://")
-        assert bool(one.license_from) == (one.license != UNKNOWN), one.head
     assert len({(one.target, one.head) for one in found}) == len(found)
+    for rows in yaml.safe_load(TABLE.read_text(encoding="utf-8"))["heads"].values():
+        for row in rows:
+            assert ("licence_from" in row) == (row["licence"] != "unknown"), row
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,6 @@ def test_local_heads_come_first_by_tau(tmp_path: Path) -> None:
     found = find_heads(QWEN)
     assert [one.head for one in found[:2]] == [str(tmp_path / "newer"), str(tmp_path / "older")]
     assert found[0].about == f"{tmp_path}/newer, trained here for Qwen/Qwen3-8B (τ 3.00)"
-    assert found[0].why == "the best τ of 2"
     assert all(one.here for one in found[:2])
     assert not any(one.here for one in found[2:])
     assert found[2].head == known_heads_for((QWEN,))[0].head
@@ -97,8 +99,8 @@ def test_24_a_head_of_a_few_steps_is_not_offered(tmp_path: Path) -> None:
         register(head_folder(tmp_path / name), EMBEDDED_TARGET, "trained", acceptance_length=tau, prompts=prompts)
     said: list[str] = []
     first, second = find_heads(EMBEDDED_TARGET, say=said.append)
-    assert first.reason == "the included head (τ 3.35 on 56 prompts); the best τ of 2"
-    assert second.reason.endswith("good, trained here for target (τ 1.41 on 96 prompts); the next best τ")
+    assert first.about == "the included head (τ 3.35 on 56 prompts)"
+    assert second.about.endswith("good, trained here for target (τ 1.41 on 96 prompts)")
     [line] = said
     assert "test, trained here for target (τ 1.00 on 3 prompts) is not offered: with a τ below 1.05 it costs" in line
     assert f"--head {tmp_path / 'test'}" in line

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from eagle_mlx.cpu import blas_threads, set_blas_threads
 from eagle_mlx.errors import ShardError
 from eagle_mlx.hidden_states import Example, HiddenStates
-from eagle_mlx.shards import ShardMeta, ShardReader, ShardWriter
+from eagle_mlx.shards import ShardMeta, ShardReader
 from eagle_mlx.train.data.batches import Batches, Rows
 from eagle_mlx.train.data.examples import InMemory, OnDisk
 from eagle_mlx.train.data.packing import MIN_TOKENS, batches_of, cut_into_pieces, order_of, pack
+from tests.eagle_mlx.shard_samples import write_all
 from tests.full import some
 
 H, N = 4, 3
@@ -183,9 +184,7 @@ def test_rows_are_split() -> None:
 
 def test_shards_give_the_same_rows(tmp_path: Path) -> None:
     samples = make_samples([5, 9, 3, 14, 7])
-    with ShardWriter(tmp_path / "s", ShardMeta("t", H, 1000, tuple(range(N))), tokens_per_shard=12) as writer:
-        for sample in samples:
-            writer.add(sample)
+    write_all(tmp_path / "s", samples, ShardMeta("t", H, 1000, tuple(range(N))), 12)
     store = OnDisk(ShardReader(tmp_path / "s"))
     assert store.lengths == [5, 9, 3, 14, 7]
     for a, b in zip(
@@ -200,8 +199,7 @@ def test_shards_give_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_a_damaged_shard_is_found_before_training(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path / "s", ShardMeta("t", H, 1000, tuple(range(N)))) as writer:
-        writer.add(make_samples([5])[0])
+    write_all(tmp_path / "s", make_samples([5]), ShardMeta("t", H, 1000, tuple(range(N))))
     shard = next((tmp_path / "s").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
@@ -211,9 +209,7 @@ def test_a_damaged_shard_is_found_before_training(tmp_path: Path) -> None:
 
 
 def test_an_error_in_a_reading_thread_is_raised(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path / "s", ShardMeta("t", H, 1000, tuple(range(N))), tokens_per_shard=4) as writer:
-        for sample in make_samples([6] * 4):
-            writer.add(sample)
+    write_all(tmp_path / "s", make_samples([6] * 4), ShardMeta("t", H, 1000, tuple(range(N))), 4)
     reader = ShardReader(tmp_path / "s")
     store = OnDisk(reader)
     shard = next((tmp_path / "s").glob("shard-00001*"))
