@@ -9,7 +9,6 @@ import pytest
 from eagle_mlx.errors import DataError
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.report.command import text
 from eagle_mlx.train.report.runs import differing_settings, read_run
 from eagle_mlx.train.run.tracker import Tracker
 
@@ -43,15 +42,15 @@ def make_run(folder: Path, finished: bool, steps: int = 20, **settings: Any) -> 
 
 def test_an_unfinished_run_shows_the_same_as_a_finished_one(tmp_path: Path) -> None:
     whole, cut = (read_run(make_run(tmp_path / name, finished=name == "whole")) for name in ("whole", "cut"))
-    assert (whole.state, cut.state) == ("complete", "unfinished")
+    assert (whole["state"], cut["state"]) == ("complete", "unfinished")
     for name in ("target", "kind", "steps", "tokens", "train_seconds", "loss", "depth", "untrained", "best"):
-        assert getattr(whole, name) == getattr(cut, name), name
+        assert whole[name] == cut[name], name
     for run in (whole, cut):
-        assert (run.untrained, run.best, run.best_step, run.last) == (1.0, 1.8, 10, 1.6)
-        assert run.by_position == [0.5, 0.25]
-        assert run.tokens_per_second == pytest.approx(25)
-        assert run.memory_gb is not None
-        assert [row["step"] for row in run.evaluations] == [0, 10, 20]
+        assert (run["untrained"], run["best"], run["best_step"], run["last"]) == (1.0, 1.8, 10, 1.6)
+        assert run["by_position"] == [0.5, 0.25]
+        assert run["tokens_per_second"] == pytest.approx(25)
+        assert run["memory_gb"] is not None
+        assert [row["step"] for row in run["evaluations"]] == [0, 10, 20]
 
 
 def test_runs_are_compared_with_the_settings_that_differ(tmp_path: Path, capsys: Any) -> None:
@@ -61,14 +60,14 @@ def test_runs_are_compared_with_the_settings_that_differ(tmp_path: Path, capsys:
     assert main(["report", str(a), str(b)]) == 0
     shown = capsys.readouterr()
     assert shown.err == "", "nothing but the table"
-    lines = [line.split() for line in shown.out.splitlines()]
+    lines = [line.replace("|", " ").split() for line in shown.out.splitlines()]
     for expected in (
         "a b",
         "state complete unfinished",
         "target some/target some/target",
         "kind eagle3 eagle3",
         "tokens 2,000 1,000",
-        "time of training 1 min 20 s 40 s",
+        "time of training 0:01:20 0:00:40",
         "τ, best 1.800 1.800",
         "τ, last 1.600 1.800",
         "τ, untrained 1.000 1.000",
@@ -85,7 +84,7 @@ def test_a_resumable_run_shows_the_command(tmp_path: Path, capsys: Any) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     assert main(["report", str(folder)]) == 0
-    assert f"a: unfinished; eagle-train --resume {folder} continues" in capsys.readouterr().out
+    assert "unfinished, --resume continues it" in capsys.readouterr().out
 
 
 def test_the_comparison_as_files(tmp_path: Path, capsys: Any) -> None:
@@ -93,11 +92,11 @@ def test_the_comparison_as_files(tmp_path: Path, capsys: Any) -> None:
     out, plot = tmp_path / "runs.md", tmp_path / "runs.png"
     assert main(["report", *runs, "--output", str(out), "--plot", str(plot)]) == 0
     shown = out.read_text()
-    assert f"|   | {runs[0]} | {runs[1]} |" in shown, "two folders of one name go by their paths"
-    assert "| τ, best | 1.800 | 1.800 |" in shown
-    assert "| --seed | 0 | 1 |" in shown
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["|", "|", runs[0], "|", runs[1], "|"] in lines, "two folders of one name go by their paths"
+    assert ["|", "τ,", "best", "|", "1.800", "|", "1.800", "|"] in lines
+    assert ["|", "--seed", "|", "0", "|", "1", "|"] in lines
     assert "(runs.png)" in shown
-    assert "| 10 | 1,000 | 1.800 |" in shown
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in tmp_path.iterdir()} == {"x", "y", "runs.md", "runs.png"}
     capsys.readouterr()
@@ -116,15 +115,6 @@ def test_the_comparison_as_json(tmp_path: Path, capsys: Any) -> None:
     assert run["settings"]["data"] == ["a.jsonl"]
     assert [e["acceptance_length"] for e in run["evaluations"]] == [1.0, 1.8, 1.6]
     assert "rows" not in run
-
-
-def test_narrow_terminals_get_more_tables(tmp_path: Path) -> None:
-    runs = [read_run(make_run(tmp_path / name, True, seed=i)) for i, name in enumerate("abc")]
-    wide, narrow = text(runs), text(runs, 60)
-    assert wide.count("tokens/s") == 1
-    assert narrow.count("tokens/s") > 1
-    assert max(map(len, narrow.splitlines())) <= 60
-    assert text(runs, 1).count("tokens/s") == 3, "one run at a time at the least"
 
 
 def test_other_folders_are_refused(tmp_path: Path, capsys: Any) -> None:

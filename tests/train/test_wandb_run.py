@@ -17,7 +17,7 @@ from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.report.plots import write_plots
 from eagle_mlx.train.report.runs import METRICS, read_rows
-from eagle_mlx.train.run.tracker import Tracker, check_wandb, end_service, flatten
+from eagle_mlx.train.run.tracker import Tracker, check_wandb, end_service
 from tests.train.test_plots import a_run
 
 CONFIG = TrainConfig.of(target="some-target", wandb=True, lr=1e-3)
@@ -142,7 +142,3 @@ def test_a_later_failure_is_reported_once_and_the_run_continues(folder: Path, ca
         tracker.summarize({"loss": 2.0})
     assert capsys.readouterr().err.count("warning: Weights & Biases failed") == 1
     assert [row["step"] for row in read_rows(folder / METRICS)] == [1, 2, 3]
-
-
-def test_lists_are_flattened() -> None:
-    assert flatten("a", {"b": [1, 2], "c": {"d": 3}}) == {"a/b/0": 1, "a/b/1": 2, "a/c/d": 3}

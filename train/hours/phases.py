@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from eagle_mlx.target import Target, fingerprint
 from ..config import TrainConfig
 from ..data import Piece
 from ..kinds import Head
-from ..run import BEST, HoursBar, Phase, Phases, Run, Stopwatch, train_phases
+from ..run import BEST, Bar, Phase, Phases, Run, Stopwatch, train_phases
 from ..step import WarmupStableDecay
 from . import journal as journals
 from .division import (
@@ -86,7 +84,7 @@ class HoursPhases(Phases):
         self._watch.restart(self._journal.elapsed)
         self._write()
         begun = self._watch.elapsed
-        with contextlib.closing(HoursBar(self._total, self._journal.made)) as self._bar:
+        with Bar(self._total, done=begun) as self._bar:
             self._portions.make_prompts(lambda *_: self._beat() >= begun + HELD_OUT * self._total)
             if self._journal.made:
                 self._begin()
@@ -208,7 +206,6 @@ class HoursPhases(Phases):
             tqdm.write(f"{e}; the rest of the time goes to learning from the existing data")
             self._write(self._journal.changed(number, tokens=0, makes=False, last=True))
             return
-        self._bar.made += tokens
         seconds = self._watch.elapsed - portion.begun
         self._write(self._journal.changed(number, tokens=tokens, made_seconds=seconds, rows=rows))
 
@@ -232,7 +229,7 @@ class HoursPhases(Phases):
             nonlocal first
             first = tokens if first is None else first
             now = self._beat()
-            self._bar.making(number, now, tokens)
+            self._show_making(number, tokens, now)
             rate = (tokens - first) / (now - begun) if tokens > first and now > begun else rates.made
             return left(tokens + coming) <= coming / 2 / rate  # half of the current conversations is written
 
@@ -244,10 +241,15 @@ class HoursPhases(Phases):
 
         def enough(tokens: int, coming: int) -> bool:
             now = self._beat()
-            self._bar.making(0, now, tokens)
+            self._show_making(0, tokens, now)
             return now >= portion.begun + FIRST * self._total
 
         return Limits(enough=enough, over=lambda tokens: tokens > 0 and self._beat() >= latest)
+
+    def _show_making(self, number: int, tokens: int, now: float) -> None:
+        self._bar.bar.set_description_str(f"phase {number + 1} makes", refresh=False)
+        self._bar.bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+        self._bar.show(self._run.progress, now, [])
 
     def _phase(self, number: int) -> Phase:
         """Return the learning phase after a portion, over all data so far. The journal records it before it begins."""
@@ -261,7 +263,8 @@ class HoursPhases(Phases):
         portion = self._journal.portions[number]
         assert portion.schedule is not None
         fresh = self._portions.conversations(portion.fresh)
-        return Phase(portion.schedule, partial(self._bar.learning, number), portion.epoch, fresh)
+        self._bar.bar.set_description_str(f"phase {number + 1} learns", refresh=False)
+        return Phase(portion.schedule, self._bar, portion.epoch, fresh)
 
     def _end_phase(self, number: int) -> None:
         """Save the state after a measured phase, and register the best head so far."""
@@ -277,7 +280,6 @@ class HoursPhases(Phases):
             "acceptance_length": run.latest.acceptance_length,
         }
         self._write(self._journal.changed(number, **done))
-        self._bar.judged(run.latest.acceptance_length)
         if self._folder.resolve() == Path(self._config.run.output).resolve():
             name, mark, best = self._config.head.target, fingerprint(self._target), run.best[1]
             register(self._folder / BEST, name, "trained", mark, best.acceptance_length, best.prompts)

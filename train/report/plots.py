@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import, and is needed onl
     from matplotlib.axes import Axes
 
 _BLUE, _GRAY, _RED = "#1f4e79", "#bbbbbb", "#b5482a"
-_WITHIN, _IN_COLUMN, _COLUMN_WIDTH = 4, 22, 2.2
-"""Maximum curves for a legend inside the plot; names per column (at 8 points) outside; inches per column."""
+_IN_COLUMN = 22
+"""Names in a column of a legend."""
 _SMOOTH = 0.02
 """Share of a run over which noisy curves are averaged."""
 
@@ -51,9 +51,7 @@ def write_comparison(runs: Mapping[str, Sequence[Row]], file: Path) -> None:
     length.set(title="Acceptance length", xlabel="tokens", ylabel="tokens per target forward")
     loss.set(title="Training loss", xlabel="tokens", ylabel="weighted mean over the draft steps")
     length.legend(frameon=False)
-    part = file.with_name(f".{file.name}.new")
-    figure.savefig(part, dpi=140, format="png")
-    part.replace(file)
+    figure.savefig(file, dpi=140)
 
 
 def _styled(axes: Axes) -> Axes:
@@ -95,15 +93,12 @@ def _by_position(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _legend(axes: Axes, curves: int) -> None:
-    """Add a legend: inside if there are few curves, else to the right, in columns."""
-    if curves <= _WITHIN:
-        axes.legend(frameon=False)
-    else:
-        columns = -(-curves // _IN_COLUMN)
-        figure = axes.get_figure(root=True)
-        assert figure is not None
-        figure.legend(frameon=False, fontsize=8, ncols=columns, loc="outside right upper")
-        figure.set_figwidth(figure.get_figwidth() + _COLUMN_WIDTH * columns)
+    """Add a legend to the right of the plot."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    columns = -(-curves // _IN_COLUMN)
+    figure.legend(frameon=False, fontsize=8, ncols=columns, loc="outside right upper")
+    figure.set_figwidth(figure.get_figwidth() + 2.2 * (columns - 1))
 
 
 def _length(axes: Axes, rows: Sequence[Row]) -> None:

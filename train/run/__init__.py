@@ -4,7 +4,7 @@ from . import state
 from .folder import MADE, claim, resumed_config
 from .loop import BEST, LAST, REPORT, Run, check_incomplete, train, train_phases
 from .phases import Phase, Phases
-from .progress import HoursBar, Stopwatch
+from .progress import Bar, Stopwatch
 from .start import existing_head, new_head
 from .tracker import check_wandb
 from .workers import run_worker
@@ -14,7 +14,7 @@ __all__ = [
     "LAST",
     "MADE",
     "REPORT",
-    "HoursBar",
+    "Bar",
     "Phase",
     "Phases",
     "Run",

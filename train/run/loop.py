@@ -219,7 +219,8 @@ class Run:
                 elif self.elapsed >= self._next_save:
                     self.save_state()
                 result = self._step(rows)
-                phase.show(self.progress, self.elapsed, result, self._recent)
+                latest = [] if result is None else [result]
+                phase.bar.show(self.progress, self.elapsed, self._recent or latest)
         self._log_recent()
         self.learned_until = self.elapsed
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..data import Piece, TrainData
 from ..step import Schedule, span_of
 from .folder import fingerprint_of
-from .progress import Bar, Show
+from .progress import Bar
 
 if TYPE_CHECKING:
     from .loop import Run
@@ -21,7 +21,7 @@ class Phase:
     """Training on the run's data until a schedule is over, and then a measurement of acceptance."""
 
     schedule: Schedule
-    show: Show
+    bar: Bar
     epoch: int = 0
     """The first epoch, unless the run is already in a later one."""
     fresh: int = 0
@@ -63,8 +63,9 @@ class OnePhase(Phases):
         if run.saved is None:
             run.watch.restart()
         schedule = span_of(run.config, run.batches.steps_per_epoch())
-        with Bar(schedule, run.watch.elapsed if schedule.seconds else run.progress.step) as bar:
-            yield Phase(schedule, bar.show)
+        done = run.watch.elapsed if schedule.seconds else run.progress.step
+        with Bar(schedule.seconds, schedule.steps, done) as bar:
+            yield Phase(schedule, bar)
 
     def summary(self, run: Run) -> tuple[Mapping[str, Any], set[Piece]]:
         return self._data.report, run.batches.learned(0, (run.progress.epoch, run.progress.batch))

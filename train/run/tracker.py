@@ -17,9 +17,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 from eagle_mlx.cpu import blas
@@ -81,7 +82,7 @@ class WandbRun:
         """Send values by name, with lists and dicts flattened, and a table of texts."""
 
         def send() -> None:
-            sent = {"step": step, **flatten(kind, values)}
+            sent = {"step": step, **_flat(kind, values)}
             if texts:
                 columns = ["prompt", "text", "tokens", "rounds", "tokens per round"]
                 cells = [[t["prompt"], t["text"], t["tokens"], t["rounds"], per_round(t)] for t in texts]
@@ -94,7 +95,7 @@ class WandbRun:
         """Send the final results and plots."""
 
         def send() -> None:
-            self._run.summary.update(flatten("final", values))
+            self._run.summary.update(_flat("final", values))
             self._run.log({f"plots/{file.stem}": self._wandb.Image(str(file)) for file in plots})
 
         self._try(send)
@@ -132,18 +133,10 @@ def end_service(seconds: float) -> None:
         ending.join(seconds)
 
 
-def flatten(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten `{"a": [x, y]}` to `{"prefix/a/0": x, "prefix/a/1": y}`, which W&B can plot."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}/{name}"
-        if isinstance(value, Mapping):
-            flat |= flatten(key, value)
-        elif isinstance(value, list):
-            flat |= {f"{key}/{i}": item for i, item in enumerate(value)}
-        else:
-            flat[key] = value
-    return flat
+    leaves = cast(list[tuple[str, Any]], tree_flatten({prefix: dict(values)}))
+    return {name.replace(".", "/"): value for name, value in leaves}
 
 
 def _refusal(error: Exception) -> ConfigError:
