@@ -184,7 +184,7 @@ def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, fol
     if config.optimization.hours:
         report = train_for_hours(target, config, head, resume, stop, claimed=folder, rate=measured.learned)
         return config, report, resume, target
-    prompts = _prompts(target, config, world, head, reserve)
+    prompts = _prompts(target, config, world, head)
     alone = world.size == 1
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, reserve, alone))
     if not world.is_rank_zero:
@@ -214,14 +214,14 @@ def _say(config: TrainConfig, report: Mapping[str, Any], resume: Path | None, ta
         print(f"eagle-serve --target {config.head.target}{adapter} finds it", file=sys.stderr)
 
 
-def _prompts(target: Target, config: TrainConfig, world: World, head: Head | None, reserve: int) -> list[list[int]]:
+def _prompts(target: Target, config: TrainConfig, world: World, head: Head | None) -> list[list[int]]:
     """Return the prompts for acceptance measurements (rank 0 only), after the target made up its data if needed.
 
     Prompts from another source are read first, so that errors show before making data takes hours.
     """
     named = [] if config.prompts_are_heldout or not world.is_rank_zero else heldout_prompts(target, config)
     if config.data.is_self:
-        make_data(target, config, world, head, reserve)
+        make_data(target, config, world, head)
     return named or (heldout_prompts(target, config) if world.is_rank_zero else [])
 
 

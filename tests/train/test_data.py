@@ -20,7 +20,7 @@ from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import storage
 from eagle_mlx.train.data.sources import TrainData, heldout_prompts, training_data
-from eagle_mlx.train.data.storage import choose_cache
+from eagle_mlx.train.data.storage import choose_states
 from tests.fakes import tiny_target
 
 TARGET = tiny_target(vocab=4096, tokenizer=True)
@@ -190,9 +190,13 @@ def test_contradictory_flags_are_refused(tmp_path: Path, capsys: pytest.CaptureF
         (1e9, 1e8, 8e7, "online", "more than the 80.0 MB free on the disk"),
     ],
 )
-def test_where_states_go(cache: float, memory: float, disk: float, place: str, said: str) -> None:
+def test_where_states_go(
+    cache: float, memory: float, disk: float, place: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     meta = ShardMeta("t", 200, 50, (1, 2, 3), bits=8)
-    choice = choose_cache(97_200, meta, cache, memory, disk)
+    monkeypatch.setattr(storage, "free_disk", lambda folder: disk / 0.95)
+    settings = config("none").changed(cache_gb=cache / 1e9)
+    choice = choose_states(settings, 97_200, meta, free=int(memory / 0.8))
     assert choice.place == place
     assert choice.text.startswith("hidden states of 97,200 tokens, 4 layers of 200 values: ")
     assert said in choice.text

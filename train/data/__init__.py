@@ -4,7 +4,7 @@ from .batches import Batches, Rows
 from .examples import Examples, InMemory, Joined, OnDisk
 from .packing import Piece, count_learned
 from .sources import TrainData, capture_rows, data_on_disk, heldout_prompts, training_data
-from .storage import as_asked, choose_states, data_config, free_disk, make_data, self_file, sources_of
+from .storage import choose_states, data_config, free_disk, make_data, self_file, sources_of
 
 __all__ = [
     "Batches",
@@ -15,7 +15,6 @@ __all__ = [
     "Piece",
     "Rows",
     "TrainData",
-    "as_asked",
     "capture_rows",
     "choose_states",
     "count_learned",

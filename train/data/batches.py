@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..distributed import SINGLE_PROCESS, World
 from .examples import Examples
-from .packing import Batch, Piece, Row, batches_of, learned_pieces, padding_of
+from .packing import Batch, Piece, Row, batches_of, cut_into_pieces, padding_of
 
 _PREFETCHED = 4
 """Number of prefetched batches."""
@@ -95,8 +95,13 @@ class Batches:
 
         In epoch `begin`, the samples from index `first` on came first.
         """
-        lengths, rows = self._samples.lengths[:count], self._rows * self._world.size
-        return learned_pieces(lengths, rows, self._length, self._seed, begin, until, first)
+        lengths, (epoch, batch) = self._samples.lengths[:count], until
+        if epoch > begin:
+            every = (cut_into_pieces(sample, tokens, self._length) for sample, tokens in enumerate(lengths))
+            return {piece for pieces in every for piece in pieces}
+        rows = self._rows * self._world.size
+        batches = batches_of(lengths, rows, self._length, self._seed, epoch, first)[:batch] if batch else []
+        return {piece for one in batches for row in one.rows for piece in row}
 
     def _prefetched(self, rows: list[tuple[Row, int]]) -> Generator[Rows, None, None]:
         stream = (

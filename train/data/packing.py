@@ -12,10 +12,6 @@ MIN_TOKENS = 3
 """Minimum tokens of a piece for one draft step: two to read and one to predict."""
 _WINDOW = 256
 """Window of pieces sorted by length, in rows' worth of tokens."""
-_PADDING_THRESHOLD = 0.05
-"""Share of padding that needs no repacking."""
-_MAX_REPACKED_BATCHES = 64
-"""Maximum number of batches to repack."""
 _FULL_SHARE = 32
 """A row is full if less than 1/32 of it is left."""
 
@@ -47,18 +43,13 @@ def cut_into_pieces(sample: int, tokens: int, length: int) -> list[Piece]:
     return [piece for piece in pieces if len(piece) >= MIN_TOKENS]
 
 
-def pack(
-    lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], length: int, filled: int | None = None
-) -> list[Row]:
+def pack(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], length: int) -> list[Row]:
     """Cut samples into pieces of at most `length` tokens and pack them into rows of at most `length` tokens.
 
-    With `filled`, rows are only filled up to that many tokens. Equal inputs give equal rows.
-
-    In each window, the longest pieces come first, and each goes to the fullest row with enough room. So no two rows
-    would fit into one, and at most one row is less than half full.
+    Equal inputs give equal rows. In each window, the longest pieces come first, and each goes to the fullest row with
+    enough room. So no two rows would fit into one, and at most one row is less than half full.
     """
     rows: list[list[Piece]] = []
-    filled = length if filled is None else filled
     open_rows: list[list[int]] = [[] for _ in range(length + 1)]
     """Row indices by remaining room."""
     rooms = 0
@@ -73,7 +64,7 @@ def pack(
                     rooms ^= 1 << room
                 rows[row].append(piece)
             else:
-                room, row = max(filled, len(piece)), len(rows)
+                room, row = length, len(rows)
                 rows.append([piece])
             room -= len(piece)
             if room >= MIN_TOKENS:
@@ -108,11 +99,6 @@ class Batch:
         return sum(len(piece) for row in self.rows for piece in row)
 
 
-def multiple_of(length: int) -> int:
-    """Return the multiple to which widths are rounded up, to limit the number of different widths."""
-    return max(1, length // (2 * _FULL_SHARE))
-
-
 def padding_of(batches: Sequence[Batch]) -> float:
     """Return the share of padding in the batches, 0 to 1."""
     places = sum(len(batch.rows) * batch.width for batch in batches)
@@ -135,61 +121,20 @@ def batches_of(lengths: Sequence[int], rows: int, length: int, seed: int, epoch:
 
 
 def _batch(rows: Sequence[Row], length: int) -> Batch:
-    """Pad the rows to the length of the longest, rounded up."""
-    multiple = multiple_of(length)
+    """Pad the rows to the length of the longest, rounded up to limit the number of different widths."""
+    multiple = max(1, length // (2 * _FULL_SHARE))
     fullest = max(sum(map(len, row)) for row in rows)
     return Batch(tuple(rows), min(length, -(-fullest // multiple) * multiple))
 
 
 def _batches_of(samples: range, lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int) -> list[Batch]:
-    """Return batches of these samples in the order of (seed, epoch).
-
-    If few samples leave much padding, rows are filled less, so that all are about equally full, unless that takes more
-    batches.
-    """
-    order = samples.start + order_of(seed, epoch, len(samples))
-
-    def batched(filled: int) -> list[Batch]:
-        return in_batches(pack(lengths, order, length, filled), rows, length, seed, epoch)
-
-    best = batched(length)
-    if padding_of(best) <= _PADDING_THRESHOLD or len(best) > _MAX_REPACKED_BATCHES:
-        return best
-    step = multiple_of(length)
-    others = [batched(filled) for filled in range(length - step, length // 2, -step)]
-    return min([best, *(other for other in others if len(other) <= len(best))], key=padding_of)
-
-
-def learned_pieces(
-    lengths: Sequence[int], rows: int, length: int, seed: int, begin: int, until: tuple[int, int], first: int = 0
-) -> set[Piece]:
-    """Return the pieces learned from the start of epoch `begin` up to an epoch and its number of batches.
-
-    In epoch `begin`, samples from index `first` on came first.
-    """
-    epoch, batch = until
-    if epoch > begin:
-        return {piece for sample, tokens in enumerate(lengths) for piece in cut_into_pieces(sample, tokens, length)}
-    batches = batches_of(lengths, rows, length, seed, epoch, first)[:batch] if batch else []
-    return {piece for one in batches for row in one.rows for piece in row}
-
-
-def count_learned(lengths: Sequence[int], pieces: Iterable[Piece]) -> tuple[int, int]:
-    """Return the number of samples and tokens in these pieces. A dropped rest of a sample counts too."""
-    found: dict[int, int] = {}
-    for piece in pieces:
-        found[piece.sample] = found.get(piece.sample, 0) + len(piece)
-    tokens = sum(lengths[i] if lengths[i] - seen < MIN_TOKENS else seen for i, seen in found.items())
-    return len(found), tokens
-
-
-def in_batches(packed: Sequence[Row], rows: int, length: int, seed: int, epoch: int) -> list[Batch]:
-    """Group the packed rows into batches of `rows` in the order of (seed, epoch); the last may have fewer.
+    """Return batches of these samples in the order of (seed, epoch); the last may have fewer rows.
 
     Full rows are grouped at random, the others by how full they are. A batch is as wide as its fullest row, rounded up
     to a 64th of `length`, so padding is at most 1/32 of the total plus one batch. The order of batches is random, with
     the short one last.
     """
+    packed = pack(lengths, samples.start + order_of(seed, epoch, len(samples)), length)
     fills = np.array([sum(map(len, row)) for row in packed], np.int64)
     order = order_of(seed + 1, epoch, len(packed))
     left = length - fills[order]
@@ -199,3 +144,12 @@ def in_batches(packed: Sequence[Row], rows: int, length: int, seed: int, epoch: 
     whole = len(packed) // rows
     groups = [groups[i] for i in order_of(seed + 2, epoch, whole)] + groups[whole:]
     return [_batch([packed[row] for row in group.tolist()], length) for group in groups]
+
+
+def count_learned(lengths: Sequence[int], pieces: Iterable[Piece]) -> tuple[int, int]:
+    """Return the number of samples and tokens in these pieces. A dropped rest of a sample counts too."""
+    found: dict[int, int] = {}
+    for piece in pieces:
+        found[piece.sample] = found.get(piece.sample, 0) + len(piece)
+    tokens = sum(lengths[i] if lengths[i] - seen < MIN_TOKENS else seen for i, seen in found.items())
+    return len(found), tokens

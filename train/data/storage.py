@@ -58,19 +58,14 @@ def learns_all(config: TrainConfig) -> bool:
     return data.is_self and not (data.limit or data.keep_turns or data.keep_tokens or data.dedupe != "none")
 
 
-def keeps_states(config: TrainConfig, meta: ShardMeta, reserve: int = 0) -> bool:
+def keeps_states(config: TrainConfig, meta: ShardMeta) -> bool:
     """Return whether to keep hidden states on disk while the target makes up conversations.
 
-    Making takes long and may be interrupted, so memory alone is not enough. `reserve` is as in `choose_states`, which
-    raises if `--states disk` does not have enough room.
+    Making takes long and may be interrupted, so memory is not used. Raises as `choose_states` does.
     """
-    if not learns_all(config):
+    if not learns_all(config) or config.data.states not in ("auto", "disk"):
         return False
-    choice = choose_states(config, config.data.self_tokens, meta, reserve)
-    if config.data.states != "auto":
-        return choice.place == "disk"
-    size = config.data.self_tokens * bytes_per_token(meta)
-    return choice.place != "online" and size <= _room(config, reserve, free_memory())[1]
+    return choose_states(config, config.data.self_tokens, meta, free=0).place == "disk"
 
 
 def cache_folder(config: TrainConfig) -> Path:
@@ -83,43 +78,34 @@ def choose_states(
 ) -> CacheChoice:
     """Choose where to keep the hidden states of `tokens` tokens, with an estimate in words.
 
-    `reserve` is the memory that training needs, in bytes; `free` defaults to this machine's free memory. Raises
-    ConfigError or OutputError if the place in `config.data.states` does not have enough room.
+    `auto` is memory if the float16 states fit, else disk if they fit in `meta.bits`, else online. `reserve` is the
+    memory that training needs, in bytes; `free` defaults to this machine's free memory. Raises ConfigError or
+    OutputError if the place in `config.data.states` does not have enough room.
     """
-    memory, disk = _room(config, reserve, free_memory() if free is None else free)
-    if config.data.states == "auto":
-        return choose_cache(tokens, meta, config.data.cache_gb * 1e9, memory, disk)
-    choice = as_asked(config, tokens, meta)
-    if choice.place == "memory" and choice.size > memory:
-        raise ConfigError(
-            f"{choice.text}: {gb(memory)} of memory are free; use less data (--limit, --max-length) or --states disk"
-        )
-    if choice.place == "disk" and choice.size > disk:
-        raise OutputError(
-            f"{choice.text}: {gb(disk)} are free at {cache_folder(config).absolute()}; free some space, choose "
-            "another --cache-dir, or use --cache-bits 8, less data (--limit, --max-length) or --states online"
-        )
-    return choice
-
-
-def choose_cache(tokens: int, meta: ShardMeta, cache: float, memory: float, disk: float) -> CacheChoice:
-    """Choose memory if the float16 states fit, else disk if they fit in `meta.bits`, else online.
-
-    `cache` limits the cache anywhere; `memory` and `disk` are what is available for it. All are in bytes.
-    """
+    folder, asked = cache_folder(config), config.data.states
+    memory = max(0.0, _MEMORY_SHARE * ((free_memory() if free is None else free) - reserve))
+    # Existing files of the cache count as free, because a capture continues with them.
+    held = [file for place in (folder, unfinished_folder(folder)) for file in place.glob("*") if file.is_file()]
+    disk = _DISK_SHARE * free_disk(folder) + sum(file.stat().st_size for file in held)
     in_memory, on_disk = _choice("memory", tokens, meta), _choice("disk", tokens, meta)
-    if in_memory.size <= min(cache, memory):
-        return in_memory
-    if on_disk.size <= min(cache, disk):
-        return on_disk
-    limit = f"the cache of {gb(cache)}" if cache <= disk else f"the {gb(disk)} free on the disk"
-    return _choice("online", tokens, meta, f"more than {limit}, so ")
-
-
-def as_asked(config: TrainConfig, tokens: int, meta: ShardMeta) -> CacheChoice:
-    """Return the place in `config.data.states`, without checking its free space."""
-    assert config.data.states != "auto"
-    return _choice(config.data.states, tokens, meta)
+    if asked == "auto":
+        cache = config.data.cache_gb * 1e9
+        if in_memory.size <= min(cache, memory):
+            return in_memory
+        if on_disk.size <= min(cache, disk):
+            return on_disk
+        limit = f"the cache of {gb(cache)}" if cache <= disk else f"the {gb(disk)} free on the disk"
+        return _choice("online", tokens, meta, f"more than {limit}, so ")
+    if asked == "memory" and in_memory.size > memory:
+        raise ConfigError(
+            f"{in_memory.text}: {gb(memory)} of memory are free; use less data (--limit, --max-length) or --states disk"
+        )
+    if asked == "disk" and on_disk.size > disk:
+        raise OutputError(
+            f"{on_disk.text}: {gb(disk)} are free at {folder.absolute()}; free some space, choose another --cache-dir, "
+            "or use --cache-bits 8, less data (--limit, --max-length) or --states online"
+        )
+    return _choice(asked, tokens, meta)
 
 
 def _choice(place: Place, tokens: int, meta: ShardMeta, why: str = "") -> CacheChoice:
@@ -138,27 +124,11 @@ def free_disk(folder: str | Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def _room(config: TrainConfig, reserve: int, free: int) -> tuple[float, float]:
-    """Return the bytes of memory and disk that a cache may use.
-
-    Existing files of the cache count as free, because a capture continues with them.
-    """
-    folder = cache_folder(config)
-    held = sum(map(_size, (folder, unfinished_folder(folder))))
-    return max(0.0, _MEMORY_SHARE * (free - reserve)), _DISK_SHARE * free_disk(folder) + held
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) if folder.is_dir() else 0
-
-
-def make_data(
-    target: Target, config: TrainConfig, world: World = SINGLE_PROCESS, head: object = None, reserve: int = 0
-) -> None:
+def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS, head: object = None) -> None:
     """Create the file of conversations on every machine; rank 0 makes it unless it exists.
 
     If one process trains and the disk has room, hidden states are captured at the same time for the layers in the
-    settings or of `head`. `reserve` is the memory that training needs, in bytes.
+    settings or of `head`.
 
     Raises OutputError if other data is in the way, DataError if the target writes nothing usable, TargetError if it
     cannot write user turns, ConfigError if the settings could not read the file.
@@ -168,7 +138,7 @@ def make_data(
     if world.is_rank_zero:
         place = _place(target, config, head)
         alone = world.size == 1
-        _make(target, config, place if alone and keeps_states(config, place.meta, reserve) else None)
+        _make(target, config, place if alone and keeps_states(config, place.meta) else None)
     if world.size == 1:
         return
     # If each machine made the file, rounding differences could give different texts.

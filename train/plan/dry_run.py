@@ -17,7 +17,7 @@ from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.progress import counted
 
 from ..config import TrainConfig, pass_type
-from ..data import as_asked, choose_states, free_disk, self_file
+from ..data import choose_states, free_disk, self_file
 from ..kinds import KINDS, resolved
 from .bound import FLOAT, PROGRAM, Bound, bound_of, described_target
 from .probe import Probe, probe
@@ -106,10 +106,10 @@ def _states(bound: Bound, tokens: int, measured: Probe | None, free: int) -> tup
     if config.data.shards:
         return "disk", f"those in {', '.join(config.data.shards)}", 0
     meta = shard_meta(bound.target, layers, config.data.cache_bits)
-    if config.data.states != "auto":
-        choice = as_asked(config, tokens, meta)
-    else:
+    try:
         choice = choose_states(config, tokens, meta, measured.memory if measured else bound.memory, free)
+    except EagleError as e:
+        return config.data.states, str(e), 0
     return choice.place, choice.text, choice.size if choice.place == "disk" else 0
 
 
