@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from eagle_mlx.errors import CheckpointError, OutputError
+from pydantic import TypeAdapter
+
+from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import write_whole
 
 from ..step import WarmupStableDecay
@@ -71,13 +72,8 @@ class Journal:
 
 
 def write(folder: Path, journal: Journal) -> None:
-    """Write the journal into a run's folder. Raises OutputError."""
-    try:
-        write_whole(folder / FILE, (json.dumps(asdict(journal), indent=1) + "\n").encode())
-    except OSError as e:
-        raise OutputError(
-            f"{folder / FILE} could not be written: {e.strerror or e}; free some space and --resume"
-        ) from e
+    """Write the journal into a run's folder. Raises OSError."""
+    write_whole(folder / FILE, TypeAdapter(Journal).dump_json(journal, indent=1) + b"\n")
 
 
 def read(folder: Path) -> Journal:
@@ -86,12 +82,6 @@ def read(folder: Path) -> Journal:
     if not file.exists():
         return Journal()
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        return Journal(values["elapsed"], values["prompts"], tuple(map(_portion, values["portions"])))
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        return TypeAdapter(Journal).validate_json(file.read_bytes())
+    except (OSError, ValueError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}; start another run") from e
-
-
-def _portion(values: dict[str, Any]) -> Portion:
-    schedule = WarmupStableDecay(**values["schedule"]) if values["schedule"] else None
-    return Portion(**{**values, "schedule": schedule, "until": tuple(values.get("until", (0, 0)))})

@@ -134,11 +134,11 @@ def run_folder(
     try:
         with contextlib.nullcontext(claimed) if claimed else claim(output, overwrite, resume) as folder:
             yield folder
-    except OSError as e:
-        how = ""
+    except (OSError, OutputError) as e:
+        text = f"{output} could not be written: {e.strerror or e}" if isinstance(e, OSError) else str(e)
         if folder is not None and worth_keeping(folder):
-            how = f"; the results so far are kept: free some space, then continue with eagle-train --resume {folder}"
-        raise OutputError(f"{output} could not be written: {e.strerror or e}{how}") from e
+            text += f"; the results so far are kept: free some space, then continue with eagle-train --resume {folder}"
+        raise OutputError(text) from e
 
 
 @contextlib.contextmanager

@@ -9,12 +9,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
+from pydantic import TypeAdapter
 
-from eagle_mlx.errors import CheckpointError, OutputError
+from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.tensors import write_tensors
 
@@ -61,19 +62,16 @@ class Checkpoint:
 def save(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write a checkpoint into a run's folder, then remove all but the newest `keep`.
 
-    The write is atomic and flushed to disk. Raises OutputError if the disk is full or cannot be written. The error
-    names the newest earlier checkpoint, and earlier ones are not touched.
+    The write is atomic and flushed to disk. Raises OutputError if the disk is full or cannot be written; earlier
+    checkpoints are not touched.
     """
     folder = run / STATES / f"step-{checkpoint.state.progress.step:08d}"
-    try:
-        with new_folder(folder, overwrite=True) as part:
-            write_tensors(part / _HEAD, checkpoint.head)
-            write_tensors(part / _STEPPER, checkpoint.stepper)
-            sums = {name: _digest(part / name) for name in (_HEAD, _STEPPER)}
-            about = {"version": _VERSION, "sha256": sums, "state": dataclasses.asdict(checkpoint.state)}
-            (part / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
-    except OutputError as e:
-        raise OutputError(f"{e}; {_earlier(run)}") from e
+    with new_folder(folder, overwrite=True) as part:
+        write_tensors(part / _HEAD, checkpoint.head)
+        write_tensors(part / _STEPPER, checkpoint.stepper)
+        sums = {name: _digest(part / name) for name in (_HEAD, _STEPPER)}
+        about = {"version": _VERSION, "sha256": sums, "state": dataclasses.asdict(checkpoint.state)}
+        (part / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
     for old in _folders(run)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
@@ -103,7 +101,7 @@ def load(folder: Path) -> Checkpoint:
         for name, digest in about["sha256"].items():
             if _digest(folder / name) != digest:
                 raise CheckpointError(f"{folder / name} is damaged: its SHA-256 does not match")
-        state = _state(about["state"])
+        state = TypeAdapter(RunState).validate_python(about["state"])
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{folder} cannot be read: {type(e).__name__} {e}") from e
     head, stepper = (cast(Arrays, mx.load(str(folder / name))) for name in (_HEAD, _STEPPER))
@@ -117,12 +115,7 @@ def weights_of(head: Head) -> Arrays:
 
 
 def load_weights(head: Head, weights: Arrays) -> None:
-    """Restore a head's weights. Raises CheckpointError if their shapes differ."""
-    has = {name: weight.shape for name, weight in weights_of(head).items()}
-    given = {name: weight.shape for name, weight in weights.items()}
-    if has != given:
-        odd = sorted(name for name in has.keys() | given.keys() if has.get(name) != given.get(name))
-        raise CheckpointError(f"the saved state belongs to a head of another shape: {odd[0]} differs")
+    """Restore a head's weights."""
     head.update(tree_unflatten(list(weights.items())))
 
 
@@ -140,23 +133,6 @@ def _folders(run: Path) -> list[Path]:
     return sorted((run / STATES).glob("step-*"), reverse=True)
 
 
-def _state(values: dict[str, Any]) -> RunState:
-    nested = {
-        "progress": Progress(**values["progress"]),
-        "untrained": Acceptance(**values["untrained"]),
-        "best": Acceptance(**values["best"]) if values["best"] else None,
-        "recent": [StepResult(**one) for one in values["recent"]],
-    }
-    return RunState(**{**values, **nested})
-
-
 def _digest(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _earlier(run: Path) -> str:
-    """Return the error message's remedy for a state that could not be written."""
-    if not (folders := _folders(run)):
-        return "there is no earlier state; free some space and start again"
-    return f"{folders[0]} is intact: free some space and continue from there with `eagle-train --resume {run}`"

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map, tree_reduce, tree_unflatten
 from numpy.typing import NDArray
 
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread, use_shortcuts
-from eagle_mlx.errors import CheckpointError, EagleError
+from eagle_mlx.errors import EagleError
 from eagle_mlx.formats.tensors import EXACT
 from eagle_mlx.hidden_states import last_of
 from eagle_mlx.memory import FreedBuffers
@@ -226,11 +226,8 @@ class Stepper:
         return own | {f"{_OPTIMIZER}{name}": value for name, value in self._optimizers.arrays().items()}
 
     def restore(self, state: Mapping[str, mx.array]) -> None:
-        """Restore the result of `state`. Raises CheckpointError if it belongs to another head or optimizer."""
-        if _STEP not in state:
-            raise CheckpointError(f"the trainer's state has no {_STEP!r}; was it written by eagle-train?")
-        others = {name.removeprefix(_OPTIMIZER): value for name, value in state.items() if name != _STEP}
-        self._optimizers.restore(others)
+        """Restore the result of `state`."""
+        self._optimizers.restore({name.removeprefix(_OPTIMIZER): value for name, value in state.items()})
         self._steps = int(np.array(state[_STEP]))
 
     def _plain_gradients(self, parts: list[Arrays]) -> tuple[list[mx.array], Any]:
