@@ -10,7 +10,13 @@ from eagle_mlx.command import exit_code
 from eagle_mlx.errors import ConfigError
 
 EXTRAS = {
-    "train": {"datasets": "datasets", "matplotlib": "matplotlib", "mlx-data": "mlx.data", "wandb": "wandb"},
+    "train": {
+        "datasets": "datasets",
+        "matplotlib": "matplotlib",
+        "mlx-data": "mlx.data",
+        "pydantic": "pydantic",
+        "wandb": "wandb",
+    },
     "serve": {
         "fastapi": "fastapi",
         "httpx": "httpx",

@@ -21,11 +21,11 @@ from eagle_mlx.target import Target, fingerprint
 from .config import NOT_WITH_HOURS, SELF, TrainConfig, named_settings
 from .data import data_config, heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
-from .hours import train_for_hours
+from .hours import HoursPhases
 from .kinds import KINDS, Head, resolved
 from .plan import Recipe, bound_of, load_recipe, plan_of, probe, recipe_for, recipe_names
 from .report import command as report_command
-from .run import BEST, check_incomplete, check_wandb, claim, existing_head, resumed_config, run_worker, train
+from .run import BEST, OnePhase, check_incomplete, check_wandb, claim, existing_head, resumed_config, run_worker, train
 
 OWN_RECIPE = ""
 """The value of `--recipe` without a name: use the target's recipe."""
@@ -182,8 +182,8 @@ def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, fol
     if world.is_rank_zero:
         print(f"measured: {measured}", file=sys.stderr)
     if config.optimization.hours:
-        report = train_for_hours(target, config, head, resume, stop, claimed=folder, rate=measured.learned)
-        return config, report, resume, target
+        phases = HoursPhases(measured.learned)
+        return config, train(target, phases, config, head, resume, stop, claimed=folder), resume, target
     prompts = _prompts(target, config, world, head)
     alone = world.size == 1
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, reserve, alone))
@@ -192,7 +192,8 @@ def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, fol
         return None
     config = config if config.data.shards else config.changed(states=data.place)  # for resumed runs too
     print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
-    return config, train(target, data, prompts, config, head, resume, stop, world, folder), resume, target
+    phases = OnePhase(data, prompts)
+    return config, train(target, phases, config, head, resume, stop, world, claimed=folder), resume, target
 
 
 def _say(config: TrainConfig, report: Mapping[str, Any], resume: Path | None, target: Target) -> None:

@@ -32,7 +32,7 @@ from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import Batches, InMemory, TrainData, training_data
 from eagle_mlx.train.evaluation import Acceptance, Evaluator
 from eagle_mlx.train.kinds import resolved
-from eagle_mlx.train.run import LAST, train
+from eagle_mlx.train.run import LAST, OnePhase, train
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 RECIPES = {"eagle3": "demo.yaml", "eagle": "demo-eagle.yaml", "mtp": "demo-mtp.yaml"}
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
             output = folder / f"{kind}-{budget}"
             print(f"\n== {TITLES[kind]}, equal {budget}", flush=True)
             data, config = data_of(kind, captured, target), config_of(kind, args, budget, output, steps)
-            report = train(target, data, prompts, config)
+            report = train(target, OnePhase(data, prompts), config)
             head: Any = load_head(output / LAST, target)
             found = {depth: measure(target, head, prompts, depth, args.max_tokens) for depth in args.depths}
             size = sum(weight.size for weight in weights_of(head).values())

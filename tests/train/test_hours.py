@@ -32,9 +32,9 @@ from eagle_mlx.target import Target, fingerprint, load_target
 from eagle_mlx.train.cli import main, new_run
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.evaluation import Evaluator
-from eagle_mlx.train.hours import portions, train_for_hours
-from eagle_mlx.train.hours.division import Next, Rates, next_portion, seconds_to_learn
-from eagle_mlx.train.run import Stopwatch, loop
+from eagle_mlx.train.hours import HoursPhases, portions
+from eagle_mlx.train.hours.phases import Next, Rates, next_portion, seconds_to_learn
+from eagle_mlx.train.run import Stopwatch, loop, train
 from eagle_mlx.train.step import Stepper, WarmupStableDecay
 from tests.fakes import talking_target_folder
 from tests.full import in_full, some
@@ -42,6 +42,10 @@ from tests.train.empty_pictures import leave_empty_pictures
 
 HOURS = 0.012
 SHORT = partial(MakeConfig, user_tokens=30, max_tokens=12)
+
+
+def train_for_hours(target: Target, config: TrainConfig, **how: Any) -> dict[str, Any]:
+    return train(target, HoursPhases(), config, **how)
 
 
 class Clock:
@@ -374,7 +378,7 @@ def test_if_no_more_data_can_be_made_the_rest_of_the_time_goes_to_learning(
 ) -> None:
     clock, make = Clock(monkeypatch), portions.Portions.make
 
-    def fails(self: portions.Portions, number: int, *args: Any) -> tuple[int, int]:
+    def fails(self: portions.Portions, number: int, *args: Any) -> int:
         if number:
             raise DataError("the target writes too little")
         return make(self, number, *args)

@@ -30,8 +30,7 @@ from eagle_mlx.train.cli import main as train
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.publish.bundle import public, public_command
 from eagle_mlx.train.publish.cli import main
-from eagle_mlx.train.publish.figures import of_bench, of_training
-from eagle_mlx.train.publish.recipe import data_sets, train_command
+from eagle_mlx.train.publish.figures import data_sets, of_bench, of_training, train_command
 from eagle_mlx.train.publish.source import read_source
 from tests import hub_server
 from tests.eagle_mlx.heads import eagle, eagle3, mtp
@@ -144,7 +143,7 @@ def test_a_config_without_paths_is_published_unchanged(online: hub_server.Hub, t
     assert main([str(folder), "--repo", REPO, "--license", "mit", "--private"]) == 0
     repo = online.repos[REPO]
     assert repo.private
-    assert repo.files["config.json"] == (folder / "config.json").read_bytes()
+    assert json.loads(repo.files["config.json"]) == json.loads((folder / "config.json").read_text())
     assert repo.commits == ["Publish an EAGLE-3 head for owner/tiny"]
 
 
@@ -372,7 +371,8 @@ def test_the_last_head_of_a_run_has_its_own_figures(made: Made) -> None:
     told = replace(source, report={**source.report, "acceptance": {"last": {**FOUND, "acceptance_length": 1.5}}})
     figures = of_training(told, "owner/tiny")
     assert figures is not None
-    assert figures.taus == [("chats.jsonl, held out", "7", "3", "0", "2", "1.50", "0.50 0.50")]
+    [run] = figures.taus
+    assert (figures.data, run["prompts"], run["acceptance_length"]) == ("chats.jsonl, held out", 7, 1.5)
     assert of_training(replace(told, which="best"), "owner/tiny") is None
 
 

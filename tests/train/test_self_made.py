@@ -25,7 +25,7 @@ from eagle_mlx.train.data import InMemory, sources, storage
 from eagle_mlx.train.data.sources import heldout_prompts, training_data
 from eagle_mlx.train.data.storage import states_of_made
 from eagle_mlx.train.kinds import resolved
-from eagle_mlx.train.run import train
+from eagle_mlx.train.run import OnePhase, train
 from tests.fakes import interrupt_after, talking_target_folder, tiny_target_folder
 
 TOKENS = 300
@@ -104,7 +104,8 @@ def test_the_states_are_those_of_the_forwards_that_made_the_data(
     losses = []
     for name, data in (("made", made), ("again", replace(made, samples=InMemory(again)))):
         config = config_of(talker, tmp_path / name).changed(start="random")  # least squares amplify rounding
-        losses.append(train(target, data, heldout_prompts(target, config_of(talker, out)), config)["loss"])
+        phases = OnePhase(data, heldout_prompts(target, config_of(talker, out)))
+        losses.append(train(target, phases, config)["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 

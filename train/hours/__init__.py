@@ -1,5 +1,5 @@
 """Runs with a time limit (`--hours`), which alternate between making data with the current head and learning."""
 
-from .phases import train_for_hours
+from .phases import HoursPhases
 
-__all__ = ["train_for_hours"]
+__all__ = ["HoursPhases"]

@@ -30,8 +30,6 @@ class Portion:
     tokens: int | None = None
     """Tokens that were made; None until the portion is complete."""
     made_seconds: float = 0.0
-    rows: int = 0
-    """Conversations made at the same time; 0 if unknown."""
     schedule: WarmupStableDecay | None = None
     """Schedule of the learning phase; None before it begins."""
     epoch: int = 0

@@ -9,7 +9,6 @@ from pathlib import Path
 import mlx.core as mx
 
 from eagle_mlx.data_pipelines import (
-    FIRST_ROWS,
     DataConfig,
     Enough,
     Limits,
@@ -72,14 +71,13 @@ class Portions:
         config = self._config if named else self._config.changed(eval_data=str(self._folder / _HELD_OUT))
         return heldout_prompts(self._target, config)
 
-    def make(self, number: int, wanted: int, expected: int, limits: Limits, head: Path | str | None) -> tuple[int, int]:
-        """Make a portion, or the rest of it. Return its number of tokens, and the batch size that made it.
+    def make(self, number: int, wanted: int, expected: int, limits: Limits, head: Path | str | None) -> int:
+        """Make a portion, or the rest of it. Return its number of tokens.
 
         `wanted`: tokens; 0 for as many as the `limits` allow. `expected`: hidden states are saved if those of this many
         tokens fit. `head`: drafts the text, without changing it. Raises DataError if there is nothing usable,
         OutputError if it cannot be written.
         """
-        rows = FIRST_ROWS
         if not (self._has_states(number) or self._file(number).exists()):
             keeps = not number or self._fits(expected)
             place = ShardPlace(self._shards(number), self._meta) if keeps else None
@@ -89,9 +87,8 @@ class Portions:
             tokens, limits = Wanted(tokens=wanted or _ALL), replace(limits, known=self._known(number))
             engine = making_engine(self._target, place, drafts)
             make_to_file(engine, self._making(number), tokens, self._file(number), place=place, limits=limits)
-            rows = engine.max_batch
             mx.clear_cache()  # free the KV caches before training
-        return sum(self._samples(number).lengths), rows
+        return sum(self._samples(number).lengths)
 
     def conversations(self, count: int) -> int:
         """Return the number of samples in the first `count` portions."""

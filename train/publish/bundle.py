@@ -46,7 +46,7 @@ def write_bundle(folder: Path, source: Source, card: ModelCard, base: str) -> No
 
 
 def _write_config(folder: Path, source: Source, base: str) -> None:
-    """Copy the config unchanged, unless it has local paths or another base model than `base`."""
+    """Write the config without local paths, and with `base` as the base model."""
     config = public(source.config)
     noted = config.get("eagle_mlx")
     if isinstance(noted, dict):
@@ -57,10 +57,7 @@ def _write_config(folder: Path, source: Source, base: str) -> None:
     verifier = fields_of(fields_of(config, "speculators_config"), "verifier")
     if isinstance(verifier, dict):
         verifier["name_or_path"] = None if by_mlx_community(base) else base
-    if config == source.config:
-        shutil.copyfile(source.folder / CONFIG, folder / CONFIG)
-    else:
-        _write_json(folder / CONFIG, config)
+    _write_json(folder / CONFIG, config)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -13,8 +13,7 @@ from eagle_mlx.heads.precision import described, quantization_of
 from eagle_mlx.progress import tokens_per_second
 
 from .bundle import PLOTS, public
-from .figures import Figures, machine_line
-from .recipe import data_sets, draft_steps, train_command, training_data
+from .figures import Figures, data_sets, depth_of, machine_line, train_command, training_data
 from .source import Source
 
 DEPTH = 4
@@ -84,11 +83,11 @@ def make_card(
 
 def _environment() -> Environment:
     made = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True)
-    made.filters.update(public=lambda value: public(value or ""), number=_number)
+    made.filters.update(public=lambda value: public(value or ""), number=_number, two_digits=_two_digits)
     made.globals.update(
         row=_row,
         link=lambda repo: f"[{repo}](https://huggingface.co/{repo})",
-        draft_steps=draft_steps,
+        depth_of=depth_of,
         tokens_per_second=tokens_per_second,
         machine_line=machine_line,
         plots=PLOTS,
@@ -105,3 +104,8 @@ def _row(*cells: object) -> str:
 
 def _number(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else ""
+
+
+def _two_digits(values: Sequence[object]) -> str:
+    """Format numbers; None and undefined values are left out."""
+    return " ".join(f"{value:.2f}" for value in values if isinstance(value, int | float))

@@ -1,8 +1,10 @@
-"""Measurements for a card, from the training run and from `eagle-bench --json`."""
+"""The facts of a card: measurements of the training run and of `eagle-bench --json`, and how the head was trained."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,32 +13,40 @@ from typing import Any
 from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError
 
-from ..config import SELF
+from ..config import SELF, TrainConfig, flag
 from ..run import BEST
 from .bundle import last_name, public, public_command
-from .recipe import train_command
 from .source import Source
 
 _HEAD_MODES = ("eagle", "mtp")
 """Modes of eagle-bench in which a head drafts."""
+_SHOWN = {"left_out_looping", "temperature", "acceptance_length", "acceptance_by_position"}
+"""Fields of a run that the card shows."""
 _OWN_FLAGS = ("--json", "--plot", "--quiet", "--head", "--target")
 """Flags of eagle-bench that do not affect results, or that the card sets itself."""
+
+_LEFT_OUT = (
+    *("target", "output", "overwrite", "wandb", "wandb_project", "checkpoints", "checkpoint_minutes"),
+    *("states", "cache_bits", "cache_dir", "cache_gb"),
+)
+"""Settings that do not affect the head, and `target`, which is given by its public name."""
+_DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(:[\w.-]+){0,2}")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Measurements of one command, as cells of the card's tables."""
+    """Measurements of one command."""
 
     command: str
     how: str
     machine: str
     depth: int
     """Best number of draft tokens per round."""
-    taus: list[tuple[str, ...]]
-    """For each depth and temperature: data, prompts, prompts left out, temperature, depth, τ, acceptance by position.
-    """
-    speeds: list[tuple[str, ...]]
-    """For each mode: its name, rows, depth, temperature, tokens/s, ratio to mlx-lm and to plain, τ, identical texts."""
+    data: str
+    taus: list[Mapping[str, Any]]
+    """Runs with a head, as in eagle-bench's JSON: one for each depth and temperature."""
+    speeds: list[Mapping[str, Any]]
+    """All runs."""
 
 
 def of_training(source: Source, target: str) -> Figures | None:
@@ -56,7 +66,7 @@ def of_training(source: Source, target: str) -> Figures | None:
     how += ", which chose this checkpoint" if source.which == BEST else ""
     how += f"; greedy, up to {config['eval_tokens']} new tokens each." if config.get("eval_tokens") else "; greedy."
     command, machine = train_command(config, target), machine_line(report.get("machine") or {})
-    return Figures(command, how, machine, int(found["depth"]), [_tau(f"{shown}, held out", run)], [])
+    return Figures(command, how, machine, int(found["depth"]), f"{shown}, held out", [run], [])
 
 
 def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
@@ -76,44 +86,30 @@ def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
                 f"{file} has results of another head, {last_name(str(written.get('head')))}: its weights differ from "
                 f"those in {source.folder}; measure this head"
             )
-        data = last_name(str(written.get("prompts") or "prompts"))
         runs = [run for run in written["runs"] if run["prompts"]]
         with_head = [run for run in runs if run["mode"] in _HEAD_MODES]
         if not with_head:
             raise ConfigError(f"{file} has no results of a head; run eagle-bench with --head and mode eagle")
+        if missing := _SHOWN - set.intersection(*map(set, runs)):
+            raise KeyError(*missing)
         best = max(with_head, key=lambda run: (run["batch"] == 1, run["tokens_per_second"]))
         # Of each depth and temperature, the run with the fewest rows: the others repeat the same acceptance.
-        first = {(_depth(run), run["temperature"]): run for run in sorted(with_head, key=lambda run: -run["batch"])}
+        first = {(depth_of(run), run["temperature"]): run for run in sorted(with_head, key=lambda run: -run["batch"])}
         return Figures(
             public_command(written.get("command") or "eagle-bench", {"--target": target, "--head": repo}, _OWN_FLAGS),
             _how(written),
             machine_line({**(written.get("machine") or {}), "eagle_mlx": written.get("eagle_mlx")}),
             int(best["depth"]),
-            [_tau(data, run) for run in with_head if run in first.values()],
-            [_speed(run) for run in runs],
+            last_name(str(written.get("prompts") or "prompts")),
+            [run for run in with_head if run in first.values()],
+            runs,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise ConfigError(f"{file} was not written by this version of eagle-bench --json ({e!r})") from e
 
 
-def _tau(data: str, run: Mapping[str, Any]) -> tuple[str, ...]:
-    counts = (str(run["prompts"]), str(run["left_out_looping"]))
-    shares = " ".join(f"{share:.2f}" for share in run["acceptance_by_position"])
-    return (data, *counts, f"{run['temperature']:g}", _depth(run), f"{run['acceptance_length']:.2f}", shares)
-
-
-def _speed(run: Mapping[str, Any]) -> tuple[str, ...]:
-    ratios = [run.get("ratio_to_mlx_lm"), run.get("ratio_to_plain")]
-    identical = run.get("identical_count")
-    return (
-        *(run["mode"], str(run["batch"]), _depth(run), f"{run['temperature']:g}", f"{run['tokens_per_second']:.1f}"),
-        *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-        f"{run['acceptance_length']:.2f}",
-        "" if identical is None else f"{identical} of {run['prompts'] + run['left_out_looping']}",
-    )
-
-
-def _depth(run: Mapping[str, Any]) -> str:
+def depth_of(run: Mapping[str, Any]) -> str:
+    """Describe how much a run drafts in a round."""
     if not run["depth"]:
         return ""
     size = f"{run['depth']}, tree of {run['nodes']}" if run.get("nodes") else str(run["depth"])
@@ -147,3 +143,50 @@ def machine_line(machine: Mapping[str, Any]) -> str:
         "blas": "BLAS: {}",
     }
     return ", ".join(text.format(public(machine[key])) for key, text in parts.items() if machine.get(key))
+
+
+def train_command(config: Mapping[str, Any], target: str) -> str:
+    """Return a run's command line from its report, with the target's hub id and settings that are not defaults."""
+    defaults = json.loads(json.dumps(TrainConfig().flat()))
+    words = ["eagle-train", "--target", target]
+    for name, value in config.items():
+        # The default of `data` depends on the target.
+        is_default = bool(config.get("shards")) if name == "data" else value == defaults.get(name)
+        if name in _LEFT_OUT or is_default or value in ("", None, []):
+            continue
+        own = flag(name)
+        shown = public(value, name)
+        if isinstance(value, bool):
+            words.append(own if value else f"--no-{own[2:]}")
+        elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+            words += [word for item in shown for word in (own, item)]
+        else:
+            words += [own, *map(_plain, shown if isinstance(value, list) else [shown])]
+    return shlex.join(words)
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def data_sets(source: Source) -> list[str]:
+    """Return the hub ids of the training data sets."""
+    config = (source.report or {}).get("config") or {}
+    if config.get("shards"):
+        return []
+    found = (_DATA_SET.fullmatch(name) for name in map(public, config.get("data") or ()))
+    return [match.group(1) for match in found if match]
+
+
+def training_data(source: Source) -> str:
+    """Describe the training data: its sources, and how much of it was learned from."""
+    report = source.report or {}
+    config, data = report.get("config") or {}, report.get("data") or {}
+    named = ["generated by the target" if name == SELF else str(name) for name in public(config.get("data") or [])]
+    shards = public(config.get("shards") or [], "shards")
+    sources = f"hidden states of {', '.join(shards)}" if shards else ", ".join(named)
+    keys = {"conversations": "conversations", "tokens": "tokens", "loss_tokens": "with loss"}
+    if data.get("learned_tokens", data.get("tokens")) != data.get("tokens"):  # the run did not reach all of it
+        keys = {"learned_conversations": "conversations", "learned_tokens": "tokens"}
+    amount = ", ".join(f"{data[key]:,} {what}" for key, what in keys.items() if data.get(key) is not None)
+    return f"{sources}: {amount}" if amount else sources

@@ -2,8 +2,8 @@
 
 from . import state
 from .folder import MADE, claim, resumed_config
-from .loop import BEST, LAST, REPORT, Run, check_incomplete, train, train_phases
-from .phases import Phase, Phases
+from .loop import BEST, LAST, REPORT, Run, check_incomplete, train
+from .phases import OnePhase, Phase, Phases
 from .progress import Bar, Stopwatch
 from .start import existing_head, new_head
 from .tracker import check_wandb
@@ -15,6 +15,7 @@ __all__ = [
     "MADE",
     "REPORT",
     "Bar",
+    "OnePhase",
     "Phase",
     "Phases",
     "Run",
@@ -28,5 +29,4 @@ __all__ = [
     "run_worker",
     "state",
     "train",
-    "train_phases",
 ]

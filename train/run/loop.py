@@ -28,7 +28,7 @@ from ..report import write_plots
 from ..step import NotFiniteError, Schedule, Stepper, StepResult
 from . import state
 from .folder import Identity, check_same, run_folder, write_identity
-from .phases import OnePhase, Phase, Phases
+from .phases import Phase, Phases
 from .progress import Progress, Stopwatch, mean, means
 from .start import new_head
 from .state import Checkpoint, RunState
@@ -41,21 +41,6 @@ _DEFAULT_EVALS = 10
 
 
 def train(
-    target: Target,
-    data: TrainData,
-    prompts: list[list[int]],
-    config: TrainConfig,
-    head: Head | None = None,
-    resume: Path | None = None,
-    stop: Stop | None = None,
-    world: World = SINGLE_PROCESS,
-    claimed: Path | None = None,
-) -> dict[str, Any]:
-    """Train a head on existing data in one phase; see `train_phases`."""
-    return train_phases(target, OnePhase(data, prompts), config, head, resume, stop, world, claimed=claimed)
-
-
-def train_phases(
     target: Target,
     phases: Phases,
     config: TrainConfig,
