@@ -182,8 +182,8 @@ def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, fol
     if world.is_rank_zero:
         print(f"measured: {measured}", file=sys.stderr)
     if config.optimization.hours:
-        phases = HoursPhases(measured.learned)
-        return config, train(target, phases, config, head, resume, stop, claimed=folder), resume, target
+        hours = HoursPhases(measured.learned)
+        return config, train(target, hours, config, head, resume, stop, claimed=folder), resume, target
     prompts = _prompts(target, config, world, head)
     alone = world.size == 1
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, reserve, alone))
