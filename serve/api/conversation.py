@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Discriminator
@@ -16,14 +16,14 @@ from starlette.responses import Response
 
 from eagle_mlx.request import Output
 
-from ..chat import Delta, ToolCall
+from ..chat import Delta
 from . import schema
 from .answer import Writer, stream_answers
 from .chat import ChatAnswer, DeltaStream, prepare_chat
 from .errors import ApiError
 from .flow import COMMENT, respond
 from .model import Loaded, check
-from .schema import ChatRequest
+from .schema import Body, ChatRequest, ToolName
 from .service import Call, Service
 from .worker import RequestEvent
 
@@ -63,24 +63,21 @@ class Conversation:
             for turn in self._turns
         ]
 
-    def say(self, role: Literal["system", "user"], text: str) -> None:
-        if self._turns and self._turns[-1]["role"] == role:
-            self._turns[-1]["content"] += [PARAGRAPH, text]
-        else:
-            self._turns.append({"role": role, "content": [text]})
-
-    def answer(self, text: str) -> None:
-        """Append text to the model's message, without a separator."""
-        self._open_turn["content"].append(text)
+    def say(self, role: Literal["system", "user", "assistant"], text: str) -> None:
+        """Add text: to the model's message as it is, to another as a paragraph."""
+        content = self._turn(role)["content"]
+        if content and role != "assistant":
+            content.append(PARAGRAPH)
+        content.append(text)
 
     def think(self, text: str) -> None:
-        self._open_turn.setdefault("reasoning_content", []).append(text)
+        self._turn("assistant").setdefault("reasoning_content", []).append(text)
 
     def call(self, id: str, name: str, arguments: str) -> None:
         """Add a tool call. arguments: the JSON text of an object."""
         self._made.add(id)
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self._open_turn.setdefault("tool_calls", []).append(call)
+        self._turn("assistant").setdefault("tool_calls", []).append(call)
 
     def result(self, id: str, text: str, where: str) -> None:
         """Add the result of a call. Raises ApiError 400 that names the field `where` if there is no such call."""
@@ -89,11 +86,10 @@ class Conversation:
             raise ApiError(400, f"{where}: {said}", where)
         self._turns.append({"role": "tool", "tool_call_id": id, "content": [text]})
 
-    @property
-    def _open_turn(self) -> dict[str, Any]:
-        """Return the model's message, opening one if needed."""
-        if not self._turns or self._turns[-1]["role"] != "assistant":
-            self._turns.append({"role": "assistant", "content": []})
+    def _turn(self, role: str) -> dict[str, Any]:
+        """Return the last message if it is of this role, else a new one."""
+        if not self._turns or self._turns[-1]["role"] != role:
+            self._turns.append({"role": role, "content": []})
         return self._turns[-1]
 
 
@@ -111,6 +107,17 @@ def one_of(*kinds: str, alike: Mapping[str, str] | None = None, strange: str | N
 
     said = f"the type must be one of {', '.join(kinds)}"
     return Discriminator(tag, custom_error_type="unknown_block", custom_error_message=said)
+
+
+class OwnTool(Body):
+    """A tool that the client runs."""
+
+    name: ToolName
+    description: str | None = None
+    strict: bool | None = None
+    # Ignored: all tools are in the prompt, and clients call them all themselves.
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
 
 
 class BareTool(BaseModel):
@@ -158,26 +165,13 @@ class Names:
         return text
 
 
-@dataclass
-class Part:
-    kind: Literal["text", "reasoning", "call"]
-    text: str = ""
-    call: ToolCall | None = None
-
-    @classmethod
-    def of(cls, delta: Delta) -> Self:
-        if delta.tool_call is not None:
-            return cls("call", call=delta.tool_call)
-        return cls("reasoning", delta.reasoning) if delta.reasoning else cls("text", delta.content)
-
-
 class PartsAnswer(Writer):
     """A chat's answer in parts. Its stream starts, extends and ends each part before the next."""
 
     def __init__(self, call: Call, chat: ChatAnswer):
         self.call, self.chat, self.requests = call, chat, chat.requests
-        self.parts: list[Part] = []
-        """The parts so far; the last may grow."""
+        self.parts: list[Delta] = []
+        """Joined deltas; the last may grow."""
         self._deltas = DeltaStream(chat)
 
     @abstractmethod
@@ -185,7 +179,7 @@ class PartsAnswer(Writer):
         """Return the events that start the last part."""
 
     @abstractmethod
-    def extend(self, more: Part) -> str:
+    def extend(self, more: Delta) -> str:
         """Return the event that adds to the last part."""
 
     @abstractmethod
@@ -209,15 +203,16 @@ class PartsAnswer(Writer):
         return stream_answers(self.call, [self], self.fail)
 
     def write(self, event: RequestEvent) -> str:
-        return "".join(self._piece(Part.of(delta)) for delta in self._deltas.push(event))
+        return "".join(map(self._piece, self._deltas.push(event)))
 
-    def _piece(self, part: Part) -> str:
-        if self.parts and self.parts[-1].kind == part.kind != "call":
-            self.parts[-1].text += part.text
-            return self.extend(part)
-        last = self.end("completed")
-        self.parts.append(part)
-        return last + self.start() + self.extend(part)
+    def _piece(self, delta: Delta) -> str:
+        last = self.parts[-1] if self.parts else None
+        if last and last.tool_call is delta.tool_call is None and bool(last.reasoning) == bool(delta.reasoning):
+            self.parts[-1] = Delta(last.content + delta.content, last.reasoning + delta.reasoning)
+            return self.extend(delta)
+        before = self.end("completed")
+        self.parts.append(delta)
+        return before + self.start() + self.extend(delta)
 
 
 async def answer_chat(

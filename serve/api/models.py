@@ -170,12 +170,12 @@ class Models:
             except Exception as e:
                 service.state = "failed"
                 self._taken.pop(service.name, None)
+                is_reported = service.name in self._starting and isinstance(e, EagleError)  # as the server ends
                 if service.name not in self._starting:
                     service.worker.failure = None  # let the next request try again
-                if not isinstance(e, EagleError):
-                    log.error("model %s could not be loaded", service.name, exc_info=e)
-                elif service.name not in self._starting:  # else the server ends and reports it then
-                    log.error("model %s could not be loaded: %s", service.name, e)
+                if not is_reported:
+                    details = None if isinstance(e, EagleError) else e
+                    log.error("model %s could not be loaded: %s", service.name, e, exc_info=details)
                 # The reason may name folders of this machine, which clients should not see.
                 said = f"model {service.name!r} could not be loaded; see the server's log"
                 raise ApiError(500, said, code="model_not_loaded") from e

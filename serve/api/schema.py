@@ -14,6 +14,7 @@ from .errors import ApiError, shortened
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 """A token id. The engine checks it against the vocabulary."""
 
@@ -40,9 +41,12 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(Body):
-    include_usage: bool | None = None
+class Obfuscation(Body):
     include_obfuscation: bool | None = None
+
+
+class StreamOptions(Obfuscation):
+    include_usage: bool | None = None
 
 
 class JsonSchema(Body):
@@ -212,7 +216,7 @@ class Message(Body):
 
 
 class Function(Body):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -28,7 +28,7 @@ from .errors import add_handlers
 from .guard import HostGuard, KeyGuard, RequestForms
 from .limits import Limits
 from .messages.answer import router as messages
-from .messages.schema import CountTokensRequest, MessagesRequest
+from .messages.request import CountTokensRequest, MessagesRequest
 from .models import Models
 from .responses.answer import ResponseMemory
 from .responses.answer import router as responses

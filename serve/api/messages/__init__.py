@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: `schema` parses requests, `translate` turns them into chats, `answer` writes answers."""
+"""Anthropic's Messages API: `request` parses requests and turns them into chats, `answer` writes answers."""

@@ -12,14 +12,14 @@ from starlette.responses import Response
 
 from eagle_mlx.request import Output
 
+from ...chat import Delta
 from ..answer import Measured, named_event, stats
 from ..chat import ChatAnswer, finish_reason, render_chat
-from ..conversation import Part, PartsAnswer, answer_chat
+from ..conversation import PartsAnswer, answer_chat
 from ..errors import ERRORS, EVENTS, ApiError, MessagesError, Shape, documented
 from ..flow import body_of, client_of, in_thread, json_response, models_of, unless_disconnected
 from ..service import Call
-from .schema import CountTokensRequest, MessagesRequest
-from .translate import chat_request, names_of
+from .request import CountTokensRequest, MessagesRequest, chat_request, names_of
 
 PING = 'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -102,18 +102,17 @@ class MessageAnswer(PartsAnswer):
         block = _opened(self.parts[-1])
         return named_event({"type": "content_block_start", "index": len(self.parts) - 1, "content_block": block})
 
-    def extend(self, more: Part) -> str:
-        if more.call is not None:
-            return self._delta("input_json_delta", "partial_json", more.call.arguments)
-        if more.kind == "text":
-            return self._delta("text_delta", "text", more.text)
-        return "" if self.hides_thoughts else self._delta("thinking_delta", "thinking", more.text)
+    def extend(self, more: Delta) -> str:
+        if more.tool_call is not None:
+            return self._delta("input_json_delta", "partial_json", more.tool_call.arguments)
+        if not more.reasoning:
+            return self._delta("text_delta", "text", more.content)
+        return "" if self.hides_thoughts else self._delta("thinking_delta", "thinking", more.reasoning)
 
     def end(self, status: str) -> str:
         if not self.parts:
             return ""
-        is_thought = self.parts[-1].kind == "reasoning"
-        signed = self._delta("signature_delta", "signature", self._signature) if is_thought else ""
+        signed = self._delta("signature_delta", "signature", self._signature) if self.parts[-1].reasoning else ""
         return signed + named_event({"type": "content_block_stop", "index": len(self.parts) - 1})
 
     def _delta(self, kind: str, name: str, text: str) -> str:
@@ -127,13 +126,13 @@ class MessageAnswer(PartsAnswer):
         """A thinking block's signature. Clients require one to send the block back; it proves nothing."""
         return f"sig_{self.call.id}"
 
-    def _block(self, part: Part) -> dict[str, Any]:
+    def _block(self, part: Delta) -> dict[str, Any]:
         block = _opened(part)
-        if part.call is not None:
-            return block | {"input": json.loads(part.call.arguments)}
-        if part.kind == "text":
-            return block | {"text": part.text}
-        return block | {"thinking": "" if self.hides_thoughts else part.text, "signature": self._signature}
+        if part.tool_call is not None:
+            return block | {"input": json.loads(part.tool_call.arguments)}
+        if not part.reasoning:
+            return block | {"text": part.content}
+        return block | {"thinking": "" if self.hides_thoughts else part.reasoning, "signature": self._signature}
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """Return a message that has not ended."""
@@ -146,7 +145,7 @@ class MessageAnswer(PartsAnswer):
 
     def _reason(self, output: Output) -> dict[str, Any]:
         """Return why a message ended."""
-        reason = finish_reason(output, any(part.call for part in self.parts))
+        reason = finish_reason(output, any(part.tool_call for part in self.parts))
         if reason == "length" and len(output.tokens) < self.body.max_tokens and output.cut_off is None:
             why = "model_context_window_exceeded"
         else:
@@ -166,13 +165,11 @@ def _usage(prompt: int, cached: int = 0, written: int = 0, thoughts: int = 0) ->
     }
 
 
-def _opened(part: Part) -> dict[str, Any]:
+def _opened(part: Delta) -> dict[str, Any]:
     """Return an empty block for a part."""
-    if part.call is not None:
-        return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}}
-    if part.kind == "reasoning":
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
+    if (call := part.tool_call) is not None:
+        return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+    return {"type": "thinking", "thinking": "", "signature": ""} if part.reasoning else {"type": "text", "text": ""}
 
 
 def error_event(error: ApiError) -> bytes:

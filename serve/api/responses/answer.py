@@ -12,9 +12,10 @@ from starlette.responses import Response
 
 from eagle_mlx.request import Output
 
+from ...chat import Delta
 from ..answer import dumps, named_event, stats
 from ..chat import ChatAnswer
-from ..conversation import Part, PartsAnswer, answer_chat
+from ..conversation import PartsAnswer, answer_chat
 from ..errors import ERRORS, EVENTS, ApiError, documented
 from ..flow import body_of, json_response, models_of
 from ..schema import SERVICE_TIER
@@ -72,9 +73,6 @@ class ResponseMemory:
         self.nbytes = 0
         self._responses: dict[str, StoredResponse] = {}
 
-    def __len__(self) -> int:
-        return len(self._responses)
-
     def store(self, id: str, stored: StoredResponse) -> None:
         self._responses[id] = stored
         self.nbytes += stored.nbytes
@@ -112,11 +110,13 @@ _INPUT_EVENTS = {
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
 """The event prefix and the input's name, by type of call."""
-_CONTENT_EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "text": ("response.output_text", {"logprobs": []}),
-    "reasoning": ("response.reasoning_text", {}),
-}
-"""The event prefix and further fields, by kind of part."""
+
+
+def _content(part: Delta) -> tuple[str, str, dict[str, Any]]:
+    """Return the event prefix of a part without a call, its text, and further fields of these events."""
+    if part.reasoning:
+        return "response.reasoning_text", part.reasoning, {}
+    return "response.output_text", part.content, {"logprobs": []}
 
 
 class ResponseAnswer(PartsAnswer):
@@ -163,7 +163,7 @@ class ResponseAnswer(PartsAnswer):
     def start(self) -> str:
         item = self._item(self._index, "in_progress")
         self._id = item["id"]
-        if self.parts[-1].call is not None:
+        if self.parts[-1].tool_call is not None:
             item[_INPUT_EVENTS[item["type"]][1]] = ""
             return self._event("response.output_item.added", output_index=self._index, item=item)
         empty = item["content"][0] | {"text": ""}
@@ -172,24 +172,24 @@ class ResponseAnswer(PartsAnswer):
         added = self._event("response.output_item.added", output_index=self._index, item=item)
         return added + self._of_item("response.content_part.added", content_index=0, part=empty)
 
-    def extend(self, more: Part) -> str:
-        if more.call is not None:
+    def extend(self, more: Delta) -> str:
+        if more.tool_call is not None:
             item = self._item(self._index, "completed")
             name, field = _INPUT_EVENTS[item["type"]]
             return self._of_item(f"{name}.delta", delta=item[field])
-        name, fields = _CONTENT_EVENTS[more.kind]
-        return self._of_item(f"{name}.delta", content_index=0, delta=more.text, **fields)
+        name, text, fields = _content(more)
+        return self._of_item(f"{name}.delta", content_index=0, delta=text, **fields)
 
     def end(self, status: str) -> str:
         if not self.parts:
             return ""
         part, item = self.parts[-1], self._item(self._index, status)
-        if part.call is not None:
+        if part.tool_call is not None:
             name, field = _INPUT_EVENTS[item["type"]]
             events = self._of_item(f"{name}.done", name=item["name"], **{field: item[field]})
         else:
-            name, fields = _CONTENT_EVENTS[part.kind]
-            events = self._of_item(f"{name}.done", content_index=0, text=part.text, **fields)
+            name, text, fields = _content(part)
+            events = self._of_item(f"{name}.done", content_index=0, text=text, **fields)
             events += self._of_item("response.content_part.done", content_index=0, part=item["content"][0])
         return events + self._event("response.output_item.done", output_index=self._index, item=item)
 
@@ -237,15 +237,15 @@ class ResponseAnswer(PartsAnswer):
     def _item(self, index: int, status: str) -> dict[str, Any]:
         """Return a part as an item. Calls are always complete, because a cut-off call is text."""
         part = self.parts[index]
-        if part.call is not None:
-            item = self._functions.called(part.call)
+        if part.tool_call is not None:
+            item = self._functions.called(part.tool_call)
             status = "in_progress" if status == "in_progress" else "completed"
-        elif part.kind == "reasoning":
-            item = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": part.text}]}
-            if self.body.wants_encrypted_thoughts:
-                item["encrypted_content"] = sealed(part.text)
+        elif thought := part.reasoning:
+            item = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]}
+            if "reasoning.encrypted_content" in (self.body.include or ()):
+                item["encrypted_content"] = sealed(thought)
         else:
-            content = {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+            content = {"type": "output_text", "text": part.content, "annotations": [], "logprobs": []}
             item = {"type": "message", "role": "assistant", "content": [content]}
         return {"id": f"{ID_PREFIXES[item['type']]}_{self.call.id}_{index}", **item, "status": status}
 

@@ -6,23 +6,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, Tag
 
-from ..answer import Measured
-from ..conversation import BareTool, Extensions, one_of, without_details
+from ..answer import CachedTokens, Measured, ReasoningTokens
+from ..conversation import BareTool, Extensions, OwnTool, one_of, without_details
 from ..errors import Shape
-from ..schema import Body, Many, OpenAIRequest, supported
+from ..schema import Body, Many, Obfuscation, OpenAIRequest, supported
 
-Ignored = Any
-"""Marks fields that clients send back or that have no effect on the prompt."""
-Status = Literal["in_progress", "completed", "incomplete"]
 Ended = Literal["completed", "incomplete"]
 
 
 class TextPart(Body):
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Ignored = None
-    logprobs: Ignored = None
-    prompt_cache_breakpoint: Ignored = None
+    annotations: Any = None
+    logprobs: Any = None
+    prompt_cache_breakpoint: Any = None
 
 
 class RefusalPart(Body):
@@ -37,24 +34,36 @@ ContentPart = Annotated[
 ]
 
 
-class MessageItem(Body):
+class GivenItem(Body):
+    """The fields of all input items."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(GivenItem):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Many[ContentPart]
-    id: str | None = None
-    status: Status | None = None
     phase: str | None = None
 
 
-class CallItem(Body):
+class CallOutputItem(GivenItem):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: str | Many[ContentPart]
+    name: str | None = None
+    namespace: str | None = None
+    caller: Any = None
+
+
+class CallItem(GivenItem):
     """The fields of both kinds of calls."""
 
     call_id: str
     name: str
-    id: str | None = None
-    status: Status | None = None
     namespace: str | None = None
-    caller: Ignored = None
+    caller: Any = None
 
 
 class FunctionCallItem(CallItem):
@@ -69,29 +78,16 @@ class CustomCallItem(CallItem):
     input: str
 
 
-class CallOutputItem(Body):
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
-    output: str | Many[ContentPart]
-    id: str | None = None
-    status: Status | None = None
-    name: str | None = None
-    namespace: str | None = None
-    caller: Ignored = None
-
-
 class ThoughtText(Body):
     type: Literal["summary_text", "reasoning_text", "text"]
     text: str
 
 
-class ReasoningItem(Body):
+class ReasoningItem(GivenItem):
     type: Literal["reasoning"]
-    id: str | None = None
     summary: Many[ThoughtText] = Field(default_factory=list)
     content: Many[ThoughtText] | None = None
     encrypted_content: str | None = None
-    status: Status | None = None
 
 
 Item = Annotated[
@@ -112,29 +108,20 @@ Item = Annotated[
 ]
 
 
-class ClientRunTool(Body):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
-    description: str | None = None
-    # Ignored: all tools are in the prompt, and clients call them all themselves.
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
-
-
-class FunctionTool(ClientRunTool):
+class FunctionTool(OwnTool):
     type: Literal["function"]
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
     output_schema: dict[str, Any] | None = None
 
 
-class CustomTool(ClientRunTool):
+class CustomTool(OwnTool):
     """A tool with free text as its input; the model sees a function with that text as its only argument."""
 
     type: Literal["custom"]
     format: dict[str, Any] | None = None
 
 
-OwnTool = Annotated[
+FlatTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")], one_of("function", "custom")
 ]
 
@@ -145,7 +132,7 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: Many[OwnTool]
+    tools: Many[FlatTool]
 
 
 ResponsesTool = Annotated[
@@ -184,10 +171,6 @@ class TextConfig(Body):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponsesStreamOptions(Body):
-    include_obfuscation: bool | None = None
-
-
 Included = Literal[
     "reasoning.encrypted_content",
     "file_search_call.results",
@@ -213,7 +196,7 @@ class ResponsesRequest(Extensions, OpenAIRequest):
     text: TextConfig | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    stream_options: ResponsesStreamOptions | None = None
+    stream_options: Obfuscation | None = None
     include: Many[Included] | None = None
     top_logprobs: Literal[0] | None = None
     conversation: None = None
@@ -223,25 +206,16 @@ class ResponsesRequest(Extensions, OpenAIRequest):
     client_metadata: dict[str, Any] | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
 
-    @property
-    def wants_encrypted_thoughts(self) -> bool:
-        return "reasoning.encrypted_content" in (self.include or ())
 
-
-class InputTokensDetails(Shape):
-    cached_tokens: int
+class InputTokensDetails(CachedTokens):
     cache_write_tokens: int
-
-
-class OutputTokensDetails(Shape):
-    reasoning_tokens: int
 
 
 class ResponsesUsage(Shape):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ReasoningTokens
     total_tokens: int
 
 

@@ -23,7 +23,6 @@ from .schema import (
     Item,
     MessageItem,
     NamespaceTool,
-    OwnTool,
     ReasoningItem,
     ResponsesRequest,
     TextPart,
@@ -65,7 +64,7 @@ class Functions:
             raise ApiError(400, message, f"tools[{at}].type")
         return found
 
-    def _add(self, place: int, tool: OwnTool, namespace: str | None) -> None:
+    def _add(self, place: int, tool: FunctionTool | CustomTool, namespace: str | None) -> None:
         name = flat_name(tool.name, namespace)
         parameters = tool.parameters if isinstance(tool, FunctionTool) else _TEXT
         function: dict[str, Any] = {"name": name, "description": _description(tool), "parameters": parameters}
@@ -113,7 +112,7 @@ def _text_of(arguments: str) -> str:
     return found if isinstance(found, str) else arguments
 
 
-def _description(tool: OwnTool) -> str | None:
+def _description(tool: FunctionTool | CustomTool) -> str | None:
     """Return a tool's description, with the grammar of its input, which is not enforced here."""
     form: dict[str, Any] = (tool.format or {}) if isinstance(tool, CustomTool) else {}
     if not isinstance(definition := form.get("definition"), str):
@@ -180,7 +179,8 @@ def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> lis
         conversation.say("system", instructions)
     for index, item in enumerate(items):
         if isinstance(item, MessageItem):
-            _say(conversation, item)
+            role = "system" if item.role == "developer" else item.role
+            conversation.say(role, _text(item.content))
         elif isinstance(item, ReasoningItem):
             conversation.think(_thought(item))
         elif isinstance(item, CallOutputItem):
@@ -190,14 +190,6 @@ def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> lis
         elif isinstance(item, FunctionCallItem):
             conversation.call(item.call_id, flat_name(item.name, item.namespace), item.arguments)
     return conversation.messages
-
-
-def _say(conversation: Conversation, item: MessageItem) -> None:
-    text = _text(item.content)
-    if item.role == "assistant":
-        conversation.answer(text)
-    else:
-        conversation.say("user" if item.role == "user" else "system", text)
 
 
 def _text(content: str | Sequence[ContentPart]) -> str:

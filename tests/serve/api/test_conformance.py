@@ -14,7 +14,7 @@ from openai.types.responses import ResponseItemList
 
 import eagle_mlx as em
 from eagle_mlx.serve.api.loader import LoadConfig, load
-from eagle_mlx.serve.api.messages.schema import KNOWN_TOOLS
+from eagle_mlx.serve.api.messages.request import KNOWN_TOOLS
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.speculation import Speculation
 from tests.clients.scripted_target import Line, call, scripted_target_folder

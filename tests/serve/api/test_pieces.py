@@ -15,7 +15,7 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.api.chat import ChatAnswer
 from eagle_mlx.serve.api.messages.answer import MessageAnswer
-from eagle_mlx.serve.api.messages.schema import MessagesRequest
+from eagle_mlx.serve.api.messages.request import MessagesRequest
 from eagle_mlx.serve.api.responses.answer import ResponseAnswer
 from eagle_mlx.serve.api.responses.schema import ResponsesRequest
 from eagle_mlx.serve.api.responses.translate import Functions

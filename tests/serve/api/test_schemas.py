@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.serve.api import chat
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.server import Server, address, create_app, listen
@@ -47,14 +48,23 @@ def test_an_endless_schema_is_refused_and_other_requests_continue(monkeypatch: p
 
 
 def test_requests_without_a_schema_do_not_wait_for_slow_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
-    monkeypatch.setattr("eagle_mlx.serve.chat.structured.COMPILE_SECONDS", 3.0)
+    over = Event()
+
+    def grammar(_: Any, schema: object, *more: object) -> None:
+        if schema is not None:
+            over.wait(60)
+            raise ConfigError("too complex")
+
+    monkeypatch.setattr(structured.Grammars, "grammar", grammar)
     plain = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     with live() as server, ThreadPoolExecutor(6) as pool:
-        hanging = [pool.submit(server.http.post, CHAT, json=asking(HANGS)) for _ in range(6)]
-        server.until(lambda: server.service.waiting == 6)
-        assert server.http.post(CHAT, json=plain).status_code == 200
-        assert not any(each.done() for each in hanging)
+        try:
+            hanging = [pool.submit(server.http.post, CHAT, json=asking({})) for _ in range(6)]
+            server.until(lambda: server.service.waiting == 6)
+            assert server.http.post(CHAT, json=plain).status_code == 200
+            assert not any(each.done() for each in hanging)
+        finally:
+            over.set()
         assert {each.result().status_code for each in hanging} == {400}
 
 
@@ -83,6 +93,7 @@ def test_a_server_with_hanging_threads_ends_in_time(monkeypatch: pytest.MonkeyPa
     made = Server(
         create_app(one_model(lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0}), wide(drain_seconds=0.1)))
     )
+    made.config.timeout_graceful_shutdown = 1
     sock = listen("127.0.0.1", 0)
     thread = Thread(target=made.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()

@@ -52,7 +52,9 @@ def test_2_repeats_of_more_digits_than_python_reads_are_counted() -> None:
     assert repeats("a{0003}") == 3
 
 
-@pytest.mark.parametrize("add", [lambda c, t: c.say("user", t), lambda c, t: c.answer(t), lambda c, t: c.think(t)])
+@pytest.mark.parametrize(
+    "add", [lambda c, t: c.say("user", t), lambda c, t: c.say("assistant", t), lambda c, t: c.think(t)]
+)
 def test_2_a_message_of_many_blocks_takes_linear_time(add: Callable[[Conversation, str], None]) -> None:
     def join(count: int) -> None:
         conversation = Conversation()

@@ -1,26 +1,159 @@
-"""Translates Messages API requests to Chat Completions requests."""
+"""Requests of Anthropic's Messages API, and their translation to Chat Completions requests."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from ..conversation import EFFORTS, PARAGRAPH, BareTool, Conversation, Names
-from ..errors import ApiError
-from ..schema import ChatRequest, validated
-from .schema import (
-    KNOWN_TOOLS,
-    Block,
-    ClientTool,
-    CountTokensRequest,
-    MessagesRequest,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-    Turn,
+import yaml
+from pydantic import BeforeValidator, Field, Tag
+
+from ..conversation import (
+    EFFORTS,
+    PARAGRAPH,
+    BareTool,
+    Conversation,
+    Extensions,
+    Names,
+    OwnTool,
+    one_of,
+    without_details,
 )
+from ..errors import ApiError
+from ..schema import Body, ChatRequest, Many, supported, validated
+
+KNOWN_TOOLS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("known_tools.yaml").read_text(encoding="utf-8")
+)
+"""Description and parameters of the tools that have no schema in requests, by type."""
+
+
+class Cached(Body):
+    """What may carry a cache breakpoint; the prefix cache finds shared prefixes without them."""
+
+    cache_control: Any = None
+
+
+class TextBlock(Cached):
+    type: Literal["text"]
+    text: str
+    citations: Any = None
+
+
+class ThinkingBlock(Body):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Body):
+    """Encrypted reasoning, which is left out of the prompt."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(Cached):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Any = None
+
+
+class ToolResultBlock(Cached):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Many[Annotated[TextBlock, BeforeValidator(supported)]] | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    one_of("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    BeforeValidator(supported),
+]
+
+
+class Turn(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | Many[Block]
+
+
+class ClientTool(OwnTool, Cached):
+    type: Literal["custom"] | None = None
+    input_schema: dict[str, Any]
+    # Ignored: tool input arrives in one piece.
+    eager_input_streaming: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+
+
+OfferedTool = Annotated[
+    Annotated[ClientTool, Tag("<custom>")] | Annotated[BareTool, BeforeValidator(without_details), Tag("<bare>")],
+    one_of("custom", strange="bare"),
+]
+
+
+class MessagesToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = Field(None, ge=1)
+    """Not enforced: reasoning ends when the model ends it, or at max_tokens."""
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(Extensions, Cached):
+    """The conversation and everything else that goes into the prompt."""
+
+    messages: Annotated[Many[Turn], Field(min_length=1)]
+    system: str | Many[Annotated[TextBlock, BeforeValidator(supported)]] | None = None
+    tools: Many[OfferedTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # Ignored: these concern Anthropic's own servers.
+    context_management: dict[str, Any] | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    speed: Literal["standard"] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int = Field(ge=1)
+    """An upper bound: the context may leave fewer."""
+    stream: bool | None = None
+    stop_sequences: Many[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = None
+    top_k: int | None = None
+    # Ignored as well.
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    inference_geo: str | None = None
+    diagnostics: dict[str, Any] | None = None
+    container: None = None
+
 
 _FIELDS = {
     r"stop\b(?! string)": "stop_sequences",
@@ -30,7 +163,11 @@ _FIELDS = {
     r"messages(\[\d+\][\w.\[\]]*)": "messages",
 }
 """Chat Completions fields and their names here. Translated messages have other indexes, so errors name no index."""
-_ROLES = {"user": (TextBlock, ToolResultBlock), "system": (TextBlock,)}
+_BLOCKS = {
+    "user": (TextBlock, ToolResultBlock),
+    "system": (TextBlock,),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+}
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
@@ -81,32 +218,19 @@ def _add(conversation: Conversation, turn: Turn, where: str) -> None:
     if not blocks:
         raise ApiError(400, f"{where}: must have at least one block", where)
     if turn.role == "assistant":
-        _add_answer(conversation, blocks, where)
-        return
+        conversation.say("assistant", "")  # its blocks may hold nothing for the prompt
     for index, block in enumerate(blocks):
-        if not isinstance(block, _ROLES[turn.role]):
-            raise _misplaced(block, turn.role, f"{where}[{index}]")
+        if not isinstance(block, _BLOCKS[turn.role]):
+            said = f"a block of type {block.type} is not allowed in a message of role {turn.role}"
+            raise ApiError(400, f"{where}[{index}]: {said}", f"{where}[{index}]")
         if isinstance(block, TextBlock):
-            conversation.say("system" if turn.role == "system" else "user", block.text)
-        elif isinstance(block, ToolResultBlock):
-            conversation.result(block.tool_use_id, _result(block), f"{where}[{index}].tool_use_id")
-
-
-def _add_answer(conversation: Conversation, blocks: Sequence[Block], where: str) -> None:
-    conversation.answer("")
-    for index, block in enumerate(blocks):
-        if isinstance(block, TextBlock):
-            conversation.answer(block.text)
+            conversation.say(turn.role, block.text)
         elif isinstance(block, ThinkingBlock):
             conversation.think(block.thinking)
         elif isinstance(block, ToolUseBlock):
             conversation.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
         elif isinstance(block, ToolResultBlock):
-            raise _misplaced(block, "assistant", f"{where}[{index}]")
-
-
-def _misplaced(block: Block, role: str, where: str) -> ApiError:
-    return ApiError(400, f"{where}: a block of type {block.type} is not allowed in a message of role {role}", where)
+            conversation.result(block.tool_use_id, _result(block), f"{where}[{index}].tool_use_id")
 
 
 def _result(block: ToolResultBlock) -> str:
