@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,9 +149,6 @@ def trial_prompts(target: Target) -> list[list[int]]:
 
 def _encode(target: Target, text: str) -> list[int]:
     """Encode a text as a user's turn, or as plain text if the chat template is missing or fails."""
-    if target.tokenizer is not None and target.tokenizer.has_chat_template:
-        try:
-            return encode(target, [{"role": "user", "content": text}])
-        except Exception:  # templates are programs and may raise anything
-            return encode(target, text)
+    with suppress(Exception):  # templates are programs and may raise anything
+        return encode(target, [{"role": "user", "content": text}])
     return encode(target, text)

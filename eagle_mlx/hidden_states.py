@@ -85,12 +85,7 @@ def read_states(target: Target, tokens: mx.array, layers: Sequence[int]) -> mx.a
 
     Returns the features and the last layer, concatenated, [B, L, (n + 1) * H] in the target's dtype, lazily.
     """
-    return side_by_side(target.forward(tokens, aux_layers=(*layers, target.num_layers - 1)).aux)
-
-
-def side_by_side(outputs: Sequence[mx.array]) -> mx.array:
-    """Concatenate layers' outputs [B, L, H]; the last layer comes last."""
-    return mx.concatenate(list(outputs), axis=-1)
+    return mx.concatenate(list(target.forward(tokens, aux_layers=(*layers, target.num_layers - 1)).aux), axis=-1)
 
 
 def in_16_bits(states: mx.array) -> mx.array:

@@ -76,21 +76,23 @@ class Setting:
         """The field name in its own group."""
         return self.path[-1]
 
-    def check(self, value: Any) -> None:
-        """Raise ConfigError, with the flag, if the value has the wrong type or is outside the limit."""
+    def convert(self, value: Any) -> Any:
+        """Convert a value to the setting's type, if this is unambiguous.
+
+        Raises ConfigError, with the flag, if it cannot be converted or is outside the limit.
+        """
         if value is None and self.optional:
-            return
-        if not _fits(value, self.type):
-            raise ConfigError(f"{flag(self.name)} must be {_described(self.type)}, not {value!r}")
-        for each in value if isinstance(value, tuple) else (value,):
+            return None
+        if self.metavar == "JSON" and isinstance(value, dict):
+            value = json.dumps(value)
+        try:
+            converted = _convert(value, self.type)
+        except (LookupError, TypeError, ValueError):
+            raise ConfigError(f"{flag(self.name)} must be {_described(self.type)}, not {value!r}") from None
+        for each in converted if isinstance(converted, tuple) else (converted,):
             if self.limit is not None and not self.limit.holds(each):
                 raise ConfigError(f"{flag(self.name)} {self.limit.message.format(each)}")
-
-    def coerce(self, value: Any) -> Any:
-        """Convert a value from a file or flag to the setting's type, if this is unambiguous."""
-        if self.metavar == "JSON" and isinstance(value, dict):
-            return json.dumps(value)
-        return _coerce(value, self.type)
+        return converted
 
 
 def setting(
@@ -103,12 +105,12 @@ def setting(
 
 
 class Group:
-    """A group of settings, validated on creation."""
+    """A group of settings, converted and validated on creation."""
 
     def __post_init__(self) -> None:
         for known in settings_of(type(self)).values():
             if len(known.path) == 1:
-                known.check(getattr(self, known.field))
+                object.__setattr__(self, known.field, known.convert(getattr(self, known.field)))
         self._check()
 
     def _check(self) -> None:
@@ -121,7 +123,7 @@ class Group:
         return cls(**own, **{field: group.of(**inner.get(field, {})) for field, group in groups_of(cls).items()})
 
     def changed(self, **settings: Any) -> Self:
-        """Return a copy with these settings changed; lists become tuples, and integers become floats if needed.
+        """Return a copy with these settings changed.
 
         Raises ConfigError, with the nearest name, for an unknown name, or if a value is invalid.
         """
@@ -187,7 +189,7 @@ def _by_field(group: type[Group], settings: Mapping[str, Any]) -> tuple[dict[str
     for name, value in settings.items():
         known = find(group, name)
         if len(known.path) == 1:
-            own[known.field] = known.coerce(value)
+            own[known.field] = value
         else:
             inner.setdefault(known.path[0], {})[name] = value
     return own, inner
@@ -200,34 +202,24 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     return functools.reduce(operator.or_, kinds), len(kinds) < len(typing.get_args(hint))
 
 
-def _coerce(value: Any, type_: Any) -> Any:
-    if typing.get_origin(type_) is tuple:
-        items = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(_coerce(item, typing.get_args(type_)[0]) for item in items)
-    if typing.get_origin(type_) is Literal:
-        return next((each for each in typing.get_args(type_) if str(each) == str(value)), value)
-    if type_ is float and type(value) is int:
-        return float(value)
-    if type_ in (int, float) and isinstance(value, str):  # YAML reads 1e-4 as text
-        try:
-            return type_(value)
-        except ValueError:
-            return value
-    if type_ is str and type(value) in (int, float):
-        return str(value)
-    return Path(value) if type_ is Path and isinstance(value, str) else value
+_CONVERTIBLE = {int: (str,), float: (int, str), str: (int, float), Path: (str,)}
+"""The types of values that are converted; YAML reads 1e-4 as text."""
 
 
-def _fits(value: Any, type_: Any) -> bool:
-    if typing.get_origin(type_) is tuple:
-        return isinstance(value, tuple) and all(_fits(item, typing.get_args(type_)[0]) for item in value)
-    if typing.get_origin(type_) is Literal:
-        return value in typing.get_args(type_)
-    if typing.get_origin(type_) in _UNIONS:
-        return any(_fits(value, kind) for kind in typing.get_args(type_))
-    if type_ is float:
-        return type(value) in (int, float)
-    return isinstance(value, Path) if type_ is Path else type(value) is type_
+def _convert(value: Any, type_: Any) -> Any:
+    """Return a value in this type. Raises LookupError, TypeError or ValueError."""
+    kind, args = typing.get_origin(type_), typing.get_args(type_)
+    if kind is tuple:
+        return tuple(_convert(item, args[0]) for item in (value if isinstance(value, list | tuple) else [value]))
+    if kind is Literal:
+        return {str(each): each for each in args}[str(value)]
+    if kind in _UNIONS:
+        type_ = next((each for each in args if isinstance(value, each)), args[0])
+    if type(value) is type_ or (type_ is Path and isinstance(value, Path)):
+        return value
+    if type(value) not in _CONVERTIBLE.get(type_, ()):
+        raise TypeError
+    return type_(value)
 
 
 def _described(type_: Any) -> str:

@@ -219,7 +219,7 @@ def load_target(
     keeps (`memory.limit_mlx`). Raises TargetError if mlx-lm cannot load the model.
     """
     folder = hub.resolve(name, code=trust_remote_code)
-    adapter = None if adapter_path is None else _adapter_folder(adapter_path)
+    adapter_folder = None if adapter_path is None else _adapter_folder(adapter_path)
     settings = {"trust_remote_code": trust_remote_code, **({"chat_template": chat_template} if chat_template else {})}
     try:
         loaded = mlx_lm.load(str(folder), settings, lazy=lazy or bool(shard), trust_remote_code=trust_remote_code)
@@ -229,8 +229,7 @@ def load_target(
         hint = "; if you trust its authors, add --trust-remote-code" if wants_code else ""
         why = hub.why_damaged(folder, f"{e}{hint}")
         raise TargetError(f"{folder} cannot be loaded as a target: {why}") from e
-    if adapter is not None:
-        _add_adapters(model, adapter)
+    adapter = None if adapter_folder is None else _add_adapters(model, adapter_folder)
     for token in extra_eos_tokens:
         _add_eos(tokenizer, token)
     if chat_template_args:
@@ -245,8 +244,7 @@ def load_target(
         mx.eval(model.parameters())
         limit_mlx()
     target = Target(model, tokenizer, name=str(name))
-    target.whole_digest = digest
-    target.adapter = None if adapter is None else Adapter(hub.public_name(adapter), _digest_of_adapters(adapter))
+    target.whole_digest, target.adapter = digest, adapter
     return target
 
 
@@ -257,18 +255,15 @@ def _adapter_folder(path: str | Path) -> Path:
     return folder
 
 
-def _digest_of_adapters(folder: Path) -> str:
-    each = [hashlib.sha256((folder / name).read_bytes()).digest() for name in ADAPTER_FILES]
-    return hashlib.sha256(b"".join(each)).hexdigest()[:16]
-
-
-def _add_adapters(model: nn.Module, folder: Path) -> None:
+def _add_adapters(model: nn.Module, folder: Path) -> Adapter:
     """Add LoRA layers, or other adapters that mlx-lm trains, to a model."""
     try:
         load_adapters(model, str(folder))
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
         raise TargetError(f"the adapters in {folder} do not fit this model: {e}; were they trained for it?") from e
     model.eval()
+    each = [hashlib.sha256((folder / name).read_bytes()).digest() for name in ADAPTER_FILES]
+    return Adapter(hub.public_name(folder), hashlib.sha256(b"".join(each)).hexdigest()[:16])
 
 
 def _add_eos(tokenizer: TokenizerWrapper, token: str) -> None:

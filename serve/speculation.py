@@ -154,7 +154,7 @@ class Speculation(Group):
         given = {find(cls, name).field for name, value in settings.items() if value is not None}
         if clash := sorted(known.keys() & given):
             raise ConfigError(f"{', '.join(clash)}: set by both --speculative-config and a flag; give one of them")
-        own = {find(cls, name).field: find(cls, name).coerce(value) for name, value in settings.items()}
+        own = {find(cls, name).field: value for name, value in settings.items()}
         return cls(**own, **known)
 
     def for_target(self, target: str | None) -> tuple[str | Path, Self]:

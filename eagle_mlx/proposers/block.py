@@ -15,7 +15,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch, surprise_of
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.eagle3.peagle import PEagleHead
 from eagle_mlx.plan import Plan
-from eagle_mlx.proposers.chain import ChainSampler, SampleFn, TreeScorer
+from eagle_mlx.proposers.chain import ChainSampler, Draws, TreeScorer
 from eagle_mlx.proposers.growth import TreeShape, side_branch_tree
 
 
@@ -58,7 +58,7 @@ class BlockDrafter:
     def _alike(self, count: int) -> mx.array:
         return mx.full((self.newest.shape[0],), count, mx.int32)
 
-    def _tokens(self, draw: SampleFn) -> tuple[list[mx.array], mx.array]:
+    def _tokens(self, draw: Draws) -> tuple[list[mx.array], mx.array]:
         """Return the block's tokens [B, n] int32, as they were drawn, and their surprises.
 
         A surprise [B, drafts] float32 is minus the logarithm of the chance that a token is accepted if those before it

@@ -13,7 +13,7 @@ from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.hidden_states import HiddenStates, in_16_bits, side_by_side
+from eagle_mlx.hidden_states import HiddenStates, in_16_bits
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import HasModel, Observation, Proposer, ProposerState
 from eagle_mlx.target import Target
@@ -121,7 +121,7 @@ class CapturingProposer:
     def _copy_out(self) -> None:
         """Copy captured arrays to the host. This is the only sync."""
         held, self._held = self._held, []
-        joined = [in_16_bits(side_by_side(aux)) for _, aux in held]
+        joined = [in_16_bits(mx.concatenate(list(aux), axis=-1)) for _, aux in held]
         mx.eval(joined)
         for (rows, _), states in zip(held, joined, strict=True):
             copied = np.array(states)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import exp, isnan
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -14,36 +14,84 @@ from eagle_mlx.plan import CONFIDENCE_LAG
 
 Forward = Callable[[mx.array | None], mx.array]
 """Takes the newest tokens [B, 1], None before the first; returns logits [B, 1, Vd] for the next token."""
-SampleFn = Callable[[mx.array, int | mx.array], mx.array]
-"""Takes logits [B, n, Vd] and their positions in the chain, an int or [n]; returns tokens [B, n] int32, target ids."""
 
 
-class ChainSampler:
+class Draws:
+    """The tokens of a chain: how to draw them, and when to stop.
+
+    With `stop_below`, the chain ends when the proposer's confidence is low. The confidence of a token is the product of
+    the maximum probabilities up to it, whichever tokens were sampled.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingBatch,
+        positions: mx.array,
+        vocab: int,
+        token_ids: mx.array | None = None,
+        stop_below: float | None = None,
+    ):
+        """positions: [B] int32, of the chain's first token; vocab and token_ids as in `draft_sample`."""
+        self._sampling, self._positions, self._vocab, self.token_ids = sampling, positions, vocab, token_ids
+        self._stop_below = stop_below
+        self._surprises: list[mx.array] = []
+        """For each token, the negative logarithm of its confidence, [B, 1]; empty without `stop_below`."""
+        self.confidences: list[list[float]] = []
+        """As in `Draft`."""
+
+    def __call__(self, logits: mx.array, step: int | mx.array) -> mx.array:
+        """Take logits [B, n, Vd] and their positions in the chain, an int or [n]; return target ids [B, n] int32."""
+        raise NotImplementedError
+
+    def chain(self, depth: int, forward: Forward) -> list[mx.array]:
+        """Draw up to `depth` tokens and return them, [B, 1] int32 each.
+
+        The device drafts while the host builds the next step.
+        """
+        tokens: list[mx.array] = []
+        while len(tokens) < depth and not self._should_stop():
+            logits = forward(tokens[-1] if tokens else None)
+            tokens.append(self(logits, len(tokens)))
+            if self._stop_below is not None:
+                surprise = surprise_of(logits, self._sampling)
+                self._surprises.append(self._surprises[-1] + surprise if self._surprises else surprise)
+            mx.async_eval(tokens[-1], *self._surprises[-1:])
+        return tokens
+
+    def _should_stop(self) -> bool:
+        """Wait for the confidence of the token CONFIDENCE_LAG steps back."""
+        known = len(self._surprises) - CONFIDENCE_LAG
+        if known <= 0 or self._stop_below is None:
+            return False
+        surprises = cast(list[list[float]], self._surprises[known - 1].tolist())
+        self.confidences.append([0.0 if isnan(surprise) else exp(-surprise) for (surprise,) in surprises])
+        return sum(self.confidences[-1]) < self._stop_below * len(surprises)
+
+
+class ChainSampler(Draws):
     """Samples tokens with each row's parameters, and keeps the distributions that rejection sampling needs."""
 
-    def __init__(self, sampling: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None):
-        """positions: [B] int32, of the chain's first token; other arguments as in `draft_sample`."""
-        self._sampling, self._positions, self._vocab, self._token_ids = sampling, positions, vocab, token_ids
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self._probs: list[mx.array] = []
 
     def __call__(self, logits: mx.array, step: int | mx.array) -> mx.array:
         at = self._positions[:, None] + step
-        token, q = draft_sample(logits, self._sampling, at, self._vocab, self._token_ids)
+        token, q = draft_sample(logits, self._sampling, at, self._vocab, self.token_ids)
         self._probs += [] if q is None else [q]
         return token
 
-    def draft(self, tokens: list[mx.array], lengths: mx.array, exits: EarlyExit | None = None) -> Draft:
+    def draft(self, tokens: list[mx.array], lengths: mx.array) -> Draft:
         """Return the draft of these tokens."""
         probs = mx.concatenate(self._probs[: len(tokens)], axis=1) if self._probs else None
-        return Draft(mx.concatenate(tokens, axis=1), lengths, probs, confidences=exits.confidences if exits else ())
+        return Draft(mx.concatenate(tokens, axis=1), lengths, probs, confidences=self.confidences)
 
 
-class TreeScorer:
+class TreeScorer(Draws):
     """Selects the most likely tokens, and keeps all scores for side branches."""
 
-    def __init__(self, sampling: SamplingBatch, positions: mx.array, vocab: int, token_ids: mx.array | None = None):
-        """Take the same arguments as `ChainSampler`."""
-        self._sampling, self._positions, self._vocab, self.token_ids = sampling, positions, vocab, token_ids
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self._levels: list[mx.array] = []
 
     def of(self, logits: mx.array, step: int | mx.array) -> mx.array:
@@ -60,48 +108,3 @@ class TreeScorer:
     def levels(self) -> mx.array:
         """Scores [B, levels, Vd] float32 at all chain positions."""
         return mx.concatenate(self._levels, axis=1)
-
-
-class EarlyExit:
-    """Ends a chain when the proposer's confidence is low.
-
-    The confidence of a token is the product of the maximum probabilities up to it, whichever tokens were sampled.
-    """
-
-    def __init__(self, stop_below: float, sampling: SamplingBatch):
-        self._stop_below, self._sampling = stop_below, sampling
-        self._surprises: list[mx.array] = []
-        """For each token, the negative logarithm of its confidence, [B, 1]."""
-        self.confidences: list[list[float]] = []
-        """As in `Draft`."""
-
-    def add(self, logits: mx.array) -> mx.array:
-        """Add the next token's logits [B, 1, Vd] and return an array [B, 1] to evaluate."""
-        surprise = surprise_of(logits, self._sampling)
-        self._surprises.append(self._surprises[-1] + surprise if self._surprises else surprise)
-        return self._surprises[-1]
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether the chain ends now. Waits for the token CONFIDENCE_LAG steps back."""
-        known = len(self._surprises) - CONFIDENCE_LAG
-        if known <= 0:
-            return False
-        surprises = cast(list[list[float]], self._surprises[known - 1].tolist())
-        self.confidences.append([0.0 if isnan(surprise) else exp(-surprise) for (surprise,) in surprises])
-        return sum(self.confidences[-1]) < self._stop_below * len(surprises)
-
-
-def draft_chain(depth: int, forward: Forward, draw: SampleFn, exits: EarlyExit | None = None) -> list[mx.array]:
-    """Draft up to `depth` tokens and return them, [B, 1] int32 each, in target ids. It may exit early.
-
-    The device drafts while the host builds the next step.
-    """
-    tokens: list[mx.array] = []
-    for step in range(depth):
-        if exits is not None and exits.should_stop:
-            break
-        logits = forward(tokens[-1] if tokens else None)
-        tokens.append(draw(logits, step))
-        mx.async_eval(tokens[-1], *([] if exits is None else [exits.add(logits)]))
-    return tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -16,7 +17,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState
-from eagle_mlx.proposers.chain import ChainSampler, EarlyExit, SampleFn, TreeScorer, draft_chain
+from eagle_mlx.proposers.chain import ChainSampler, Draws, TreeScorer
 from eagle_mlx.proposers.growth import side_branch_tree
 from eagle_mlx.target import Target
 
@@ -97,15 +98,14 @@ class DraftModelState:
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         if plan.is_tree:
             return self._tree(plan.depth, plan.nodes, sampling, positions)
-        exits = EarlyExit(plan.stop_below, sampling) if plan.stop_below is not None else None
-        sampler = ChainSampler(sampling, positions, self.proposer.vocab_size)
-        tokens = self._chain(plan.depth, sampler, exits)
-        return sampler.draft(tokens, self._counts(len(tokens)), exits)
+        sampler = ChainSampler(sampling, positions, self.proposer.vocab_size, stop_below=plan.stop_below)
+        tokens = self._chain(plan.depth, sampler)
+        return sampler.draft(tokens, self._counts(len(tokens)))
 
     def _counts(self, drafted: int) -> mx.array:
         return mx.full((len(self.texts),), drafted, mx.int32)
 
-    def _chain(self, depth: int, draw: SampleFn, exits: EarlyExit | None = None) -> list[mx.array]:
+    def _chain(self, depth: int, draws: Draws) -> list[mx.array]:
         self._reread_newest()
         while max(len(text.unread) for text in self.texts) > _CHUNK:  # positions from the target's prefix cache
             self._read_chunk([_CHUNK] * len(self.texts))
@@ -119,7 +119,7 @@ class DraftModelState:
                 self.cache.advance(1)
             return _fitted(logits, self.proposer.vocab_size)
 
-        tokens = draft_chain(depth, forward, draw, exits)
+        tokens = draws.chain(depth, forward)
         self.cache.restore(committed)
         for text in self.texts:
             text.drafted = len(tokens) - 1
@@ -195,22 +195,19 @@ def check_same_tokenizer(draft: Target, target: Target) -> None:
     Padding of embeddings is ignored, since it differs within a family. Models without a tokenizer are compared by
     vocabulary size only.
     """
-    remedy = f"choose a draft model from the family of {target.name or 'the target'}"
-    if draft.tokenizer is None or target.tokenizer is None:
-        if draft.vocab_size != target.vocab_size:
-            sizes = f"{draft.vocab_size} and {target.vocab_size}"
-            raise TargetError(f"the draft model and the target have vocabularies of {sizes} tokens; {remedy}")
-        return
-    mine, its = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    compared: tuple[str, Any, Any] = ("number of tokens", draft.vocab_size, target.vocab_size)
+    if draft.tokenizer is not None and target.tokenizer is not None:
+        compared = ("tokens that end a turn", sorted(draft.eos_token_ids), sorted(target.eos_token_ids))
+        ours, theirs = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+        if ours != theirs:
+            odd = next(token for token in {**theirs, **ours} if ours.get(token) != theirs.get(token))
+            compared = (f"id of {odd!r}", ours.get(odd, "missing"), theirs.get(odd, "missing"))
+    what, mine, its = compared
     if mine != its:
-        odd = next(token for token in {**its, **mine} if mine.get(token) != its.get(token))
         raise TargetError(
-            f"the draft model's tokenizer differs from the target's: {odd!r} is {mine.get(odd, 'missing')} in the "
-            f"draft model and {its.get(odd, 'missing')} in the target; {remedy}"
+            f"the draft model's tokenizer differs from the target's ({what}: {mine} and {its}); "
+            f"choose a draft model from the family of {target.name or 'the target'}"
         )
-    if draft.eos_token_ids != target.eos_token_ids:
-        ends = f"{sorted(draft.eos_token_ids)} and {sorted(target.eos_token_ids)}"
-        raise TargetError(f"the draft model and the target end their turns with different tokens, {ends}; {remedy}")
 
 
 def _fitted(logits: mx.array, vocab_size: int) -> mx.array:

@@ -23,7 +23,7 @@ from eagle_mlx.hooks import place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, ProposerState, StatePiece
 from eagle_mlx.proposers.block import BlockDrafter
-from eagle_mlx.proposers.chain import ChainSampler, EarlyExit, SampleFn, TreeScorer, draft_chain
+from eagle_mlx.proposers.chain import ChainSampler, Draws, TreeScorer
 from eagle_mlx.proposers.growth import TreeShape, grow_tree, side_branch_tree
 from eagle_mlx.target import Target, nbytes_of
 
@@ -239,10 +239,9 @@ class HeadState:
             return replace(draft, lengths=mx.minimum(draft.lengths, self._counts(draft.tokens.shape[1])))
         if plan.is_tree:
             return self._tree(plan.depth, plan.nodes, sampling, positions)
-        exits = EarlyExit(plan.stop_below, sampling) if plan.stop_below is not None else None
-        sampler = ChainSampler(sampling, positions, self.target.vocab_size, self.head.token_ids)
-        tokens = self._chain(plan.depth, sampler, exits)
-        return sampler.draft(tokens, self._counts(len(tokens)), exits)
+        sampler = ChainSampler(sampling, positions, self.target.vocab_size, self.head.token_ids, plan.stop_below)
+        tokens = self._chain(plan.depth, sampler)
+        return sampler.draft(tokens, self._counts(len(tokens)))
 
     def _block(
         self, head: BlockHead | PEagleHead, depth: int, sampling: SamplingBatch, positions: mx.array
@@ -256,7 +255,7 @@ class HeadState:
             states = mx.concatenate([states, head.masks(states.shape[0], depth - 1, self.cache)], axis=1)
         return BlockDrafter(head, states, depth, states[..., :0], sampling, positions)
 
-    def _chain(self, depth: int, draw: SampleFn, exits: EarlyExit | None = None) -> list[mx.array]:
+    def _chain(self, depth: int, draws: Draws) -> list[mx.array]:
         self._read_pending()
         committed = self.cache.lengths.save()
         hidden = self.hidden
@@ -268,7 +267,7 @@ class HeadState:
                 self.cache.lengths.advance(1)
             return self.head.logits(hidden)
 
-        tokens = draft_chain(depth, forward, draw, exits)
+        tokens = draws.chain(depth, forward)
         self.cache.lengths.restore(committed)
         return tokens
 

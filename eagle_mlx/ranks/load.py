@@ -93,9 +93,9 @@ def shard_tensors(model: nn.Module, group: mx.distributed.Group) -> None:
         raise TargetError(f"models of type {file} cannot be sharded: mlx-lm has no tensor parallelism for them")
     args = getattr(model, "args", None)
     args = getattr(args, "text_config", None) or args
-    counts = {name: _number(args, name) for name in _HEADS}
-    for name, count in counts.items():
-        if count is not None and count % size:
+    for name in _HEADS:
+        count = args.get(name) if isinstance(args, dict) else getattr(args, name, None)
+        if isinstance(count, int) and count % size:
             raise TargetError(f"{size} ranks cannot share this target: its {name} is {count}; use a divisor of it")
     before = _widths(model)
     holder = next((each for each in model.modules() if "lm_head" in each), None)
@@ -106,9 +106,9 @@ def shard_tensors(model: nn.Module, group: mx.distributed.Group) -> None:
             holder.lm_head, holder.sharding_group = output, None
         after = _widths(model)
     except Exception as e:  # shapes that cannot be divided raise anything
-        raise TargetError(f"{size} ranks cannot share this target{_key_heads(args)}: {e}") from e
+        raise TargetError(f"{size} ranks cannot share this target: {e}") from e
     if before != after:
-        raise TargetError(f"{size} ranks cannot share this target{_key_heads(args)}: keys would be cut within a head")
+        raise TargetError(f"{size} ranks cannot share this target: keys would be cut within a head")
 
 
 def shard_layers(model: nn.Module, group: mx.distributed.Group) -> None:
@@ -129,13 +129,3 @@ def _widths(model: nn.Module) -> list[int]:
     cache = RaggedCache.local(model, 1)
     model(mx.zeros((1, 2), mx.int32), cache=list(cache))
     return [x.shape[-1] for part in cache.positional + cache.windows for x in part.state]
-
-
-def _number(args: Any, name: str) -> int | None:
-    value = args.get(name) if isinstance(args, dict) else getattr(args, name, None)
-    return value if isinstance(value, int) else None
-
-
-def _key_heads(args: Any) -> str:
-    count = _number(args, "num_key_value_heads")
-    return "" if count is None else f" of {count} key heads"

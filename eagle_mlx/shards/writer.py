@@ -14,8 +14,19 @@ from eagle_mlx.errors import OutputError, ShardError
 from eagle_mlx.files import PART, check_free, locked, swap, sync_folder, write_whole
 from eagle_mlx.hidden_states import Example
 
-from .format import MANIFEST, SUFFIX, Manifest, ShardFile, ShardMeta, check_example, encode, shard_name
-from .reader import UNFINISHED, read_manifest, unfinished_folder
+from .format import (
+    MANIFEST,
+    SUFFIX,
+    UNFINISHED,
+    Manifest,
+    ShardFile,
+    ShardMeta,
+    check_example,
+    encode,
+    read_manifest,
+    shard_name,
+    unfinished_folder,
+)
 
 
 class ShardWriter:

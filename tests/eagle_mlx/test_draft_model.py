@@ -180,7 +180,7 @@ def test_padding_of_the_vocabulary_does_not_matter(vocab: int) -> None:
 
 
 def test_another_vocabulary_is_refused_when_the_engine_is_built() -> None:
-    with pytest.raises(TargetError, match="vocabularies of 64 and 128 tokens"):
+    with pytest.raises(TargetError, match="number of tokens: 64 and 128"):
         em.Engine(TARGET, em.DraftModelProposer(tiny_target(vocab=64)))
 
 
@@ -189,10 +189,10 @@ def test_other_tokenizers_and_ends_of_turn_are_refused() -> None:
     em.Engine(target, em.DraftModelProposer(draft))
     assert draft.tokenizer is not None
     draft.tokenizer.eos_token_ids = {7}
-    with pytest.raises(TargetError, match=r"different tokens, \[7\]"):
+    with pytest.raises(TargetError, match=r"tokens that end a turn: \[7\] and "):
         em.Engine(target, em.DraftModelProposer(draft))
     draft.tokenizer._tokenizer.add_tokens(["<|extra|>"])
-    with pytest.raises(TargetError, match=r"<\|extra\|>.* missing in the target"):
+    with pytest.raises(TargetError, match=r"id of .<\|extra\|>.: \d+ and missing"):
         em.Engine(target, em.DraftModelProposer(draft))
 
 

@@ -343,7 +343,7 @@ class Group:
             "llama",
             {"num_key_value_heads": 1},
             2,
-            "2 ranks cannot share this target of 1 key heads: .*Cannot infer the shape",
+            "2 ranks cannot share this target: .*Cannot infer the shape",
         ),
         ("llama", {"intermediate_size": 66}, 4, "Cannot shard the output of size 66 across 4"),
         ("qwen3_5", {"linear_num_key_heads": 1}, 2, "its linear_num_key_heads is 1"),

@@ -101,7 +101,7 @@ def test_a_group_made_by_itself_names_the_flag() -> None:
     with pytest.raises(ConfigError, match="^--cache-bits must be 16 or 8, not 4$"):
         DataConfig(cache_bits=4)
     with pytest.raises(ConfigError, match="^--data must be a list, each text"):
-        DataConfig(sources="a.jsonl")  # type: ignore[arg-type]
+        DataConfig(sources=True)  # type: ignore[arg-type]
 
 
 def test_setting_names_are_unique_across_groups() -> None:
