@@ -29,10 +29,7 @@ class ReasoningTokens(Shape):
 
 
 class Usage(Shape):
-    """Token counts under OpenAI's names.
-
-    OpenAI's `accepted_prediction_tokens` refer to a prediction that the client sends, not to draft tokens.
-    """
+    """OpenAI's counts, without those that refer to a prediction that the client sends."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -173,10 +170,7 @@ def named_event(fields: dict[str, Any]) -> str:
 
 
 async def waiting_comments(call: Call) -> AsyncIterator[bytes]:
-    """Yield comments that say what the request waits for, until its first token.
-
-    Event readers ignore comments (HTML standard, 9.2.6).
-    """
+    """Yield comments, which event readers ignore, that say what the request waits for, until its first token."""
     told: str | None = None
     while not await call.has_begun(PROGRESS_SECONDS):
         before, told = told, call.waits_for()

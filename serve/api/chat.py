@@ -116,19 +116,15 @@ class ChatAnswer(Choices):
         format, tokenizer = self.loaded.chat, self.loaded.tokenizer
         if not format.has_thinking:
             return 0
-        deltas = self.deltas(output)
+        deltas, tokens = self.deltas(output), output.tokens
         thoughts = "".join(delta.reasoning for delta in deltas)
-        if not thoughts:
-            return 0
-        if all(delta.reasoning for delta in deltas):
-            return len(output.tokens)
+        if thoughts and all(delta.reasoning for delta in deltas):
+            return len(tokens)
         end = format.thoughts.think_end
-        tag = tokenizer.encode(end, add_special_tokens=False) if end else []
-        tokens = output.tokens
-        places = (at for at in range(len(tokens) - len(tag) + 1) if tag and tokens[at : at + len(tag)] == tag)
-        at = next(places, None)
+        tag = tokenizer.encode(end, add_special_tokens=False) if thoughts and end else []
+        ends = (at + len(tag) for at in range(len(tokens)) if tag and tokens[at : at + len(tag)] == tag)
         # Without an end tag, the reasoning ends at the end of its text.
-        return len(tokenizer.encode(thoughts, add_special_tokens=False)) if at is None else at + len(tag)
+        return next(ends, None) or len(tokenizer.encode(thoughts, add_special_tokens=False))
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         deltas = self.deltas(output)

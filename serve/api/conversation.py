@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Discriminator
@@ -93,19 +93,19 @@ class Conversation:
         return self._turns[-1]
 
 
-def one_of(*kinds: str, alike: Mapping[str, str] | None = None, strange: str | None = None) -> Discriminator:
-    """Return a discriminator of blocks by type; blocks without a type have the first.
+def one_of(*models: type[BaseModel]) -> Discriminator:
+    """Return a discriminator of models by their type; blocks without a type are read as the first model.
 
-    Tags are bracketed, so that paths in errors name fields only. alike: maps types to those that they are read as.
-    strange: the type that unknown types are read as.
+    A model's tag is its first type in brackets, so that errors name fields only. The tag of unknown types is `<>`.
     """
+    types = [[each for each in get_args(model.model_fields["type"].annotation) if each] for model in models]
+    tags = {each: f"<{names[0]}>" for names in types for each in names}
 
     def tag(value: object) -> str:
         given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        kind = kinds[0] if given is None else (alike or {}).get(str(given), str(given))
-        return f"<{kind if strange is None or kind in kinds else strange}>"
+        return tags[types[0][0]] if given is None else tags.get(str(given), "<>")
 
-    said = f"the type must be one of {', '.join(kinds)}"
+    said = f"the type must be one of {', '.join(tags)}"
     return Discriminator(tag, custom_error_type="unknown_block", custom_error_message=said)
 
 
@@ -141,7 +141,7 @@ class Names:
 
     fields: Mapping[str, str]
     """Patterns of Chat Completions fields, and their replacements."""
-    tools: Sequence[int] = ()
+    tools: list[int]
     """The request index of each tool that the model sees."""
 
     @contextmanager
@@ -155,7 +155,6 @@ class Names:
             raise
 
     def _renamed(self, text: str) -> str:
-        """Return a text with the field at its beginning renamed."""
         for pattern, name in self.fields.items():
             if found := re.match(pattern, text):
                 text = found.expand(name) + text[found.end() :]

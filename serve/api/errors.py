@@ -51,20 +51,18 @@ class Shape(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
-class ErrorBody(Shape):
-    message: str
+class MessagesErrorBody(Shape):
     type: str
+    message: str
+
+
+class ErrorBody(MessagesErrorBody):
     param: str | None
     code: str | None
 
 
 class Error(Shape):
     error: ErrorBody
-
-
-class MessagesErrorBody(Shape):
-    type: str
-    message: str
 
 
 class MessagesError(Shape):
@@ -100,7 +98,7 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return Error(error=ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)).plain()
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str, headers: Mapping[str, str]) -> Response:
         """Return the error in the shape of the client's API, which the path and headers determine."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -107,15 +108,12 @@ def sampling_defaults(name: str | Path) -> dict[str, float]:
         return {}
     if not isinstance(advice, dict) or advice.get("do_sample") is False:
         return {}
-    return {name: advice[name] for name in _DEFAULTED if name in advice and _usable(name, advice[name])}
-
-
-def _usable(name: str, value: Any) -> bool:
-    try:
-        SamplingParams(**{name: value})
-    except ConfigError:
-        return False
-    return True
+    found: dict[str, Any] = {}
+    for name in _DEFAULTED:
+        with suppress(KeyError, ConfigError):
+            SamplingParams(**{name: advice[name]})
+            found[name] = advice[name]
+    return found
 
 
 def check(request: Request, limits: Limits) -> None:

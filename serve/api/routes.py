@@ -142,7 +142,6 @@ async def spec_decode_metrics(request: Request, model: str | None = None) -> Res
 
 
 def _hash(html: str, tag: str) -> str:
-    """Return the policy's hash of a page's only script or style."""
     (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 

@@ -144,7 +144,6 @@ class MessageAnswer(PartsAnswer):
         return _usage(output.prompt_tokens, output.cached_tokens, len(output.tokens), thoughts)
 
     def _reason(self, output: Output) -> dict[str, Any]:
-        """Return why a message ended."""
         reason = finish_reason(output, any(part.tool_call for part in self.parts))
         if reason == "length" and len(output.tokens) < self.body.max_tokens and output.cut_off is None:
             why = "model_context_window_exceeded"
@@ -166,7 +165,6 @@ def _usage(prompt: int, cached: int = 0, written: int = 0, thoughts: int = 0) ->
 
 
 def _opened(part: Delta) -> dict[str, Any]:
-    """Return an empty block for a part."""
     if (call := part.tool_call) is not None:
         return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
     return {"type": "thinking", "thinking": "", "signature": ""} if part.reasoning else {"type": "text", "text": ""}

@@ -75,7 +75,7 @@ Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    one_of("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    one_of(TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock, ToolResultBlock),
     BeforeValidator(supported),
 ]
 
@@ -86,7 +86,7 @@ class Turn(Body):
 
 
 class ClientTool(OwnTool, Cached):
-    type: Literal["custom"] | None = None
+    type: Literal["custom", None] = None
     input_schema: dict[str, Any]
     # Ignored: tool input arrives in one piece.
     eager_input_streaming: bool | None = None
@@ -94,8 +94,8 @@ class ClientTool(OwnTool, Cached):
 
 
 OfferedTool = Annotated[
-    Annotated[ClientTool, Tag("<custom>")] | Annotated[BareTool, BeforeValidator(without_details), Tag("<bare>")],
-    one_of("custom", strange="bare"),
+    Annotated[ClientTool, Tag("<custom>")] | Annotated[BareTool, BeforeValidator(without_details), Tag("<>")],
+    one_of(ClientTool),
 ]
 
 

@@ -198,7 +198,6 @@ class ResponseAnswer(PartsAnswer):
         return len(self.parts) - 1
 
     def _of_item(self, type: str, **fields: Any) -> str:
-        """Return an event of the last item."""
         return self._event(type, item_id=self._id, output_index=self._index, **fields)
 
     def _event(self, type: str, **fields: Any) -> str:
@@ -206,7 +205,6 @@ class ResponseAnswer(PartsAnswer):
         return named_event({"type": type, "sequence_number": self._number, **fields})
 
     def _begun(self) -> dict[str, Any]:
-        """Return the response before any output."""
         body = self.body
         form = body.text.format if body.text is not None else None
         choice = body.tool_choice or "auto"
@@ -279,7 +277,7 @@ async def responses(request: Request) -> Response:
     if body.previous_response_id:
         before = memory.get(body.previous_response_id, "previous_response_id")
         items, nbytes = [*before.items, *items], before.nbytes + nbytes
-    functions = Functions.of(body)
+    functions = Functions(body.tools or ())
 
     def keep(response: dict[str, Any]) -> None:
         whole = [*items, *_ITEMS.validate_python(response["output"])]
@@ -293,7 +291,6 @@ async def responses(request: Request) -> Response:
 
 
 def _error_event(error: ApiError) -> bytes:
-    """Return an error as OpenAI's `error` event."""
     fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
     return named_event({**fields, "sequence_number": 0}).encode()
 

@@ -28,8 +28,8 @@ class RefusalPart(Body):
 
 
 ContentPart = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
-    one_of("input_text", "output_text", "text", "refusal", alike={"input_text": "text", "output_text": "text"}),
+    Annotated[TextPart, Tag("<input_text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    one_of(TextPart, RefusalPart),
     BeforeValidator(supported),
 ]
 
@@ -42,7 +42,7 @@ class GivenItem(Body):
 
 
 class MessageItem(GivenItem):
-    type: Literal["message"] | None = None
+    type: Literal["message", None] = None
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Many[ContentPart]
     phase: str | None = None
@@ -96,15 +96,7 @@ Item = Annotated[
     | Annotated[CallOutputItem, Tag("<function_call_output>")]
     | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
-    one_of(
-        "message",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "reasoning",
-        alike={"custom_tool_call_output": "function_call_output"},
-    ),
+    one_of(MessageItem, FunctionCallItem, CallOutputItem, CustomCallItem, ReasoningItem),
 ]
 
 
@@ -122,7 +114,8 @@ class CustomTool(OwnTool):
 
 
 FlatTool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")], one_of("function", "custom")
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")],
+    one_of(FunctionTool, CustomTool),
 ]
 
 
@@ -139,8 +132,8 @@ ResponsesTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
     | Annotated[CustomTool, Tag("<custom>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
-    | Annotated[BareTool, BeforeValidator(without_details), Tag("<bare>")],
-    one_of("function", "custom", "namespace", strange="bare"),
+    | Annotated[BareTool, BeforeValidator(without_details), Tag("<>")],
+    one_of(FunctionTool, CustomTool, NamespaceTool),
 ]
 
 

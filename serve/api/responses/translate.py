@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...chat import ToolCall
@@ -25,6 +24,7 @@ from .schema import (
     NamespaceTool,
     ReasoningItem,
     ResponsesRequest,
+    ResponsesTool,
     TextPart,
 )
 
@@ -38,31 +38,26 @@ _TEXT = {
 """The parameters of a function that replaces a tool with text input."""
 
 
-@dataclass
 class Functions:
     """The functions that a model sees."""
 
-    functions: list[dict[str, Any]] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    """For each function, its index in `tools`."""
-    calls: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """For each function, the item of a call of its tool, without the input."""
-
-    @classmethod
-    def of(cls, body: ResponsesRequest) -> Functions:
-        """Return the functions of a request, without tools that OpenAI runs. Raises ApiError if that leaves none."""
-        found, hosted = cls(), [(at, tool) for at, tool in enumerate(body.tools or ()) if isinstance(tool, BareTool)]
-        for at, tool in enumerate(body.tools or ()):
+    def __init__(self, tools: Sequence[ResponsesTool] = ()):
+        """Leave out tools that OpenAI runs. Raises ApiError if that leaves none."""
+        self.functions: list[dict[str, Any]] = []
+        self.calls: dict[str, dict[str, Any]] = {}
+        """For each function, the item of a call of its tool, without the input."""
+        self.names = Names(_FIELDS, [])
+        hosted = [(at, tool) for at, tool in enumerate(tools) if isinstance(tool, BareTool)]
+        for at, tool in enumerate(tools):
             if isinstance(tool, NamespaceTool):
                 for inner in tool.tools:
-                    found._add(at, inner, tool.name)
+                    self._add(at, inner, tool.name)
             elif not isinstance(tool, BareTool):
-                found._add(at, tool, None)
-        if hosted and not found.functions:
-            at, tool = hosted[0]
-            message = f"tools[{at}].type: {tool.type[:60]} runs on OpenAI's servers; give tools that the client runs"
+                self._add(at, tool, None)
+        if hosted and not self.functions:
+            at, bare = hosted[0]
+            message = f"tools[{at}].type: {bare.type[:60]} runs on OpenAI's servers; give tools that the client runs"
             raise ApiError(400, message, f"tools[{at}].type")
-        return found
 
     def _add(self, place: int, tool: FunctionTool | CustomTool, namespace: str | None) -> None:
         name = flat_name(tool.name, namespace)
@@ -71,14 +66,10 @@ class Functions:
         if isinstance(tool, FunctionTool) and tool.strict:
             function["strict"] = True
         self.functions.append({"type": "function", "function": function})
-        self.places.append(place)
+        self.names.tools.append(place)
         self.calls[name] = {"type": _CALLS[tool.type], "name": tool.name}
         if namespace is not None:
             self.calls[name]["namespace"] = namespace
-
-    @property
-    def names(self) -> Names:
-        return Names(_FIELDS, self.places)
 
     def choice(self, chosen: str | ChosenTool | None) -> str | dict[str, Any] | None:
         """Return `tool_choice` for Chat Completions."""
