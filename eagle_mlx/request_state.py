@@ -70,8 +70,8 @@ class RequestState:
         self.overran = False
         """Whether the caches hold tokens of the last round that the request did not take."""
         self.paused = False
-        self.pauses = self.rounds_before = self.tokens_before = 0
-        """The number of pauses, and the rounds and tokens at the time of the last admission."""
+        self.pauses = self.rounds_before = 0
+        """The number of pauses, and the rounds at the time of the last admission."""
 
     @classmethod
     def open(cls, request: Request, tokenizer: TokenizerWrapper | None) -> RequestState:
@@ -138,7 +138,7 @@ class RequestState:
 
     def admit(self) -> None:
         """Leave the queue; the text is read next."""
-        self.paused, self.rounds_before, self.tokens_before = False, self.rounds, len(self.tokens)
+        self.paused, self.rounds_before = False, self.rounds
 
     def read(self, positions: int) -> None:
         """Record that the caches hold this many positions of the text."""

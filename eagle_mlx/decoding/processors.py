@@ -55,11 +55,8 @@ class Processors:
         )
         return cls(requests, vocab) if any(asking) else None
 
-    def apply(self, logits: mx.array, draft: Draft, patience: float = PATIENCE) -> mx.array:
-        """Return the logits with every row's changes, [B, n+1, V] float32. logits: [B, n+1, V].
-
-        patience: seconds to wait for masks of asynchronous grammars.
-        """
+    def apply(self, logits: mx.array, draft: Draft) -> mx.array:
+        """Return the logits with every row's changes, [B, n+1, V] float32. logits: [B, n+1, V]."""
         drafts = self._read(draft, logits) if self.on_host else []
         for row, drafted in zip(self._rows, drafts, strict=True):
             ask(row, drafted)
@@ -70,7 +67,7 @@ class Processors:
         if self.biased.size:
             logits = self._on(self.biased, logits, lambda x: x + self.bias)
         if self.on_host:
-            masks = collect(self._rows, drafts, logits, patience)
+            masks = collect(self._rows, drafts, logits)
             self._note(drafts, masks)
             before = logits
             logits = self._on(mx.array(self.on_host), logits, lambda x: _on_host(x, self._rows, drafts, masks))
@@ -215,19 +212,17 @@ def ask(request: RequestState, draft: Sequence[int]) -> None:
         request.ask_grammar(_before_end(request, draft))
 
 
-def collect(
-    requests: Sequence[RequestState], drafts: Sequence[list[int]], logits: mx.array, patience: float
-) -> list[RequestMasks]:
-    """Return the masks of some requests; requests that were late before are not waited for.
+def collect(requests: Sequence[RequestState], drafts: Sequence[list[int]], logits: mx.array) -> list[RequestMasks]:
+    """Return the masks of some requests after `PATIENCE`; requests that were late before are not waited for.
 
-    logits: what the masks apply to, which the device may still compute; patience: seconds.
+    logits: what the masks apply to, which the device may still compute.
     """
     if any(request.slow for request in requests):
         mx.eval(logits)
-    until = monotonic() + patience
+    until = monotonic() + PATIENCE
     vocab = logits.shape[-1]
     return [
-        _found(request, draft, vocab, 0.0 if request.slow and patience < math.inf else max(0.0, until - monotonic()))
+        _found(request, draft, vocab, 0.0 if request.slow else max(0.0, until - monotonic()))
         for request, draft in zip(requests, drafts, strict=True)
     ]
 

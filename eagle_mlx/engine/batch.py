@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.decoding.draft import Draft, Tree
-from eagle_mlx.decoding.processors import PATIENCE, Processors, may_decode
+from eagle_mlx.decoding.processors import Processors, may_decode
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict, judge_pending, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
@@ -108,7 +108,7 @@ class Batch:
         """Return the state that a round will change, for `restore`."""
         return Checkpoint(self.cache.save(), self.newest, self.processors.save() if self.processors else None)
 
-    def no_draft(self) -> Draft:
+    def _no_draft(self) -> Draft:
         return Draft(mx.zeros((len(self.requests), 0), mx.int32), mx.zeros((len(self.requests),), mx.int32))
 
     def draft(self, plan: Plan) -> Draft:
@@ -118,7 +118,7 @@ class Batch:
         nothing yet. Raises ProposerError if the draft is malformed.
         """
         if self.state is None or not plan.depth:
-            return self.no_draft()
+            return self._no_draft()
         assert self.proposer is not None
         try:
             draft = self.state.draft(plan, self.sampling, self._positions(1)[:, 0])
@@ -127,7 +127,7 @@ class Batch:
                 "the proposer %r raised; its %d rows continue without drafts", self.proposer.name, len(self.requests)
             )
             self.state = None
-            return self.no_draft()
+            return self._no_draft()
         rejects = self.sampling.rejects if self.sampling.any_rejection else None
         by, vocab = self.proposer.name, self.target.vocab_size
         return check_draft(draft, by, plan, self.rooms(plan), vocab, self.newest, rejects)
@@ -139,26 +139,18 @@ class Batch:
             self.cache.branch(draft.tree.branches())
         return self.target.forward(tokens, self.cache, self.aux_layers)
 
-    def verify(
-        self, logits: mx.array, draft: Draft, positions: mx.array | None = None, patience: float = PATIENCE
-    ) -> Verdict:
-        """Verify a draft with the target's logits [B, n+1, V] and the requests' sampling settings.
-
-        positions: [B, n+1] int32; by default those after the caches' entries. patience: seconds to wait for late
-        grammar masks.
-        """
+    def verify(self, logits: mx.array, draft: Draft) -> Verdict:
+        """Verify a draft with the target's logits [B, n+1, V] and the requests' sampling settings."""
         if self.processors:
-            logits = self.processors.apply(logits, draft, patience)
+            logits = self.processors.apply(logits, draft)
         if draft.tree is not None:
             return self._verify_tree(logits, draft, draft.tree)
-        if positions is None:
-            positions = self._positions(logits.shape[1])
         sampling, pending = self.sampling, [request.pending for request in self.requests]
         if any(pending):
             logits, sampling = judge_pending(logits, sampling, pending)
         reach = self.processors.reach if self.processors else None
         lengths = draft.lengths if reach is None else mx.minimum(draft.lengths, mx.maximum(reach, 0))
-        verdict = verify(logits, draft.tokens, lengths, draft.probs, sampling, positions)
+        verdict = verify(logits, draft.tokens, lengths, draft.probs, sampling, self._positions(logits.shape[1]))
         return verdict if reach is None else replace(verdict, accepted=mx.where(reach < 0, -1, verdict.accepted))
 
     def _verify_tree(self, logits: mx.array, draft: Draft, tree: Tree) -> Verdict:

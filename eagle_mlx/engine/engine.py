@@ -259,10 +259,8 @@ class Engine:
         with schedule.whole(*self.groups.in_turn()[:1]):
             ended, work = list[RequestState](), schedule.next(self.max_batch)
             if isinstance(work, Prefill):
-                was_idle = not self.groups.batches
                 ended = self._read(work)
-                begun = was_idle and any(request.tokens for request in self.groups.requests)
-                work = None if begun else schedule.next_round()  # return first tokens before the next round
+                work = schedule.next_round()
             if work is not None:
                 ended += self._decode(work)
         self.admission.freed.after_step(is_last=self.idle)
@@ -274,10 +272,6 @@ class Engine:
         if joining is None:
             return []
         joined = list(joining.requests)
-        taken = [len(request.tokens) - request.tokens_before for request in joined]
-        if self.observer is not None and any(taken):  # the prefill also drew first tokens
-            nothing = [0] * len(joined)
-            self.observer(RoundResult(PLAIN, nothing, nothing, taken, seconds))
         self.schedule.join(joining)
         return [request for request in joined if request.finish_reason]
 

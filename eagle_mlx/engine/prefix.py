@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import mlx.core as mx
-
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import DiskTier, PassedOverError
-from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece, PrefixTree, Snapshot, keys_of
+from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixTree, Snapshot, keys_of
 from eagle_mlx.proposers.base import CanJoin, Proposer, ProposerState
 
 log = logging.getLogger("eagle_mlx.prefixes")
@@ -74,7 +72,7 @@ class PrefixCache:
     def fetch(self, prompt: Sequence[int], namespace: str = "") -> bool:
         """Load a prompt's prefix from disk if it fits and is longer than the one in memory. Return whether it is done.
 
-        Each call reads a bounded amount, because other requests decode in the meantime.
+        Each call reads a bounded amount of keys and values, because other requests decode in the meantime.
         """
         if self.disk is None:
             return True
@@ -84,15 +82,11 @@ class PrefixCache:
         while (match := self.disk.find(keys, namespace)) is not None and match.length >= length + LEAST:
             if match.nbytes > self._limit:
                 return True
+            now = self.disk.next_part(match, length)
             try:
-                now = self.disk.advance(match, length)
-                if now is None:
-                    return False
-                snapshot = Snapshot(self.disk.outline(now))
-                piece = partial(self.disk.piece, now)
+                snapshot, piece = Snapshot(self.disk.outline(now)), partial(self.disk.piece, now)
                 kept = self._tree.insert(keys[: now.length], snapshot, piece, self._limit, namespace)
             except PassedOverError:
-                self.disk.stop()
                 continue  # try other files
             except BaseException as e:
                 self._tree = PrefixTree()  # it may be inconsistent
@@ -106,22 +100,13 @@ class PrefixCache:
             return complete or not kept
         return True
 
-    def stop_fetching(self) -> None:
-        """Drop partially loaded prefixes from disk."""
-        if self.disk is not None:
-            self.disk.stop()
-
     def keep(self, tokens: Sequence[int], past: Past) -> None:
-        """Cache the state of a text, of which `tokens` has at least one more. Copies are evaluated only if they fit.
-
-        State with NaN is not cached, because every prompt that reuses it would fail.
-        """
+        """Cache the state of a text, of which `tokens` has at least one more."""
         if past.length < LEAST or past.length < past.cache.shortest(past.row):
             return
         snapshot, keys = Snapshot(past.cache.outline(past.row, past.length)), keys_of(tokens[: past.length + 1])
-        check = partial(_are_numbers, snapshot)
         try:
-            kept = self._tree.insert(keys, snapshot, past.piece, self._limit, past.namespace, check)
+            kept = self._tree.insert(keys, snapshot, past.piece, self._limit, past.namespace)
         except BaseException:
             self._tree = PrefixTree()  # it may be inconsistent
             raise
@@ -135,18 +120,6 @@ class PrefixCache:
     @property
     def _limit(self) -> int:
         return self.capacity if self.spare is None else min(self.capacity, self.spare())
-
-
-def _are_numbers(snapshot: Snapshot, piece: PrefixPiece | None) -> bool:
-    """Evaluate copies, which would otherwise keep the batch's buffers alive. Return whether none contains NaN, since a
-    round may not have checked them yet."""
-    arrays = [*snapshot.outline.state, *(piece.arrays if piece is not None else ())]
-    found = [mx.any(mx.isnan(x)) for x in arrays if mx.issubdtype(x.dtype, mx.floating)]
-    mx.eval(*arrays, *found)
-    if any(each.item() for each in found):
-        log.warning("a text is not cached for later prompts because its KV cache contains NaN")
-        return False
-    return True
 
 
 def _findable(prompt: Sequence[int]) -> Keys:

@@ -50,9 +50,13 @@ class Snapshot:
 
     outline: RaggedCache
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        return self.outline.state
+
     @cached_property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.outline.state)
+        return sum(x.nbytes for x in self.arrays)
 
     @cached_property
     def shortest(self) -> int:
@@ -73,8 +77,6 @@ class _Node:
     """By first key."""
     snapshot: Snapshot | None = None
     """At position `end`."""
-    least: float = math.inf
-    """The minimum `shortest` of all snapshots here and below."""
     namespace: str = ""
     """The namespace of the texts below; only at a root."""
 
@@ -128,12 +130,8 @@ class PrefixTree:
     def find(self, keys: Keys, least: int = 1, namespace: str = "") -> Found | None:
         """Return the longest prefix that can be reused, or None if it has fewer than `least` positions."""
         node, matched = self._match(keys, namespace)
-        while node.parent is not None:
-            length = min(matched, node.end)
-            if length < least:
-                return None
-            if node.least <= length:
-                holder = self._holder(node, length)
+        while node.parent is not None and (length := min(matched, node.end)) >= least:
+            if (holder := _holder(node, length)) is not None:
                 self._used.move_to_end(holder)
                 assert holder.snapshot is not None
                 return Found(length, [each.piece for each in node.path if each.piece is not None], holder.snapshot)
@@ -147,18 +145,16 @@ class PrefixTree:
         piece: Callable[[int, int], PrefixPiece],
         limit: float = math.inf,
         namespace: str = "",
-        check: Callable[[PrefixPiece | None], bool] | None = None,
     ) -> bool:
         """Insert a snapshot at the end of a text, unless another serves as well. Return whether the tree has the text.
 
         `piece`: returns the state for a range of positions; called for the missing ones. Other entries are evicted
-        until `limit` bytes hold. A text that exceeds the limit alone is not inserted.
-
-        `check`: called with the new piece before the tree is changed; returns whether to insert the text.
+        until `limit` bytes hold. A text that exceeds the limit alone is not inserted, nor one whose state has NaN,
+        because every prompt that reuses it would fail.
         """
         node, matched = self._match(keys, namespace)
-        if matched == len(keys) and node.least <= snapshot.shortest:
-            self._used.move_to_end(self._holder(node, snapshot.shortest))
+        if matched == len(keys) and (holder := _holder(node, snapshot.shortest)) is not None:
+            self._used.move_to_end(holder)
             return True
         new = piece(matched, len(keys)) if matched < len(keys) else None
         size = snapshot.nbytes + (new.nbytes if new else 0.0)
@@ -167,7 +163,7 @@ class PrefixTree:
                 size += each.piece.nbytes * (min(matched, each.end) - each.start) / len(each.keys)
         if size > limit:
             return False
-        if check is not None and not check(new):
+        if not _are_numbers([*snapshot.arrays, *(new.arrays if new else [])]):
             return False
         if matched < node.end:
             node = self._split(node, matched)
@@ -184,7 +180,6 @@ class PrefixTree:
         node.snapshot = snapshot
         self.nbytes += snapshot.nbytes
         self._used[node] = None
-        _refresh(node)
         self.trim(limit)
         return node in self._used
 
@@ -200,7 +195,6 @@ class PrefixTree:
                 node = node.parent
             if node.parent is None and not node.children:
                 del self._roots[node.namespace]
-            _refresh(node)
 
     def _forget(self, node: _Node) -> None:
         """Remove only the node's snapshot."""
@@ -217,13 +211,6 @@ class PrefixTree:
             node, at = child, at + common(child.keys, keys[at:])
         return node, at
 
-    @staticmethod
-    def _holder(node: _Node, length: int) -> _Node:
-        """Return a node, here or below, with a snapshot that serves `length` positions."""
-        while node.snapshot is None or node.snapshot.shortest > length:
-            node = next(child for child in node.children.values() if child.least <= length)
-        return node
-
     def _split(self, node: _Node, end: int) -> _Node:
         """Split a node at position `end`. Return the upper node."""
         assert node.parent is not None
@@ -232,7 +219,7 @@ class PrefixTree:
         first, second = node.piece.split(end - node.start)
         self.nbytes += first.nbytes + second.nbytes
         cut = end - node.start
-        upper = _Node(node.keys[:cut].copy(), node.start, first, node.parent, least=node.least)
+        upper = _Node(node.keys[:cut].copy(), node.start, first, node.parent)
         node.parent.children[int(upper.keys[0])] = upper
         node.keys, node.start, node.piece, node.parent = node.keys[cut:].copy(), end, second, upper
         upper.children[int(node.keys[0])] = node
@@ -246,12 +233,22 @@ def common(a: Keys, b: Keys) -> int:
     return both if same.all() else int(np.argmin(same))
 
 
-def _refresh(node: _Node | None) -> None:
-    """Recompute `least` from this node up to the root."""
-    while node is not None:
-        own = math.inf if node.snapshot is None else node.snapshot.shortest
-        node.least = min([own, *(child.least for child in node.children.values())])
-        node = node.parent
+def _are_numbers(arrays: list[mx.array]) -> bool:
+    """Return whether no array has NaN. All are evaluated: lazy copies would keep the batch's buffers alive."""
+    nan = [mx.any(mx.isnan(x)) for x in arrays if mx.issubdtype(x.dtype, mx.floating)]
+    mx.eval(arrays, nan)
+    return not any(x.item() for x in nan)
+
+
+def _holder(node: _Node, length: int) -> _Node | None:
+    """Return a node, here or below, with a snapshot that serves `length` positions."""
+    nodes = [node]
+    while nodes:
+        node = nodes.pop()
+        if node.snapshot is not None and node.snapshot.shortest <= length:
+            return node
+        nodes += node.children.values()
+    return None
 
 
 @dataclass(frozen=True)

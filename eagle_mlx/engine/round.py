@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from time import perf_counter
 from typing import Any, cast
@@ -16,7 +14,6 @@ from eagle_mlx.decoding.verify import Verdict, cut_at_nan
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.plan import PLAIN, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation
-from eagle_mlx.target import Forward
 
 
 class NaN(IntEnum):
@@ -26,17 +23,6 @@ class NaN(IntEnum):
     REJECTED = 1  # only at positions from which no token is emitted
     KEPT = 2  # at a position from which a token would be emitted
     PROCESSED = 3  # the same, but only because a logits processor returned NaN
-
-
-@dataclass(frozen=True)
-class RowAnswer:
-    """The result of a round for one row."""
-
-    nan: NaN
-    drafted: int
-    accepted: int
-    tokens: list[int]  # the accepted draft tokens and the bonus token; empty if the row skipped the round
-    path: list[int]  # for a tree: the indices of the accepted draft tokens, from 0
 
 
 class Round:
@@ -77,11 +63,7 @@ class Round:
         if draft.tokens.shape[1]:
             verdict = cut_at_nan(verdict, mx.any(mx.isnan(out.logits), axis=-1), may_reread=draft.lengths > 0)
         batch.commit(verdict, self.before)
-        self.send(draft, verdict, out)
-
-    def send(self, draft: Draft, verdict: Verdict, out: Forward) -> None:
-        """Start computing the answer on the device. `out`: the outputs at all verified positions."""
-        batch, spoiled = self.batch, self.batch.processors.spoiled if self.batch.processors else None
+        spoiled = batch.processors.spoiled if batch.processors else None
         drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
         path = [] if verdict.path is None else [verdict.path]
         self._answer = [_nan_in(out.logits, verdict, spoiled), verdict.accepted, drafted, verdict.tokens, *path]
@@ -100,40 +82,42 @@ class Round:
         The result's seconds are not set yet.
         """
         mx.eval(self._answer)
-        batch, columns = self.batch, [cast(list[Any], x.tolist()) for x in self._answer]
-        answers = [_row_answer(*row) for row in zip(*columns, strict=True)]
-        emitted = [answer.tokens for answer in answers]
-        batch.cache.keep([answer.path for answer in answers], [request.length for request in batch.requests])
+        batch, requests = self.batch, self.batch.requests
+        nan, accepted, drafted, tokens, *nodes = [cast(list[Any], x.tolist()) for x in self._answer]
+        emitted = [row[: count + 1] for row, count in zip(tokens, accepted, strict=True)]  # nothing if -1 are accepted
+        drafted = [count if row else 0 for count, row in zip(drafted, emitted, strict=True)]
+        steps = nodes[0] if nodes else [[]] * len(accepted)
+        paths = [[node - 1 for node in row[1 : count + 1]] for row, count in zip(steps, accepted, strict=True)]
+        batch.cache.keep(paths, [request.length for request in requests])
         logprobs = self._logprobs.read(emitted) if self._logprobs else {}
         taken = []
-        for index, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
-            if answer.nan == NaN.KEPT:
+        for index, request in enumerate(requests):
+            if nan[index] == NaN.KEPT:
                 request.fail("the model's logits are not numbers (NaN)")
-            elif answer.nan == NaN.PROCESSED:
+            elif nan[index] == NaN.PROCESSED:
                 request.fail("a logits processor returned NaN; use minus infinity for tokens that are not allowed")
-            taken.append(request.take(answer.tokens, answer.drafted, logprobs.get(index, ())))
-            if answer.nan == NaN.REJECTED:
+            taken.append(request.take(emitted[index], drafted[index], logprobs.get(index, ())))
+            if nan[index] == NaN.REJECTED:
                 judges = request.params.rule == "rejection" and not request.pending
-                pending = self._draft.unjudged(index, answer.tokens) if judges else None
-                request.reread(without_draft=not answer.tokens, pending=pending)  # the draft may be the cause
+                pending = self._draft.unjudged(index, emitted[index]) if judges else None
+                request.reread(without_draft=not emitted[index], pending=pending)  # the draft may be the cause
                 batch.cache.zero(index, request.length)
-        reread = [answer.nan == NaN.REJECTED and not answer.tokens for answer in answers]
+        reread = [found == NaN.REJECTED and not row for found, row in zip(nan, emitted, strict=True)]
         if any(reread):  # rare; done here so that no round must select states on the device
             batch.cache.put_back(mx.array(reread), self.before.cache)
         if self._draft.tokens.shape[1] or not all(emitted):
-            batch.cache.sync([request.length for request in batch.requests])
+            batch.cache.sync([request.length for request in requests])
         if batch.state is not None and any(emitted):
-            numbers = all(answer.nan == NaN.NOWHERE for answer in answers)
-            aux = self._aux if numbers else tuple(map(mx.nan_to_num, self._aux))
+            aux = tuple(map(mx.nan_to_num, self._aux)) if any(nan) else self._aux
             batch.state.observe(Observation(emitted, aux))
         return RoundResult(
             self.plan,
-            drafted=[answer.drafted for answer in answers],
-            accepted=[answer.accepted for answer in answers],
+            drafted=drafted,
+            accepted=[max(0, count) for count in accepted],
             taken=taken,
             seconds=0.0,
             draft_seconds=self.draft_seconds,
-            paths=[answer.path for answer in answers] if self.plan.is_tree else (),
+            paths=paths if self.plan.is_tree else (),
             confidences=self._draft.confidences,
             group=self.group,
         )
@@ -141,12 +125,6 @@ class Round:
     def cancel(self) -> None:
         """Undo the round. It must be the newest of its batch."""
         self.batch.restore(self.before)
-
-
-def _row_answer(nan: int, accepted: int, drafted: int, tokens: list[int], path: Sequence[int] = ()) -> RowAnswer:
-    if accepted < 0:
-        return RowAnswer(NaN(nan), 0, 0, [], [])
-    return RowAnswer(NaN(nan), drafted, accepted, tokens[: accepted + 1], [node - 1 for node in path[1 : accepted + 1]])
 
 
 def _nan_in(logits: mx.array, verdict: Verdict, spoiled: mx.array | None) -> mx.array:

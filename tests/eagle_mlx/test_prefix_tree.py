@@ -26,6 +26,8 @@ class Letters:
     def nbytes(self) -> int:
         return POSITION * len(self.keys)
 
+    arrays = ()
+
     def split(self, at: int) -> tuple[Letters, Letters]:
         assert 0 < at < len(self.keys)
         return Letters(self.keys[:at]), Letters(self.keys[at:])
@@ -36,6 +38,7 @@ class Place:
     keys: tuple[int, ...]
     shortest: int
     nbytes: int
+    arrays = ()
 
     def serves(self, keys: tuple[int, ...]) -> int:
         """Return how many positions of a text it can serve."""
