@@ -12,7 +12,6 @@ from eagle_mlx.cache import check_cacheable
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError, HeadWarning, TargetError
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.load import named_layers
 from eagle_mlx.heads.precision import check_bits, quantize_for
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.progress import progress_bar
@@ -86,7 +85,7 @@ def head_warning(head: DraftHead, target: Target, progress: bool = False) -> str
         return None  # decoding with this target will raise the same error
     except Exception as e:  # whatever it is, it must not stop a head that works
         return f"the head could not be tried on its target: {type(e).__name__}: {' '.join(str(e).split())}"
-    return warning_of(trial, named_layers(head))
+    return warning_of(trial, head.named_layers)
 
 
 def try_out(head: DraftHead, target: Target, progress: bool = False) -> Trial:

@@ -30,7 +30,7 @@ from eagle_mlx.serve.bench.modes import Models, build_modes
 from eagle_mlx.serve.bench.report import Run
 from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.text import is_loop
-from eagle_mlx.train.kinds.eagle3.start import new_head
+from eagle_mlx.train.kinds import KINDS
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 TAU_BATCH = 8
@@ -60,7 +60,7 @@ def train(target: Path, config: Path, minutes: float | None, output: Path) -> fl
 def untrained_like(head: Eagle3Head, target: em.Target) -> Eagle3Head:
     """Return an untrained head with the shape and draft vocabulary of the given one."""
     kept = None if head.token_ids is None else np.array(head.token_ids, np.int64)
-    return new_head(target, head.config, kept, seed=0)
+    return KINDS["eagle3"].untrained(target, head.config, kept, seed=0)
 
 
 def tau(target: em.Target, head: Eagle3Head, prompts: list[list[int]], config: BenchConfig, depth: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ Quantization = Mapping[str, int]
 """`group_size` and `bits` of a head's quantized layers."""
 _QUANTIZATION = {"group_size": (32, 64, 128), "bits": (2, 3, 4, 5, 6, 8)}
 """Values that mlx.core.quantize accepts."""
-SPECULATORS_VERSION = "0.9.0"
+_SPECULATORS_VERSION = "0.9.0"
 """The release of speculators whose fields are written."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -287,32 +286,17 @@ def window_json(windows: tuple[int | None, ...]) -> dict[str, Any]:
     return {"sliding_window": sizes.pop(), "layer_types": kinds}
 
 
-def aux_layer_ids(file: Path, nested: Any, top: Any) -> tuple[int, ...] | None:
-    """Return layer ids as outputs counted from 0, as in `nested`; those in `top` are one higher. None if not given.
-
-    Model-Optimizer writes an empty list for its default layers. Raises CheckpointError, TypeError.
-    """
-    from_top = None if top is None else [k - 1 for k in top]
-    if nested and from_top and list(nested) != from_top:
-        raise CheckpointError(
-            f"{file} names different layers in eagle_config ({nested}: outputs, from 0) and at the top level ({top}: "
-            "outputs plus one); keep the one that the head was trained with"
-        )
-    layers = nested or from_top
-    if not layers:
-        return None
-    if any(k < 0 for k in layers):
-        raise CheckpointError(f"{file} names the embedding's output as an aux layer, which is not supported")
-    return tuple(map(operator.index, layers))
-
-
-def proposal_json(algorithm: str, base_model: str | None, architectures: Sequence[str], depth: int) -> dict[str, Any]:
-    """Return the part of a speculators config about target and draft depth."""
+def speculators_json(kind: str, base_model: str | None, architectures: Sequence[str], depth: int) -> dict[str, Any]:
+    """Return the part of a speculators config about its kind, target and draft depth."""
+    method = {"proposal_type": "greedy", "speculative_tokens": depth, "accept_tolerance": 0.0, "verifier_accept_k": 1}
     return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {"proposal_type": "greedy", "speculative_tokens": depth, "accept_tolerance": 0.0, "verifier_accept_k": 1}
-        ],
-        "verifier": {"name_or_path": base_model, "architectures": list(architectures)},
+        "speculators_model_type": kind,
+        "speculators_version": _SPECULATORS_VERSION,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": base_model, "architectures": list(architectures)},
+        },
     }

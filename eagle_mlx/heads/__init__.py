@@ -1,21 +1,11 @@
-"""Draft heads: one folder per kind, with the network and its file layouts. `kinds.py` is the registry."""
+"""Draft heads: one module or folder per kind, with the network and its file layouts. `kinds.py` is the registry."""
 
 from eagle_mlx.heads import block, eagle, eagle3, mtp
 from eagle_mlx.heads.base import DraftHead, HeadBase
-from eagle_mlx.heads.kinds import KINDS, Format, HeadKind, kind_of, register
+from eagle_mlx.heads.kinds import KINDS, Format, HeadKind, kind_of
 from eagle_mlx.heads.load import check_fit, load_head
 
-for _kind in (eagle3.PEAGLE, eagle3.KIND, block.DFLASH, block.DFLASH2, block.DSPARK, eagle.KIND, mtp.KIND):
-    register(_kind)
+_ALL = (eagle3.PEAGLE, eagle3.KIND, block.DFLASH, block.DFLASH2, block.DSPARK, eagle.KIND, mtp.KIND)
+KINDS.update({kind.name: kind for kind in _ALL})
 
-__all__ = [
-    "KINDS",
-    "DraftHead",
-    "Format",
-    "HeadBase",
-    "HeadKind",
-    "check_fit",
-    "kind_of",
-    "load_head",
-    "register",
-]
+__all__ = ["KINDS", "DraftHead", "Format", "HeadBase", "HeadKind", "check_fit", "kind_of", "load_head"]

@@ -1,17 +1,20 @@
-"""The base class of draft heads."""
+"""The base class of draft heads, and how a head is built from the tensors of its files."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.base import create_causal_mask
 
-from eagle_mlx.errors import HeadError
-from eagle_mlx.formats.fields import Quantization
+from eagle_mlx.errors import CheckpointError, ConfigError, HeadError
+from eagle_mlx.formats.fields import Quantization, reading
+from eagle_mlx.formats.tensors import fill
 from eagle_mlx.target import Target
 
 Mask = mx.array | str | None
@@ -37,13 +40,23 @@ class HeadBase(nn.Module, Generic[Config]):
     """A draft head. At each position, it takes the next token and a feature, and returns the next feature and logits.
 
     The first feature comes from the target's hidden states, later ones from the head itself. By default, a head is as
-    wide as its target, reads its last layer and drafts its whole vocabulary.
+    wide as its target and reads its last layer. A config with `draft_vocab_size` may leave out some of the target's
+    tokens, and one with `aux_layers` names the layers that the head reads.
     """
 
-    _config: Config
     _target: Target | None = None
     embed_tokens: nn.Embedding
     """Only if the head has its own embedding."""
+
+    def __init__(self, config: Config, d2t: mx.array | None = None):
+        """`d2t` [draft_vocab_size]: target id minus draft id for each draft id; None if the vocabularies are equal."""
+        super().__init__()
+        if (d2t is None) != (getattr(config, "draft_vocab_size", config.vocab_size) == config.vocab_size):
+            raise ConfigError("a head needs d2t exactly when its draft vocabulary is smaller than the target's")
+        self._config = config
+        self._token_ids = None if d2t is None else mx.arange(d2t.size, dtype=mx.int32) + d2t.astype(mx.int32)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
 
     @property
     def config(self) -> Config:
@@ -85,19 +98,30 @@ class HeadBase(nn.Module, Generic[Config]):
         return None if self._config.own_embedding else self.hidden_size
 
     @property
+    def named_layers(self) -> tuple[int, ...]:
+        """Target layers that the config names, counted from 0; empty for a head that reads the last layer."""
+        named: tuple[int, ...] = getattr(self._config, "aux_layers", ())
+        return named
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         """Target layers, counted from 0, whose outputs `features` reads. Available once a target is attached."""
-        return (self.target.num_layers - 1,)
+        return self.named_layers or (self.target.num_layers - 1,)
 
     @property
     def token_ids(self) -> mx.array | None:
         """[draft vocabulary] int32, the target id of each draft id; None if they are the same."""
-        return None
+        return self._token_ids
 
     @property
-    @abstractmethod
+    def d2t(self) -> mx.array | None:
+        """[draft vocabulary] int32, target id minus draft id for each draft id; None if they are the same."""
+        return None if self._token_ids is None else self._token_ids - mx.arange(self._token_ids.size, dtype=mx.int32)
+
+    @property
     def cache_layers(self) -> int:
         """Number of layers with a KV cache."""
+        return getattr(self._config, "num_hidden_layers", 1)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Token ids [...] -> embeddings [..., E]."""
@@ -122,6 +146,68 @@ class HeadBase(nn.Module, Generic[Config]):
 
 
 DraftHead = HeadBase[Any]
+H = TypeVar("H", bound=DraftHead)
+
+
+def build(
+    folder: Path,
+    head_class: type[H],
+    config: Any,
+    tensors: dict[str, mx.array],
+    in_file: Callable[[str], str] = lambda name: name,
+) -> H:
+    """Return the head for a config and its tensors, with layers quantized that have scales.
+
+    `in_file` maps a parameter's name to the one in the file. Raises CheckpointError if config and tensors do not fit.
+    """
+    size = config.vocab_size
+    d2t = take_draft_vocabulary(folder, tensors, size, getattr(config, "draft_vocab_size", size))
+    with reading(folder / "config.json"):
+        head: H = head_class(config) if d2t is None else head_class(config, d2t)
+        if (how := config.quantization) is not None:
+            bits = how["bits"]
+            nn.quantize(head, how["group_size"], bits, class_predicate=lambda path, _: f"{path}.scales" in tensors)
+    fill(folder, head, tensors, in_file)
+    return head
+
+
+def take_draft_vocabulary(
+    where: Path, tensors: dict[str, mx.array], vocab_size: int, draft_vocab_size: int
+) -> mx.array | None:
+    """Remove d2t and t2d from the tensors; return d2t, int32 [Vd], or None if the vocabularies are equal.
+
+    Raises CheckpointError if the maps are missing, damaged or inconsistent.
+    """
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    for name, value, size in (("d2t", d2t, draft_vocab_size), ("t2d", t2d, vocab_size)):
+        if value is not None and value.shape != (size,):
+            raise CheckpointError(f"{name} in {where} has shape {value.shape}, expected ({size},)")
+        if value is not None and not (value.dtype == mx.bool_ or mx.issubdtype(value.dtype, mx.integer)):
+            raise CheckpointError(f"{name} in {where} has numbers of type {value.dtype}, expected integers")
+    if d2t is None and draft_vocab_size != vocab_size:
+        raise CheckpointError(
+            f"{where} lacks d2t, but its draft vocabulary ({draft_vocab_size}) is smaller than the "
+            f"target's ({vocab_size})"
+        )
+    if d2t is None and t2d is None:
+        return None
+    d2t = mx.zeros(vocab_size, mx.int32) if d2t is None else d2t
+    kept = np.array(d2t, np.int64) + np.arange(draft_vocab_size)
+    if kept.min() < 0 or kept.max() >= vocab_size or np.any(np.diff(kept) <= 0):
+        raise CheckpointError(f"d2t in {where} does not give ascending ids of a vocabulary of {vocab_size}")
+    if t2d is not None and not np.array_equal(np.flatnonzero(np.array(t2d)), kept):
+        raise CheckpointError(f"t2d and d2t in {where} name different draft vocabularies; one of them is damaged")
+    return None if draft_vocab_size == vocab_size else d2t.astype(mx.int32)
+
+
+def vocabulary_tensors(head: DraftHead) -> dict[str, mx.array]:
+    """Return d2t, int64 [Vd], and t2d, bool [V]; empty if the head drafts the whole vocabulary."""
+    if head.token_ids is None:
+        return {}
+    kept = np.array(head.token_ids, np.int64)
+    t2d = np.zeros(head.vocab_size, np.bool_)
+    t2d[kept] = True
+    return {"d2t": mx.array(kept - np.arange(len(kept))), "t2d": mx.array(t2d)}
 
 
 def caches_of(cache: Any | None, layers: int) -> list[Any]:

@@ -14,6 +14,9 @@ from eagle_mlx.heads.base import DraftHead, HeadBase
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, mx.array]
+SERVERS = ("vLLM", "SGLang")
+"""The readers of layouts that are servers, and that model cards name."""
+Holds = Callable[[Config, Tensors], bool]
 
 
 @dataclass(frozen=True)
@@ -24,18 +27,29 @@ class Format:
     """Name for `eagle-convert --to`."""
     about: str
     """How the head is written, for a model card."""
-    read_by: str
-    """The projects that use the layout, as a phrase within a sentence."""
-    holds: Callable[[Config, Tensors], bool]
+    readers: tuple[str, ...]
+    """The other projects that read the layout."""
+    holds: Holds
     """Checks whether config.json and tensors of a folder are in this layout."""
     load: Callable[[Path, int | None], Any]
     """Loads the head from a folder, given the target's number of layers if known."""
     save: Callable[..., None]
     """Write a head: `save(head, folder, target_name=..., extra=..., dtype=..., overwrite=...)`."""
-    servers: Callable[[Any], tuple[str, ...]] = lambda head: ()
-    """Other servers that load this layout unchanged."""
     has_embedding: bool = False
     """Whether the files hold an embedding, copied from the target if the head has none."""
+    one_layer_in: tuple[str, ...] = ()
+    """The readers that refuse heads with several layers."""
+
+    @property
+    def read_by(self) -> str:
+        """The projects that use the layout, as a phrase within a sentence."""
+        *others, last = self.readers or ("this project",)
+        return f"that of {', '.join(others)} and {last}" if others else f"that of {last}"
+
+    def servers(self, head: DraftHead) -> tuple[str, ...]:
+        """Return the tags of other servers that load a head in this layout unchanged."""
+        refusing = self.one_layer_in if head.cache_layers > 1 else ()
+        return tuple(name.lower() for name in self.readers if name in SERVERS and name not in refusing)
 
 
 @dataclass(frozen=True)
@@ -54,16 +68,26 @@ class HeadKind:
     """Returns the fields of a head's config that some loaders may not know."""
     trainable: bool = True
     """Whether `eagle-train` has a recipe for it."""
-    hint: Callable[[Path, Tensors], str | None] = lambda folder, tensors: None
-    """Returns advice for a folder that has no head, but something that can be converted to one."""
 
 
 KINDS: dict[str, HeadKind] = {}
+"""The kinds by name. If several layouts match a folder, the first one is used."""
 
 
-def register(kind: HeadKind) -> None:
-    """Register a kind. If several layouts match a folder, the first one registered is used."""
-    KINDS[kind.name] = kind
+def of_class(*classes: str) -> Holds:
+    """Return a check for heads of these classes. speculators writes some of these names too, with other fields."""
+
+    def holds(config: Config, tensors: Tensors) -> bool:
+        named = config.get("architectures")
+        known = isinstance(named, list) and any(name in named for name in classes)
+        return known and config.get("speculators_model_type") is None
+
+    return holds
+
+
+def of_speculators(kind: str) -> Holds:
+    """Return a check for speculators' heads of this type."""
+    return lambda config, _: config.get("speculators_model_type") == kind
 
 
 def kind_of(head: DraftHead) -> HeadKind:

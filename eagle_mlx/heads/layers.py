@@ -11,11 +11,16 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from eagle_mlx.cpu import fastmath, use_shortcuts
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats.fields import Quantization, check_quantization
+from eagle_mlx.formats.fields import Quantization, check_quantization, window_json
 from eagle_mlx.heads.base import Mask, layer_mask
 
 _MAX_JOINT_ROPE = 32
 """Maximum positions for rotating queries and keys together. For more, the copy costs more than a second call."""
+_WRITTEN = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "attention_bias"),
+)
+"""Fields of a LayerShape that transformers writes under the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,32 +54,40 @@ class LayerShape:
     """None if no layer is quantized."""
 
     def __post_init__(self) -> None:
-        check_shape(self)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.num_hidden_layers < 1:
+            raise ConfigError(f"num_hidden_layers is {self.num_hidden_layers}; a head has at least one layer")
+        if self.windows and len(self.windows) != self.num_hidden_layers:
+            raise ConfigError(f"windows are given for {len(self.windows)} of {self.num_hidden_layers} layers")
+        check_quantization(self.quantization)
+
+    def window_of(self, layer: int) -> int | None:
+        """Return a layer's attention window; None for full attention."""
+        return self.windows[layer] if self.windows else None
 
 
-def check_shape(config: LayerShape) -> None:
-    """Raise ConfigError if the sizes are inconsistent."""
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ConfigError(
-            f"num_attention_heads {config.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads {config.num_key_value_heads}"
-        )
-    if config.num_hidden_layers < 1:
-        raise ConfigError(f"num_hidden_layers is {config.num_hidden_layers}; a head has at least one layer")
-    if config.windows and len(config.windows) != config.num_hidden_layers:
-        raise ConfigError(f"windows are given for {len(config.windows)} of {config.num_hidden_layers} layers")
-    check_quantization(config.quantization)
-
-
-def window_of(config: LayerShape, layer: int) -> int | None:
-    """Return a layer's attention window; None for full attention."""
-    return config.windows[layer] if config.windows else None
+def layer_json(config: LayerShape) -> dict[str, Any]:
+    """Return the config fields of decoder layers, as transformers writes them. Raises ConfigError."""
+    return {
+        "hidden_act": "silu",
+        **{name: getattr(config, name) for name in _WRITTEN},
+        "rope_parameters": {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
+        "tie_word_embeddings": False,
+        **window_json(config.windows),
+    }
 
 
 class Attention(nn.Module):
-    """Attention over inputs of `width`, which may be larger than the hidden size."""
+    """Attention over inputs of `width`, which may be larger than the hidden size.
 
-    def __init__(self, config: LayerShape, width: int):
+    `interleaved`: RoPE turns neighboring dimensions instead of the two halves of a head.
+    """
+
+    def __init__(self, config: LayerShape, width: int, interleaved: bool = False):
         super().__init__()
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         bias = config.attention_bias or config.qkv_bias
@@ -87,7 +100,8 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
-        self.rope = initialize_rope(dim, config.rope_theta, False, config.rope_scaling, config.max_position_embeddings)
+        rope = config.rope_theta, interleaved, config.rope_scaling, config.max_position_embeddings
+        self.rope = initialize_rope(dim, *rope)
 
     def project(self, x: mx.array, offset: int | mx.array = 0) -> tuple[mx.array, mx.array, mx.array]:
         """x [B, L, width] at positions offset + 0..L-1 -> q [B, heads, L, D], k and v [B, kv_heads, L, D]."""
@@ -138,7 +152,7 @@ class PlainLayer(nn.Module):
 
     def __init__(self, config: LayerShape, index: int, normed: bool = True):
         super().__init__()
-        self.window = window_of(config, index)
+        self.window = config.window_of(index)
         self.self_attn = Attention(config, config.hidden_size)
         self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if normed else nn.Identity()

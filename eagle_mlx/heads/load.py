@@ -14,11 +14,9 @@ from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
-from eagle_mlx.heads.kinds import KINDS, Format, HeadKind, format_of
+from eagle_mlx.heads.kinds import Format, HeadKind, format_of
+from eagle_mlx.heads.mtp.published import is_source
 from eagle_mlx.target import Target
-
-_OTHERS = {"medusa_num_heads": "Medusa heads"}
-"""Fields that only unsupported kinds of heads have."""
 
 
 def load_head(name: str | Path, target: Target | None = None) -> DraftHead:
@@ -40,9 +38,8 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
 
     Raises CheckpointError, with what was found, if they are unknown.
     """
-    for field, what in _OTHERS.items():
-        if field in config:
-            raise CheckpointError(f"{folder} has {what}, which cannot be loaded; EAGLE, MTP and block heads can")
+    if "medusa_num_heads" in config:
+        raise CheckpointError(f"{folder} has Medusa heads, which cannot be loaded; EAGLE, MTP and block heads can")
     found = format_of(config, tensors)
     if "dflash_config" in config and (found is None or not issubclass(found[0].head_class, BlockHead)):
         named = config.get("architectures")
@@ -52,9 +49,11 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
         )
     if found is not None:
         return found
-    hints = (kind.hint(folder, tensors) for kind in KINDS.values())
-    if (hint := next(filter(None, hints), None)) is not None:
-        raise CheckpointError(hint)
+    if is_source(tensors):
+        raise CheckpointError(
+            f"{folder} holds a whole model or its MTP layers as they were published; take the head out of it first: "
+            f"eagle-convert mtp --source {folder}"
+        )
     names = {name.removeprefix("model.") for name in tensors}
     if any(name.startswith("layers.0.") for name in names):
         raise CheckpointError(
@@ -79,15 +78,9 @@ def check_fit(head: DraftHead, target: Target) -> None:
                 f"head expects a target of {what} {trained} but the target has {actual}; "
                 "was it trained for another model?"
             )
-    layers = named_layers(head)
+    layers = head.named_layers
     if layers and (max(layers) >= target.num_layers or min(layers) < 0):
         raise HeadError(
             f"head reads layers {layers} but the target has {target.num_layers} layers; "
             "was it trained for another model?"
         )
-
-
-def named_layers(head: DraftHead) -> tuple[int, ...]:
-    """Return the target layers that a head's config names; empty for a head that reads the last layer."""
-    named: tuple[int, ...] = getattr(head.config, "aux_layers", ())
-    return named

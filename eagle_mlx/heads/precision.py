@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -86,12 +85,6 @@ def quantize(head: Any, bits: int, group_size: int) -> None:
     """Quantize a head's matrices in place, lazily, except expert routers and those that do not fit the groups."""
     nn.quantize(head, group_size, bits, class_predicate=lambda path, part: _may_quantize(path, part, group_size))
     head.config = replace(head.config, quantization={"group_size": group_size, "bits": bits})
-
-
-def make_quantized(head: nn.Module, how: Quantization | None, tensors: Mapping[str, mx.array]) -> None:
-    """Quantize the layers of a new head whose weights have scales in `tensors`."""
-    if how is not None:
-        nn.quantize(head, how["group_size"], how["bits"], class_predicate=lambda path, _: f"{path}.scales" in tensors)
 
 
 def _may_quantize(path: str, part: nn.Module, group_size: int) -> bool:

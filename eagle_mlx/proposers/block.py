@@ -13,7 +13,7 @@ import mlx.core as mx
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch, surprise_of
 from eagle_mlx.heads.block import BlockHead
-from eagle_mlx.heads.eagle3.peagle import PEagleHead
+from eagle_mlx.heads.eagle3.head import PEagleHead
 from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.chain import ChainSampler, Draws, TreeScorer
 from eagle_mlx.proposers.growth import TreeShape, side_branch_tree

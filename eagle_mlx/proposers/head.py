@@ -17,7 +17,7 @@ from eagle_mlx.errors import HeadError
 from eagle_mlx.heads import KINDS, check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
-from eagle_mlx.heads.eagle3.peagle import PEagleHead
+from eagle_mlx.heads.eagle3.head import PEagleHead
 from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.hooks import place_one_by_one
 from eagle_mlx.plan import Abilities, Plan

@@ -17,7 +17,6 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.load import named_layers
 from eagle_mlx.heads.mtp import MTPHead, mtp_of_model
 from eagle_mlx.target import Target
 from tests.fakes import tiny_config
@@ -75,7 +74,7 @@ def logits(head: DraftHead) -> dict[str, mx.array]:
     """Compute the golden files' logits: the first step everywhere, and recycled steps after some positions."""
     head.attach(TARGET)
     ids = draws.TOKENS.tolist()
-    g = head.features([mx.array(draws.aux(k))[None] for k in named_layers(head) or (-1,)])
+    g = head.features([mx.array(draws.aux(k))[None] for k in head.named_layers or (-1,)])
     first = head.logits(head(head.embed(mx.array(ids[1 : draws.LENGTH + 1])[None]), g, mask="causal"))[0]
     chains = []
     for at in draws.CHAINS:

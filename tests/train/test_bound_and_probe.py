@@ -43,7 +43,7 @@ def test_shapes_are_read_without_loading_a_weight() -> None:
     assert get_total_parameters(found.target.model) == 6_298_816
     assert found.head.token_ids is not None
     assert found.head.token_ids.size == 3072
-    assert KINDS["eagle3"].aux_layers_of(found.head) == (1, 6, 10)
+    assert found.head.named_layers == (1, 6, 10)
     assert mx.get_active_memory() - before < 100_000
 
 

@@ -51,7 +51,7 @@ def test_every_kind_is_trained_on_what_it_drafts_with(name: str) -> None:
     tokens = mx.array([text + [0] * (width - len(text)) for text in texts], mx.int32)
     segments = np.zeros((2, width), np.int32)
     states = []
-    layers = (*kind_of(head).aux_layers_of(head), TARGET.num_layers - 1)
+    layers = (*head.named_layers, TARGET.num_layers - 1)
     for row, alone in enumerate(parts):
         begin, pieces = 0, []
         for number, text in enumerate(alone):

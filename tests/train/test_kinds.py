@@ -52,7 +52,7 @@ def new(target: Target, config: TrainConfig) -> Head:
 
 
 def batch(target: Target, head: Head, count: int = 12) -> Rows:
-    samples = InMemory(list(capture(target, kind_of(head).aux_layers_of(head), conversations(target, count))))
+    samples = InMemory(list(capture(target, head.named_layers, conversations(target, count))))
     return next(Batches(samples, count, SMALL["length"], 0).epoch(0))
 
 

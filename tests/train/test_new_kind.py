@@ -25,11 +25,11 @@ from eagle_mlx.train import kinds
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.convert.cli import main as convert
-from eagle_mlx.train.kinds.base import Kind, layer_shape, randomize
+from eagle_mlx.train.kinds.base import Kind, layer_shape
 from eagle_mlx.train.publish.source import read_source
 
 ROOT = Path(__file__).parents[2]
-KIND_FOLDERS = r"^(eagle_mlx/heads/(eagle|eagle3|mtp)/|train/kinds/(eagle3/|eagle\.py|mtp\.py))"
+KIND_FOLDERS = r"^(eagle_mlx/heads/(eagle\.py|eagle3/|mtp/)|train/kinds/(eagle3/|last_layer\.py))"
 
 
 class ToyConfig(LayerShape):
@@ -39,11 +39,8 @@ class ToyConfig(LayerShape):
 class ToyHead(HeadBase[ToyConfig]):
     """One layer over the sum of embedding and feature."""
 
-    cache_layers = 1
-
     def __init__(self, config: ToyConfig):
-        super().__init__()
-        self._config = config
+        super().__init__(config)
         self.fc = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.layer = PlainLayer(config, 0)
 
@@ -69,7 +66,7 @@ def load_toy(folder: Path, target_layers: int | None) -> ToyHead:
     return head
 
 
-LAYOUT = Format("toy", "toys", "nobody's", lambda config, _: "toy" in config, load_toy, save_toy)
+LAYOUT = Format("toy", "toys", (), lambda config, _: "toy" in config, load_toy, save_toy)
 TOY = HeadKind("toy", "Toy", ToyHead, (LAYOUT,))
 
 
@@ -78,14 +75,8 @@ class ToyRecipe(Kind[ToyHead]):
     defaults: ClassVar[Mapping[str, Any]] = {"unroll": 2, "decay": 0.8, "loss": "soft", "feature_noise": 0.0}
     foreign: ClassVar[Mapping[str, str]] = {"layers": "it has one"}
 
-    def blank(self, target: Target, config: TrainConfig) -> ToyHead:
-        return ToyHead(ToyConfig(**layer_shape(target, config)))
-
-    def new(self, target: Target, config: TrainConfig, kept: Any, aux_layers: tuple[int, ...]) -> ToyHead:
-        head = self.blank(target, config)
-        randomize(head, config.run.seed)
-        head.attach(target)
-        return head
+    def head_config(self, target: Target, config: TrainConfig, *_: Any) -> ToyConfig:
+        return ToyConfig(**layer_shape(target, config))
 
     def guess(self, head: ToyHead, target: Target, following: Any, aux: Any, last: Any) -> tuple[mx.array, mx.array]:
         states = target.norm(last.astype(target.dtype)).astype(mx.float32)

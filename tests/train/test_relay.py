@@ -53,7 +53,7 @@ def test_the_gradient_is_what_mlx_makes_of_all_steps_at_once(
     head: Any = KINDS[name](TARGET)
     freeze_embedding(head)
     head.attach(TARGET)
-    rows = random_rows(TARGET, len(kind_of(head).aux_layers_of(head)) + 1, 2, 12)
+    rows = random_rows(TARGET, len(head.named_layers) + 1, 2, 12)
     gradient = gradient_of(head, TARGET, rows, STEPS, again)
     ours = gradient()
     monkeypatch.setattr(unroll, "handed_on", lambda count, arrays: arrays)

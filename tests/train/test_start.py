@@ -16,7 +16,7 @@ from eagle_mlx.errors import CheckpointError, ConfigError, ShardError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.mtp import MTPHead
-from eagle_mlx.heads.mtp.format import quantized
+from eagle_mlx.heads.mtp.formats import quantized
 from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.cli import main

@@ -19,7 +19,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Batches, Rows
 from eagle_mlx.train.data.examples import InMemory
-from eagle_mlx.train.kinds.eagle3.start import check_shape, head_config, new_head
+from eagle_mlx.train.kinds import KINDS
 from eagle_mlx.train.step.inputs import make_plan
 from eagle_mlx.train.step.optimizers import Optimizers, is_inner_matrix
 from eagle_mlx.train.step.step import Stepper, part_arrays, part_loss
@@ -53,8 +53,12 @@ def batch(target: Target, states: bool = True, aux: tuple[int, ...] = (0, 2, 3))
     return next(Batches(samples, 12, CONFIG.optimization.length, 0).epoch(0))
 
 
+def new_head(target: Target, config: TrainConfig, kept: Any = None) -> Any:
+    return KINDS["eagle3"].new(target, config, kept, (0, 2, 3))
+
+
 def trained(target: Target, config: TrainConfig, rows: Rows, steps: int) -> tuple[list[float], dict[str, mx.array]]:
-    head = new_head(target, head_config(target, config, target.vocab_size), None, seed=0)
+    head = new_head(target, config)
     stepper = Stepper(head, target, config)
     results = [stepper(rows, 1.0) for _ in range(steps)]
     return [result.loss for result in results if result is not None], weights_of(head)
@@ -63,7 +67,7 @@ def trained(target: Target, config: TrainConfig, rows: Rows, steps: int) -> tupl
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_loss_falls_on_few_samples(target: Target, optimizer: str) -> None:
     config = CONFIG.changed(optimizer=optimizer, lr=1e-2)
-    head = new_head(target, head_config(target, config, target.vocab_size), None, seed=0)
+    head = new_head(target, config)
     stepper, rows = Stepper(head, target, config), batch(target)
     results = [result for result in (stepper(rows, 1.0) for _ in range(60)) if result is not None]
     assert np.all(np.isfinite([result.loss for result in results]))
@@ -92,7 +96,7 @@ def test_a_compiled_step_is_the_same_step(target: Target) -> None:
     config, rows = CONFIG.changed(unroll=1), batch(target)
 
     def losses(compiled: bool) -> list[float]:
-        head = new_head(target, head_config(target, config, target.vocab_size), None, seed=0)
+        head = new_head(target, config)
         stepper = Stepper(head, target, config)
         if compiled:
             stepper.compile()
@@ -126,7 +130,7 @@ def test_the_gradient_is_finite_and_points_downhill(target: Target, draft_vocab:
 def test_a_batch_without_answers_is_skipped(target: Target) -> None:
     rows = batch(target)
     silent = Rows(rows.tokens, np.zeros_like(rows.loss_mask), rows.segments, rows.states)
-    head = new_head(target, head_config(target, CONFIG, target.vocab_size), None, seed=0)
+    head = new_head(target, CONFIG)
     assert Stepper(head, target, CONFIG)(silent, 1.0) is None
 
 
@@ -142,7 +146,7 @@ def test_prompts_carry_no_loss(target: Target) -> None:
 
 def test_a_new_head_starts_with_the_targets_weights(target: Target) -> None:
     kept = np.sort(np.random.default_rng(0).choice(target.vocab_size, 48, replace=False)).astype(np.int64)
-    head = new_head(target, head_config(target, CONFIG, 48), kept, seed=0)
+    head = new_head(target, CONFIG, kept)
     hidden = mx.array(np.random.default_rng(1).normal(size=(5, 32)), mx.float32)
     np.testing.assert_allclose(
         head.logits(hidden), np.array(target.lm_head(target.norm(hidden)))[:, kept], rtol=1e-3, atol=1e-3
@@ -150,7 +154,7 @@ def test_a_new_head_starts_with_the_targets_weights(target: Target) -> None:
     config = head.config
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
     assert (config.intermediate_size, config.rope_theta) == (64, 10000.0)
-    np.testing.assert_array_equal(head.to_target(mx.arange(48)), kept)
+    np.testing.assert_array_equal(head.token_ids, kept)
 
 
 def test_muon_is_for_the_inner_matrices(target: Target) -> None:
@@ -182,7 +186,7 @@ def test_steps_of_muon_are_as_large_as_those_of_adamw(shape: tuple[int, int]) ->
 
 def test_layers_that_the_target_lacks(target: Target) -> None:
     with pytest.raises(Exception, match="the target has layers 0 to 3"):
-        check_shape(target, TrainConfig.of(aux_layers=(0, 4)))
+        KINDS["eagle3"].check(target, TrainConfig.of(aux_layers=(0, 4)))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -194,7 +198,7 @@ def test_a_restored_stepper_continues_bit_for_bit(
     rows = batch(target)
 
     def begun(seed: int) -> Stepper:
-        stepper = Stepper(new_head(target, head_config(target, config, target.vocab_size), None, seed), target, config)
+        stepper = Stepper(new_head(target, config.changed(seed=seed)), target, config)
         if as_compiled:
             stepper.compile()
         return stepper

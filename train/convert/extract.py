@@ -16,7 +16,7 @@ from eagle_mlx.files import check_free
 from eagle_mlx.formats.fields import read_config, reading
 from eagle_mlx.formats.tensors import DTYPE_NAMES, INDEX, read_index, weights_of
 from eagle_mlx.heads.mtp import choices_of, mtp_of_model, save_mtp
-from eagle_mlx.heads.mtp.format import quantized
+from eagle_mlx.heads.mtp.formats import quantized
 from eagle_mlx.heads.mtp.published import mtp_prefix, shards_of
 from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 

@@ -19,7 +19,7 @@ from eagle_mlx.target import Target
 
 from ..config import TrainConfig
 from ..distributed import SINGLE_PROCESS, World
-from ..kinds import aux_layers_of
+from ..kinds import Head, aux_layers_of
 
 Place = Literal["memory", "disk", "online"]
 
@@ -124,7 +124,7 @@ def free_disk(folder: str | Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS, head: object = None) -> None:
+def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS, head: Head | None = None) -> None:
     """Create the file of conversations on every machine; rank 0 makes it unless it exists.
 
     If one process trains and the disk has room, hidden states are captured at the same time for the layers in the
@@ -148,7 +148,7 @@ def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS
         write_output(file, text)
 
 
-def states_of_made(target: Target, config: TrainConfig, head: object = None) -> ShardReader | None:
+def states_of_made(target: Target, config: TrainConfig, head: Head | None = None) -> ShardReader | None:
     """Return the hidden states captured while the target made up the training data, or None.
 
     Raises ShardError if the manifest is damaged.
@@ -174,7 +174,7 @@ def _wanted(config: TrainConfig) -> Wanted:
     return Wanted(tokens=config.data.self_tokens, heldout=1)
 
 
-def _place(target: Target, config: TrainConfig, head: object) -> ShardPlace:
+def _place(target: Target, config: TrainConfig, head: Head | None) -> ShardPlace:
     meta = shard_meta(target, aux_layers_of(target, config, head), config.data.cache_bits)
     return ShardPlace(cache_folder(config), meta)
 

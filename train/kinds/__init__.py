@@ -10,9 +10,8 @@ from eagle_mlx.target import Target
 from ..config import TrainConfig, flag
 from .base import Head, Kind, freeze_embedding
 from .block import DFlashKind, DSparkKind
-from .eagle import EagleKind
 from .eagle3 import Eagle3Kind
-from .mtp import MTPKind
+from .last_layer import EagleKind, MTPKind
 
 KINDS: dict[str, Kind[Any]] = {
     kind.name: kind for kind in (Eagle3Kind(), EagleKind(), MTPKind(), DFlashKind(), DSparkKind())
@@ -34,9 +33,9 @@ def kind_of(head: object) -> Kind[Any]:
     raise ConfigError(f"a {type(head).__name__} cannot be trained; the known kinds are {', '.join(KINDS)}")
 
 
-def aux_layers_of(target: Target, config: TrainConfig, head: object = None) -> tuple[int, ...]:
+def aux_layers_of(target: Target, config: TrainConfig, head: Head | None = None) -> tuple[int, ...]:
     """Return the target layers that `head`, or else a new head with these settings, reads, without the last."""
-    return KINDS[config.head.kind].aux_layers(target, config) if head is None else kind_of(head).aux_layers_of(head)
+    return KINDS[config.head.kind].aux_layers(target, config) if head is None else head.named_layers
 
 
 def resolved(config: TrainConfig, target: Target | None = None) -> TrainConfig:

@@ -14,8 +14,9 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 from numpy.typing import NDArray
 
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads import KINDS, HeadBase, kind_of
-from eagle_mlx.hidden_states import last_of
+from eagle_mlx.hidden_states import features_of, last_of
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
@@ -28,17 +29,11 @@ SPREAD = 0.02
 """Standard deviation of random weights."""
 Jitter = Callable[[mx.array], mx.array]
 """Adds noise to float32 hidden states [B, L, n], and casts them to the head's compute dtype."""
-
-
-LAST_LAYER_ONLY = {
-    "draft_vocab": "it drafts the target's whole vocabulary",
-    "aux_layers": "it reads only the target's last layer",
-    "layers": "it has one layer",
-    "feature_norm": "it has no such norm",
-    "recycle": "its format determines it",
-    "norm_before_residual": "it has no such norm",
+_SHAPE = {
+    **{"draft_vocab": "draft_vocab_size", "aux_layers": "aux_layers", "layers": "num_hidden_layers"},
+    **{"intermediate_size": "intermediate_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"},
 }
-"""Settings that kinds with the target's vocabulary and one layer do not support."""
+"""Settings of a new head's shape, and the fields of its config that they determine."""
 
 
 class Kind(ABC, Generic[H]):
@@ -69,33 +64,53 @@ class Kind(ABC, Generic[H]):
         return KINDS[self.name].title
 
     @abstractmethod
+    def head_config(
+        self, target: Target, config: TrainConfig, draft_vocab_size: int, aux_layers: tuple[int, ...]
+    ) -> Any:
+        """Return the config of a new head. Raises ConfigError if the target cannot have such a head."""
+
     def blank(self, target: Target, config: TrainConfig) -> H:
         """Return a head with the configured shape and without meaningful weights.
 
-        Its draft vocabulary has the configured size. Raises ConfigError if the target cannot have such a head.
+        Its draft vocabulary has the configured size; for a head to continue from, which is not loaded yet, the default
+        size. Raises ConfigError if the target cannot have such a head.
         """
+        usual = self.defaults.get("draft_vocab", 0) if config.head.init_from else 0
+        size = min(config.head.draft_vocab or usual or target.vocab_size, target.vocab_size)
+        shape = self.head_config(target, config, size, self.aux_layers(target, config))
+        return self.made(shape, mx.zeros(size, mx.int32) if size < target.vocab_size else None)
 
     def check(self, target: Target, config: TrainConfig) -> None:
         """Raise ConfigError if no such head can be made for the target. Called before any states are captured."""
+        layers = self.aux_layers(target, config)
+        if not all(0 <= layer < target.num_layers for layer in layers):
+            raise ConfigError(f"aux_layers {layers}: the target has layers 0 to {target.num_layers - 1}")
         self.blank(target, config)
 
     def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
         """Return the target layers that a new head reads, without the last."""
         return ()
 
-    def aux_layers_of(self, head: H) -> tuple[int, ...]:
-        """Return the target layers that an existing head reads, without the last."""
-        return ()
-
     def new(
         self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
     ) -> H:
-        """Return an untrained head, by default random with a layer that adds nothing.
+        """Return an untrained head with the configured shape. Arguments as in `untrained`."""
+        size = target.vocab_size if kept is None else len(kept)
+        return self.untrained(target, self.head_config(target, config, size, aux_layers), kept, config.run.seed)
 
-        `kept` [Vd]: the target's ids of the draft vocabulary, None for all.
+    def untrained(self, target: Target, shape: Any, kept: NDArray[np.int64] | None, seed: int) -> H:
+        """Return a head with this config: random, with a layer that adds nothing.
+
+        Its final norm and output projection, if it has them, are the target's. `kept` [Vd]: the target's ids of the
+        draft vocabulary, None for all.
         """
-        head = self.blank(target, config)
-        randomize(head, config.run.seed)
+        head = self.made(shape, None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32))
+        randomize(head, seed)
+        if "norm" in head:
+            head.norm.weight = final_norm(target)
+        if "lm_head" in head:
+            rows = projection(target)
+            head.lm_head.weight = rows if kept is None else rows[mx.array(kept)]
         head.attach(target)
         mx.eval(head.parameters())
         return head
@@ -120,24 +135,29 @@ class Kind(ABC, Generic[H]):
         """Return a loaded head ready for training, dequantized if necessary."""
         if head.config.quantization is None:
             return head
-        plain = self.like(head, replace(head.config, quantization=None))
+        plain = self.made(replace(head.config, quantization=None), head.d2t)
         plain.load_weights(list(plain_weights(head).items()))
         return plain
 
-    def like(self, head: H, config: Any) -> H:
-        """Return a new head with this config and the same draft vocabulary."""
-        make: Any = self.head_class
-        made: H = make(config)
-        return made
+    def made(self, config: Any, d2t: mx.array | None) -> H:
+        """Return a head with this config and draft vocabulary."""
+        return self.head_class(config) if d2t is None else self.head_class(config, d2t)
 
     def mismatches(self, head: H, config: TrainConfig) -> Mapping[str, Any]:
         """Return a loaded head's values of the settings that determine a new head's shape."""
-        return {}
+        shape = head.config
+        found = {name: getattr(shape, field) for name, field in _SHAPE.items() if hasattr(shape, field)}
+        if found.get("draft_vocab") == shape.vocab_size <= config.head.draft_vocab:
+            found["draft_vocab"] = config.head.draft_vocab
+        return found
 
     def features(self, head: H, target: Target, states: mx.array, jitter: Jitter) -> mx.array:
         """Return the features [B, L, H] of the first draft step from captured states [B, L, (n + 1) * Ht], jittered."""
-        last = last_of(states, target.hidden_size).astype(target.dtype)
-        return jitter(head.features([last]).astype(mx.float32))
+        if not (count := len(head.named_layers)):
+            last = last_of(states, target.hidden_size).astype(target.dtype)
+            return jitter(head.features([last]).astype(mx.float32))
+        read = jitter(features_of(states, target.hidden_size).astype(mx.float32))
+        return head.features(list(mx.split(read, count, axis=-1)))
 
     def save(
         self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
@@ -165,19 +185,6 @@ def plain_weights(module: nn.Module) -> dict[str, mx.array]:
             full = f"{path}.{name}" if path else name
             plain[full] = value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
     return plain
-
-
-def shape_settings(shape: Any, config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that give a new head this config's draft vocabulary, aux layers and layer sizes."""
-    all_of_it = shape.draft_vocab_size == shape.vocab_size <= config.head.draft_vocab
-    return {
-        "draft_vocab": config.head.draft_vocab if all_of_it else shape.draft_vocab_size,
-        "aux_layers": shape.aux_layers,
-        "layers": shape.num_hidden_layers,
-        "intermediate_size": shape.intermediate_size,
-        "heads": shape.num_attention_heads,
-        "kv_heads": shape.num_key_value_heads,
-    }
 
 
 def layer_shape(target: Target, config: TrainConfig) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Bound:
         config = self.config.head
         if config.start != "linear" or config.init_from:
             return 0
-        layers = KINDS[config.kind].aux_layers_of(self.head)
+        layers = self.head.named_layers
         width = max(1, len(layers)) * self.target.hidden_size + self.head.hidden_size
         return bytes_of(width, self.head.hidden_size)
 

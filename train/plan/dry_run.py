@@ -70,7 +70,7 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
     target, head, config = bound.target, bound.head, bound.config
     kind = KINDS[config.head.kind]
     drafted = target.vocab_size if head.token_ids is None else head.token_ids.size
-    read = ", ".join(map(str, (*kind.aux_layers_of(head), f"{target.num_layers - 1} (for labels)")))
+    read = ", ".join(map(str, (*head.named_layers, f"{target.num_layers - 1} (for labels)")))
     parts = f" in {config.optimization.accumulate} parts" if config.optimization.accumulate > 1 else ""
     place, states, on_disk = _states(bound, tokens[0], measured, free_memory() if free is None else free)
     rows = [
@@ -102,7 +102,7 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
 
 def _states(bound: Bound, tokens: int, measured: Probe | None, free: int) -> tuple[str, str, int]:
     """Return the place of hidden states, a description, and their bytes on disk."""
-    config, layers = bound.config, KINDS[bound.config.head.kind].aux_layers_of(bound.head)
+    config, layers = bound.config, bound.head.named_layers
     if config.data.shards:
         return "disk", f"those in {', '.join(config.data.shards)}", 0
     meta = shard_meta(bound.target, layers, config.data.cache_bits)

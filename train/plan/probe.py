@@ -61,11 +61,11 @@ def probe(target: Target, config: TrainConfig, head: Head | None = None, free: i
     config = resolved(config, target)
     free = free_memory() if free is None else free
     kind: Any = KINDS[config.head.kind]
-    trained = kind.blank(target, config) if head is None else kind.like(head, head.config)
+    trained = kind.blank(target, config) if head is None else kind.made(head.config, head.d2t)
     freeze_embedding(trained)
     begin = mx.get_active_memory()
     stepper = Stepper(trained, target, config)
-    layers = kind.aux_layers_of(trained)
+    layers = trained.named_layers
     batch = _random_rows(target, config)
 
     def read(rows: Rows) -> None:

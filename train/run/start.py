@@ -110,7 +110,7 @@ def _pieces(head: Head, target: Target, samples: Examples, seed: int) -> Iterato
 
 def _states(head: Head, target: Target, example: Example) -> tuple[list[mx.array], mx.array]:
     """Return the outputs of the aux layers and of the last layer for a conversation, each [1, L, H] float32."""
-    layers, size = kind_of(head).aux_layers_of(head), target.hidden_size
+    layers, size = head.named_layers, target.hidden_size
     if example.states is None:
         whole = read_states(target, mx.array(example.tokens)[None], layers)
     else:

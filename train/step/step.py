@@ -265,7 +265,7 @@ def part_arrays(
     noise: Mapping[str, NDArray[Any]] | None = None,
 ) -> Arrays:
     """Return the arrays of one part of a batch. `scale` [S]: weight of a position in each draft step."""
-    aux_layers = kind_of(head).aux_layers_of(head)
+    aux_layers = head.named_layers
     states = mx.array(rows.states) if rows.states is not None else capture_rows(target, aux_layers, rows)
     return {
         "tokens": mx.array(rows.tokens),

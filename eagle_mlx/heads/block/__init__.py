@@ -1,23 +1,22 @@
 """DFlash, DFlash2 and DSpark draft a whole block in one forward: one network, several layouts of files."""
 
+from eagle_mlx.heads.block import flat
 from eagle_mlx.heads.block.config import BlockConfig
-from eagle_mlx.heads.block.dspark import (
-    holds_deepspec,
-    holds_specforge,
-    load_deepspec,
-    load_specforge,
-    save_deepspec,
-    save_specforge,
-)
 from eagle_mlx.heads.block.head import BlockHead, DFlash2Head, DFlashHead, DSparkHead
-from eagle_mlx.heads.block.speculators import (
-    holds_speculators_dflash,
-    holds_speculators_dspark,
-    load_speculators_block,
-    save_speculators_block,
-)
-from eagle_mlx.heads.block.zlab import holds_zlab, holds_zlab_2, load_zlab, save_zlab
-from eagle_mlx.heads.kinds import Format, HeadKind
+from eagle_mlx.heads.block.speculators import load_speculators_block, save_speculators_block
+from eagle_mlx.heads.kinds import Format, HeadKind, of_speculators
+
+
+def _of_speculators(kind: str, title: str) -> Format:
+    return Format(
+        name="speculators",
+        about=f"{title}, as speculators writes it",
+        readers=("speculators", "vLLM"),
+        holds=of_speculators(kind),
+        load=load_speculators_block,
+        save=save_speculators_block,
+    )
+
 
 DFLASH = HeadKind(
     name="dflash",
@@ -27,21 +26,12 @@ DFLASH = HeadKind(
         Format(
             name="dflash",
             about="DFlash, as z-lab writes it",
-            read_by="that of z-lab, vLLM and SGLang",
-            holds=holds_zlab,
-            load=load_zlab,
-            save=save_zlab,
-            servers=lambda head: ("vllm", "sglang"),
+            readers=("z-lab", "vLLM", "SGLang"),
+            holds=flat.holds_zlab,
+            load=flat.load_zlab,
+            save=flat.save_zlab,
         ),
-        Format(
-            name="speculators",
-            about="DFlash, as speculators writes it",
-            read_by="that of speculators and vLLM",
-            holds=holds_speculators_dflash,
-            load=load_speculators_block,
-            save=save_speculators_block,
-            servers=lambda head: ("vllm",),
-        ),
+        _of_speculators("dflash", "DFlash"),
     ),
 )
 DFLASH2 = HeadKind(
@@ -52,11 +42,10 @@ DFLASH2 = HeadKind(
         Format(
             name="dflash2",
             about="DFlash2, as z-lab writes it",
-            read_by="that of z-lab and SGLang",
-            holds=holds_zlab_2,
-            load=load_zlab,
-            save=save_zlab,
-            servers=lambda head: ("sglang",),
+            readers=("z-lab", "SGLang"),
+            holds=flat.holds_zlab_2,
+            load=flat.load_zlab,
+            save=flat.save_zlab,
         ),
     ),
     trainable=False,
@@ -69,29 +58,19 @@ DSPARK = HeadKind(
         Format(
             name="dspark",
             about="DSpark, as DeepSpec writes it",
-            read_by="that of DeepSpec, vLLM and SGLang",
-            holds=holds_deepspec,
-            load=load_deepspec,
-            save=save_deepspec,
-            servers=lambda head: ("vllm", "sglang"),
+            readers=("DeepSpec", "vLLM", "SGLang"),
+            holds=flat.holds_deepspec,
+            load=flat.load_deepspec,
+            save=flat.save_deepspec,
         ),
-        Format(
-            name="speculators",
-            about="DSpark, as speculators writes it",
-            read_by="that of speculators and vLLM",
-            holds=holds_speculators_dspark,
-            load=load_speculators_block,
-            save=save_speculators_block,
-            servers=lambda head: ("vllm",),
-        ),
+        _of_speculators("dspark", "DSpark"),
         Format(
             name="specforge",
             about="DSpark, as SpecForge writes it",
-            read_by="that of SpecForge and SGLang",
-            holds=holds_specforge,
-            load=load_specforge,
-            save=save_specforge,
-            servers=lambda head: ("sglang",),
+            readers=("SpecForge", "SGLang"),
+            holds=flat.holds_specforge,
+            load=flat.load_specforge,
+            save=flat.save_specforge,
         ),
     ),
 )

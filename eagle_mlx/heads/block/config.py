@@ -8,7 +8,7 @@ from typing import Literal
 import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.layers import LayerShape, window_of
+from eagle_mlx.heads.layers import LayerShape
 
 WindowStart = Literal["slot", "anchor"]
 """Where an attention window ends: at each slot, itself included (z-lab, SpecForge, vLLM), or before the anchor, the
@@ -92,7 +92,7 @@ class BlockConfig(LayerShape):
     def sees(self, layer: int) -> BlockAttention:
         """Return what a layer's slots see."""
         causal = bool(self.causal) and self.causal[layer]
-        return BlockAttention(window_of(self, layer), causal, self.window_start)
+        return BlockAttention(self.window_of(layer), causal, self.window_start)
 
     @property
     def is_causal(self) -> bool:

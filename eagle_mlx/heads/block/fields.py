@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 
@@ -17,13 +17,9 @@ from eagle_mlx.formats.fields import (
     unknown_fields,
     warn_of_unknown,
 )
-from eagle_mlx.formats.tensors import fill, read_weights
+from eagle_mlx.formats.tensors import read_weights
 from eagle_mlx.heads.block.config import BlockConfig
-from eagle_mlx.heads.block.head import BlockHead
-from eagle_mlx.heads.eagle3.portable import take_draft_vocabulary
-from eagle_mlx.heads.precision import make_quantized
-
-Head = TypeVar("Head", bound=BlockHead)
+from eagle_mlx.heads.layers import layer_json
 
 DFLASH = "dflash_config"
 """The object in which z-lab and SpecForge keep the fields of block drafters."""
@@ -47,20 +43,14 @@ _UNIMPLEMENTED = (
 """Fields that change the network, and that are refused even where other unknown fields are not."""
 
 
-def one_of(config: Mapping[str, Any], name: str, otherwise: Any = None, nested: str = DFLASH) -> Any:
-    """Return a field of the nested object, else of the top level, else `otherwise`."""
-    inner = config.get(nested) or {}
-    for place in (inner, config):
+def one_of(config: Mapping[str, Any], name: str, otherwise: Any = None, required: bool = False) -> Any:
+    """Return a field of `dflash_config`, else of the top level, else `otherwise`. Raises KeyError if it is required."""
+    for place in (config.get(DFLASH) or {}, config):
         if place.get(name) is not None:
             return place[name]
+    if required:
+        raise KeyError(name)
     return otherwise
-
-
-def is_of(config: Mapping[str, Any], *classes: str) -> bool:
-    """Return whether a head is of one of these classes. speculators writes some of these names too."""
-    named = config.get("architectures")
-    known = isinstance(named, list) and any(name in named for name in classes)
-    return known and config.get("speculators_model_type") is None
 
 
 def check_fields(
@@ -95,17 +85,12 @@ def is_set(value: Any) -> bool:
 def shared_fields(config: Mapping[str, Any], target_layers: int | None) -> dict[str, Any]:
     """Return the fields of the decoder layers, of the block and of the context. Raises KeyError, ConfigError."""
     fields = layer_fields({**config, "layer_types": layer_types(config)})
-    mask = one_of(config, "mask_token_id")
-    size = one_of(config, "block_size")
-    for name, value in (("mask_token_id", mask), ("block_size", size)):
-        if value is None:
-            raise KeyError(name)
     return {
         **fields,
         "draft_vocab_size": fields["vocab_size"],
         "aux_layers": _aux_layers(config, fields["num_hidden_layers"], target_layers),
-        "block_size": int(size),
-        "mask_token_id": int(mask),
+        "block_size": int(one_of(config, "block_size", required=True)),
+        "mask_token_id": int(one_of(config, "mask_token_id", required=True)),
         "interleaved_rope": not one_of(config, "rope_is_neox_style", one_of(config, "is_neox_style", True)),
         "quantization": read_quantization(config),
     }
@@ -157,17 +142,6 @@ def dspark_fields(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) ->
     }
 
 
-def build(
-    folder: Path, head_class: Callable[[BlockConfig, mx.array | None], Head], config: BlockConfig, tensors: Any
-) -> Head:
-    """Return the head for a config and its tensors. Raises CheckpointError if they do not fit."""
-    d2t = take_draft_vocabulary(folder, tensors, config.vocab_size, config.draft_vocab_size)
-    head = head_class(config, d2t)
-    make_quantized(head, config.quantization, tensors)
-    fill(folder, head, tensors)
-    return head
-
-
 def read_block_weights(folder: Path, left_out: Sequence[str] = ()) -> dict[str, mx.array]:
     """Return the tensors without the prefix `model.`, and without those in `left_out`. Raises CheckpointError."""
     if (folder / "mask_embedding.pt").exists():
@@ -182,31 +156,15 @@ def read_block_weights(folder: Path, left_out: Sequence[str] = ()) -> dict[str, 
     return tensors
 
 
-def layer_json(config: BlockConfig) -> dict[str, Any]:
+def block_layer_json(config: BlockConfig) -> dict[str, Any]:
     """Return the fields of the decoder layers, as transformers writes them for Qwen3."""
-    sizes = {window for window in config.windows if window is not None}
-    if len(sizes) > 1:
-        raise ConfigError(f"windows of {sorted(sizes)} positions cannot be written: a config names one size")
     windows = config.windows or (None,) * config.num_hidden_layers
     return {
         "model_type": "qwen3",
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "num_hidden_layers": config.num_hidden_layers,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
+        **layer_json(config),
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
-        "attention_bias": config.attention_bias,
-        "sliding_window": sizes.pop() if sizes else None,
         "use_sliding_window": bool(config.windows),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
-        "tie_word_embeddings": False,
         **({"rope_is_neox_style": False} if config.interleaved_rope else {}),
         **quantization_json(config.quantization),
     }

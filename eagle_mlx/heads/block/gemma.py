@@ -7,15 +7,12 @@ after it, and each layer a factor. Source: deepseek-ai/DeepSpec, `deepspec/model
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.rope_utils import initialize_rope
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats.fields import read_config, reading
 from eagle_mlx.heads.block.config import BlockConfig
 from eagle_mlx.heads.block.layers import BlockLayer, ContextAttention, KeysValues
 from eagle_mlx.heads.layers import MLP
@@ -31,9 +28,6 @@ class GemmaAttention(ContextAttention):
         self.scale, self.eps = 1.0, config.rms_norm_eps
         if config.key_is_value:
             self.pop("v_proj")
-        self.rope = initialize_rope(
-            config.head_dim, config.rope_theta, False, config.rope_scaling, config.max_position_embeddings
-        )
 
     def context(self, c: mx.array, offset: int | mx.array) -> KeysValues:
         b, length, _ = c.shape
@@ -110,10 +104,3 @@ def gemma_json(config: BlockConfig) -> dict[str, Any]:
         "rope_parameters": {"full_attention": rope},
         "final_logit_softcapping": config.logit_softcap,
     }
-
-
-def read_gemma(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a head's config with Qwen3's names, and the fields that only Gemma's heads have."""
-    config = read_config(folder)
-    with reading(folder / "config.json"):
-        return as_qwen3(config), gemma_fields(config)

@@ -11,33 +11,21 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of
 from eagle_mlx.heads.block.config import BlockAttention, BlockConfig
-from eagle_mlx.heads.block.dflash2 import CandidateSelector, ConvolvedLayer
 from eagle_mlx.heads.block.gemma import GemmaLayer
-from eagle_mlx.heads.block.layers import BlockLayer
-from eagle_mlx.heads.block.markov import MARKOV_HEADS, ConfidenceHead
+from eagle_mlx.heads.block.layers import BlockLayer, ConvolvedLayer
+from eagle_mlx.heads.block.sequential import MARKOV_HEADS, CandidateSelector, ConfidenceHead
 from eagle_mlx.target import Target
 
 
 class BlockHead(HeadBase[BlockConfig]):
-    """A head whose slots attend to the target's hidden states before the newest token, and to each other.
-
-    `d2t` [draft_vocab_size] is target id minus draft id for each draft id; None if the vocabularies are equal.
-    """
+    """A head whose slots attend to the target's hidden states before the newest token, and to each other."""
 
     def __init__(self, config: BlockConfig, d2t: mx.array | None = None):
-        super().__init__()
-        if (d2t is None) != (config.draft_vocab_size == config.vocab_size):
-            raise ConfigError("a head needs d2t exactly when its draft vocabulary is smaller than the target's")
+        super().__init__(config, d2t)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self._config = config
-        self._d2t = d2t if d2t is None else d2t.astype(mx.int32)
-        self._token_ids = d2t if d2t is None else mx.arange(d2t.size, dtype=mx.int32) + d2t.astype(mx.int32)
         self._scale, self._softcap = 1.0, config.logit_softcap
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.fc = nn.Linear(size * len(config.aux_layers), size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
         layer = GemmaLayer if config.gemma else ConvolvedLayer if config.conv_kernel_size else BlockLayer
@@ -53,27 +41,15 @@ class BlockHead(HeadBase[BlockConfig]):
             self.confidence_head = ConfidenceHead(config)
 
     def attach(self, target: Target) -> None:
+        """Use the target's parts, and the scales of its embeddings and logits unless the head has its own."""
         super().attach(target)
-        own = self._config
-        self._scale = embedding_scale(target) if own.embedding_scale is None else own.embedding_scale
-        self._softcap = logit_softcap(target) if own.logit_softcap is None else own.logit_softcap
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self._config.aux_layers
-
-    @property
-    def cache_layers(self) -> int:
-        return self._config.num_hidden_layers
-
-    @property
-    def d2t(self) -> mx.array | None:
-        return self._d2t
-
-    @property
-    def token_ids(self) -> mx.array | None:
-        """[draft_vocab_size] int32, the target id of each draft id; None if they are the same."""
-        return self._token_ids
+        own, args = self._config, getattr(target.model, "args", None)
+        nested = getattr(args, "text_config", None)
+        args = args if nested is None or isinstance(nested, dict) else nested
+        of_gemma = str(getattr(args, "model_type", "")).startswith("gemma")  # Gemma scales its embeddings
+        scale, softcap = target.hidden_size**0.5 if of_gemma else 1.0, getattr(args, "final_logit_softcapping", None)
+        self._scale = scale if own.embedding_scale is None else own.embedding_scale
+        self._softcap = softcap if own.logit_softcap is None else own.logit_softcap
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Token ids [...] -> embeddings [..., H], scaled as the target's."""
@@ -176,11 +152,6 @@ class BlockHead(HeadBase[BlockConfig]):
 class DFlashHead(BlockHead):
     """DFlash: all slots are independent given the block."""
 
-    def __init__(self, config: BlockConfig, d2t: mx.array | None = None):
-        if config.markov_head is not None or config.confidence_head or config.selector_rank:
-            raise ConfigError("a DFlash head has neither a Markov head, nor a confidence head, nor a selector")
-        super().__init__(config, d2t)
-
 
 class DFlash2Head(BlockHead):
     """DFlash2: DFlash's network with convolutions, whose slots also depend on the token before them."""
@@ -188,21 +159,3 @@ class DFlash2Head(BlockHead):
 
 class DSparkHead(BlockHead):
     """DSpark: DFlash's network, whose slots also depend on the token before them."""
-
-
-def embedding_scale(target: Target) -> float:
-    """Return the factor that a target applies to its embeddings; Gemma's have one."""
-    args = _text_args(target)
-    return float(target.hidden_size**0.5) if str(getattr(args, "model_type", "")).startswith("gemma") else 1.0
-
-
-def logit_softcap(target: Target) -> float | None:
-    """Return the soft limit of a target's logits, or None."""
-    found: float | None = getattr(_text_args(target), "final_logit_softcapping", None)
-    return found
-
-
-def _text_args(target: Target) -> Any:
-    args = getattr(target.model, "args", None)
-    nested = getattr(args, "text_config", None)
-    return nested if nested is not None and not isinstance(nested, dict) else args

@@ -1,4 +1,7 @@
-"""Decoder layers of block drafters: slots attend to the context and to their own block."""
+"""Decoder layers of block drafters: slots attend to the context and to their own block.
+
+Source of the convolutions: package `dflash`, `DFlash2DraftModel`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.rope_utils import initialize_rope
 
 from eagle_mlx.heads.block.config import BlockConfig
 from eagle_mlx.heads.layers import MLP, Attention
@@ -19,12 +21,8 @@ class ContextAttention(Attention):
     """Attention of a block's slots to the context's keys and values, followed by the block's own."""
 
     def __init__(self, config: BlockConfig):
-        super().__init__(config, config.hidden_size)
+        super().__init__(config, config.hidden_size, config.interleaved_rope)
         self.head_dim = config.head_dim
-        if config.interleaved_rope:
-            self.rope = initialize_rope(
-                config.head_dim, config.rope_theta, True, config.rope_scaling, config.max_position_embeddings
-            )
 
     def context(self, c: mx.array, offset: int | mx.array) -> KeysValues:
         """Context features c [B, L, H] at positions offset + 0..L-1 -> their keys and values."""
@@ -62,4 +60,48 @@ class BlockLayer(nn.Module):
         """x [B, b, H] -> [B, b, H]; other arguments as in `ContextAttention.slots`."""
         h = x + self.self_attn.slots(self.input_layernorm(x), mask, past, offset)
         out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
+        return out
+
+
+class GroupedConvolution(nn.Module):
+    """DFlash2: two causal convolutions over slots, before and after a sublayer.
+
+    Each kernel is a fixed one per dimension plus one per group of dimensions that depends on the slot.
+    """
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.group, self.width = config.conv_group_size, config.conv_kernel_size
+        groups = config.hidden_size // self.group
+        self.base_kernel = mx.zeros((2, self.width, config.hidden_size))
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.width * groups, bias=False)
+
+    def kernels(self, x: mx.array) -> mx.array:
+        """Return both kernels of each slot, [2, width, B, b, H], from the sublayer's input x [B, b, H]."""
+        b, slots, size = x.shape
+        dynamic = self.kernel_projection(x).reshape(b, slots, 2, self.width, size // self.group)
+        dynamic = mx.repeat(dynamic.transpose(2, 3, 0, 1, 4), self.group, axis=-1)
+        return dynamic + self.base_kernel[:, :, None, None]
+
+    def __call__(self, x: mx.array, kernel: mx.array) -> mx.array:
+        """x [B, b, H] and a kernel [width, B, b, H] -> [B, b, H]; slots before the first are zero."""
+        slots = x.shape[1]
+        shifted = (mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :slots] for back in range(self.width))
+        out: mx.array = sum(kernel[back] * each for back, each in enumerate(shifted))  # type: ignore[assignment]
+        return out
+
+
+class ConvolvedLayer(BlockLayer):
+    def __init__(self, config: BlockConfig):
+        super().__init__(config)
+        self.attention_conv, self.mlp_conv = GroupedConvolution(config), GroupedConvolution(config)
+
+    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array) -> mx.array:
+        a = self.input_layernorm(x)
+        before, after = self.attention_conv.kernels(a)
+        attended = self.self_attn.slots(self.attention_conv(a, before), mask, past, offset)
+        h = x + self.attention_conv(attended, after)
+        a = self.post_attention_layernorm(h)
+        before, after = self.mlp_conv.kernels(a)
+        out: mx.array = h + self.mlp_conv(self.mlp(self.mlp_conv(a, before)), after)
         return out

@@ -9,54 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError, ConfigError
-from eagle_mlx.formats.fields import (
-    SPECULATORS_VERSION,
-    proposal_json,
-    quantization_json,
-    read_config,
-    reading,
-)
+from eagle_mlx.formats.fields import quantization_json, read_config, reading, speculators_json
 from eagle_mlx.formats.tensors import SaveOptions, save_head, weights_of
+from eagle_mlx.heads.base import build, vocabulary_tensors
 from eagle_mlx.heads.block.config import BlockConfig
 from eagle_mlx.heads.block.fields import (
     DSPARK,
     TRAINING,
     all_or_none,
-    build,
+    block_layer_json,
     causal_by_type,
     check_fields,
     check_sayable,
     dspark_fields,
     dspark_json,
-    layer_json,
     own_ends,
     read_block_weights,
     shared_fields,
 )
 from eagle_mlx.heads.block.head import BlockHead, DFlashHead, DSparkHead
-from eagle_mlx.heads.eagle3.portable import vocabulary_tensors
-from eagle_mlx.heads.eagle3.speculators import LAYER_DEFAULTS
+from eagle_mlx.heads.eagle3.speculators import LAYER_DEFAULTS, NOT_READ
 
 _IDS = "aux_hidden_state_layer_ids"
 _KNOWN = (*TRAINING, *DSPARK, _IDS, "block_size", "mask_token_id", "sliding_window_non_causal", "max_anchors")
-_NOT_READ = ("verifier_norm.weight", "verifier_lm_head.weight")
-"""Copies of the target's weights, needed only for training."""
 _CLASSES: dict[str, type[BlockHead]] = {"dflash": DFlashHead, "dspark": DSparkHead}
 _SAVED_CLASSES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
-
-Head = TypeVar("Head", bound=BlockHead)
 
 
 def load_speculators_block(folder: str | Path, target_layers: int | None = None) -> BlockHead:
     """Read a DFlash or DSpark head. Arguments and errors as in `load_zlab`."""
     folder = Path(folder)
-    written = read_config(folder)
-    file = folder / "config.json"
+    file, written = folder / "config.json", read_config(folder)
     layer = written.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise CheckpointError(f"{file} lacks transformer_layer_config")
@@ -64,11 +52,10 @@ def load_speculators_block(folder: str | Path, target_layers: int | None = None)
         raise CheckpointError(f"{file} describes a layer of {layer['model_type']}; only qwen3 layers can be read")
     check_fields(file, written, _KNOWN)
     check_fields(file, layer, ())
-    tensors = read_block_weights(folder, _NOT_READ)
-    head_class = _CLASSES[written["speculators_model_type"]]
+    tensors = read_block_weights(folder, NOT_READ)
     with reading(file):
         config = _from_json(written, layer, tensors, target_layers)
-        return build(folder, head_class, config, tensors)
+    return build(folder, _CLASSES[written["speculators_model_type"]], config, tensors)
 
 
 def _from_json(
@@ -83,17 +70,13 @@ def _from_json(
             f"target_hidden_size is {config['target_hidden_size']} but hidden_size {fields['hidden_size']}"
         )
     fields["draft_vocab_size"] = int(config.get("draft_vocab_size") or fields["vocab_size"])
-    causal = (
-        ()
-        if config.get("sliding_window_non_causal")
-        else causal_by_type(fields["windows"], fields["num_hidden_layers"])
-    )
+    by_type = causal_by_type(fields["windows"], fields["num_hidden_layers"])
     markov = dspark_fields(config, tensors) if config["speculators_model_type"] == "dspark" else {}
     return BlockConfig(
         **fields,
         **own_ends(tensors),
         **markov,
-        causal=causal,
+        causal=() if config.get("sliding_window_non_causal") else by_type,
         window_start="anchor" if fields["windows"] else "slot",
         first_slot_drafts=_first_slot_drafts(config, fields["block_size"]),
     )
@@ -125,12 +108,11 @@ def save_speculators_block(
     config = head.config
     kind = "dspark" if isinstance(head, DSparkHead) else "dflash"
     _check_sayable(config)
-    layer = {name: value for name, value in layer_json(config).items() if not name.startswith("quantization")}
+    layer = {name: value for name, value in block_layer_json(config).items() if not name.startswith("quantization")}
     layer.pop("rope_theta")
     written = {
         "architectures": [_SAVED_CLASSES[kind]],
-        "speculators_model_type": kind,
-        "speculators_version": SPECULATORS_VERSION,
+        **speculators_json(kind, base_model, target_architectures, config.drafts),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         _IDS: [k + 1 for k in config.aux_layers],
@@ -138,13 +120,11 @@ def save_speculators_block(
         "target_hidden_size": None,
         "sample_from_anchor": config.first_slot_drafts,
         "sliding_window_non_causal": bool(config.windows) and not config.causal,
-        "tie_word_embeddings": False,
         "transformer_layer_config": layer,
-        "speculators_config": proposal_json(kind, base_model, target_architectures, config.drafts),
         **(dspark_json(config) if kind == "dspark" else {}),
         **quantization_json(config.quantization),
     }
-    save_head(folder, written, weights_of(head), exact=vocabulary_tensors(head.d2t, config.vocab_size), **options)
+    save_head(folder, written, weights_of(head), exact=vocabulary_tensors(head), **options)
 
 
 def _check_sayable(config: BlockConfig) -> None:
@@ -155,11 +135,3 @@ def _check_sayable(config: BlockConfig) -> None:
     by_type = causal_by_type(config.windows, config.num_hidden_layers)
     if all_or_none(config.causal) not in ((), by_type):
         raise ConfigError(f"speculators' layout has no word for causal={config.causal}; write another layout")
-
-
-def holds_speculators_dflash(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
-    return config.get("speculators_model_type") == "dflash"
-
-
-def holds_speculators_dspark(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
-    return config.get("speculators_model_type") == "dspark"

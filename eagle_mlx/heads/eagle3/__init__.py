@@ -1,15 +1,17 @@
 """EAGLE-3: a decoder layer over several of the target's layers, with its own draft vocabulary."""
 
-from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, default_aux_layers, random_head, unusual_fields
-from eagle_mlx.heads.eagle3.peagle import PEagleConfig, PEagleHead, holds_peagle, load_peagle
+from eagle_mlx.heads.eagle3.head import (
+    Eagle3Config,
+    Eagle3Head,
+    PEagleConfig,
+    PEagleHead,
+    default_aux_layers,
+    random_head,
+    unusual_fields,
+)
 from eagle_mlx.heads.eagle3.portable import holds_eagle3, load_eagle3, save_eagle3
 from eagle_mlx.heads.eagle3.speculators import holds_speculators, load_speculators, save_speculators
-from eagle_mlx.heads.kinds import Format, HeadKind
-
-
-def _servers(head: Eagle3Head) -> tuple[str, ...]:
-    return ("sglang", "vllm") if head.config.num_hidden_layers == 1 else ("vllm",)  # SGLang refuses several layers
-
+from eagle_mlx.heads.kinds import Format, HeadKind, of_speculators
 
 KIND = HeadKind(
     name="eagle3",
@@ -19,20 +21,19 @@ KIND = HeadKind(
         Format(
             name="eagle3",
             about="portable EAGLE-3, as SafeAILab and SpecForge write it",
-            read_by="that of SGLang, vLLM and SpecForge",
+            readers=("SGLang", "vLLM", "SpecForge"),
             holds=holds_eagle3,
             load=load_eagle3,
             save=save_eagle3,
-            servers=_servers,
+            one_layer_in=("SGLang",),
         ),
         Format(
             name="speculators",
             about="speculators",
-            read_by="that of speculators and vLLM",
+            readers=("speculators", "vLLM"),
             holds=holds_speculators,
             load=load_speculators,
             save=save_speculators,
-            servers=lambda head: ("vllm",),
             has_embedding=True,
         ),
     ),
@@ -47,11 +48,10 @@ PEAGLE = HeadKind(
         Format(
             name="speculators",
             about="P-EAGLE, as speculators writes it",
-            read_by="that of speculators and vLLM",
-            holds=holds_peagle,
-            load=load_peagle,
+            readers=("speculators", "vLLM"),
+            holds=of_speculators("peagle"),
+            load=load_speculators,
             save=save_speculators,
-            servers=lambda head: ("vllm",),
             has_embedding=True,
         ),
     ),

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
-from eagle_mlx.heads.layers import MLP, Attention, LayerShape, PlainLayer, window_of
+from eagle_mlx.heads.layers import MLP, Attention, LayerShape, PlainLayer
 from eagle_mlx.target import Target
 
 
@@ -87,7 +87,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
-        self.window = window_of(config, 0)
+        self.window = config.window_of(0)
         self.self_attn = Attention(config, 2 * size)
         self.mlp = MLP(config)
         self.hidden_norm = nn.RMSNorm(size, eps=eps) if config.hidden_norm else nn.Identity()
@@ -113,22 +113,12 @@ class DecoderLayer(nn.Module):
 
 
 class Eagle3Head(HeadBase[Eagle3Config]):
-    """An EAGLE-3 head. Its inputs are embeddings: the target's or, if it has one, from its own embedding.
-
-    `d2t` [draft_vocab_size] is target id minus draft id for each draft id; None if the vocabularies are equal.
-    """
+    """An EAGLE-3 head. Its inputs are embeddings: the target's or, if it has one, from its own embedding."""
 
     def __init__(self, config: Eagle3Config, d2t: mx.array | None = None):
-        super().__init__()
-        if (d2t is None) != (config.draft_vocab_size == config.vocab_size):
-            raise ConfigError("a head needs d2t exactly when its draft vocabulary is smaller than the target's")
+        super().__init__(config, d2t)
         size, eps = config.hidden_size, config.rms_norm_eps
         read = config.target_hidden_size * len(config.aux_layers)
-        self._config = config
-        self._d2t = d2t if d2t is None else d2t.astype(mx.int32)
-        self._token_ids = d2t if d2t is None else mx.arange(d2t.size, dtype=mx.int32) + d2t.astype(mx.int32)
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(config.vocab_size, size)
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(read, eps=eps)
         if config.fc_norm:
@@ -145,22 +135,6 @@ class Eagle3Head(HeadBase[Eagle3Config]):
     @property
     def target_hidden_size(self) -> int:
         return self._config.target_hidden_size
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self._config.aux_layers if self._config.use_aux_hidden_state else super().aux_layers
-
-    @property
-    def cache_layers(self) -> int:
-        return self._config.num_hidden_layers
-
-    @property
-    def d2t(self) -> mx.array | None:
-        return self._d2t
-
-    @property
-    def token_ids(self) -> mx.array | None:
-        return self._token_ids
 
     def features(self, aux: Sequence[mx.array]) -> mx.array:
         """Target's aux hidden states, each [B, L, target_hidden_size] -> features g [B, L, H]."""
@@ -202,9 +176,41 @@ class Eagle3Head(HeadBase[Eagle3Config]):
         out: mx.array = self.lm_head(normed)
         return out
 
-    def to_target(self, draft_ids: mx.array) -> mx.array:
-        """Draft ids -> target ids, any shape."""
-        return draft_ids if self._token_ids is None else self._token_ids[draft_ids]
+
+@dataclass(frozen=True, kw_only=True)
+class PEagleConfig(Eagle3Config):
+    mask_token_id: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ConfigError(f"mask_token_id {self.mask_token_id} is not in a vocabulary of {self.vocab_size}")
+        if self.windows:
+            raise ConfigError("a layer slides; P-EAGLE heads with windows are not known")
+
+
+class PEagleHead(Eagle3Head):
+    """P-EAGLE: drafts all tokens in one forward, with masks after the newest position.
+
+    A mask has the embedding of a mask token and, in place of the target's hidden states, `mask_hidden`
+    [1, 1, layers read * Ht], before all norms. It attends to the text and to the masks before it.
+    """
+
+    is_sequential = False
+
+    def __init__(self, config: PEagleConfig, d2t: mx.array | None = None):
+        super().__init__(config, d2t)
+        self.mask_token_id = config.mask_token_id
+        self.mask_hidden = mx.zeros((1, 1, config.target_hidden_size * len(config.aux_layers)))
+
+    def masks(self, rows: int, count: int, cache: Any) -> mx.array:
+        """Return the outputs [rows, count, H] of masks after the positions in the cache, whose lengths stay."""
+        tokens = mx.full((rows, count), self.mask_token_id, mx.int32)
+        g = self.features(list(mx.split(self.mask_hidden, len(self.config.aux_layers), axis=-1)))
+        return self(self.embed(tokens), mx.broadcast_to(g, (rows, count, g.shape[-1])), cache)
+
+    def confidence(self, h: mx.array, previous: mx.array | None) -> None:
+        """Return None: there is no confidence head."""
 
 
 def random_head(target: Target) -> Eagle3Head:

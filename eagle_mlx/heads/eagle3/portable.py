@@ -9,18 +9,17 @@ on flags, `embed_tokens`, `input_norm`, `fc_norm.*`, q/k norms and biases. Layer
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
 import mlx.core as mx
-import numpy as np
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats.fields import (
     LAYER_IDS,
-    aux_layer_ids,
     layer_fields,
     quantization_json,
     read_config,
@@ -30,9 +29,9 @@ from eagle_mlx.formats.fields import (
     warn_of_unknown,
     window_json,
 )
-from eagle_mlx.formats.tensors import SaveOptions, fill, layer_width, read_weights, save_head, weights_of
-from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, default_aux_layers
-from eagle_mlx.heads.precision import make_quantized
+from eagle_mlx.formats.tensors import SaveOptions, layer_width, read_weights, save_head, weights_of
+from eagle_mlx.heads.base import build, vocabulary_tensors
+from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead, default_aux_layers
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _LAYER = re.compile(r"^layers\.(\d+)\.")
@@ -48,8 +47,7 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, **options: Unpack[SaveOpti
     layout cannot express the head.
     """
     tensors = {outer_name(name): value for name, value in weights_of(head).items()}
-    vocabulary = vocabulary_tensors(head.d2t, head.config.vocab_size)
-    save_head(folder, _to_json(head.config), tensors | vocabulary, **options)
+    save_head(folder, _to_json(head.config), tensors | vocabulary_tensors(head), **options)
 
 
 def load_eagle3(folder: str | Path, target_layers: int | None = None) -> Eagle3Head:
@@ -71,12 +69,7 @@ def build_eagle3(folder: Path, config: Eagle3Config, tensors: dict[str, mx.array
     """Return the head for a config and its tensors, some of which are removed from `tensors`."""
     if not config.norm_logits and not config.norm_output:
         tensors.pop("norm.weight", None)  # present, but untrained and unused
-    d2t = take_draft_vocabulary(folder, tensors, config.vocab_size, config.draft_vocab_size)
-    with reading(folder / "config.json"):
-        head = Eagle3Head(config, d2t)
-        make_quantized(head, config.quantization, tensors)
-    fill(folder, head, tensors, outer_name)
-    return head
+    return build(folder, PEagleHead if isinstance(config, PEagleConfig) else Eagle3Head, config, tensors, outer_name)
 
 
 def inner_tensors(where: Path, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -189,52 +182,25 @@ def _norm_output(
 
 
 def aux_layers_of(file: Path, nested: Any, top: Any, target_layers: int | None) -> tuple[int, ...]:
-    """Return the aux layers in a config (see `aux_layer_ids`), or the default ones for the target's number of layers.
+    """Return layer ids as outputs counted from 0, as in `nested`; those in `top` are one higher.
 
-    Raises CheckpointError if neither is known.
+    Without them, as in the empty list of Model-Optimizer, return the default ones for the target's number of layers.
+    Raises CheckpointError, also if neither is known, and TypeError.
     """
-    layers = aux_layer_ids(file, nested, top)
-    if layers is None and target_layers is None:
+    from_top = None if top is None else [k - 1 for k in top]
+    if nested and from_top and list(nested) != from_top:
+        raise CheckpointError(
+            f"{file} names different layers in eagle_config ({nested}: outputs, from 0) and at the top level ({top}: "
+            "outputs plus one); keep the one that the head was trained with"
+        )
+    layers = nested or from_top
+    if not layers and target_layers is None:
         raise CheckpointError(f"{file} does not name the layers that the head reads; load the head with its target")
-    return default_aux_layers(target_layers or 0) if layers is None else layers
-
-
-def take_draft_vocabulary(
-    where: Path, tensors: dict[str, mx.array], vocab_size: int, draft_vocab_size: int
-) -> mx.array | None:
-    """Remove d2t and t2d from the tensors; return d2t, int32 [Vd], or None if the vocabularies are equal.
-
-    Raises CheckpointError if the maps are missing, damaged or inconsistent.
-    """
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    for name, value, size in (("d2t", d2t, draft_vocab_size), ("t2d", t2d, vocab_size)):
-        if value is not None and value.shape != (size,):
-            raise CheckpointError(f"{name} in {where} has shape {value.shape}, expected ({size},)")
-        if value is not None and not (value.dtype == mx.bool_ or mx.issubdtype(value.dtype, mx.integer)):
-            raise CheckpointError(f"{name} in {where} has numbers of type {value.dtype}, expected integers")
-    if d2t is None:
-        if draft_vocab_size != vocab_size:
-            raise CheckpointError(
-                f"{where} lacks d2t, but its draft vocabulary ({draft_vocab_size}) is smaller than the "
-                f"target's ({vocab_size})"
-            )
-        d2t = mx.zeros(vocab_size, mx.int32)
-    kept = np.array(d2t, np.int64) + np.arange(draft_vocab_size)
-    if kept.min() < 0 or kept.max() >= vocab_size or np.any(np.diff(kept) <= 0):
-        raise CheckpointError(f"d2t in {where} does not give ascending ids of a vocabulary of {vocab_size}")
-    if t2d is not None and not np.array_equal(np.flatnonzero(np.array(t2d)), kept):
-        raise CheckpointError(f"t2d and d2t in {where} name different draft vocabularies; one of them is damaged")
-    return None if draft_vocab_size == vocab_size else d2t.astype(mx.int32)
-
-
-def vocabulary_tensors(d2t: mx.array | None, vocab_size: int) -> dict[str, mx.array]:
-    """Return d2t, int64 [Vd], and t2d, bool [V]; empty if the head drafts the whole vocabulary."""
-    if d2t is None:
-        return {}
-    offsets = np.array(d2t, np.int64)
-    t2d = np.zeros(vocab_size, np.bool_)
-    t2d[np.arange(len(offsets)) + offsets] = True
-    return {"d2t": mx.array(offsets), "t2d": mx.array(t2d)}
+    if not layers:
+        return default_aux_layers(target_layers or 0)
+    if any(k < 0 for k in layers):
+        raise CheckpointError(f"{file} names the embedding's output as an aux layer, which is not supported")
+    return tuple(map(operator.index, layers))
 
 
 def holds_eagle3(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:

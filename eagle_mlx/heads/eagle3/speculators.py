@@ -6,6 +6,7 @@ Missing fields of `transformer_layer_config` have the defaults of transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -14,18 +15,19 @@ import mlx.core as mx
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.fields import (
     LAYER_IDS,
-    SPECULATORS_VERSION,
     layer_fields,
-    proposal_json,
     read_config,
     reading,
     refuse,
+    speculators_json,
     warn_of_unknown,
     window_json,
 )
 from eagle_mlx.formats.tensors import SaveOptions, read_weights, save_head, with_embedding, without_copy
-from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head
-from eagle_mlx.heads.eagle3.portable import aux_layers_of, build_eagle3, inner_tensors, outer_name, vocabulary_tensors
+from eagle_mlx.heads.base import vocabulary_tensors
+from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, PEagleConfig
+from eagle_mlx.heads.eagle3.portable import aux_layers_of, build_eagle3, inner_tensors, outer_name
+from eagle_mlx.heads.layers import layer_json
 
 LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
     name: {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, **others}
@@ -38,41 +40,45 @@ LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
     }.items()
 }
 """The defaults of transformers for the fields of a layer, which its files may leave out."""
-_NOT_READ = ("verifier_norm.weight", "verifier_lm_head.weight")
+NOT_READ = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Copies of the target's weights, needed only for training."""
 _FIELDS = (
     *("draft_vocab_size", "target_hidden_size"),
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
 )
-_LAYER_FIELDS = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
-    *("head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "attention_bias"),
-)
-"""The fields of both configs that are written as they are."""
+"""The fields that are written as they are."""
 
 
 def load_speculators(folder: str | Path, target_layers: int | None = None) -> Eagle3Head:
-    """Read an EAGLE-3 head.
+    """Read an EAGLE-3 or P-EAGLE head.
 
     `target_layers` determines the aux layers if the config does not name them, as in speculators. Raises
     CheckpointError if it is another kind of speculator, if a file is damaged, if any tensor is missing, unknown or of
     the wrong shape, or if a flag is not supported.
     """
     folder = Path(folder)
-    config = read_config(folder)
+    file, config = folder / "config.json", read_config(folder)
     kind = config.get("speculators_model_type")
-    if kind != "eagle3":
-        raise CheckpointError(f"{folder / 'config.json'} has speculators_model_type {kind}; it must be eagle3")
-    tensors = inner_tensors(folder, read_weights(folder))
-    tensors = {name: value for name, value in without_copy(config, tensors).items() if name not in _NOT_READ}
-    return build_eagle3(folder, read_speculators_config(folder, config, tensors, target_layers), tensors)
+    if kind not in ("eagle3", "peagle"):
+        raise CheckpointError(f"{file} has speculators_model_type {kind}; it must be eagle3")
+    tensors = without_copy(config, inner_tensors(folder, read_weights(folder)))
+    tensors = {name: value for name, value in tensors.items() if name not in NOT_READ}
+    if kind == "eagle3":
+        return build_eagle3(folder, _from_json(file, config, tensors, target_layers), tensors)
+    if (mask := config.pop("mask_token_id", None)) is None:
+        raise CheckpointError(f"{file} lacks mask_token_id")
+    if "mask_hidden" not in tensors:
+        raise CheckpointError(f"{folder} lacks mask_hidden, without which masks would read noise")
+    plain = _from_json(file, config, tensors, target_layers)
+    with reading(file):
+        own = {field.name: getattr(plain, field.name) for field in fields(plain)}
+        parallel = PEagleConfig(**own, mask_token_id=int(mask))
+    return build_eagle3(folder, parallel, tensors)
 
 
-def read_speculators_config(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array], target_layers: int | None
+def _from_json(
+    file: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array], target_layers: int | None
 ) -> Eagle3Config:
-    """Return the config of a head with these fields and tensors. Raises CheckpointError."""
-    file = folder / "config.json"
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise CheckpointError(f"{file} lacks transformer_layer_config")
@@ -83,12 +89,12 @@ def read_speculators_config(
     warn_of_unknown(file, {**layer, **config})
     refuse(file, {name: value for name, value in config.items() if name != "tie_word_embeddings"})
     with reading(file):
-        fields = layer_fields({**LAYER_DEFAULTS[kind], **_one_rope(layer)})
-        size = fields["hidden_size"]
+        shape = layer_fields({**LAYER_DEFAULTS[kind], **_one_rope(layer)})
+        size = shape["hidden_size"]
         if config.get("target_hidden_size") not in (None, size):
             raise ConfigError(f"target_hidden_size is {config['target_hidden_size']} but the head's own is {size}")
         return Eagle3Config(
-            **fields,
+            **shape,
             draft_vocab_size=int(config.get("draft_vocab_size") or 32000),
             target_hidden_size=size,
             aux_layers=aux_layers_of(file, None, config.get(LAYER_IDS), target_layers),
@@ -131,22 +137,18 @@ def save_speculators(
     config = head.config
     _check_sayable(config)
     weights, noted = with_embedding(head)
+    mask = {"mask_token_id": config.mask_token_id} if isinstance(config, PEagleConfig) else {}
     written = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": SPECULATORS_VERSION,
+        "architectures": ["PEagleSpeculator" if mask else "Eagle3Speculator"],
+        **speculators_json("peagle" if mask else "eagle3", base_model, target_architectures, depth),
+        **mask,
         **{name: getattr(config, name) for name in _FIELDS},
         "embed_requires_grad": False,
         LAYER_IDS: [k + 1 for k in config.aux_layers],
-        "tie_word_embeddings": False,
         "transformer_layer_config": _layer_json(config),
-        "speculators_config": proposal_json("eagle3", base_model, target_architectures, depth),
     }
-    if (mask := getattr(config, "mask_token_id", None)) is not None:
-        written |= {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "mask_token_id": mask}
-        written["speculators_config"] = proposal_json("peagle", base_model, target_architectures, depth)
     tensors = {outer_name(name).replace("midlayer.", "layers.0."): value for name, value in weights.items()}
-    save_head(folder, written, tensors | vocabulary_tensors(head.d2t, config.vocab_size), noted, **options)
+    save_head(folder, written, tensors | vocabulary_tensors(head), noted, **options)
 
 
 def _check_sayable(config: Eagle3Config) -> None:
@@ -164,19 +166,10 @@ def _check_sayable(config: Eagle3Config) -> None:
 
 
 def _layer_json(config: Eagle3Config) -> dict[str, Any]:
-    layer: dict[str, Any] = {
-        "model_type": "qwen3" if config.qk_norm else "llama",
-        "hidden_act": "silu",
-        **{name: getattr(config, name) for name in _LAYER_FIELDS},
-        "rope_parameters": {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
-        "tie_word_embeddings": False,
-        **window_json(config.windows),
-    }
     if not config.qk_norm:
-        layer["mlp_bias"] = config.mlp_bias
-    if config.windows and config.qk_norm:
-        layer |= {"use_sliding_window": True, "max_window_layers": 0}
-    return layer
+        return {"model_type": "llama", **layer_json(config), "mlp_bias": config.mlp_bias}
+    sliding = {"use_sliding_window": True, "max_window_layers": 0} if config.windows else {}
+    return {"model_type": "qwen3", **layer_json(config), **sliding}
 
 
 def holds_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:

@@ -135,22 +135,15 @@ class MTPHead(HeadBase[MTPConfig]):
     """A single layer, used recurrently. Embedding and output projection are the target's unless it has its own."""
 
     def __init__(self, config: MTPConfig):
-        super().__init__()
-        self._config = config
+        super().__init__(config)
         size, eps = self.hidden_size, float(config.layer["rms_norm_eps"])
         self.enorm = nn.RMSNorm(size, eps=eps)
         self.hnorm = nn.RMSNorm(size, eps=eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.block = decoder_block(config)
         self.norm = nn.RMSNorm(size, eps=eps)
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(self.vocab_size, size)
         if config.own_lm_head:
             self.lm_head = nn.Linear(size, self.vocab_size, bias=False)
-
-    @property
-    def cache_layers(self) -> int:
-        return 1
 
     def features(self, aux: Sequence[mx.array]) -> mx.array:
         """Target's last layer output [B, L, H] -> the same, with the final norm if configured."""

@@ -15,7 +15,8 @@ import numpy as np
 
 from eagle_mlx.errors import CheckpointError, ConfigError, EagleError
 from eagle_mlx.formats.fields import NOTED, read_config, reading
-from eagle_mlx.formats.tensors import INDEX, check_floating, fill, read_index, read_safetensors, read_tensors
+from eagle_mlx.formats.tensors import INDEX, check_floating, read_index, read_safetensors, read_tensors
+from eagle_mlx.heads.base import build
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, read_layer
 
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
@@ -84,9 +85,7 @@ def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -
         raise no_layer(folder, prefix)
     with reading(folder / "config.json"):
         made, weights, notes = mtp_of_tensors(config, tensors, index, target_norm)
-        head = MTPHead(made)
-    fill(folder, head, weights)
-    return head, notes
+    return build(folder, MTPHead, made, weights), notes
 
 
 def mtp_of_tensors(

@@ -12,16 +12,14 @@ from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads import kind_of
 from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlashHead, DSparkHead
-from eagle_mlx.hidden_states import features_of
 from eagle_mlx.target import Target
 
 from ...config import TrainConfig
-from ..base import Jitter, Kind, final_norm, layer_shape, projection, randomize, shape_settings
+from ..base import Kind, layer_shape
 from ..least_squares import Matrix, Moments
 from .start import begin_linear, lagged
 from .unroll import unroll_blocks
@@ -57,7 +55,9 @@ class BlockKind(Kind[B]):
         "norm_before_residual": "it has no such norm",
     }
 
-    def head_config(self, target: Target, config: TrainConfig, draft_vocab_size: int) -> BlockConfig:
+    def head_config(
+        self, target: Target, config: TrainConfig, draft_vocab_size: int, aux_layers: tuple[int, ...]
+    ) -> BlockConfig:
         """Return the config of a new head for `config.optimization.unroll` drafts.
 
         With the target's whole vocabulary, the head uses the target's output projection.
@@ -66,46 +66,14 @@ class BlockKind(Kind[B]):
             **layer_shape(target, config),
             draft_vocab_size=draft_vocab_size,
             own_lm_head=draft_vocab_size < target.vocab_size,
-            aux_layers=self.aux_layers(target, config),
+            aux_layers=aux_layers,
             num_hidden_layers=config.head.layers,
             block_size=config.optimization.unroll,
             mask_token_id=mask_token(target),
         )
 
-    def blank(self, target: Target, config: TrainConfig) -> B:
-        wanted = config.head.draft_vocab or (self.defaults["draft_vocab"] if config.head.init_from else 0)
-        size = wanted if 0 < wanted < target.vocab_size else target.vocab_size
-        make: Any = self.head_class
-        made: B = make(
-            self.head_config(target, config, size), mx.zeros(size, mx.int32) if size < target.vocab_size else None
-        )
-        return made
-
-    def check(self, target: Target, config: TrainConfig) -> None:
-        layers = self.head_config(target, config, target.vocab_size).aux_layers
-        if not all(0 <= layer < target.num_layers for layer in layers):
-            raise ConfigError(f"aux_layers {layers}: the target has layers 0 to {target.num_layers - 1}")
-
     def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
         return config.head.aux_layers or spread_layers(target.num_layers)
-
-    def aux_layers_of(self, head: B) -> tuple[int, ...]:
-        return head.aux_layers
-
-    def new(
-        self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
-    ) -> B:
-        make: Any = self.head_class
-        size = target.vocab_size if kept is None else len(kept)
-        shape = dataclasses.replace(self.head_config(target, config, size), aux_layers=aux_layers)
-        head: B = make(shape, None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32))
-        randomize(head, config.run.seed)
-        head.norm.weight = final_norm(target)
-        if kept is not None:
-            head.lm_head.weight = projection(target)[mx.array(kept)]
-        head.attach(target)
-        mx.eval(head.parameters())
-        return head
 
     def guess(
         self, head: B, target: Target, following: mx.array, aux: list[mx.array], last: mx.array
@@ -123,16 +91,7 @@ class BlockKind(Kind[B]):
                 f"--unroll is {config.optimization.unroll}, but {config.head.init_from} drafts blocks of "
                 f"{shape.drafts}; use --unroll {shape.drafts} or less"
             )
-        return shape_settings(shape, config)
-
-    def like(self, head: B, config: Any) -> B:
-        make: Any = self.head_class
-        made: B = make(config, head.d2t)
-        return made
-
-    def features(self, head: B, target: Target, states: mx.array, jitter: Jitter) -> mx.array:
-        read = jitter(features_of(states, target.hidden_size).astype(mx.float32))
-        return head.features([read])
+        return super().mismatches(head, config)
 
     def save(
         self, head: B, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
@@ -150,8 +109,8 @@ class DFlashKind(BlockKind[DFlashHead]):
 
     head_class = DFlashHead
 
-    def head_config(self, target: Target, config: TrainConfig, draft_vocab_size: int) -> BlockConfig:
-        plain = super().head_config(target, config, draft_vocab_size)
+    def head_config(self, target: Target, config: TrainConfig, *rest: Any) -> BlockConfig:
+        plain = super().head_config(target, config, *rest)
         return dataclasses.replace(plain, block_size=config.optimization.unroll + 1)
 
 
@@ -162,9 +121,9 @@ class DSparkKind(BlockKind[DSparkHead]):
     defaults: ClassVar[Mapping[str, Any]] = {**BlockKind.defaults, "loss_weights": (0.9, 0.1)}
     confidence_weight = 1.0
 
-    def head_config(self, target: Target, config: TrainConfig, draft_vocab_size: int) -> BlockConfig:
+    def head_config(self, target: Target, config: TrainConfig, *rest: Any) -> BlockConfig:
         return dataclasses.replace(
-            super().head_config(target, config, draft_vocab_size),
+            super().head_config(target, config, *rest),
             first_slot_drafts=True,
             markov_head="vanilla",
             markov_rank=min(_RANK, target.hidden_size // 4),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,23 +9,21 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.heads.eagle3 import Eagle3Head
-from eagle_mlx.hidden_states import features_of
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_mlx.target import Target
 
 from ...config import TrainConfig
-from ..base import Jitter, Kind, shape_settings
+from ..base import Kind, layer_shape
 from ..least_squares import Matrix, Moments
 from .start import (
     attend_to_itself,
     aux_layers_for,
     check_reads_front,
-    check_shape,
-    copy_last_layers,
-    head_config,
     last_layers,
+    layer_flags,
     layer_in_front,
-    new_head,
+    tie_queries_to_keys,
 )
 from .unroll import unroll
 
@@ -45,33 +42,46 @@ class Eagle3Kind(Kind[Eagle3Head]):
     }
     foreign: ClassVar[Mapping[str, str]] = {"loss_weights": "its loss is only the cross-entropy"}
 
-    def blank(self, target: Target, config: TrainConfig) -> Eagle3Head:
-        """Return a blank head. A head to continue from is not loaded yet, so its vocabulary gets the default size."""
-        wanted = config.head.draft_vocab or (self.defaults["draft_vocab"] if config.head.init_from else 0)
-        size = wanted if 0 < wanted < target.vocab_size else target.vocab_size
-        d2t = mx.zeros(size, mx.int32) if size < target.vocab_size else None
-        return Eagle3Head(head_config(target, config, size), d2t)
+    def head_config(
+        self, target: Target, config: TrainConfig, draft_vocab_size: int, aux_layers: tuple[int, ...]
+    ) -> Eagle3Config:
+        return Eagle3Config(
+            **layer_shape(target, config),
+            draft_vocab_size=draft_vocab_size,
+            target_hidden_size=target.hidden_size,
+            aux_layers=aux_layers,
+            norm_before_fc=config.head.feature_norm == "all",
+            fc_norm=config.head.feature_norm == "each",
+            norm_output=config.head.feedback == "normed",
+            norm_before_residual=config.head.norm_before_residual,
+            num_hidden_layers=config.head.layers,
+            **(layer_flags(target) if config.head.layers > 1 else {}),
+        )
 
     def check(self, target: Target, config: TrainConfig) -> None:
-        check_shape(target, config)
-        if config.head.layers > 1:
-            last_layers(Eagle3Head(head_config(target, config, target.vocab_size)), target)
+        layers = config.head.layers
+        check_reads_front(target.num_layers, layers, self.aux_layers(target, config))
+        super().check(target, config)
+        if config.head.norm_before_residual and layers > 1:
+            raise ConfigError(
+                f"--norm-before-residual cannot be used with --layers {layers}: the copied layers need inputs of the "
+                "target's scale; leave one of them out"
+            )
+        if layers > 1:
+            last_layers(self.blank(target, config), target)
 
     def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
         return config.head.aux_layers or aux_layers_for(target.num_layers, config.head.layers)
 
-    def aux_layers_of(self, head: Eagle3Head) -> tuple[int, ...]:
-        return head.config.aux_layers
-
-    def new(
-        self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
-    ) -> Eagle3Head:
-        size = target.vocab_size if kept is None else len(kept)
-        shape = dataclasses.replace(head_config(target, config, size), aux_layers=aux_layers)
-        head = new_head(target, shape, kept, config.run.seed)
+    def untrained(self, target: Target, shape: Eagle3Config, kept: NDArray[np.int64] | None, seed: int) -> Eagle3Head:
+        """Return a head that starts as a projection of its feature, before copies of the target's last layers."""
+        head = super().untrained(target, shape, kept, seed)
+        tie_queries_to_keys(head.midlayer.self_attn)
         if shape.num_hidden_layers > 1:
-            check_reads_front(target.num_layers, shape.num_hidden_layers, aux_layers)
-            copy_last_layers(head, target)
+            check_reads_front(target.num_layers, shape.num_hidden_layers, shape.aux_layers)
+            for layer, weights in zip(head.layers, last_layers(head, target), strict=True):
+                layer.load_weights(list(weights.items()))
+        mx.eval(head.parameters())
         return head
 
     def guess(
@@ -97,18 +107,8 @@ class Eagle3Kind(Kind[Eagle3Head]):
     def mismatches(self, head: Eagle3Head, config: TrainConfig) -> Mapping[str, Any]:
         shape = head.config
         return {
-            **shape_settings(shape, config),
+            **super().mismatches(head, config),
             "feature_norm": "each" if shape.fc_norm else "all" if shape.norm_before_fc else "none",
             "recycle": "normed" if shape.norm_output else "output",
             "norm_before_residual": shape.norm_before_residual,
         }
-
-    def like(self, head: Eagle3Head, config: Any) -> Eagle3Head:
-        return Eagle3Head(config, head.d2t)
-
-    def features(self, head: Eagle3Head, target: Target, states: mx.array, jitter: Jitter) -> mx.array:
-        count = len(head.config.aux_layers)
-        if not count:
-            return super().features(head, target, states, jitter)
-        read = jitter(features_of(states, target.hidden_size).astype(mx.float32))
-        return head.features(list(mx.split(read, count, axis=-1)) if head.config.fc_norm else [read])

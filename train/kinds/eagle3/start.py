@@ -11,67 +11,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.heads.eagle3 import Eagle3Head, default_aux_layers
 from eagle_mlx.heads.layers import Attention
 from eagle_mlx.target import Target
 
-from ...config import TrainConfig
-from ..base import SPREAD, final_norm, layer_shape, plain_weights, projection, randomize
+from ..base import SPREAD, plain_weights
 from ..least_squares import Matrix, factors
 
 _OWN_SCORE = 8.0
 """Attention score of a position with itself before training. Its weight is then e**8, or 3,000 times that of an
 unrelated key, and training contexts are not much longer than that."""
-
-
-def head_config(target: Target, config: TrainConfig, draft_vocab_size: int) -> Eagle3Config:
-    """Return an EAGLE-3 head's config. Open settings follow the target."""
-    return Eagle3Config(
-        **layer_shape(target, config),
-        draft_vocab_size=draft_vocab_size,
-        target_hidden_size=target.hidden_size,
-        aux_layers=config.head.aux_layers or aux_layers_for(target.num_layers, config.head.layers),
-        norm_before_fc=config.head.feature_norm == "all",
-        fc_norm=config.head.feature_norm == "each",
-        norm_output=config.head.feedback == "normed",
-        norm_before_residual=config.head.norm_before_residual,
-        num_hidden_layers=config.head.layers,
-        **(layer_flags(target) if config.head.layers > 1 else {}),
-    )
-
-
-def check_shape(target: Target, config: TrainConfig) -> None:
-    """Raise ConfigError if no EAGLE-3 head of this shape is possible. Called before any states are captured."""
-    shape = head_config(target, config, target.vocab_size)
-    layers = shape.aux_layers
-    check_reads_front(target.num_layers, shape.num_hidden_layers, layers)
-    if not all(0 <= layer < target.num_layers for layer in layers):
-        raise ConfigError(f"aux_layers {layers}: the target has layers 0 to {target.num_layers - 1}")
-    if shape.norm_before_residual and shape.num_hidden_layers > 1:
-        raise ConfigError(
-            f"--norm-before-residual cannot be used with --layers {shape.num_hidden_layers}: the copied layers need "
-            "inputs of the target's scale; leave one of them out"
-        )
-
-
-def new_head(target: Target, config: Eagle3Config, kept: NDArray[np.int64] | None, seed: int) -> Eagle3Head:
-    """Return an untrained head. `kept` [Vd]: the target's ids of the draft vocabulary, None for all.
-
-    The final norm and the output projection's rows come from the target, the rest from `randomize` and
-    `tie_queries_to_keys`. The head then starts as a projection of its feature.
-    """
-    d2t = None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32)
-    head = Eagle3Head(config, d2t)
-    randomize(head, seed)
-    tie_queries_to_keys(head.midlayer.self_attn)
-    head.norm.weight = final_norm(target)
-    rows = projection(target)
-    head.lm_head.weight = rows if kept is None else rows[mx.array(kept)]
-    mx.eval(head.parameters())
-    return head
 
 
 def tie_queries_to_keys(attention: Attention) -> None:
@@ -136,12 +87,6 @@ def layer_flags(target: Target) -> dict[str, Any]:
     attention: Any = getattr(target.layers[-1], "self_attn", None)
     biased = ["bias" in getattr(attention, name, {}) for name in ("q_proj", "o_proj")]
     return {"qk_norm": hasattr(attention, "q_norm"), "qkv_bias": biased == [True, False], "attention_bias": all(biased)}
-
-
-def copy_last_layers(head: Eagle3Head, target: Target) -> None:
-    """Copy the target's last layers to all but the first layer. Raises ConfigError as `last_layers` does."""
-    for layer, weights in zip(head.layers, last_layers(head, target), strict=True):
-        layer.load_weights(list(weights.items()))
 
 
 def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:

@@ -1,7 +1,7 @@
-"""DSpark's two small heads: a bias of the logits by the previous token, and the chance that a slot is accepted.
+"""The parts of block drafters that read the token before a slot: logits that depend on it, and a slot's confidence.
 
-Source: deepseek-ai/DeepSpec (`deepspec/modeling/dspark`) and sgl-project/SpecForge
-(`specforge/modeling/draft/dspark_heads.py`).
+Sources: deepseek-ai/DeepSpec (`deepspec/modeling/dspark`) and sgl-project/SpecForge
+(`specforge/modeling/draft/dspark_heads.py`) for DSpark's heads, package `dflash` for DFlash2's selector.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from eagle_mlx.heads.block.config import BlockConfig
 
 
 class MarkovHead(nn.Module):
-    """Vanilla: the bias is a product of two matrices of low rank."""
+    """A bias of the logits by the previous token. Vanilla: the bias is a product of two matrices of low rank."""
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -80,3 +80,25 @@ class ConfidenceHead(nn.Module):
         read = h if previous is None else mx.concatenate([h, previous], axis=-1)
         out: mx.array = self.proj(read)[..., 0].astype(mx.float32)
         return out
+
+
+class CandidateSelector(nn.Module):
+    """DFlash2: scores each slot's likeliest tokens by the token before; no other token is drafted."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.count = config.selector_top_k
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        self.predecessor_codebook = nn.Embedding(config.vocab_size, config.selector_rank)
+        self.successor_codebook = nn.Embedding(config.vocab_size, config.selector_rank)
+
+    def __call__(self, previous: mx.array, h: mx.array, logits: mx.array) -> mx.array:
+        """Previous tokens [...] int32, states [..., H] and logits [..., V] -> logits [..., V].
+
+        They are minus infinity for all but the candidates.
+        """
+        candidates = mx.argpartition(-logits, self.count - 1, axis=-1)[..., : self.count]
+        read = self.predecessor_codebook(previous) * self.hidden_projection(h)
+        pairs = (read[..., None, :] * self.successor_codebook(candidates)).sum(axis=-1)
+        scores = mx.take_along_axis(logits, candidates, axis=-1) + pairs
+        return mx.put_along_axis(mx.full(logits.shape, -mx.inf, logits.dtype), candidates, scores, axis=-1)

@@ -1,0 +1,207 @@
+"""The layouts of block drafters whose fields lie at the top level or in `dflash_config`.
+
+- z-lab, DFlash and DFlash2: without an embedding and an output projection of their own.
+- DeepSpec (`Qwen3DSparkModel`), DSpark: with both; its `dflash_*_block7` are DSpark heads without a Markov head.
+- SpecForge (`DSparkDraftModel`) and LiquidAI (`Lfm2DSparkDraftModel`), DSpark: with neither.
+
+A window ends at each slot and includes it. Layers with a window are causal within the block, unless `is_causal` or, in
+z-lab's, `dflash_config.causal` say otherwise. DeepSpec's layers have no windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Unpack
+
+from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.formats.fields import read_config, reading
+from eagle_mlx.formats.tensors import SaveOptions, save_head, weights_of
+from eagle_mlx.heads.base import build
+from eagle_mlx.heads.block.config import BlockConfig
+from eagle_mlx.heads.block.fields import (
+    DFLASH,
+    DSPARK,
+    SHARED,
+    TRAINING,
+    all_or_none,
+    block_layer_json,
+    causal_by_type,
+    check_fields,
+    check_sayable,
+    dspark_fields,
+    dspark_json,
+    one_of,
+    own_ends,
+    read_block_weights,
+    shared_fields,
+)
+from eagle_mlx.heads.block.gemma import ARCHITECTURE as GEMMA
+from eagle_mlx.heads.block.gemma import as_qwen3, gemma_fields, gemma_json
+from eagle_mlx.heads.block.head import BlockHead, DFlash2Head, DFlashHead, DSparkHead
+from eagle_mlx.heads.kinds import of_class
+
+ZLAB, ZLAB_2 = "DFlashDraftModel", "DFlash2DraftModel"
+DEEPSPEC = "Qwen3DSparkModel"
+SPECFORGE, LIQUID = "DSparkDraftModel", "Lfm2DSparkDraftModel"
+holds_zlab, holds_zlab_2 = of_class(ZLAB), of_class(ZLAB_2)
+holds_deepspec, holds_specforge = of_class(DEEPSPEC, GEMMA), of_class(SPECFORGE, LIQUID)
+
+_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+_OF_ZLAB = (*SHARED, *TRAINING, "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_OF_DSPARK = (*SHARED, *DSPARK, *TRAINING, "target_model_type", "target_text_model_type")
+_OF_GEMMA = (
+    *("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", "final_logit_softcapping"),
+    *("num_kv_shared_layers", "use_bidirectional_attention", "vocab_size_per_layer_input"),
+)
+_PLAIN_OUTPUT = {"embedding_scale": None, "output_multiplier": 1.0, "logit_softcap": None}
+
+
+def load_zlab(folder: str | Path, target_layers: int | None = None) -> BlockHead:
+    """Read a DFlash or DFlash2 head.
+
+    `target_layers` determines the aux layers if the config does not name them. Raises CheckpointError if a file is
+    damaged, if any tensor or field is missing or unknown, or if a field's value is not implemented.
+    """
+    folder = Path(folder)
+    file, written = folder / "config.json", read_config(folder)
+    second = holds_zlab_2(written, {})
+    own = _SELECTOR if second else ()
+    check_fields(file, written, (*_OF_ZLAB, *own), (*_OF_ZLAB, "causal", *own))
+    with reading(file):
+        causal = (written.get(DFLASH) or {}).get("causal")
+        selector: dict[str, Any] = {name: int(one_of(written, name, required=True)) for name in own}
+        scale, softcap = one_of(written, "input_embedding_scale"), one_of(written, "final_logit_softcapping")
+        config = BlockConfig(
+            **_with_causality(written, target_layers, causal),
+            embedding_scale=None if scale is None else float(scale),
+            output_multiplier=float(one_of(written, "output_multiplier", 1.0)),
+            logit_softcap=float(softcap) if softcap else None,
+            **selector,
+        )
+    tensors = read_block_weights(folder)
+    tensors = {f"{name}.weight" if name in _CODEBOOKS else name: x for name, x in tensors.items()}
+    return build(folder, DFlash2Head if second else DFlashHead, config, tensors)
+
+
+def load_deepspec(folder: str | Path, target_layers: int | None = None) -> DSparkHead:
+    """Read a DSpark head. Arguments and errors as in `load_zlab`; unknown fields of the top level only give a warning,
+    because DeepSpec copies the target's config."""
+    folder = Path(folder)
+    file, written = folder / "config.json", read_config(folder)
+    own: dict[str, Any] = {}
+    if of_class(GEMMA)(written, {}):
+        with reading(file):
+            written, own = as_qwen3(written), gemma_fields(written)
+    else:  # the factor is the target's; DeepSpec's attention turns whole heads
+        rope = written.get("rope_parameters") or {}
+        written["rope_parameters"] = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+        written.pop("partial_rotary_factor", None)
+    check_fields(file, written, (*_OF_DSPARK, *_OF_GEMMA), strict=False)
+    tensors = read_block_weights(folder)
+    with reading(file):
+        fields = {**shared_fields(written, target_layers), **own}
+        if fields["windows"]:
+            raise ConfigError("a layer slides; DeepSpec trains layers with full attention")
+        first = bool(written.get("sample_from_anchor", True))
+        config = BlockConfig(**fields, **dspark_fields(written, tensors), **own_ends(tensors), first_slot_drafts=first)
+    return build(folder, DSparkHead, config, tensors)
+
+
+def load_specforge(folder: str | Path, target_layers: int | None = None) -> DSparkHead:
+    """Read a DSpark head of SpecForge's or LiquidAI's. Arguments and errors as in `load_zlab`."""
+    folder = Path(folder)
+    file, written = folder / "config.json", read_config(folder)
+    check_fields(file, written, _OF_DSPARK, (*_OF_DSPARK, "projector_type"))
+    projector = (written.get(DFLASH) or {}).get("projector_type", "dspark")
+    if projector != "dspark":
+        raise CheckpointError(f"{file} sets {DFLASH}.projector_type to {projector!r}; only dspark is known")
+    tensors = read_block_weights(folder)
+    with reading(file):
+        config = BlockConfig(
+            **_with_causality(written, target_layers),
+            **dspark_fields(written, tensors),
+            **own_ends(tensors),
+            first_slot_drafts=bool(one_of(written, "sample_from_anchor", True)),
+        )
+    return build(folder, DSparkHead, config, tensors)
+
+
+def _with_causality(config: Mapping[str, Any], target_layers: int | None, causal: Any = None) -> dict[str, Any]:
+    """Return the shared fields and `causal`, which `is_causal` sets for all layers, else the argument."""
+    fields = shared_fields(config, target_layers)
+    layers, said = fields["num_hidden_layers"], config.get("is_causal")
+    said = causal if said is None else said
+    by_type = causal_by_type(fields["windows"], layers)
+    return {**fields, "causal": by_type if said is None else all_or_none((bool(said),) * layers)}
+
+
+def save_zlab(head: DFlashHead | DFlash2Head, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
+    """Write a head in this layout to a folder, which appears only once complete.
+
+    Raises ConfigError if this layout cannot express the head, OutputError if the folder cannot be written.
+    """
+    config, second, weights = head.config, isinstance(head, DFlash2Head), weights_of(head)
+    ends = {"own_embedding": False, "own_lm_head": False, "first_slot_drafts": False}
+    check_sayable(config, "z-lab's", conv_kernel_size=config.conv_kernel_size, **ends, **_windows_end_at_slots(config))
+    own = {name: getattr(config, name) for name in _SELECTOR} if second else {}
+    output = {
+        "input_embedding_scale": config.embedding_scale,
+        "output_multiplier": None if config.output_multiplier == 1 else config.output_multiplier,
+        "final_logit_softcapping": config.logit_softcap,
+    }
+    written = {
+        **block_layer_json(config),
+        "architectures": [ZLAB_2 if second else ZLAB],
+        "block_size": config.block_size,
+        **_causal_json(config),
+        **{name: value for name, value in output.items() if value is not None},
+        DFLASH: {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.aux_layers), **own},
+    }
+    weights = {name.removesuffix(".weight") if name.startswith(_CODEBOOKS) else name: x for name, x in weights.items()}
+    save_head(folder, written, weights, **options)
+
+
+def save_deepspec(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
+    """Write a head in DeepSpec's layout. Arguments and errors as in `save_zlab`."""
+    config = head.config
+    scaled = {"gemma": True, "output_multiplier": 1.0, "embedding_scale": config.hidden_size**0.5}
+    output = scaled if config.gemma else _PLAIN_OUTPUT
+    check_sayable(config, "DeepSpec's", windows=(), causal=(), interleaved_rope=False, **output)
+    placed = {**_block_json(config), **dspark_json(config), "architectures": [GEMMA if config.gemma else DEEPSPEC]}
+    _write(head, folder, placed | (gemma_json(config) if config.gemma else {}), options)
+
+
+def save_specforge(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
+    """Write a head in SpecForge's layout. Arguments and errors as in `save_zlab`."""
+    config = head.config
+    check_sayable(config, "SpecForge's", **_PLAIN_OUTPUT, **_windows_end_at_slots(config))
+    nested = {**_block_json(config), **dspark_json(config), "projector_type": "dspark"}
+    placed = {"architectures": [SPECFORGE], "block_size": config.block_size, **_causal_json(config), DFLASH: nested}
+    _write(head, folder, placed, options)
+
+
+def _windows_end_at_slots(config: BlockConfig) -> dict[str, Any]:
+    return {"window_start": "slot"} if config.windows else {}
+
+
+def _block_json(config: BlockConfig) -> dict[str, Any]:
+    layers = list(config.aux_layers)
+    return {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": layers}
+
+
+def _write(head: BlockHead, folder: str | Path, placed: Mapping[str, Any], options: SaveOptions) -> None:
+    config = head.config
+    check_sayable(config, "this", draft_vocab_size=config.vocab_size, gemma=config.gemma)
+    save_head(folder, {**block_layer_json(config), **placed}, weights_of(head), **options)
+
+
+def _causal_json(config: BlockConfig) -> dict[str, Any]:
+    """Return the field for causality within the block, if it is not the default. Raises ConfigError for mixtures."""
+    causal = config.causal or (False,) * config.num_hidden_layers
+    if all_or_none(causal) == causal_by_type(config.windows, config.num_hidden_layers):
+        return {}
+    if len(set(causal)) > 1:
+        raise ConfigError(f"a mixture of causal and other layers ({causal}) cannot be written")
+    return {"is_causal": causal[0]}

@@ -1,0 +1,145 @@
+"""EAGLE-1 and EAGLE-2: one network, which predicts the target's own last hidden states, and its file layout.
+
+Sources: Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" and "EAGLE-2: Faster
+Inference of Language Models with Dynamic Draft Trees"; files as in SafeAILab/EAGLE: `fc`, `layers.*` (the first without
+input norm) and `embed_tokens`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from eagle_mlx.errors import CheckpointError
+from eagle_mlx.formats.fields import (
+    layer_fields,
+    quantization_json,
+    read_config,
+    read_quantization,
+    reading,
+    refuse,
+    warn_of_unknown,
+    window_json,
+)
+from eagle_mlx.formats.tensors import SaveOptions, layer_width, read_weights, save_head, with_embedding, without_copy
+from eagle_mlx.heads.base import HeadBase, Mask, build, caches_of
+from eagle_mlx.heads.kinds import Format, HeadKind
+from eagle_mlx.heads.layers import LayerShape, PlainLayer
+
+ARCHITECTURE = "LlamaForCausalLMEagle"
+"""Name in SGLang; SafeAILab's own loader does not check it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleConfig(LayerShape):
+    """`hidden_size` is the target's."""
+
+    bias: bool = True
+    """A bias on `fc`."""
+
+
+class EagleHead(HeadBase[EagleConfig]):
+    """Features are the target's last hidden states after its final norm; the target's lm_head computes logits."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__(config)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
+        self.layers = [PlainLayer(config, index, normed=index > 0) for index in range(config.num_hidden_layers)]
+
+    def features(self, aux: Sequence[mx.array]) -> mx.array:
+        """Target's last layer output [B, L, H] -> the same after the final norm."""
+        return self.target.norm(aux[0])
+
+    def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
+        """Embeddings [B, L, H] of tokens t+1, features g [B, L, H] of positions t -> the features of t+1."""
+        h: mx.array = self.fc(mx.concatenate([embeddings, g], axis=-1))
+        for layer, kept in zip(self.layers, caches_of(cache, len(self.layers)), strict=True):
+            h = layer(h, mask, kept)
+        return h
+
+    def logits(self, h: mx.array) -> mx.array:
+        """h [..., H] -> logits [..., V]."""
+        return self.target.lm_head(h)
+
+
+def save_eagle(head: EagleHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
+    """Write a head to a folder, which appears only once complete.
+
+    Other loaders expect an embedding in the file. It is the head's own or else the target's, so attach one first.
+    Quantized weights stay quantized, and other loaders cannot read them. Raises HeadError if there is neither an
+    embedding nor a target, OutputError if the folder cannot be written.
+    """
+    weights, noted = with_embedding(head)
+    fields = dataclasses.asdict(head.config)
+    del fields["own_embedding"], fields["windows"], fields["qk_norm"], fields["quantization"]
+    config = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        **fields,
+        "eagle_fc_bias": head.config.bias,
+        **window_json(head.config.windows),
+        **quantization_json(head.config.quantization),
+    }
+    save_head(folder, config, weights, noted, **options)
+
+
+def load_eagle(folder: str | Path) -> EagleHead:
+    """Read a head; tensor names may have the prefix `model.`.
+
+    Raises CheckpointError if the folder is not in this layout, if a file is damaged, if any tensor is missing, unknown
+    or of the wrong shape, or if a flag is not supported.
+    """
+    folder = Path(folder)
+    written = read_config(folder)
+    tensors = {name.removeprefix("model."): value for name, value in read_weights(folder).items()}
+    tensors = without_copy(written, tensors)
+    return build(folder, EagleHead, _from_json(folder / "config.json", written, tensors), tensors)
+
+
+def _from_json(file: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> EagleConfig:
+    warn_of_unknown(file, config)
+    refuse(file, {**config, "tie_word_embeddings": False})  # there is no output projection to tie
+    with reading(file):
+        flags = {bool(config[name]) for name in ("bias", "eagle_fc_bias") if config.get(name) is not None}
+        if len(flags) > 1:
+            raise CheckpointError(f"{file} sets bias and eagle_fc_bias to different values; keep one of them")
+        return EagleConfig(
+            **layer_fields(config),
+            bias=flags.pop() if flags else "fc.bias" in tensors,
+            qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
+            own_embedding="embed_tokens.weight" in tensors,
+            quantization=read_quantization(config),
+        )
+
+
+def _holds(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
+    """Return whether files are in this layout: a projection, and a layer as wide as the head."""
+    if config.get("speculators_model_type") is not None:
+        return False
+    names = {name.removeprefix("model.") for name in tensors}
+    return "fc.weight" in names and layer_width(config, tensors, "layers.0") == config.get("hidden_size", 0)
+
+
+KIND = HeadKind(
+    name="eagle",
+    title="EAGLE-1",
+    head_class=EagleHead,
+    formats=(
+        Format(
+            name="eagle",
+            about="EAGLE-1, as SafeAILab writes it",
+            readers=("SafeAILab", "SGLang"),
+            holds=_holds,
+            load=lambda folder, _: load_eagle(folder),
+            save=save_eagle,
+            has_embedding=True,
+        ),
+    ),
+)
