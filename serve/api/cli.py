@@ -190,7 +190,6 @@ def command() -> NoReturn:
     """Run eagle-serve as a process and exit with `main`'s status."""
     set_up_log()
     status = main()
-    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     # After it can be joined, the engine's thread still releases MLX's compiled functions, which are Python objects.

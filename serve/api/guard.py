@@ -21,6 +21,8 @@ from .errors import ApiError, speaks_messages
 log = logging.getLogger("eagle_mlx.serve")
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d+)?", re.IGNORECASE)
+_ABSOLUTE = re.compile(r"https?://([^/?#]*)(/.*)?", re.IGNORECASE | re.DOTALL)
+"""A request target with scheme and host, meant for proxies; servers must accept it too (RFC 9112, 3.2.2)."""
 OPEN = frozenset({"/", "/health", "/metrics"})
 """Paths that need no key, because they reveal nothing about requests or answers."""
 ANYBODY = "*"
@@ -110,10 +112,6 @@ def is_loopback(address: str) -> bool:
         return ip_address(address).is_loopback
     except ValueError:
         return False
-
-
-_ABSOLUTE = re.compile(r"https?://([^/?#]*)(/.*)?", re.IGNORECASE | re.DOTALL)
-"""A request target with scheme and host, meant for proxies; servers must accept it too (RFC 9112, 3.2.2)."""
 
 
 class RequestForms:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import socket
-import sys
-import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from math import inf
 from time import monotonic
 from types import FrameType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
@@ -47,19 +44,6 @@ _BODIES: dict[str, type[Body]] = {
     "/admin/unload": AdminRequest,
 }
 
-_LINKS: dict[str, dict[str, tuple[str, str, dict[str, Any]]]] = {
-    "/v1/responses": {
-        "read": ("/v1/responses/{id}", "get", {"parameters": {"id": "$response.body#/id"}}),
-        "forget": ("/v1/responses/{id}", "delete", {"parameters": {"id": "$response.body#/id"}}),
-        "go on": (
-            "/v1/responses",
-            "post",
-            {"requestBody": {"input": "Go on.", "previous_response_id": "$response.body#/id"}},
-        ),
-    },
-}
-"""OpenAPI links from a POST route's answer: path, method, and what to send there."""
-
 
 def add_schema(app: FastAPI, models: Sequence[str]) -> None:
     """Add request bodies to the app's schema. models: names of models; a single one may be left out of requests."""
@@ -84,11 +68,6 @@ def add_schema(app: FastAPI, models: Sequence[str]) -> None:
         for path, kind in _BODIES.items():
             content = {"application/json": {"schema": named[(kind, "validation")]}}
             schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
-        for path, links in _LINKS.items():
-            schema["paths"][path]["post"]["responses"]["200"]["links"] = {
-                name: {"operationId": schema["paths"][to][method]["operationId"], **sent}
-                for name, (to, method, sent) in links.items()
-            }
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it
@@ -160,10 +139,6 @@ class Connection(H11Protocol):
             return "head", id(self.cycle)
         return ("none",)  # the time of a body is limited where it is read
 
-    def _should_upgrade(self) -> bool:
-        """Ignore upgrades: there are no websockets, and logging every attempt would be noise."""
-        return False
-
 
 def close_overdue(connections: Iterable[Connection], limits: Limits, now: float) -> None:
     """Abort connections without progress, and surplus connections, longest idle first.
@@ -201,7 +176,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             log_level="warning",
-            log_config=None,  # its lines go to the common log (`LogHandler`)
+            log_config=None,  # its lines go to the common log (`set_up_log`)
             access_log=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
@@ -278,54 +253,8 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-TIME = "%Y-%m-%dT%H:%M:%S%z"
-PERIOD = 60.0
-"""Seconds in which repeats of a line are counted instead of written."""
-_MOST_LINES = 256
-"""Maximum distinct lines per period. Beyond it, lines that differ only in details count as the same."""
-_Line = tuple[str, int, str, str]
-
-
-class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes a line once, and then, once per period, how often it was repeated."""
-
-    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
-        super().__init__(stream if stream is not None else sys.stderr)
-        self.setFormatter(logging.Formatter(FORMAT, TIME))
-        self._clock = clock
-        self._until: dict[_Line, float] = {}
-        """When each line's period ends, by the handler's clock."""
-        self._repeats: Counter[_Line] = Counter()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        now = self._clock()
-        self._end_periods(now)
-        error = record.exc_info[1] if record.exc_info else None
-        line = (record.name, record.levelno, record.getMessage(), "" if error is None else repr(error)[:200])
-        if len(self._until) >= _MOST_LINES and line not in self._until:
-            line = (record.name, record.levelno, str(record.msg), "")
-        if line in self._until:
-            self._repeats[line] += 1
-        else:
-            self._until[line] = now + PERIOD
-            super().emit(record)
-
-    def close(self) -> None:
-        self._end_periods(inf)
-        super().close()
-
-    def _end_periods(self, now: float) -> None:
-        for line in [line for line, until in self._until.items() if until <= now]:
-            del self._until[line]
-            if count := self._repeats.pop(line, 0):
-                name, level, text, error = line
-                said = f"{text}{f' ({error})' if error else ''}; repeated {count} times in {PERIOD:.0f} s"
-                super().emit(logging.LogRecord(name, level, "", 0, said, None, None))
-                self._until[line] = now + PERIOD
-
-
 def set_up_log() -> None:
     """Log to stderr: warnings of all libraries, and this server's messages from INFO up."""
-    logging.basicConfig(handlers=[LogHandler()], level=logging.WARNING)
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(format=line, datefmt="%Y-%m-%dT%H:%M:%S%z", level=logging.WARNING)
     logging.getLogger("eagle_mlx").setLevel(logging.INFO)

@@ -112,3 +112,17 @@ def test_15_an_invalid_proxy_address_is_refused_at_startup(capsys: pytest.Captur
     said = capsys.readouterr().err
     assert "--forwarded-allow-ips: 'proxy.local'" in said
     assert "give addresses or networks" in said
+
+
+def test_20_a_refused_key_is_one_line_with_the_address_and_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+    with live(settings=wide(api_key="sesame", forwarded_allow_ips=("127.0.0.1", "10.0.0.0/8"))) as server:
+        headers = {
+            "X-Forwarded-For": "192.0.2.66, 192.0.2.7, 10.9.9.9",
+            "x-api-key": "guessed",
+            "Authorization": "Bearer guessed",
+        }
+        assert server.http.get("/v1/models?key=guessed", headers=headers).status_code == 401
+        assert server.http.get("/v1/models").status_code == 200
+    [record] = [each for each in caplog.records if "401" in each.getMessage()]
+    assert record.getMessage() == "refused with 401: the API key is missing or wrong; client 192.0.2.7"
+    assert not any(secret in caplog.text for secret in ("sesame", "guessed"))

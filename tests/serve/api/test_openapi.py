@@ -105,7 +105,16 @@ def test_all_that_can_be_sent(short: Live, path: str, mode: Mode) -> None:
 
 def test_all_that_can_be_done_with_responses(short: Live) -> None:
     """Read, continued and deleted in any order, and repeatedly."""
-    schema = schemathesis.openapi.from_url(f"{short.base}/openapi.json").include(path_regex="^/v1/responses")
+    published = short.http.get("/openapi.json").json()
+    paths, one = published["paths"], {"parameters": {"id": "$response.body#/id"}}
+    go_on = {"input": "Go on.", "previous_response_id": "$response.body#/id"}
+    paths["/v1/responses"]["post"]["responses"]["200"]["links"] = {
+        "read": {"operationId": paths["/v1/responses/{id}"]["get"]["operationId"], **one},
+        "forget": {"operationId": paths["/v1/responses/{id}"]["delete"]["operationId"], **one},
+        "go on": {"operationId": paths["/v1/responses"]["post"]["operationId"], "requestBody": go_on},
+    }
+    schema = schemathesis.openapi.from_dict(published).include(path_regex="^/v1/responses")
+    schema.config.update(base_url=short.base)
 
     class Conversation(schema.as_state_machine()):  # type: ignore[misc]
         def get_call_kwargs(self, case: Any) -> dict[str, Any]:
