@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from json.encoder import encode_basestring as quote
 from typing import Any, Literal
 
@@ -25,7 +24,6 @@ from .service import Call
 from .worker import RequestEvent
 
 router = APIRouter()
-log = logging.getLogger("eagle_mlx.serve")
 
 
 class AnsweredMessage(Shape):
@@ -94,8 +92,6 @@ class ChatAnswer(Choices):
         self.offer, self.starts_in_reasoning = offer, loaded.chat.starts_in_reasoning(prompt)
         grammar = loaded.grammars.grammar(body.answer_format, offer, self.starts_in_reasoning)
         top = (body.top_logprobs or 0) if body.logprobs else None
-        if loaded.engine.prefixes is not None and (said := loaded.chat.changes.note(chat.messages, offer.tools)):
-            log.warning("%s", said)
         # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.
         is_single = offer.tools and not offer.several and not offer.forced
         only_call = (lambda: FirstCall(loaded.tokenizer, self.reader())) if is_single else None

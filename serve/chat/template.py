@@ -17,7 +17,7 @@ from eagle_mlx.target import Target
 
 from .parser import ReasoningTags
 from .tools import Tool, ToolCallTags
-from .volatile import Changes, Volatile, certain_text
+from .volatile import Volatile, certain_text
 
 Message = Mapping[str, Any]
 
@@ -212,8 +212,6 @@ class ChatFormat:
     """None if mlx-lm has no parser for the model's calls."""
     volatile: Volatile = field(default_factory=Volatile)
     """Patterns to remove from system prompts."""
-    changes: Changes = field(default_factory=Changes, compare=False, repr=False)
-    """Tracks which parts of chats change."""
 
     @classmethod
     def of(cls, target: Target, volatile: Volatile | None = None) -> ChatFormat:

@@ -5,12 +5,9 @@ An agent's header before its system prompt made a server prefill for 50 s instea
 
 from __future__ import annotations
 
-import json
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 from eagle_mlx.errors import ConfigError
@@ -81,49 +78,3 @@ def certain_text(messages: Sequence[Mapping[str, Any]]) -> str:
         if message["role"] in ("system", "user"):
             texts.append(text.strip())
     return "".join(texts)
-
-
-_CHATS = 32
-"""Number of recent chats to compare a new one with: more than the clients of one machine have at a time."""
-_LEAST = 2
-"""Two chats must share this many messages after a change to count as one chat; a single one may match by chance."""
-
-Part = tuple[str, int]
-"""A part's name, and a hash of its content."""
-
-
-class Changes:
-    """Compares each chat with earlier ones and reports once per part that it has changed. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._chats: deque[list[Part]] = deque(maxlen=_CHATS)
-        self._said: set[str] = set()
-
-    def note(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
-        """Return a message about a chat if exactly one part differs from an earlier chat, else None."""
-        named = {"tools": tools} | {f"messages[{at}] ({one['role']})": one for at, one in enumerate(messages)}
-        parts = [(name, hash(json.dumps(part))) for name, part in named.items()]
-        with self._lock:
-            continues = any(chat == parts[: len(chat)] for chat in self._chats)
-            changed = next((found for chat in reversed(self._chats) if (found := _changed(chat, parts))), None)
-            if parts not in self._chats:
-                self._chats.append(parts)
-            if continues or changed is None or changed[0] in self._said:
-                return None
-            name, equal = changed
-            self._said.add(name)
-        return (
-            f"{name} differs from an earlier request, so the {equal} equal messages after it were read again. "
-            "Remove the changing text, or match it with --volatile"
-        )
-
-
-def _changed(before: Sequence[Part], now: Sequence[Part]) -> tuple[str, int] | None:
-    """Return the only part in which a chat differs from one that it continues, and how many messages follow it."""
-    if len(before) > len(now):
-        return None
-    differ = [at for at, (old, new) in enumerate(zip(before, now, strict=False)) if old != new]
-    if len(differ) != 1 or len(before) - 1 - differ[0] < _LEAST:
-        return None
-    return now[differ[0]][0], len(before) - 1 - differ[0]

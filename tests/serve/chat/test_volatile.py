@@ -8,7 +8,7 @@ import pytest
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.serve.chat import ChatFormat, Volatile
-from eagle_mlx.serve.chat.volatile import SEARCHED, Changes
+from eagle_mlx.serve.chat.volatile import SEARCHED
 from tests.serve.chat.formats import HELLO, format_of, target_of
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch={};"
@@ -86,32 +86,3 @@ def test_patterns_can_be_added_or_turned_off() -> None:
 def test_invalid_regular_expressions_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--volatile '\(' is not a regular expression"):
         Volatile.of(["("])
-
-
-def turns(count: int, *first: dict[str, Any]) -> list[dict[str, Any]]:
-    chat = [*first, *HELLO]
-    for number in range(count):
-        chat += [{"role": "assistant", "content": f"step {number}"}, {"role": "user", "content": "go on"}]
-    return chat
-
-
-def test_a_changed_part_is_reported_once() -> None:
-    changes = Changes()
-    said = [changes.note(turns(count, {"role": "system", "content": f"at {count}"}), []) for count in range(5)]
-    named = [text for text in said if text]
-    assert len(named) == 1
-    assert named[0].startswith("messages[0] (system) differs from an earlier request")
-    assert "3 equal messages after it" in named[0]
-    tools = [changes.note(turns(count, {"role": "system", "content": "at 4"}), [{"n": count}]) for count in (4, 5, 6)]
-    assert [text.split()[0] for text in tools if text] == ["tools"]
-
-
-def test_continued_chats_and_other_chats_are_not_reported() -> None:
-    changes = Changes()
-    rules = {"role": "system", "content": RULES}
-    for count in range(4):
-        assert changes.note(turns(count, rules), None) is None
-    another = {"role": "system", "content": "Another agent's rules."}
-    assert [changes.note(turns(count, another), None) for count in range(2)] == [None, None]
-    assert changes.note([rules, {"role": "user", "content": "something else"}], None) is None
-    assert changes.note([{"role": "system", "content": "other"}, {"role": "user", "content": "bye"}], None) is None
