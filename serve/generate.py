@@ -100,7 +100,6 @@ def _generate(options: GenerateOptions) -> None:
 
 
 def _one(engine: Engine, options: GenerateOptions, params: SamplingParams) -> list[Output]:
-    """Stream the text of one prompt."""
     text = sys.stdin.read() if options.prompt == "-" else options.prompt or ""
     outputs = []
     for chunk in engine.stream(prompt_of(text, engine.target, options), params):
@@ -148,7 +147,6 @@ def _many(engine: Engine, options: GenerateOptions, params: SamplingParams) -> l
 
 
 def _row(question: Question, answers: Sequence[Output]) -> dict[str, object]:
-    """Return a row's result: one answer, or an answer per turn for rows of `turns`."""
     if question.category is None:
         return _result(answers[0])
     return {"category": question.category, "turns": [_result(answer) for answer in answers]}

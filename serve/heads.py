@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list(_: List) -> int:
-    """Print local heads, then published ones, with a mark on those in the hub's cache."""
     here = records()
     print("here:" if here else "here: none yet; eagle-train and eagle-heads pull add heads")
     for record in here:
@@ -82,7 +81,6 @@ def _find(options: Find) -> int:
 
 
 def _pull(options: Pull) -> int:
-    """Fetch a head by its own name or its target's, and register it for that target."""
     name, target = options.name, options.target
     known = _known(name)
     repo, of = (known.head, target or known.target) if known else (hub.hub_id(name), target)

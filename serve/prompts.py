@@ -6,9 +6,10 @@ import ast
 import json
 import sysconfig
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -69,59 +70,46 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
         raise PromptError(f"{path}: the file has no rows; give one JSON object per line, with `messages` or `prompt`")
     lines = text.removesuffix("\n").split("\n")  # texts may contain other line breaks
     questions = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-    seen = Counter[str | None]()
-    ranks = []  # rank within each category
-    for question in questions:
-        ranks.append(seen[question.category])
-        seen[question.category] += 1
+    rank: defaultdict[str | None, Iterator[int]] = defaultdict(count)
+    ranks = [next(rank[question.category]) for question in questions]  # within each category
     taken = sorted(range(len(questions)), key=ranks.__getitem__)[:limit]
     return [questions[index] for index in sorted(taken)]
 
 
 def _question(line: str, origin: str) -> Question:
-    if not line.strip():
-        raise PromptError(f"{origin}: the line is empty; remove it")
+    def check(holds: object, need: str) -> None:
+        if not holds:
+            raise PromptError(f"{origin}: {need}")
+
+    check(line.strip(), "the line is empty; remove it")
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as e:
         raise PromptError(f"{origin}: not valid JSON ({e.msg} at column {e.colno})") from e
     match row:
         case {"turns": turns}:
-            return _of_turns(turns, row.get("category"), origin)
-        case {"messages": messages}:
-            return Question(_messages(messages, origin), origin=origin)
-        case {"prompt": str(prompt)} if prompt:
+            check(isinstance(turns, list) and turns, "`turns` must be a list with at least one text")
+            for number, turn in enumerate(turns, start=1):
+                check(isinstance(turn, str) and turn.strip(), f"turn {number} must be non-empty text")
+            category = row.get("category")
+            check(isinstance(category, str) and category, "`category` must be non-empty text")
+            return Question([{"role": "user", "content": turns[0]}], tuple(turns[1:]), category, origin)
+        case {"messages": turns}:
+            check(isinstance(turns, list), "`messages` must be a list of turns")
+            need = f"must be an object with a `role` ({', '.join(ROLES)}) and `content`, a text"
+            for number, turn in enumerate(turns, start=1):
+                match turn:
+                    case {"role": role, "content": str()} if role in ROLES:
+                        continue
+                raise PromptError(f"{origin}: turn {number} {need}")
+            while turns and turns[-1]["role"] == "assistant":
+                turns = turns[:-1]
+            check(turns, "`messages` has no turn to answer")
+            return Question(turns, origin=origin)
+        case {"prompt": prompt}:
+            check(isinstance(prompt, str) and prompt, "`prompt` must be non-empty text")
             return Question(prompt, origin=origin)
-        case {"prompt": _}:
-            raise PromptError(f"{origin}: `prompt` must be non-empty text")
     raise PromptError(f"{origin}: the row needs `messages` (a list of turns), `prompt` (text) or `turns` (texts)")
-
-
-def _of_turns(turns: Any, category: Any, origin: str) -> Question:
-    if not isinstance(turns, list) or not turns:
-        raise PromptError(f"{origin}: `turns` must be a list with at least one text")
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, str) or not turn.strip():
-            raise PromptError(f"{origin}: turn {number} must be non-empty text")
-    if not isinstance(category, str) or not category:
-        raise PromptError(f"{origin}: `category` must be non-empty text")
-    return Question([{"role": "user", "content": turns[0]}], tuple(turns[1:]), category, origin)
-
-
-def _messages(turns: Any, origin: str) -> list[Mapping[str, str]]:
-    if not isinstance(turns, list):
-        raise PromptError(f"{origin}: `messages` must be a list of turns")
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str) or turn.get("role") not in ROLES:
-            raise PromptError(
-                f"{origin}: turn {number} must be an object with a `role` ({', '.join(ROLES)}) and `content`, a text"
-            )
-    asked: list[Mapping[str, str]] = turns
-    while asked and asked[-1]["role"] == "assistant":
-        asked = asked[:-1]
-    if not asked:
-        raise PromptError(f"{origin}: `messages` has no turn to answer")
-    return asked
 
 
 _LEAST_CHARS = 200
@@ -137,16 +125,15 @@ def with_filler(questions: Sequence[Question], target: Target, tokens: int) -> l
     if target.tokenizer is None:
         raise ConfigError("--filler needs a target with a tokenizer")
     pieces = _pieces(target.tokenizer, tokens)
-    return [
-        replace(each, content=_with_text(each.content, piece)) for each, piece in zip(questions, pieces, strict=False)
-    ]
-
-
-def _with_text(content: Any, text: str) -> Any:
-    if isinstance(content, str):
-        return f"{text}\n\n{content}"
-    first, *others = content
-    return [{**first, "content": f"{text}\n\n{first['content']}"}, *others]
+    filled = []
+    for question, text in zip(questions, pieces, strict=False):
+        content: Any = question.content
+        if isinstance(content, str):
+            content = f"{text}\n\n{content}"
+        else:
+            content = [{**content[0], "content": f"{text}\n\n{content[0]['content']}"}, *content[1:]]
+        filled.append(replace(question, content=content))
+    return filled
 
 
 def _pieces(tokenizer: Any, tokens: int) -> Iterator[str]:
@@ -162,7 +149,6 @@ def _pieces(tokenizer: Any, tokens: int) -> Iterator[str]:
 
 
 def _docstrings() -> Iterator[str]:
-    """Yield the long docstrings of all files, in the order of their paths."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts):
         try:

@@ -210,14 +210,12 @@ class Speculation(Group):
         return NgramProposer(longest, shortest, self.prompt_lookup)
 
     def _model(self, target: Target, mode: Mode) -> HeadProposer | DraftModelProposer | None:
-        """Load the head or draft model; None if the mode has neither."""
         if mode in _HEADS:
             if self.head is None:
                 raise ConfigError(f"--spec-decode {mode} needs a head for {target.name}: give --head")
-            proposer = HeadProposer(load_quantized(self.head, target, self.head_bits))
+            proposer = HeadProposer(load_head(self.head, target, self.head_bits))
             if self.mode is not None and proposer.name != self.mode:
                 raise ConfigError(f"--spec-decode {mode}: {self.head} has the mode {proposer.name}; leave the flag out")
-            warn_of_head(proposer.head, target)
             return proposer
         if mode == "draft":
             assert self.draft_model is not None
@@ -258,46 +256,43 @@ class Speculation(Group):
         return f"{mode}{source}{also}, up to {self.depth} tokens a round{trees}, policy {self.policy}"
 
 
-def load_quantized(name: str | Path, target: Target, bits: int | None) -> DraftHead:
-    """Load a head and quantize it as `--head-bits` requests. Raises EagleError if it is not available."""
+def load_head(name: str | Path, target: Target, bits: int | None) -> DraftHead:
+    """Load a head and quantize it as `--head-bits` requests. Warns on stderr if it is rarely accepted.
+
+    Raises EagleError if it is not available.
+    """
     head = load_found(name, target)
     quantize_for(head, target, bits)
+    if (warning := head_warning(head, target)) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
     return head
 
 
-def warn_of_head(head: DraftHead, target: Target) -> None:
-    """Try a head on its target and print any warning to stderr."""
-    if (warning := head_warning(head, target)) is not None:
-        print(f"warning: {warning}", file=sys.stderr)
-
-
 def _from_json(text: str) -> dict[str, Any]:
-    """Return the fields that a `--speculative-config` sets."""
+    said = "--speculative-config"
     try:
         config = json.loads(text)
     except json.JSONDecodeError as e:
-        raise ConfigError(f"--speculative-config is not JSON: {e}") from e
+        raise ConfigError(f"{said} is not JSON: {e}") from e
     if not isinstance(config, dict):
-        raise ConfigError('--speculative-config must be an object, such as {"method": "ngram"}')
+        raise ConfigError(f'{said} must be an object, such as {{"method": "ngram"}}')
     method = config.pop("method", None)
     if method not in _METHODS:
-        raise ConfigError(f"--speculative-config: `method` must be one of {', '.join(_METHODS)}; got {method!r}")
+        raise ConfigError(f"{said}: `method` must be one of {', '.join(_METHODS)}; got {method!r}")
     mode = _METHODS[method]
-    names: dict[str, tuple[str, type]] = {"num_speculative_tokens": ("num_tokens", int)}
+    names = {"num_speculative_tokens": "num_tokens"}
     if mode == "ngram":
-        names |= {"prompt_lookup_max": ("ngram_max", int), "prompt_lookup_min": ("ngram_min", int)}
+        names |= {"prompt_lookup_max": "ngram_max", "prompt_lookup_min": "ngram_min"}
     else:
-        names["model"] = ("head" if mode in _HEADS else "draft_model", str)
-    fields: dict[str, Any] = {"mode": mode}
+        names["model"] = "head" if mode in _HEADS else "draft_model"
     for key, value in config.items():
         if key not in names:
             known = ", ".join(["method", *names])
-            raise ConfigError(f"--speculative-config: unknown key {key!r} for {method}; the keys are {known}")
-        name, kind = names[key]
+            raise ConfigError(f"{said}: unknown key {key!r} for {method}; the keys are {known}")
+        kind = str if key == "model" else int
         if type(value) is not kind:
-            raise ConfigError(f"--speculative-config: {key} must be of type {kind.__name__}; got {value!r}")
-        fields[name] = value
-    return fields
+            raise ConfigError(f"{said}: {key} must be of type {kind.__name__}; got {value!r}")
+    return {"mode": mode, **{names[key]: value for key, value in config.items()}}
 
 
 def quantize(model: nn.Module, bits: Bits, group_size: int = 64) -> None:

@@ -17,7 +17,7 @@ from .answer import Choices, Completed, dumps
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import ChatLogprobs, chat_logprobs
-from .model import Encode, Loaded, check_context, check_text, sampling
+from .model import Encode, Loaded, check_context, sampling
 from .schema import ChatRequest
 from .schema import ToolCall as CalledTool
 from .service import Call
@@ -177,12 +177,8 @@ def render_chat(
         if (given := getattr(body, wish)) is not None:
             arguments.setdefault(wish, given)
 
-    def check(text: str) -> None:
-        if must_fit:
-            check_text(text, body.most_tokens, loaded, "messages")
-
     messages = [message.plain() for message in body.messages]
-    chat = loaded.chat.chat(messages, offer.for_template, arguments, check)
+    chat = loaded.chat.chat(messages, offer.for_template, arguments)
     tokens = chat.tokens(encode)
     if must_fit:
         check_context(len(tokens), body.most_tokens, loaded, "messages")

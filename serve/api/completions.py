@@ -17,7 +17,7 @@ from .answer import Choices, Completed, dumps
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import CompletionLogprobs, LogprobLists, score_prompt
-from .model import Encode, Loaded, check_context, check_text, sampling
+from .model import Encode, Loaded, check_context, sampling
 from .schema import CompletionRequest
 from .service import Call
 from .worker import RequestEvent
@@ -91,7 +91,6 @@ class CompletionAnswer(Choices):
     def _prompt(self, given: str | list[int], encode: Encode) -> _Prompt:
         body, loaded = self.body, self.loaded
         if isinstance(given, str):
-            check_text(given, body.max_tokens, loaded, "prompt")
             prompt = _Prompt(given, encode(given, True))
         elif max(given, default=0) >= (size := loaded.target.vocab_size):
             raise PromptError(f"prompt: contains a token id outside the model's vocabulary of {size}")

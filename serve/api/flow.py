@@ -178,7 +178,6 @@ async def respond(
 
 
 async def _begin(request: Request, call: Call, prepare: Prepare, answer_seconds: float) -> Answer:
-    """Load the model, prepare the request, and submit it."""
     answer = await prepare(call, await models_of(request).loaded(call.service))
     call.submit(answer.requests, answer_seconds)
     return answer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -13,11 +12,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import Request
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.requests import ClientDisconnect
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
@@ -191,30 +186,3 @@ class FairSemaphore:
             yield
         finally:
             self._semaphore.release()
-
-
-BYTE_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""The byte for each of the 256 letters of byte-level vocabularies."""
-_SHRINKS: dict[str | None, int] = {None: 1, "NFC": 3}
-"""Normalizers, and how many bytes they may turn into one: NFC merges three Hangul letters into one syllable."""
-
-
-def token_bytes(tokenizer: TokenizerWrapper) -> int | None:
-    """Return the most bytes of text that one token can stand for, or None if that is unbounded or unknown.
-
-    It is known for byte-level BPE, whose letters are bytes, unless a normalizer shortens texts or a token drops spaces.
-    """
-    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer) or not isinstance(backend.model, BPE):
-        return None
-    normalizer = json.loads(backend.normalizer.__getstate__())["type"] if backend.normalizer is not None else None
-    splits = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer is not None else {}
-    parts = splits.get("pretokenizers", [splits])
-    kinds = {"removes" if part.get("behavior") == "Removed" else part.get("type") for part in parts}
-    vocabulary = backend.get_vocab(with_added_tokens=False)
-    added = backend.get_added_tokens_decoder().values()
-    drops_spaces = any(token.lstrip or token.rstrip for token in added)
-    keeps_all = {"ByteLevel"} <= kinds <= {"ByteLevel", "Digits", "Split"} and not drops_spaces
-    if not keeps_all or normalizer not in _SHRINKS or not BYTE_LETTERS.keys() <= vocabulary.keys():
-        return None
-    return _SHRINKS[normalizer] * max([*map(len, vocabulary), *(len(token.content.encode()) for token in added)])

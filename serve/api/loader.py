@@ -187,7 +187,6 @@ def _try_out(target: Target, proposer: Proposer | None, depth: int) -> None:
 
 
 def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
-    """Return the startup report, line by line."""
     target, chat = loaded.target, loaded.chat
     template = "chat template" if chat.has_chat_template else "no chat template (completions only)"
     chats = f"{template}{', tools' * chat.has_tool_calling}{', reasoning' * chat.has_thinking}"
@@ -220,17 +219,18 @@ def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Callable[[str],
                 f"model {name!r} needs {gb(needed)} with its KV cache, but all models together may use {gb(nbytes)}; "
                 "increase --memory-gb, or remove the model"
             )
-    return [_source(name, config, nbytes, len(configs), say) for name, config in configs.items()]
 
+    def source(name: str, config: LoadConfig) -> Source:
+        def needed() -> int:
+            check_files(config)
+            return _sized(config, nbytes, len(configs))[1]
 
-def _source(name: str, config: LoadConfig, nbytes: int, count: int, say: Callable[[str], None]) -> Source:
-    return Source(
-        name,
-        lambda: load(_sized(config, nbytes, count)[0], lambda text: say(f"{name}: {text}")),
-        config.max_batch,
-        lambda: _sized(config, nbytes, count)[1],
-        lambda: check_files(config),
-    )
+        def loaded() -> Loaded:
+            return load(_sized(config, nbytes, len(configs))[0], lambda text: say(f"{name}: {text}"))
+
+        return Source(name, loaded, config.max_batch, needed)
+
+    return [source(name, config) for name, config in configs.items()]
 
 
 def _sized(config: LoadConfig, nbytes: int, count: int) -> tuple[LoadConfig, int]:
@@ -266,7 +266,6 @@ def check_files(config: LoadConfig) -> None:
 
 
 def _folders(config: LoadConfig) -> list[Path]:
-    """Return the folders of the target, and of its head or draft model if named. Fetches missing files."""
     speculation = config.speculation
     head = None if speculation.head in (AUTO, NO_HEAD) else speculation.head
     named = [config.name, *(place for place in (head, speculation.draft_model) if place is not None)]

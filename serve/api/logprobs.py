@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.logprobs import listed, logprobs_of
@@ -17,8 +18,9 @@ from eagle_mlx.target import Target
 from eagle_mlx.text import TextStream
 
 from .errors import Shape
-from .limits import BYTE_LETTERS
 
+BYTE_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""The byte for each of the 256 letters of byte-level vocabularies."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = "a"
 """Text before a token, so that its leading space is kept."""

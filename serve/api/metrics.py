@@ -120,7 +120,6 @@ class ServerCollector(Collector):
 
 
 def _families(numbers: _Numbers[T], of: Mapping[str, T]) -> Iterator[Metric]:
-    """Yield one metric family per number, with a sample per model."""
     for kind, name, text, read in numbers:
         family = kind(name, text, labels=[_MODEL])
         for model, each in of.items():
@@ -129,7 +128,6 @@ def _families(numbers: _Numbers[T], of: Mapping[str, T]) -> Iterator[Metric]:
 
 
 def _labeled(name: str, text: str, label: str, counts: Mapping[str, Mapping[Any, float]]) -> Metric:
-    """Return a counter with another label besides the model."""
     family = CounterMetricFamily(name, text, labels=[_MODEL, label])
     for model, values in counts.items():
         for key, value in values.items():
@@ -174,6 +172,5 @@ def speculation_summary(totals: Totals, mode: str, most: int) -> SpeculationSumm
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return the cumulative counts of a histogram's buckets."""
     counts = list(histogram.buckets)
     return [(bound, sum(counts[: at + 1])) for at, bound in enumerate((*map(str, SECONDS), "+Inf"))]

@@ -23,7 +23,7 @@ from eagle_mlx.target import Target
 
 from ..chat import ChatFormat, Grammars, Volatile
 from .errors import ApiError, bad_request
-from .limits import Limits, token_bytes
+from .limits import Limits
 from .logprobs import TokenTexts
 from .schema import Request
 
@@ -82,11 +82,6 @@ class Loaded:
     @cached_property
     def grammars(self) -> Grammars:
         return Grammars.of(self.target, self.chat)
-
-    @cached_property
-    def token_bytes(self) -> int | None:
-        """The most bytes of text that one token can stand for, or None if unknown."""
-        return token_bytes(self.tokenizer)
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -180,20 +175,14 @@ def _drafts(request: Request, loaded: Loaded) -> int | None:
     return 0 if mode == "none" else most
 
 
-def check_text(text: str, max_tokens: int | None, loaded: Loaded, param: str) -> None:
-    """Raise ApiError 400 if a text is too long for the context, without encoding it."""
-    if loaded.token_bytes is not None:
-        check_context(-(-len(text.encode()) // loaded.token_bytes), max_tokens, loaded, param, "at least ")
-
-
-def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: str, about: str = "") -> None:
+def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: str) -> None:
     """Raise ApiError 400 if `prompt` tokens and the answer do not fit the context."""
     context = loaded.target.context_length
     if prompt + (max_tokens or 1) > context:
         wanted = f" and {max_tokens} to generate" if max_tokens else ""
         # Both APIs' words, which tell agents to shorten the conversation.
         here = f"this model's maximum context length is {context} tokens"
-        said = f"{here}, but the prompt has {about}{prompt}{wanted}; shorten it"
+        said = f"{here}, but the prompt has {prompt}{wanted}; shorten it"
         error = ApiError(400, said, param, "context_length_exceeded")
         error.to_anthropic = f"prompt is too long: {prompt} tokens > {context} maximum"
         raise error

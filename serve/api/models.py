@@ -184,11 +184,9 @@ class Models:
 
     async def _checked(self, source: Source) -> int:
         """Return the bytes that a model takes. Raises EagleError if its files show that it cannot be loaded."""
-        loop = asyncio.get_running_loop()
-        needed = await loop.run_in_executor(self._checking, source.nbytes)
+        needed = await asyncio.get_running_loop().run_in_executor(self._checking, source.nbytes)
         if self._nbytes is not None and needed > self._nbytes:
             raise EagleError(f"it needs {gb(needed)}, but all models together may use {gb(self._nbytes)} (--memory-gb)")
-        await loop.run_in_executor(self._checking, source.check)
         return needed
 
     async def _make_room(self, service: Service, needed: int) -> None:

@@ -134,9 +134,7 @@ class Source:
     """Raises EagleError if the model is not available."""
     max_batch: int = 8
     nbytes: Callable[[], int] = lambda: 0
-    """Memory of the loaded model, including its KV cache. Raises what `load` may raise."""
-    check: Callable[[], None] = lambda: None
-    """Raises what `load` would raise, if the files show it. It is fast and needs little memory."""
+    """Memory of the loaded model, including its KV cache. Raises what `load` would raise, if the files show it."""
 
 
 class Service:

@@ -228,7 +228,6 @@ class Worker:
             self._publish(engine)
 
     def _fail_what_is_left(self) -> None:
-        """End the remaining requests after the engine has died."""
         if self.slots:
             log.exception(_DIED)
         self._report([(s.job, RequestEvent(s.index, [], [], _failed(s.request))) for s in self.slots])
@@ -254,7 +253,6 @@ class Worker:
         _settle(result)
 
     def _run_commands(self, engine: Engine) -> None:
-        """Run the pending commands; wait for one if there is nothing to decode."""
         for _ in range(max(engine.idle, self._commands.qsize())):
             try:
                 self._commands.get()()

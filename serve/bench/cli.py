@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.extras import require
+from eagle_mlx.files import write_output
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
@@ -33,9 +35,8 @@ from ..speculation import (
     TARGET_HELP,
     HeadBits,
     PolicyName,
-    load_quantized,
+    load_head,
     usable_heads,
-    warn_of_head,
 )
 from . import report
 from .decoding import ModeName, tolerance_for
@@ -174,7 +175,7 @@ def _bench(options: BenchOptions, command: str) -> int:
             "tolerance": tolerance,
             "runs": list(map(asdict, runs)),
         }
-        report.write_json(figures, options.json)
+        write_output(options.json, json.dumps(figures, indent=2) + "\n")
     if options.plot is not None:
         report.plot(runs, options.plot)
     dtype = type_name(target.dtype)
@@ -182,7 +183,6 @@ def _bench(options: BenchOptions, command: str) -> int:
 
 
 def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHead | None:
-    """Load the head in the target's type, or return None without a name."""
     if name is None:
         if bits is not None:
             raise ConfigError("--head-bits needs a --head and a mode that uses it, such as eagle")
@@ -191,9 +191,7 @@ def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHea
         head: DraftHead = random_head(target)
         quantize_for(head, target, bits)
         return head
-    head = in_dtype(load_quantized(name, target, bits), target.dtype)
-    warn_of_head(head, target)
-    return head
+    return in_dtype(load_head(name, target, bits), target.dtype)
 
 
 def _modes(options: BenchOptions) -> tuple[list[ModeName], str | Path | None]:

@@ -80,8 +80,6 @@ Timed = tuple[float, list[Continuation]]
 
 
 class _Runner:
-    """One mode's progress through the prompts."""
-
     def __init__(self, mode: Mode, decoding: Decoding):
         self.mode, self.decoding = mode, decoding
         self.seconds, self.tokens = 0.0, 0

@@ -172,7 +172,6 @@ class _Measurement:
         return _Results(EngineMode("plain", Models(target), 1) if name == "plain" else MlxLmMode(target))
 
     def _ask(self, result: _Results, places: Sequence[Place]) -> None:
-        """Set a mode's prompts for these turns, which include its own earlier answers."""
         for at, turn in places:
             before = [result.continuations[at, earlier].text for earlier in range(turn)]
             result.prompts[at, turn] = self.questions[at].encode(self.target, before)
@@ -198,7 +197,6 @@ class _Measurement:
         return kept
 
     def _kept(self, places: Sequence[Place]) -> list[Place]:
-        """Return the prompts on which the reference does not loop."""
         said, least = self.reference.continuations, self.config.least_distinct
         kept = [place for place in places if not is_loop(said[place].tokens, least)]
         if not kept and (0, 0) in places:
@@ -267,7 +265,6 @@ class _Measurement:
         )
 
     def _by_category(self, result: _Results, mlx_lm: _Results | None, kept: Sequence[Place]) -> tuple[Category, ...]:
-        """Return the figures of each category, if the prompts have categories."""
         found = []
         for name, count in Counter(self.questions[at].category for at, _ in sorted(result.continuations)).items():
             if name is None:

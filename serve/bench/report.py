@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_mlx.errors import OutputError
-from eagle_mlx.files import write_output
 
 
 @dataclass(frozen=True)
@@ -124,23 +122,12 @@ def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
 
 def _models(runs: Sequence[Run]) -> list[str]:
     """Return lines on each mode's model, its type, and the reference of its texts."""
-    by_model: dict[str, dict[str, None]] = {}
-    for run in runs:
-        if run.model:
-            by_model.setdefault(f"{run.model} in {run.dtype}", {})[run.mode] = None
+    lines = []
+    for model in dict.fromkeys(f"{run.model} in {run.dtype}" for run in runs if run.model):
+        modes = dict.fromkeys(run.mode for run in runs if f"{run.model} in {run.dtype}" == model)
+        lines.append(f"model: {', '.join(modes)} {'decodes' if len(modes) == 1 else 'decode'} {model}.")
     compared = dict.fromkeys(run.reference for run in runs if run.reference)
-    return [
-        *(
-            f"model: {', '.join(modes)} {'decodes' if len(modes) == 1 else 'decode'} {model}."
-            for model, modes in by_model.items()
-        ),
-        *(f"identical: every token equals that of {reference}." for reference in compared),
-    ]
-
-
-def write_json(content: object, path: Path) -> None:
-    """Write a JSON file atomically. Raises OutputError."""
-    write_output(path, json.dumps(content, indent=2) + "\n")
+    return [*lines, *(f"identical: every token equals that of {reference}." for reference in compared)]
 
 
 def check_writable(path: Path) -> None:
@@ -188,7 +175,7 @@ def _aligned(rows: Sequence[Sequence[str]], first: int) -> str:
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Draw bars of tokens per second, with the ratio to mlx-lm and τ. Raises OutputError."""
+    """Draw bars of tokens per second, with τ. Raises OutputError."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -200,7 +187,8 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         [run.tokens_per_second for run in runs],
         color=["#999999" if run.mode.startswith("mlx-lm") else "#009e73" for run in runs],
     )
-    axes.bar_label(bars, [_caption(run) for run in runs], padding=2, fontsize=9)
+    labels = [f"{run.tokens_per_second:.0f}\n\u03c4 {run.acceptance_length:.2f}" for run in runs]
+    axes.bar_label(bars, labels, padding=2, fontsize=9)
     axes.set_ylabel("tokens per second")
     axes.margins(y=0.18)
     axes.spines[["top", "right"]].set_visible(False)
@@ -210,10 +198,3 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         raise OutputError(f"{path} cannot be written ({e.strerror}); choose another path") from e
     finally:
         pyplot.close(figure)
-
-
-def _caption(run: Run) -> str:
-    speed = f"{run.tokens_per_second:.0f}"
-    if run.ratio_to_mlx_lm is not None and run.mode != "mlx-lm":
-        speed += f" (x{run.ratio_to_mlx_lm:.2f})"
-    return f"{speed}\n\u03c4 {run.acceptance_length:.2f}" if run.depth else speed

@@ -102,7 +102,6 @@ def parameters_of(tool: Tool) -> Schema:
 
 
 def _thought(tags: ReasoningTags, thinking: bool, tag: TagWriter) -> list[str]:
-    """Return the rules of the reasoning that may precede an answer."""
     if not tags.think_start:
         return ['before: ""']
     end = tag(tags.think_end)
@@ -188,7 +187,6 @@ class MatcherGrammar:
         return True
 
     def _known(self) -> NDArray[np.bool_]:
-        """Return the next token's mask."""
         if not self._masks:
             if self._asked is None:
                 self.ask([])

@@ -183,7 +183,6 @@ class FirstCall:
 
 
 def _add(deltas: list[Delta], kind: Kind, text: str) -> None:
-    """Append text, to the last delta if that is of the same kind."""
     last = deltas[-1] if deltas else Delta()
     if kind == "content" and last.content:
         deltas[-1] = replace(last, content=last.content + text)

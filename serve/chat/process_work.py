@@ -56,7 +56,10 @@ class MatcherProcess:
     def _compile(self, grammar: str, schemas: Places) -> bytes:
         assert self.tokenizer is not None
         for where, schema in schemas:
-            alone = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": False})
+            try:
+                alone = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": False})
+            except ValueError as e:
+                raise Refused(f"{where}: {e}") from e
             if reason := llguidance.LLMatcher.validate_grammar(alone, limits=_LIMITS):
                 raise Refused(f"{where}: {reason}")
         self._grammar = llguidance.LLMatcher.grammar_from_lark(grammar)

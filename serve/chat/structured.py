@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from decimal import Decimal
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from itertools import islice
 from threading import Lock
 from typing import Any
 
@@ -40,7 +37,6 @@ MOST_SCHEMA_BYTES = 64 * 1024
 """The limit for all schemas of one request, as JSON text."""
 _MOST_KEPT = 16
 """Number of compiled grammars that are kept for later requests."""
-_DEEPEST_SCHEMA = 100
 _FORCED = ("json_tools",)
 """mlx-lm's parsers for calls that are JSON between tags."""
 
@@ -235,26 +231,16 @@ def _as_texts(schemas: Mapping[str, Schema]) -> Places:
     for where, schema in schemas.items():
         if "x-guidance" in schema:
             raise ConfigError(f"{where}: unknown key 'x-guidance'")
-        if len(list(islice(_levels(schema), _DEEPEST_SCHEMA + 1))) > _DEEPEST_SCHEMA:
-            raise ConfigError(f"{where}: nested too deeply; the limit is {_DEEPEST_SCHEMA} levels of JSON")
-        if reason := why_too_complex(schema):
-            raise ConfigError(f"{where}: {reason}")
-        places.append((where, json.dumps(schema)))
+        try:
+            places.append((where, json.dumps(schema)))
+        except RecursionError as e:
+            raise ConfigError(f"{where}: nested too deeply") from e
     size = sum(len(text) for _, text in places)
     if size > MOST_SCHEMA_BYTES:
         raise ConfigError(
             f"{', '.join(schemas)}: too large: {size} bytes of JSON; the limit for a request is {MOST_SCHEMA_BYTES}"
         )
     return tuple(places)
-
-
-def _levels(schema: Schema) -> Iterator[list[Any]]:
-    """Yield the objects and lists of a schema, level by level, without recursion."""
-    level: list[Any] = [schema]
-    while level:
-        yield level
-        inner = (each for node in level for each in (node.values() if isinstance(node, Mapping) else node))
-        level = [each for each in inner if isinstance(each, Mapping | list)]
 
 
 def _why_not_calls(parser: str, offer: ToolOffer) -> str:
@@ -272,56 +258,3 @@ def _why_not_calls(parser: str, offer: ToolOffer) -> str:
         else ("has tool calls that mlx-lm cannot parse")
     )
     return f"{what} on this model, which {reason}; {how}"
-
-
-MOST_MULTIPLE = 10_000
-"""llguidance's automaton has a state per remainder: 10,007 takes 25 ms, 100,003 meets its limits, 10^6 hangs."""
-MOST_REPEATS = 100_000
-"""The limit for nested repeats, multiplied: (a{1000}){100} takes 1 s, and (a{1000}){1000} does not end."""
-_PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\(|\)|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
-"""A class may lack its end. Otherwise a pattern of only `[` would be scanned to the end for every `[`."""
-
-
-def why_too_complex(schema: Any) -> str | None:
-    """Return why a schema would take too long to compile, with the key at fault, or None if no reason is known."""
-    for node in (node for level in _levels(schema) for node in level if isinstance(node, Mapping)):
-        multiple, pattern = node.get("multipleOf"), node.get("pattern")
-        if isinstance(multiple, int | float) and _digits(multiple) > MOST_MULTIPLE:
-            return f"multipleOf {multiple} is too large; the limit, without powers of ten, is {MOST_MULTIPLE}"
-        if isinstance(pattern, str) and repeats(pattern) > MOST_REPEATS:
-            return f"pattern {pattern[:60]!r} nests repeats, over {MOST_REPEATS} in all; simplify it"
-    return None
-
-
-def repeats(pattern: str) -> int:
-    """Return how often a regular expression's most repeated part is written out, by counts such as {3} and {2,5}.
-
-    Counts stop at `MOST_REPEATS` + 1.
-    """
-    open_groups, most_in_group, before = [], 1, 1
-    most = 1
-    for part in _PART.finditer(pattern):
-        text = part[0]
-        if text == "(":
-            open_groups.append(most_in_group)
-            most_in_group = before = 1
-        elif text == ")":
-            before, most_in_group = most_in_group, max(most_in_group, open_groups.pop() if open_groups else 1)
-        elif part[1]:
-            before = min(before * max(_count(part[1]), _count(part[2] or ""), 1), MOST_REPEATS + 1)
-        else:
-            before = 1
-        most_in_group = max(most_in_group, before)
-        most = max(most, most_in_group)
-    return most
-
-
-def _count(digits: str) -> int:
-    """Return a number of repeats, limited because Python refuses to read numbers of over 4,300 digits."""
-    digits = digits.lstrip("0")
-    return int(digits or 0) if len(digits) < 10 else MOST_REPEATS + 1
-
-
-def _digits(number: float) -> int:
-    """Return a number's digits without its point and outer zeros: 0.25 -> 25."""
-    return int("".join(map(str, Decimal(str(number)).normalize().as_tuple().digits)))

@@ -17,7 +17,7 @@ from eagle_mlx.target import Target
 
 from .parser import ReasoningTags
 from .tools import Tool, ToolCallTags
-from .volatile import Volatile, certain_text
+from .volatile import Volatile
 
 Message = Mapping[str, Any]
 
@@ -239,14 +239,12 @@ class ChatFormat:
         messages: Sequence[Message],
         tools: Sequence[Tool] = (),
         template_kwargs: Mapping[str, Any] | None = None,
-        check_text: Callable[[str], None] = lambda _: None,
     ) -> Chat:
         """Render a conversation for the model to answer.
 
         messages, tools: as in OpenAI's API. template_kwargs: other arguments of the template, such as
-        `enable_thinking`; unknown names have no effect. check_text: called with the chat's text before it is encoded,
-        to raise if it is too long. Raises PromptError, with the place, if a part is invalid or the template ignores
-        tools or calls.
+        `enable_thinking`; unknown names have no effect. Raises PromptError, with the place, if a part is
+        invalid or the template ignores tools or calls.
         """
         read = read_messages(messages)
         arguments = {"add_generation_prompt": True, **_check_kwargs(template_kwargs or {})}
@@ -258,12 +256,10 @@ class ChatFormat:
                 "tools: mlx-lm finds no parser for this model's tool calls; if one of its parsers fits, set it as "
                 "tool_parser_type in the model's tokenizer_config.json"
             )
-        check_text(certain_text(read))  # before the text is searched or rendered
         try:
             chat = Chat.render(self.tokenizer, self.volatile.strip(read), arguments)
         except Exception as e:  # a template is a program and raises anything
             raise PromptError(f"messages: the model's chat template raised an error: {e}") from e
-        check_text(chat.text)
         chat.check_tools_are_rendered()
         return chat
 

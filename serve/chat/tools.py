@@ -213,7 +213,6 @@ class ToolCallParser:
         return self._tags.parser == "longcat" and body.strip() in self._names
 
     def _call(self, call: Any, index: int) -> ToolCall:
-        """Convert one of the parser's calls. Raises if the function was not offered."""
         name, arguments = call["name"], call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)

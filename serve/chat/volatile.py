@@ -62,19 +62,3 @@ class Volatile:
         for pattern in self.patterns:
             text = pattern.sub("", text)
         return text
-
-
-def certain_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return text that a chat's prompt contains in any case: user messages, and instructions past `SEARCHED`.
-
-    Its length can be checked before any text is searched or rendered. White space around messages is left out, because
-    templates may trim it.
-    """
-    left, texts = SEARCHED, []
-    for message in messages:
-        text = message["content"]
-        if message["role"] == "system":
-            left, text = max(0, left - len(text)), text[left:]
-        if message["role"] in ("system", "user"):
-            texts.append(text.strip())
-    return "".join(texts)

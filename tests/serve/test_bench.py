@@ -17,6 +17,7 @@ from eagle_mlx import hub
 from eagle_mlx.catalog.head_registry import register
 from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.files import write_output
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.machine import describe
@@ -287,24 +288,19 @@ def test_machine_is_described() -> None:
     assert machine.cpu in str(machine)
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    file.write_text("old")
-    with pytest.raises(TypeError):
-        report.write_json({"a": object()}, file)
-    assert file.read_text() == "old"
-    report.write_json({"a": 1}, file)
-    assert json.loads(file.read_text()) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [file]
-    beside = tmp_path / "figures.json.part"
-    beside.write_text("somebody's own")
-    report.write_json({"a": 2}, file)
-    assert beside.read_text() == "somebody's own"
-    beside.unlink()
-    with pytest.raises(OutputError, match="cannot be written"):
-        report.check_writable(tmp_path / "missing" / "x.json")
-    with pytest.raises(OutputError, match="cannot be written"):
-        report.check_writable(tmp_path)
+def test_output_replaces_a_file_whole_and_leaves_files_beside_it(tmp_path: Path) -> None:
+    file, beside = tmp_path / "figures.json", tmp_path / "figures.json.part"
+    for path in (file, beside):
+        path.write_text("old")
+    write_output(file, "new")
+    assert (file.read_text(), beside.read_text()) == ("new", "old")
+    assert sorted(tmp_path.iterdir()) == [file, beside]
+
+
+def test_files_that_cannot_be_written_are_refused_before_measuring(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing" / "x.json", tmp_path):
+        with pytest.raises(OutputError, match="cannot be written"):
+            report.check_writable(path)
 
 
 def test_plot_is_drawn(tmp_path: Path) -> None:

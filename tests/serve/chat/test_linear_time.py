@@ -11,7 +11,6 @@ import pytest
 from eagle_mlx.serve.api.conversation import Conversation
 from eagle_mlx.serve.chat import Volatile
 from eagle_mlx.serve.chat.parser import AnswerParser
-from eagle_mlx.serve.chat.structured import MOST_REPEATS, repeats
 from tests.serve.chat.formats import WEATHER, format_with_parser
 
 HEADER = "x-anthropic-billing-header: a="
@@ -38,18 +37,6 @@ def test_2_a_system_prompt_of_headers_takes_linear_time(end: str) -> None:
         assert Volatile().strip([{"role": "system", "content": text}])[0]["content"] == text
 
     assert is_linear(leave_out, 700)
-
-
-def test_2_a_pattern_with_unclosed_classes_takes_linear_time() -> None:
-    """16 KB took 29 s, and a schema may have 64 KB."""
-    assert is_linear(lambda count: repeats("[" * count), 6000)
-    assert is_linear(lambda count: repeats("[" * count + "\\"), 6000)
-    assert repeats("[a{9}]{3}[b{5}") == 3
-
-
-def test_2_repeats_of_more_digits_than_python_reads_are_counted() -> None:
-    assert repeats("a{" + "9" * 5000 + "}") == MOST_REPEATS + 1
-    assert repeats("a{0003}") == 3
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -21,9 +20,9 @@ from hypothesis import strategies as st
 from eagle_mlx.decoding.processors import walk
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import AsyncGrammar, Grammar
-from eagle_mlx.serve.chat import ChatFormat, Grammars, ToolOffer, structured
+from eagle_mlx.serve.chat import ChatFormat, Grammars, ToolOffer
 from eagle_mlx.serve.chat.parser import ReasoningTags
-from eagle_mlx.serve.chat.structured import MOST_SCHEMA_BYTES, repeats
+from eagle_mlx.serve.chat.structured import MOST_SCHEMA_BYTES
 from eagle_mlx.serve.processes import Process
 from tests.fakes import tiny_target
 from tests.full import diagonal, in_full, some
@@ -228,13 +227,6 @@ def test_with_tools_and_a_schema_an_answer_is_either() -> None:
         (by_schema({"enum": []}), "Unsatisfiable"),
         (by_schema({"type": "object", "properties": {"a": False}, "required": ["a"]}), "unsatisfiable"),
         (by_schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "no text fits this"),
-        (
-            by_schema({"type": "integer", "multipleOf": 999999937}),
-            "multipleOf 999999937 is too large; the limit, without powers of ten, is 10000",
-        ),
-        (by_schema({"type": "integer", "multipleOf": 99999999}), "multipleOf 99999999 is too large"),
-        (by_schema({"items": {"pattern": "^((a{1000}){1000}){100}$"}}), "pattern .* nests repeats"),
-        (by_schema({"type": "number", "multipleOf": 9.9991}), "multipleOf 9.9991 is too large"),
         (by_schema({"type": "string", "pattern": "a?" * 20_000}), "too many expressions"),
         (by_schema({"enum": ["x" * MOST_SCHEMA_BYTES]}), "too large"),
     ],
@@ -254,6 +246,8 @@ def nested(levels: int) -> dict[str, Any]:
 def test_deep_schemas_are_refused_and_long_chains_compile() -> None:
     with pytest.raises(ConfigError, match="nested too deep"):
         compiled(by_schema(nested(20_000)))
+    with pytest.raises(ConfigError, match="schema: recursion limit"):
+        compiled(by_schema(nested(150)))
     assert allows(compiled(by_schema(nested(40))), '"a"')
     chain: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(1_300)}
     assert allows(compiled(by_schema({"$defs": {**chain, "d1300": {"type": "string"}}, "$ref": "#/$defs/d0"})), '"a"')
@@ -391,8 +385,6 @@ def until_gone(*ids: int) -> None:
 
 @pytest.mark.parametrize("schema", [HANGS, HUNGRY], ids=["hangs", "hungry"])
 def test_endless_compiling_is_killed_and_affects_no_other_request(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if no reason is known in advance."""
-    monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
     monkeypatch.setattr("eagle_mlx.serve.chat.structured.COMPILE_SECONDS", 0.5)
     started: list[Process] = []
     fork = Process.fork
@@ -414,7 +406,6 @@ def test_endless_compiling_is_killed_and_affects_no_other_request(schema: Any, m
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded on Linux")
 def test_grammars_that_need_too_much_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "why_too_complex", lambda schema: None)
     monkeypatch.setattr("eagle_mlx.serve.chat.structured.COMPILE_SECONDS", 60.0)
     start = Process.start
     monkeypatch.setattr(Process, "start", lambda kind, memory: start(kind, 80 << 20))
@@ -503,11 +494,3 @@ def test_masks_from_a_process_equal_masks_computed_here() -> None:
             assert asking.advance(token)
             assert walking.advance(token)
             place += 1
-
-
-@given(st.lists(st.sampled_from([2, 3, 7]), min_size=1, max_size=4))
-def test_repeats_within_repeats_are_multiplied(counts: list[int]) -> None:
-    pattern = "a"
-    for count in counts:
-        pattern = f"(?:{pattern}{{{count}}}|[b{{9}}(]\\({{0,2}})"
-    assert repeats(f"{pattern}+") == math.prod(counts)

@@ -61,20 +61,6 @@ def test_2_only_the_beginning_of_a_long_text_is_searched() -> None:
     assert [each["content"] for each in counter.strip([early, late])] == [RULES, late["content"]]
 
 
-def test_2_a_text_that_is_too_long_is_refused_before_it_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    class TooLongError(Exception): ...
-
-    def check(text: str) -> None:
-        if len(text) > 1000:
-            raise TooLongError
-
-    format = format_of("plain")
-    monkeypatch.setattr(format.tokenizer, "apply_chat_template", None)
-    for message in ({"role": "user", "content": "x" * 2000}, system_text("x" * (SEARCHED + 2000))):
-        with pytest.raises(TooLongError):
-            format.chat([message], check_text=check).tokens()
-
-
 def test_patterns_can_be_added_or_turned_off() -> None:
     chat = [{"role": "system", "content": HEADER.format("1") + "Tokens used: 51\n" + RULES}]
     assert Volatile.of([r"Tokens used: \d+\n"]).strip(chat)[0]["content"] == RULES
