@@ -22,9 +22,8 @@ from eagle_mlx.setting import Group, setting
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
-from .options import MemoryOptions, SamplingOptions
 from .prompts import Question, read_questions
-from .speculation import TARGET_HELP, Speculation, load_proposer
+from .speculation import TARGET_HELP, MemoryOptions, Speculation, load_proposer
 
 EPILOG = """\
 examples:
@@ -36,6 +35,27 @@ examples:
 
 The text goes to standard output, everything else to standard error. Text with the same seed does
 not depend on drafts or on other prompts. Without a seed, sampled text follows the model's own distribution."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions(Group):
+    """How tokens are sampled, and when the text ends."""
+
+    max_tokens: int = setting(SamplingParams.max_tokens, "maximum number of new tokens")
+    temperature: float = setting(SamplingParams.temperature, "0 is greedy")
+    top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens")
+    top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens")
+    min_p: float = setting(SamplingParams.min_p, "0 keeps all tokens")
+    repetition_penalty: float = setting(SamplingParams.repetition_penalty, "1 for no penalty")
+    presence_penalty: float = setting(SamplingParams.presence_penalty, "0 for no penalty")
+    frequency_penalty: float = setting(SamplingParams.frequency_penalty, "0 for no penalty")
+    stop: tuple[str, ...] = setting((), "stop before this text; repeatable", metavar="TEXT", repeat=True)
+    seed: int | None = setting(None, "seed that makes sampled text repeatable")
+    ignore_eos: bool = setting(False, "continue after the model's end-of-text token")
+
+    def params(self) -> SamplingParams:
+        """Return the parameters for the engine. Raises ConfigError for a value out of range."""
+        return SamplingParams(**self.flat())
 
 
 @dataclass(frozen=True)
@@ -78,21 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(options: GenerateOptions) -> None:
     options.say(f"blas: {blas.activate()}")
-    params, memory, loading = options.sampling.params(), options.memory, options.loading
+    params, loading = options.sampling.params(), options.loading
     name, speculation = options.speculation.for_target(options.target)
     target = loading.load(name)
     speculation, proposer = load_proposer(speculation, target, name, options.say)
     loading.wire_active()
-    engine = Engine(
-        target,
-        proposer,
-        policy=speculation.make_policy(),
-        max_batch=options.batch,
-        prefill_chunk=memory.prefill_chunk,
-        kv_bits=options.kv_bits,
-        kv_bytes=memory.kv_bytes,
-    )
-    speculation.learn_costs(engine)
+    engine = speculation.engine(target, proposer, options.memory, max_batch=options.batch, kv_bits=options.kv_bits)
     options.say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *speculation.notes(engine)]))
     began = perf_counter()
     outputs = _one(engine, options, params) if options.file is None else _many(engine, options, params)

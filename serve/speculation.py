@@ -1,4 +1,4 @@
-"""Settings of speculation that all decoding commands share, and the choice of a head if none is named."""
+"""Settings of speculation and memory that all decoding commands share, and the choice of a head if none is named."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from eagle_mlx.catalog import embedded
 from eagle_mlx.catalog.head_search import FoundHead, find_heads, load_found, where_mtp_layers_are
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.cost_curve import learn_costs
+from eagle_mlx.engine.prefill import PREFILL_CHUNK
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.base import DraftHead
@@ -29,7 +30,7 @@ from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer, model_of
 from eagle_mlx.proposers.ngram import NgramProposer
-from eagle_mlx.setting import AT_LEAST_0, Group, find, flag, setting, settings_of
+from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, GIGABYTES, Group, find, flag, setting, settings_of
 from eagle_mlx.target import Target, fingerprint, load_target
 
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
@@ -57,6 +58,34 @@ _METHODS: dict[str, Mode] = {
 _EMA = "with --spec-policy acceptance-ema: "
 _OF_EMA = ("disable_at_rows", "threshold", "alpha", "adaptive", "dynamic")
 HEAD_BITS = "quantize the head on load; 16: do not (default: the target's bits if it has 4 or 8)"
+
+
+@dataclass(frozen=True)
+class MemoryOptions(Group):
+    """Memory for the KV cache, and the number of prompt tokens per forward."""
+
+    prefill_chunk: int = setting(
+        PREFILL_CHUNK,
+        "prompt tokens to read in one forward, for all requests together; more tokens need more memory and delay "
+        "requests that are decoding",
+        AT_LEAST_1,
+    )
+    kv_gb: float | None = setting(
+        None,
+        "memory for KV caches; requests that do not fit wait (default: four fifths of the memory left after weights, "
+        "or three fifths on a machine of up to 16 GB)",
+        GIGABYTES,
+        metavar="GB",
+    )
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Bytes for the KV cache; None for a share of the memory left after the weights."""
+        return bytes_of(self.kv_gb)
+
+
+def bytes_of(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else round(gigabytes * 1e9)
 
 
 @dataclass(frozen=True)
@@ -234,10 +263,16 @@ class Speculation(Group):
         threshold = self.threshold if self.dynamic else 0.0
         return AcceptancePolicy(self.depth, self.alpha, threshold, self.disable_at_rows, self.adaptive)
 
-    def learn_costs(self, engine: Engine) -> None:
-        """Give the policy of an engine that has not decoded yet the target's cost curve, unless that is off."""
+    def engine(self, target: Target, proposer: Proposer | None, memory: MemoryOptions, **more: Any) -> Engine:
+        """Return an engine with a new policy, which starts from the target's cost curve unless that is off.
+
+        more: other arguments of Engine.
+        """
+        chunk, kv_bytes = memory.prefill_chunk, memory.kv_bytes
+        engine = Engine(target, proposer, policy=self.make_policy(), prefill_chunk=chunk, kv_bytes=kv_bytes, **more)
         if self.keep:
             learn_costs(engine)
+        return engine
 
     def notes(self, engine: Engine) -> list[str]:
         """Return lines on the number format of the head's weights, and on why there are no trees, if either applies."""

@@ -18,7 +18,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.memory import free_memory, gb, models_bytes
 from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, FINITE, GIGABYTES, SECONDS_OR_0, Group, flag, setting, settings_of
 
-from ..options import bytes_of
+from ..speculation import bytes_of
 from .guard import check_trusted, is_loopback
 from .limits import Limits
 from .loader import LoadConfig, check, load, several
@@ -65,8 +65,7 @@ class PlaceOptions(Group):
         metavar="KEY",
     )
     cache_report: bool = setting(
-        Settings.cache_report,
-        "report how many prompt tokens came from the prefix cache; otherwise the counts are 0",
+        Settings.cache_report, "report how many prompt tokens came from the prefix cache; otherwise the counts are 0"
     )
     served_model_name: str | None = setting(None, "model name for clients (default: the folder's name or the hub id)")
     allow_origin: tuple[str, ...] = setting((), "web origin to allow (CORS); repeatable", metavar="URL", repeat=True)
@@ -92,10 +91,7 @@ class LimitOptions(Group):
 
     max_queue: int = setting(Limits.queue, "requests that may wait for a model; more are refused with 429", AT_LEAST_0)
     max_body_mb: float = setting(
-        Limits.body_bytes / (1 << 20),
-        "size limit of a request; larger ones get 413",
-        FINITE,
-        metavar="MB",
+        Limits.body_bytes / (1 << 20), "size limit of a request; larger ones get 413", FINITE, metavar="MB"
     )
     request_seconds: float | None = setting(
         None,

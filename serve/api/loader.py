@@ -28,8 +28,7 @@ from eagle_mlx.target_options import TargetOptions
 
 from ..bench import compare, tolerance_for
 from ..chat import Volatile
-from ..options import MemoryOptions, bytes_of
-from ..speculation import AUTO, NO_HEAD, TARGET_HELP, Speculation, load_proposer
+from ..speculation import AUTO, NO_HEAD, TARGET_HELP, MemoryOptions, Speculation, bytes_of, load_proposer
 from .model import Loaded, sampling_defaults
 from .service import Source
 
@@ -118,17 +117,14 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     config.loading.wire_active()
     config = replace(config, speculation=speculation)
     _try_out(target, proposer, speculation.depth)
-    policy = speculation.make_policy()
     prefixes = bytes_of(config.prefix_cache_gb)
-    engine = Engine(
+    engine = speculation.engine(
         target,
         proposer,
-        policy=policy,
+        config.memory,
         max_batch=config.max_batch,
-        prefill_chunk=config.memory.prefill_chunk,
         prefix_cache_bytes=memory.prefix_cache_bytes(target.free_memory) if prefixes is None else prefixes,
         kv_bits=config.kv_bits,
-        kv_bytes=config.memory.kv_bytes,
         prefill_ms=config.prefill_ms,
     )
     if config.prefix_cache_dir is not None and engine.prefixes is not None:
@@ -137,7 +133,6 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         engine.prefixes.disk = DiskTier(folder, limit, target, proposer, config.kv_bits)
     drafts = speculation.max_depth if proposer is not None else 0
     name = proposer.name if proposer is not None else "none"
-    speculation.learn_costs(engine)
     loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out())
     with suppress(ConfigError):  # requests that need a grammar report why there is none
         loaded.grammars.start()

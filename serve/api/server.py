@@ -237,20 +237,11 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port < 65536:
         raise ConfigError(f"--port must be from 0 to 65535; got {port}")
     try:
-        family, kind, proto, _, where = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, proto)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(where)
-            sock.listen(2048)
-        except OSError:
-            sock.close()
-            raise
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(where, family=family, backlog=2048, dualstack_ipv6=both)
     except (OSError, OverflowError, UnicodeError) as e:
         raise ConfigError(f"cannot listen at --host {host} --port {port}: {e}; use another address or port") from e
-    return sock
 
 
 def set_up_log() -> None:

@@ -172,10 +172,7 @@ class Worker:
         """End all requests with an error: the target is lost, and the thread may hang."""
         self._lost, self.failure = True, error
         loaded, self.loaded = self.loaded, None
-        slots, self.slots = self.slots, []
-        for slot in slots:
-            slot.request.fail(str(error))
-            slot.job.report(RequestEvent(slot.index, [], [], slot.request.output(None)))
+        self._fail_slots(str(error))
         while not self._commands.empty():
             self._commands.get()()  # requests not seen yet end at once, because nothing is loaded
         if loaded is not None:
@@ -210,7 +207,9 @@ class Worker:
             self._decode(loaded.engine)
         except BaseException as e:
             self.failure = e
-            self._fail_what_is_left()
+            if self.slots:
+                log.exception(_DIED)
+            self._fail_slots(_DIED)
         finally:
             self.loaded = None
             _close(loaded)
@@ -227,11 +226,11 @@ class Worker:
                 log.exception("an engine step failed; its requests end with an error")
             self._publish(engine)
 
-    def _fail_what_is_left(self) -> None:
-        if self.slots:
-            log.exception(_DIED)
-        self._report([(s.job, RequestEvent(s.index, [], [], _failed(s.request))) for s in self.slots])
-        self.slots = []
+    def _fail_slots(self, why: str) -> None:
+        slots, self.slots = self.slots, []
+        for slot in slots:
+            slot.request.fail(why)
+        self._report([(slot.job, RequestEvent(slot.index, [], [], slot.request.output(None))) for slot in slots])
 
     def _lose(self, reason: str) -> None:
         """Handle the loss of another machine. Runs in a thread of the target."""
@@ -304,13 +303,13 @@ class Worker:
             self._loop.call_soon_threadsafe(_deliver, events)
 
     def _submit(self, job: Job) -> None:
-        unended = [(index, each) for index, each in enumerate(job.requests) if each.finish_reason is None]
+        for index, request in enumerate(job.requests):
+            if request.finish_reason is None:
+                if self.loaded is not None:
+                    self.loaded.engine.submit(request)
+                self.slots.append(_Slot(request, job, index, job.deadline))
         if self.loaded is None:
-            self._report([(job, RequestEvent(index, [], [], _failed(request))) for index, request in unended])
-            return
-        for index, request in unended:
-            self.loaded.engine.submit(request)
-            self.slots.append(_Slot(request, job, index, job.deadline))
+            self._fail_slots(_DIED)
 
     def _change(self, change: Callable[[Engine], object]) -> None:
         if self.loaded is not None:
@@ -352,8 +351,3 @@ def _close(loaded: Loaded) -> None:
         loaded.close()
     except Exception:
         log.exception("a model's processes and files could not be closed")
-
-
-def _failed(request: RequestState) -> Output:
-    request.fail(_DIED)
-    return request.output(None)

@@ -25,7 +25,6 @@ from eagle_mlx.setting import AT_LEAST_1, Group, setting
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.target_options import TargetOptions
 
-from ..options import MemoryOptions
 from ..prompts import read_questions, with_filler
 from ..speculation import (
     AUTO,
@@ -34,6 +33,7 @@ from ..speculation import (
     NO_HEAD,
     TARGET_HELP,
     HeadBits,
+    MemoryOptions,
     PolicyName,
     load_head,
     usable_heads,
@@ -151,7 +151,7 @@ def _bench(options: BenchOptions, command: str) -> int:
     depth = options.depth or (min(DEFAULT_TOKENS[policy] for policy in options.policy),)
     runs: list[Run] = []
     stock = StockModel(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
-    models = Models(target, head, draft, options.memory.kv_bytes, options.memory.prefill_chunk, options.prior, stock)
+    models = Models(target, head, draft, options.memory, options.prior, stock)
     for temperature in options.temperature:
         built = build_modes(models, modes, options.batch, depth, options.policy, options.nodes)
         config = replace(options.measuring, temperature=temperature)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final, cast, get_args
@@ -14,8 +14,6 @@ import mlx_lm
 from mlx.utils import tree_flatten
 
 from eagle_mlx import hub
-from eagle_mlx.engine import Engine
-from eagle_mlx.engine.prefill import PREFILL_CHUNK
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.proposers.base import Proposer
@@ -26,7 +24,7 @@ from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
-from ..speculation import PolicyName, Speculation
+from ..speculation import MemoryOptions, PolicyName, Speculation
 from .decoding import Continuation, Decoding, Mode, ModeName
 
 MLX_LM = "mlx-lm"
@@ -158,10 +156,7 @@ class Models:
     target: Target
     head: DraftHead | None = None
     draft: Target | None = None
-    kv_bytes: int | None = None
-    """The engine's limit for keys and values."""
-    prefill_chunk: int = PREFILL_CHUNK
-    """Prompt tokens per forward of an engine."""
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
     prior: bool = False
     """Whether policies begin with the target's cost curve."""
     stock: StockModel | None = None
@@ -191,15 +186,7 @@ class EngineMode(Mode):
         self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
         self.model, self.dtype = target.name, target.dtype
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=models.prior)
-        self.engine = Engine(
-            target,
-            models.proposer(name),
-            policy=speculation.make_policy(),
-            max_batch=batch,
-            prefill_chunk=models.prefill_chunk,
-            kv_bytes=models.kv_bytes,
-        )
-        speculation.learn_costs(self.engine)
+        self.engine = speculation.engine(target, models.proposer(name), models.memory, max_batch=batch)
         self._excluded = 0.0
         """Seconds of other modes' turns, which the clock leaves out."""
         self.engine.schedule.clock = lambda: perf_counter() - self._excluded

@@ -5,8 +5,7 @@
 
 from .parser import AnswerParser, Delta, FirstCall
 from .structured import Grammars
-from .template import Chat, ChatFormat
+from .template import Chat, ChatFormat, Volatile
 from .tools import ToolCall, ToolOffer
-from .volatile import Volatile
 
 __all__ = ["AnswerParser", "Chat", "ChatFormat", "Delta", "FirstCall", "Grammars", "ToolCall", "ToolOffer", "Volatile"]

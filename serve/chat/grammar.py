@@ -88,11 +88,7 @@ def _calls(tools: Sequence[Tool], tags: ToolCallTags, opening: str, tag: TagWrit
         name = json.dumps(f'{{"name": {json.dumps(tool["function"]["name"])}, "arguments": ')
         bodies.append(f"{name} arguments_{index}")
         rules.append(f"arguments_{index}: {_json(parameters_of(tool))}")
-    return [
-        f'call: {opening} "\\n" body "}}\\n" {tag(tags.end)}',
-        f"body: {' | '.join(bodies)}",
-        *rules,
-    ]
+    return [f'call: {opening} "\\n" body "}}\\n" {tag(tags.end)}', f"body: {' | '.join(bodies)}", *rules]
 
 
 def parameters_of(tool: Tool) -> Schema:

@@ -120,11 +120,7 @@ class AnswerParser:
     """
 
     def __init__(
-        self,
-        format: ChatFormat,
-        tools: Sequence[Tool] = (),
-        starts_in_reasoning: bool = False,
-        several: bool = True,
+        self, format: ChatFormat, tools: Sequence[Tool] = (), starts_in_reasoning: bool = False, several: bool = True
     ):
         tags = format.calls if tools else None
         self._calls = ToolCallParser(tags, tools, format.thoughts.think_end) if tags else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -12,12 +13,11 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from eagle_mlx.errors import PromptError
+from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.target import Target
 
 from .parser import ReasoningTags
 from .tools import Tool, ToolCallTags
-from .volatile import Volatile
 
 Message = Mapping[str, Any]
 
@@ -202,6 +202,60 @@ def _common(a: Any, b: Any) -> int:
     return same
 
 
+_BILLING_HEADER = re.compile(
+    r"\Ax-anthropic-billing-header:"
+    r"(?:[ \t]{0,4}(?:cc_version|cc_entrypoint|cc_workload|cch)=[^;\n]{0,128};){1,8}\s{0,8}"
+)
+"""Claude Code writes it as the first block of its system prompt; it is not meant for a model. `cch` is a checksum.
+
+No separator may follow it. All repeats are bounded, so a match takes constant time.
+"""
+SEARCHED = 1 << 16
+"""Characters of system prompts that are searched per request. Claude Code's system prompt has about 60,000.
+
+An operator's own pattern may take quadratic time: a second for this length, hours for much longer texts.
+"""
+
+
+@dataclass(frozen=True)
+class Volatile:
+    """Patterns of text in system messages that changes with every request: the prefix cache can reuse nothing after it.
+
+    An agent's header before its system prompt made a server prefill for 50 s instead of 3.65 s (vllm-mlx#277).
+    """
+
+    patterns: tuple[re.Pattern[str], ...] = (_BILLING_HEADER,)
+
+    @classmethod
+    def of(cls, more: Sequence[str] = (), known: bool = True) -> Volatile:
+        """Return the known patterns, unless `known` is false, and more. Raises ConfigError for an invalid one."""
+        patterns = list(cls().patterns) if known else []
+        for pattern in more:
+            try:
+                patterns.append(re.compile(pattern))
+            except re.error as e:
+                raise ConfigError(f"--volatile {pattern!r} is not a regular expression: {e}") from e
+        return cls(tuple(patterns))
+
+    def strip(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages without the text that matches a pattern.
+
+        Only the first `SEARCHED` characters of all system messages are searched.
+        """
+        read, left = [], SEARCHED
+        for message in messages:
+            searched = min(left, len(message["content"])) if message["role"] == "system" else 0
+            left -= searched
+            text = message["content"]
+            read.append({**message, "content": self._without(text[:searched]) + text[searched:]})
+        return read
+
+    def _without(self, text: str) -> str:
+        for pattern in self.patterns:
+            text = pattern.sub("", text)
+        return text
+
+
 @dataclass(frozen=True)
 class ChatFormat:
     """How a model's chats are written, and how it tags reasoning and calls."""
@@ -235,10 +289,7 @@ class ChatFormat:
         return bool(self.thoughts.think_start)
 
     def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), template_kwargs: Mapping[str, Any] | None = None
     ) -> Chat:
         """Render a conversation for the model to answer.
 

@@ -15,8 +15,7 @@ from eagle_mlx.memory import free_memory
 from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import LoadConfig, check, load
 from eagle_mlx.serve.api.model import sampling_defaults
-from eagle_mlx.serve.options import MemoryOptions
-from eagle_mlx.serve.speculation import AUTO, Speculation
+from eagle_mlx.serve.speculation import AUTO, MemoryOptions, Speculation
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 

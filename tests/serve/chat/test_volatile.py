@@ -8,7 +8,7 @@ import pytest
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.serve.chat import ChatFormat, Volatile
-from eagle_mlx.serve.chat.volatile import SEARCHED
+from eagle_mlx.serve.chat.template import SEARCHED
 from tests.serve.chat.formats import HELLO, format_of, target_of
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch={};"
