@@ -198,11 +198,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def note(text: str) -> None:
-    """Log a line about the running server."""
-    logging.getLogger("eagle_mlx.serve").info("%s", text)
-
-
 def _checked(name: str, config: LoadConfig) -> bool:
     gc.collect()  # free the previous model
     say(f"model: {name}")
@@ -233,14 +228,9 @@ def _models(configs: dict[str, LoadConfig], settings: Settings, options: ServeOp
     if options.models is None:
         ((name, config),) = configs.items()
         say(f"model: {name}")
-
-        def tell(text: str) -> None:  # the model may be unloaded and reloaded later
-            (say if models.state == "starting" else note)(text)
-
-        models = Models(settings, [Source(name, lambda: load(config, tell), config.max_batch)], at_start=True)
-        return models
+        return Models(settings, [Source(name, lambda: load(config, say), config.max_batch)], at_start=True)
     nbytes = bytes_of(options.limits.memory_gb) or models_bytes(free_memory())
-    sources = several(configs, nbytes, note)
+    sources = several(configs, nbytes, logging.getLogger("eagle_mlx.serve").info)
     say(f"models: {', '.join(configs)}; each is loaded on demand, within {gb(nbytes)}")
     return Models(settings, sources, nbytes)
 

@@ -199,9 +199,8 @@ async def _later(
 
 async def finished(call: Call) -> list[Output]:
     """Wait for all requests of a call and return their outputs in order."""
-    assert call.job is not None
     outputs: dict[int, Output] = {}
-    while len(outputs) < len(call.job.requests):
+    while len(outputs) < len(call.requests):
         outputs |= {event.index: event.output for event in await call.events() if event.output is not None}
     return [outputs[index] for index in range(len(outputs))]
 

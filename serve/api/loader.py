@@ -26,7 +26,7 @@ from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, GIGABYTES, GIGABYTES_OR_0, Gr
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
-from ..bench import compare, tolerance_for
+from ..bench.decoding import compare, tolerance_for
 from ..chat import Volatile
 from ..speculation import AUTO, NO_HEAD, TARGET_HELP, MemoryOptions, Speculation, bytes_of, load_proposer
 from .model import Loaded, sampling_defaults

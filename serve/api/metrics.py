@@ -58,12 +58,7 @@ _BY_LABEL: tuple[tuple[str, str, str, Callable[[Totals], dict[Any, int]]], ...] 
         "position",
         lambda t: dict(enumerate(list(t.accepted_by_position))),
     ),
-    (
-        "eagle:rounds_by_depth",
-        "Rounds by draft depth",
-        "depth",
-        lambda t: dict(sorted(t.rounds_by_depth.copy().items())),
-    ),
+    ("eagle:rounds_by_depth", "Rounds by draft depth", "depth", lambda t: t.rounds_by_depth.copy()),
     ("eagle:requests", "Requests by outcome", "outcome", lambda t: dict(t.requests)),
 )
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[Totals], Histogram]], ...] = (

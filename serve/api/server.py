@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from math import inf
 from time import monotonic
@@ -45,8 +45,8 @@ _BODIES: dict[str, type[Body]] = {
 }
 
 
-def add_schema(app: FastAPI, models: Sequence[str]) -> None:
-    """Add request bodies to the app's schema. models: names of models; a single one may be left out of requests."""
+def add_schema(app: FastAPI) -> None:
+    """Add request bodies to the app's schema."""
     without_bodies = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -58,13 +58,6 @@ def add_schema(app: FastAPI, models: Sequence[str]) -> None:
             [(kind, "validation") for kind in _BODIES.values()], ref_template="#/components/schemas/{model}"
         )
         components |= shared["$defs"]
-        for kind in _BODIES.values():
-            body = components[kind.__name__]
-            if len(models) == 1 and not kind.model_fields["model"].is_required():
-                body["properties"]["model"] = {"enum": [*models, None], "default": None}
-            else:
-                body["properties"]["model"] = {"enum": list(models)}
-                body["required"] = sorted({*body.get("required", ()), "model"})
         for path, kind in _BODIES.items():
             content = {"application/json": {"schema": named[(kind, "validation")]}}
             schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
@@ -103,7 +96,7 @@ def create_app(models: Models) -> FastAPI:
     if settings.hosts is not None:
         app.add_middleware(HostGuard, allowed=settings.hosts)
     app.add_middleware(RequestForms)  # outermost: the guards read the path and the host
-    add_schema(app, list(models.services))
+    add_schema(app)
     return app
 
 

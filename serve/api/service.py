@@ -224,56 +224,46 @@ class Service:
         if self.slots_taken + count > slots - (slots // _RESERVED_SHARE if has_some else 0):
             self.totals.requests["refused"] += 1
             log.warning("refused with 429: the queue of model %s is full; client %s", self.name, client or "unknown")
-            whole = self.totals.whole  # retry after the mean time of a request
-            seconds = max(1, min(60, round(whole.sum / max(1, sum(whole.buckets)))))
-            headers = {"Retry-After": str(seconds)}
+            headers = {"Retry-After": "5"}
             raise ApiError(429, "the queue is full; try again later", code="queue_full", headers=headers)
 
 
-class Call:
+class Call(Job):
     """An HTTP request from admission to its last byte."""
 
     def __init__(self, service: Service, slots: int, client: str):
-        self.service, self.slots, self.client = service, slots, client
+        super().__init__(service.worker.clock() + service.settings.limits.request_seconds, slots)
+        self.service, self.client = service, client
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
         self.arrived = perf_counter()
-        self.deadline = service.worker.clock() + service.settings.limits.request_seconds
         self.first_token: float | None = None
         self.failed = False
         self.beginning: asyncio.Future[Any] | None = None
-        """The task that prepares the requests, until there is a job."""
-        self.job: Job | None = None
+        """The task that prepares the requests."""
         self._closed = False
-
-    @property
-    def unfinished(self) -> int:
-        """Requests that have not ended, including those not created yet."""
-        return self.slots if self.job is None else self.job.unfinished
 
     def submit(self, requests: Sequence[RequestState], answer_seconds: float = inf) -> None:
         """answer_seconds: time limit of each request, from its first token."""
-        self.job = Job(requests, self.deadline, answer_seconds)
-        self.service.worker.submit(self.job)
+        self.requests, self.unfinished, self.answer_seconds = requests, len(requests), answer_seconds
+        self.service.worker.submit(self)
 
     async def has_begun(self, seconds: float) -> bool:
         """Return whether there is any output, now or within `seconds`."""
-        assert self.job is not None
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.job.begun.wait(), seconds)
-        return self.job.begun.is_set()
+            await asyncio.wait_for(self.begun.wait(), seconds)
+        return self.begun.is_set()
 
     def waits_for(self) -> str | None:
         """Return the reason why an answer has no output yet, or None if it should not be reported."""
         loaded = self.service.worker.loaded
-        if loaded is None or self.job is None:
+        if loaded is None:
             return None
-        return waits_for(loaded.engine, self.job.requests, self.service.settings.cache_report)
+        return waits_for(loaded.engine, self.requests, self.service.settings.cache_report)
 
     async def events(self) -> list[RequestEvent]:
         """Return the pending events of its requests, at least one."""
-        assert self.job is not None
-        found = await self.job.events()
+        found = await super().events()
         if self.first_token is None and any(event.tokens for event in found):
             self.first_token = perf_counter()
             self.service.totals.first_token.add(self.first_token - self.arrived)
@@ -291,11 +281,10 @@ class Call:
         self._closed = True
         if self.beginning is not None:
             self.beginning.cancel()
-        if self.job is None:
-            how = "refused"
-        else:
-            how = "cancelled" if self.job.unfinished else "failed" if self.failed else "finished"
-            self.service.worker.cancel(self.job)
+        how = "refused"
+        if self.requests:
+            how = "cancelled" if self.unfinished else "failed" if self.failed else "finished"
+            self.service.worker.cancel(self)
         self.service.totals.requests[how] += 1
         self.service.totals.whole.add(perf_counter() - self.arrived)
         self.service.release(self)

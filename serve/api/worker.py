@@ -57,18 +57,16 @@ class RequestEvent:
 class Job:
     """The engine requests of one HTTP request, and their events. Belongs to the event loop."""
 
-    requests: Sequence[RequestState]
-    deadline: float = inf
+    deadline: float
     """When they must have ended, by the worker's clock."""
+    unfinished: int
+    """Requests that have not ended, including those not created yet."""
+    requests: Sequence[RequestState] = ()
     answer_seconds: float = inf
     """Limit of each, from its first token to its end."""
-    unfinished: int = 0
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with the first event."""
     _events: asyncio.Queue[RequestEvent] = field(default_factory=asyncio.Queue)
-
-    def __post_init__(self) -> None:
-        self.unfinished = len(self.requests)
 
     def report(self, event: RequestEvent) -> None:
         self.begun.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.extras import require
-from eagle_mlx.files import write_output
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
@@ -175,7 +173,7 @@ def _bench(options: BenchOptions, command: str) -> int:
             "tolerance": tolerance,
             "runs": list(map(asdict, runs)),
         }
-        write_output(options.json, json.dumps(figures, indent=2) + "\n")
+        report.write_json(figures, options.json)
     if options.plot is not None:
         report.plot(runs, options.plot)
     dtype = type_name(target.dtype)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_mlx.errors import OutputError
+from eagle_mlx.files import write_output
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,11 @@ def _models(runs: Sequence[Run]) -> list[str]:
         lines.append(f"model: {', '.join(modes)} {'decodes' if len(modes) == 1 else 'decode'} {model}.")
     compared = dict.fromkeys(run.reference for run in runs if run.reference)
     return [*lines, *(f"identical: every token equals that of {reference}." for reference in compared)]
+
+
+def write_json(content: object, path: Path) -> None:
+    """Write a JSON file atomically. Raises OutputError."""
+    write_output(path, json.dumps(content, indent=2) + "\n")
 
 
 def check_writable(path: Path) -> None:

@@ -17,7 +17,6 @@ from eagle_mlx import hub
 from eagle_mlx.catalog.head_registry import register
 from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.errors import ConfigError, OutputError
-from eagle_mlx.files import write_output
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.machine import describe
@@ -292,8 +291,8 @@ def test_output_replaces_a_file_whole_and_leaves_files_beside_it(tmp_path: Path)
     file, beside = tmp_path / "figures.json", tmp_path / "figures.json.part"
     for path in (file, beside):
         path.write_text("old")
-    write_output(file, "new")
-    assert (file.read_text(), beside.read_text()) == ("new", "old")
+    report.write_json({"a": 1}, file)
+    assert (json.loads(file.read_text()), beside.read_text()) == ({"a": 1}, "old")
     assert sorted(tmp_path.iterdir()) == [file, beside]
 
 

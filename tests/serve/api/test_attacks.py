@@ -20,9 +20,9 @@ from tests.serve.api.live import DEPTH, ELSEWHERE, Live, another_client, engine,
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SHORT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-MEGABYTES = "def f(x):\n    return x\n" * 100_000
+TOO_LONG = "def f(x):\n    return x\n" * 1000
 """More than two megabytes."""
-LONG = MEGABYTES[:200_000]
+LONG = TOO_LONG[:200_000]
 
 
 def connect(server: Live, data: bytes = b"", unread_bytes: int | None = None) -> socket.socket:
@@ -99,7 +99,7 @@ def test_an_unread_stream_is_closed(unread: Callable[[Live], socket.socket], cap
 
 
 def test_an_unread_answer_is_closed() -> None:
-    asked = {"prompt": MEGABYTES[:60_000], "return_token_strs": True}
+    asked = {"prompt": TOO_LONG[:60_000], "return_token_strs": True}
     with live(settings=wide(Limits(send_seconds=0.3)), unread_bytes=4096) as server:
         raws = [connect(server, request("/tokenize", asked), unread_bytes=4096) for _ in range(3)]
         server.until(lambda: len(server.server.server_state.connections) == 3)
@@ -236,9 +236,9 @@ def test_tokenizing_takes_a_slot_of_the_queue(encoder: LongTexts) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (COMPLETIONS, {"prompt": MEGABYTES}),
-        (COMPLETIONS, {"prompt": ["x", MEGABYTES]}),
-        (CHAT, {"messages": [{"role": "user", "content": MEGABYTES}]}),
+        (COMPLETIONS, {"prompt": TOO_LONG}),
+        (COMPLETIONS, {"prompt": ["x", TOO_LONG]}),
+        (CHAT, {"messages": [{"role": "user", "content": TOO_LONG}]}),
     ],
 )
 def test_texts_that_cannot_fit_are_refused(server: Live, path: str, body: dict[str, Any]) -> None:
