@@ -20,8 +20,8 @@ from tests.serve.api.live import DEPTH, ELSEWHERE, Live, another_client, engine,
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SHORT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-TOO_LONG = "def f(x):\n    return x\n" * 1000
-"""More than two megabytes."""
+TOO_LONG = "def f(x):\n    return x\n" * 10_000
+"""240 KB: more tokens than any context here but those of `unbounded`."""
 LONG = TOO_LONG[:200_000]
 
 
