@@ -132,6 +132,10 @@ class Connection(H11Protocol):
             return "head", id(self.cycle)
         return ("none",)  # the time of a body is limited where it is read
 
+    def _should_upgrade(self) -> bool:
+        """Ignore upgrades: there are no websockets, and logging every attempt would be noise."""
+        return False
+
 
 def close_overdue(connections: Iterable[Connection], limits: Limits, now: float) -> None:
     """Abort connections without progress, and surplus connections, longest idle first.
