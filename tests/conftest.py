@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 
 from tests.full import FULL, some
+from tests.turns import in_company
 
 os.environ.update(
     EAGLE_MLX_CACHE=os.devnull,  # no test reads another's cache
@@ -61,9 +62,15 @@ gc.disable()  # until all tests are collected: imports are never freed, and scan
 
 def pytest_collection_finish() -> None:
     """Freeze half a million objects of modules and tests, so that a stopping server scans only its own garbage."""
-    gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Let another worker's test run alone if it wants to (tests/turns.py)."""
+    with in_company():
+        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="module")

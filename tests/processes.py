@@ -10,24 +10,32 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from random import SystemRandom
 
 import mlx.core as mx
 import pytest
+
+from tests.turns import alone
 
 needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
 MPI = ctypes.util.find_library("mpi") if shutil.which("mpirun") else None
 """Path of the MPI library; None if MPI is not available."""
 needs_mpi = pytest.mark.skipif(MPI is None, reason="this machine has no MPI")
 ROOT = Path(__file__).parents[1]
+_RUN = "import runpy, sys; sys.modules['wandb'] = None; runpy.run_module(sys.argv.pop(1), None, '__main__', True)"
+"""Runs a module as `python -m` does, but without wandb, which mlx-lm imports if it can: a fifth of the start."""
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Return ports below those that the system gives to connections, which might take one before a rank listens."""
+    found = set[int]()
+    while len(found) < count:
+        port = SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.add(port)
+    return [*found]
 
 
 def on_core(rank: int) -> list[str]:
@@ -47,7 +55,7 @@ def start(
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
     return [
         subprocess.Popen(
-            [*on_core(rank), sys.executable, "-m", module, *(() if places and rank else arguments)],
+            [*on_core(rank), sys.executable, "-c", _RUN, module, *(() if places and rank else arguments)],
             cwd=places[rank] if places else ROOT,
             env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank), "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
@@ -72,8 +80,9 @@ def printed(
     count: int, folder: Path, module: str, *arguments: str, places: Sequence[Path] = (), seconds: float = 120
 ) -> list[str]:
     """Return what each process printed; all must succeed."""
-    processes = start(count, folder, module, *arguments, places=places)
-    found = ended(processes, seconds)
+    with alone():
+        processes = start(count, folder, module, *arguments, places=places)
+        found = ended(processes, seconds)
     assert [process.returncode for process in processes] == [0] * count, [errors[-2000:] for _, errors in found]
     return [out for out, _ in found]
 
@@ -86,7 +95,7 @@ def printed_over_mpi(count: int, module: str, *arguments: str, seconds: float = 
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     crowded = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
     run = subprocess.run(
-        ["mpirun", "--bind-to", "none", "-n", str(count), sys.executable, "-m", module, *arguments],
+        ["mpirun", "--bind-to", "none", "-n", str(count), sys.executable, "-c", _RUN, module, *arguments],
         cwd=ROOT,
         env={**os.environ, **as_root, **crowded, "MLX_MPI_LIBNAME": str(MPI), "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,

@@ -144,8 +144,11 @@ def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Plan]) -> di
     return found
 
 
-def architectures(world: World, shard: str, *names: str) -> dict[str, Any]:
-    """For each architecture, compare texts with those of one process, or return why it cannot be sharded."""
+def architectures(world: World, shard: str, *names: str) -> dict[str, Any] | None:
+    """For each architecture, compare texts with those of one process, or return why it cannot be sharded.
+
+    Ranks but the first return None.
+    """
     found: dict[str, Any] = {}
     for name in names:
         whole = Target(whole_model(name, world.size), None, "whole")
@@ -154,7 +157,7 @@ def architectures(world: World, shard: str, *names: str) -> dict[str, Any]:
             found[name] = led(world, whole_model(name, world.size), partial(decodings, whole, plans=plans), shard=shard)
         except TargetError as e:
             found[name] = str(e)
-    return found
+    return found if world.is_rank_zero else None
 
 
 def every_way(world: World, shard: str, name: str) -> dict[str, Any]:
@@ -267,7 +270,7 @@ def parted(world: World) -> dict[str, Any]:
 
 
 def idle(world: World) -> dict[str, Any]:
-    """Return the CPU share of the last rank during three idle seconds."""
+    """Return the CPU share of the last rank during one idle second."""
     heard = []
 
     class Watched(Channel):
@@ -278,12 +281,12 @@ def idle(world: World) -> dict[str, Any]:
 
     def work(target: LeadingTarget) -> None:
         Engine(target, kv_bytes=1 << 28).generate([PROMPTS[0]], em.SamplingParams(max_tokens=4, ignore_eos=True))
-        time.sleep(5)
+        time.sleep(2.5)  # a rank rests after a second without work
 
     led(world, whole_model("qwen3", world.size), work, Watched(world))
     if world.is_rank_zero:
         return {}
-    (began, worked), (ended, done) = next(at for at in heard if at[0] > heard[-1][0] - 3), heard[-1]
+    (began, worked), (ended, done) = next(at for at in heard if at[0] > heard[-1][0] - 1), heard[-1]
     return {"worked": (done - worked) / (ended - began)}
 
 

@@ -59,8 +59,9 @@ EVERY_WAY = [
 ARCHITECTURES = [
     (2, f"architectures tensor {' '.join(in_full(DIVIDED, DIVIDED[1:3]))}"),
     (2, f"architectures pipeline {' '.join(in_full(PIPELINES, PIPELINES[1:3]))}"),
-    (3, "architectures tensor llama"),
+    *in_full([(3, "architectures tensor llama")], [] if MPI else [(3, "architectures tensor llama")]),
 ]
+"""Three ranks of a ring take turns on two cores without sleeping, so in `make test` MPI carries their messages."""
 LIVES = [
     (2, "life tensor qwen3 8"),
     (2, "life pipeline qwen3_5"),
@@ -105,13 +106,17 @@ def test_every_way_to_decode_gives_the_text_of_one_process(count: int, case: str
 
 
 @needs_mpi
-@pytest.mark.parametrize(("count", "shard"), in_full([(2, "pipeline"), (3, "tensor")], [(2, "tensor")]))
-def test_messages_over_mpi_give_the_same_text(count: int, shard: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "case"),
+    in_full(
+        [(2, "every_way pipeline qwen2"), (3, "every_way tensor qwen3"), (3, "architectures tensor llama")],
+        [(3, "architectures tensor llama")],
+    ),
+)
+def test_messages_over_mpi_give_the_same_text(count: int, case: str) -> None:
     """MLX carries the messages; this project does not depend on rings."""
-    model = "qwen3" if shard == "tensor" else "qwen2"
-    case = f"every_way {shard} {model}"
     found = json.loads(printed_over_mpi(count, WORKER, case, seconds=900))[case]
-    for name, compared in found.items():
+    for name, compared in found.get("llama", found).items():
         check(compared, drafted="depth=0" not in name)
 
 
@@ -170,8 +175,8 @@ def test_ranks_rest_while_there_is_nothing_to_do() -> None:
 
 
 TIMEOUT = in_full(8.0, 5.0)
-FAULTS = in_full([(seed, "tensor") for seed in range(200)], [(2, "tensor"), (13, "tensor")])
-"""Seeds. In `make test`, one kills rank 0 of two, and one stops rank 1 of three."""
+FAULTS = in_full([(seed, "tensor") for seed in range(200)], [(2, "tensor"), (24, "tensor")])
+"""Seeds. In `make test`, one kills rank 0 of two, and one stops rank 1."""
 PIPELINE_FAULTS = in_full([(seed, "pipeline") for seed in range(40)], [])
 
 
