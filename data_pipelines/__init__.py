@@ -11,17 +11,16 @@ from .rendering import (
     Rendered,
     RenderReport,
     TemplateReport,
-    Unrendered,
     all_tokens,
+    examine,
     prompt_tokens,
     render,
     render_all,
-    unrendered,
 )
 from .sources.reading import DataConfig, ReadReport, read_conversations
 from .sources.rows import FieldMap, parse_row
-from .synthesis.file import Enough, Limits, Wanted, made_states, make_once, make_to_file, making_engine, prompt_keys
-from .synthesis.loop import FIRST_ROWS
+from .synthesis.file import Enough, Limits, Wanted, made_states, make_once, make_to_file, prompt_keys
+from .synthesis.loop import FIRST_ROWS, growing_engine
 from .synthesis.regeneration import RegenerateConfig, RegenerateReport, regenerate, regenerate_to_file
 from .synthesis.report import MakeReport
 from .synthesis.shards import ShardPlace
@@ -46,16 +45,16 @@ __all__ = [
     "ShardCapture",
     "ShardPlace",
     "TemplateReport",
-    "Unrendered",
     "Wanted",
     "all_tokens",
     "beginning",
     "capture",
     "capture_to_shards",
+    "examine",
+    "growing_engine",
     "made_states",
     "make_once",
     "make_to_file",
-    "making_engine",
     "parse_row",
     "prompt_keys",
     "prompt_tokens",
@@ -66,5 +65,4 @@ __all__ = [
     "render_all",
     "shard_meta",
     "steerable",
-    "unrendered",
 ]

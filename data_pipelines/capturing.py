@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, groupby, islice, pairwise
+from itertools import chain, islice
 from pathlib import Path
 from typing import NoReturn
 
@@ -102,8 +102,9 @@ def _hidden_states(
 class ShardCapture:
     """A capture into shards.
 
-    The order of the samples and the contents of each shard depend only on the samples' lengths and the sizes given
-    here. So any shard can be captured alone, and is the same byte for byte on the same machine.
+    The order of the samples and the contents of each shard, which are whole batches, depend only on the samples'
+    lengths and the sizes given here. So any shard can be captured alone, and is the same byte for byte on the same
+    machine.
     """
 
     def __init__(
@@ -117,18 +118,23 @@ class ShardCapture:
     ):
         self.target, self.aux_layers = target, tuple(aux_layers)
         self.meta = shard_meta(target, aux_layers, bits)
-        self._batches = list(make_batches(samples, batch_tokens))
-        self._starts = [0, *accumulate(len(batch) for batch in self._batches)]
-        """Index of each batch's first sample in capture order, and at the end the number of samples."""
-        lengths = [len(tokens) for batch in self._batches for tokens, _ in batch]
-        self._bounds = _bounds(lengths, tokens_per_shard)
-        self._tokens = [sum(lengths[start:stop]) for start, stop in self._bounds]
+        self._shards: list[list[list[TokensAndMask]]] = []
+        """The batches of each shard."""
+        self._tokens: list[int] = []
+        """The number of tokens of each shard."""
+        for batch in make_batches(samples, batch_tokens):
+            if not self._shards or self._tokens[-1] >= tokens_per_shard:
+                self._shards.append([])
+                self._tokens.append(0)
+            self._shards[-1].append(batch)
+            self._tokens[-1] += sum(len(tokens) for tokens, _ in batch)
         self.made_from: Mapping[str, str] = {
             "target": f"{target.num_layers} layers of {target.hidden_size} ({fingerprint(target)})",
             "conversations": _conversations(samples),
             "layers": ", ".join(map(str, (*self.aux_layers, f"the last of {target.num_layers}"))),
             "bits": str(bits),
-            "order": f"by length in windows of {WINDOW}, {batch_tokens} tokens a batch, {tokens_per_shard} a shard",
+            "order": f"by length in windows of {WINDOW}, {batch_tokens} tokens a batch, {tokens_per_shard} a shard of "
+            "whole batches",
         }
 
     def open(
@@ -143,7 +149,7 @@ class ShardCapture:
 
     def __len__(self) -> int:
         """Return the number of shards."""
-        return len(self._bounds)
+        return len(self._shards)
 
     def missing(self, shards: ShardWriter) -> list[int]:
         """Return the indices of the shards that are still to be captured."""
@@ -156,25 +162,15 @@ class ShardCapture:
     def run(self, shards: ShardWriter, progress: bool = False) -> None:
         """Capture the missing shards. Raises OutputError if writing fails; shards already written are kept."""
         missing, total = self.missing(shards), sum(self._tokens)
-        if missing:
-            with _bar(total, progress, total - self.tokens(missing)) as bar:
-                for index, examples in self._captured(missing, bar):
-                    shards.write(index, examples)
-
-    def _captured(self, missing: Sequence[int], bar: tqdm[NoReturn]) -> Iterator[tuple[int, list[Example]]]:
-        """Yield the examples of these shards, computed in the same batches as in a full capture."""
-        shard_of = {number: index for index in missing for number in range(*self._bounds[index])}
-        numbers = [range(start, stop) for start, stop in pairwise(self._starts)]
-        needed = [at for at, batch in enumerate(numbers) if any(number in shard_of for number in batch)]
-        captured = capture_batches(self.target, self.aux_layers, (self._batches[at] for at in needed))
-        found = zip(chain.from_iterable(numbers[at] for at in needed), captured, strict=True)
-        for index, pairs in groupby(found, key=lambda pair: shard_of.get(pair[0])):
-            examples = []
-            for _, example in pairs:
-                examples.append(example)
-                bar.update(len(example) if index is not None else 0)
-            if index is not None:
-                yield index, examples
+        batches = chain.from_iterable(self._shards[index] for index in missing)
+        captured = capture_batches(self.target, self.aux_layers, batches)
+        with _bar(total, progress and bool(missing), total - self.tokens(missing)) as bar:
+            for index in missing:
+                examples = []
+                for example in islice(captured, sum(map(len, self._shards[index]))):
+                    examples.append(example)
+                    bar.update(len(example))
+                shards.write(index, examples)
 
 
 def capture_to_shards(
@@ -206,17 +202,6 @@ def shard_meta(target: Target, aux_layers: Sequence[int], bits: int = 16) -> Sha
     """Return the metadata for shards of this target's hidden states."""
     adapter = "" if target.adapter is None else target.adapter.digest
     return ShardMeta(target.name, target.hidden_size, target.vocab_size, tuple(aux_layers), bits, adapter)
-
-
-def _bounds(lengths: Sequence[int], tokens_per_shard: int) -> list[tuple[int, int]]:
-    """Return the index of each shard's first sample and the index after its last."""
-    bounds, start, gathered = [], 0, 0
-    for stop, length in enumerate(lengths, 1):
-        gathered += length
-        if gathered >= tokens_per_shard or stop == len(lengths):
-            bounds.append((start, stop))
-            start, gathered = stop, 0
-    return bounds
 
 
 def _conversations(samples: Sequence[TokensAndMask]) -> str:

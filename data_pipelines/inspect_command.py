@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import IO
-
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.progress import counted
@@ -22,13 +19,13 @@ from eagle_mlx.target_options import TargetOptions
 
 from .conversation import Conversation
 from .options import SPLIT_HELP, ChoiceOptions, tokenizer_of
-from .rendering import Rendered, TemplateReport, all_tokens, render, unrendered
-from .sources import presets
+from .rendering import Rendered, TemplateReport, examine
 from .sources.reading import ReadReport, Split, read_conversations
+from .sources.spec import describe_presets
 
 HELP = (
-    "Look at conversations and their lengths, or check a folder of shards. With --target, the learned parts are green "
-    "on a terminal (unless NO_COLOR is set), and between ⟦ and ⟧ elsewhere."
+    "Look at conversations and their lengths, or check a folder of shards. With --target, the learned parts are "
+    "between ⟦ and ⟧."
 )
 
 
@@ -62,7 +59,7 @@ class PresetsOptions(Group):
 
 def list_presets(_: PresetsOptions) -> None:
     """Print the presets that `--data preset:NAME` reads."""
-    print(presets.describe())
+    print(describe_presets())
 
 
 def inspect(options: InspectOptions) -> None:
@@ -73,22 +70,26 @@ def inspect(options: InspectOptions) -> None:
         _inspect_shards(Path(options.data[0]))
         return
     tokenizer = tokenizer_of(options.loading.load(options.target)) if options.target else None
-    report, lengths, learned = ReadReport(), [], 0
-    template = TemplateReport()
+    report, template, lengths, learned = ReadReport(), TemplateReport(), [], 0
     config = options.choice.config(options.data, max(options.limit, options.histogram))
     for index, conversation in enumerate(read_conversations(config, options.choice.split, tokenizer, report)):
-        try:
-            rendered = _rendered(tokenizer, conversation)
-            if tokenizer is not None:
-                template.add(unrendered(tokenizer, conversation))
-        except DataError:
-            if not options.choice.skip_bad:
-                raise
-            continue
+        length = len(conversation.text or "") + sum(len(message.content) for message in conversation.messages)
+        if tokenizer is not None:
+            try:
+                rendered, lost = examine(tokenizer, conversation)
+            except DataError:
+                if not options.choice.skip_bad:
+                    raise
+                continue
+            template.add(lost)
+            length, to_learn = len(rendered.tokens), sum(rendered.loss_mask)
+            learned += to_learn
         if index < options.limit:
-            _show(conversation, rendered, tokenizer)
-        lengths.append(_length(conversation, rendered))
-        learned += sum(rendered.loss_mask) if rendered is not None else 0
+            print(f"--- {conversation.origin}")
+            print(as_text(conversation) if tokenizer is None else marked(rendered, tokenizer.decode))
+            if tokenizer is not None:
+                print(f"--- {length} tokens, {to_learn} to learn, between ⟦ and ⟧")
+        lengths.append(length)
     print(report)
     if options.histogram:
         print(histogram(lengths, "characters" if tokenizer is None else "tokens"))
@@ -96,33 +97,6 @@ def inspect(options: InspectOptions) -> None:
         print(f"{learned:,} of {sum(lengths):,} tokens to learn ({learned / sum(lengths):.0%})")
     for note in template.notes(options.target or ""):
         print(note)
-
-
-def _rendered(tokenizer: TokenizerWrapper | None, conversation: Conversation) -> Rendered | None:
-    """Render a conversation if there is a tokenizer. Without an answer, the loss mask is 0 everywhere."""
-    if tokenizer is None:
-        return None
-    if conversation.text is None and not any(m.role == "assistant" for m in conversation.messages):
-        tokens = all_tokens(tokenizer, conversation)
-        return Rendered(tokens, [0] * len(tokens))
-    return render(tokenizer, conversation)
-
-
-def _show(conversation: Conversation, rendered: Rendered | None, tokenizer: TokenizerWrapper | None) -> None:
-    color = wants_color(sys.stdout)
-    print(heading(conversation.origin, color))
-    if rendered is None or tokenizer is None:
-        print(as_text(conversation))
-        return
-    print(marked(rendered, tokenizer.decode, color))
-    where = "in green" if color else "between ⟦ and ⟧"
-    print(heading(f"{len(rendered.tokens)} tokens, {sum(rendered.loss_mask)} to learn, {where}", color))
-
-
-def _length(conversation: Conversation, rendered: Rendered | None) -> int:
-    if rendered is not None:
-        return len(rendered.tokens)
-    return len(conversation.text or "") + sum(len(message.content) for message in conversation.messages)
 
 
 def _inspect_shards(folder: Path) -> None:
@@ -135,29 +109,17 @@ def _inspect_shards(folder: Path) -> None:
     print(f"{counted(len(reader.files), 'shard')}, {size / 1e6:,.1f} MB; every SHA-256 is correct")
 
 
-_LEARNED, _OTHER, _HEAD, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BAR = 40
 """Width of the longest bar in characters."""
 
 
-def wants_color(stream: IO[str]) -> bool:
-    """Whether to use color: the stream is a capable terminal, and NO_COLOR (no-color.org) is not set."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def marked(rendered: Rendered, decode: Callable[[list[int]], str], color: bool) -> str:
-    """Return the text with the learned parts in green and the rest faint, or between ⟦ and ⟧ without color."""
-    parts, start = [], 0
-    tokens, mask = rendered
-    for i in range(1, len(tokens) + 1):
-        if i == len(tokens) or mask[i] != mask[start]:
-            text = escape_control_characters(decode(tokens[start:i]))
-            if color:
-                parts.append(f"{_LEARNED if mask[start] else _OTHER}{text}{_RESET}")
-            else:
-                parts.append(f"⟦{text}⟧" if mask[start] else text)
-            start = i
+def marked(rendered: Rendered, decode: Callable[[list[int]], str]) -> str:
+    """Return the text with the learned parts between ⟦ and ⟧."""
+    parts = []
+    for learned, pairs in groupby(zip(*rendered, strict=True), itemgetter(1)):
+        text = escape_control_characters(decode([token for token, _ in pairs]))
+        parts.append(f"⟦{text}⟧" if learned else text)
     return "".join(parts)
 
 
@@ -172,10 +134,6 @@ def as_text(conversation: Conversation) -> str:
     return escape_control_characters("\n".join(lines))
 
 
-def heading(text: str, color: bool) -> str:
-    return f"{_HEAD}--- {text}{_RESET}" if color else f"--- {text}"
-
-
 def escape_control_characters(text: str) -> str:
     """Return the text with control characters escaped, so that data cannot send commands to a terminal."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
@@ -186,14 +144,13 @@ def histogram(lengths: Sequence[int], unit: str) -> str:
     if not lengths:
         return f"no conversations, so there are no lengths in {unit}"
     ordered = sorted(lengths)
-    bins = Counter(max(16, 1 << (length - 1).bit_length()) if length else 16 for length in ordered)
-    edges = [16 << i for i in range((max(bins) // 16).bit_length()) if 16 << i >= min(bins)]
-    most = max(bins.values())
-    width = max(len(f"{edge:,}") for edge in edges)
+    bins = Counter(max(16, 1 << (length - 1).bit_length()) for length in ordered)
+    edges = [edge for power in range(max(bins).bit_length()) if (edge := 1 << power) >= min(bins)]
+    width, most = len(f"{edges[-1]:,}"), max(bins.values())
     lines = [
         f"  up to {edge:>{width},}  {'█' * round(_BAR * bins[edge] / most):{_BAR}}  {bins[edge]:,}" for edge in edges
     ]
-    at = [ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90, 99)]
+    at = [ordered[len(ordered) * share // 100] for share in (50, 90, 99)]
     figures = (
         f"shortest {ordered[0]:,}, median {at[0]:,}, mean {sum(ordered) / len(ordered):,.0f}, "
         f"90 % below {at[1]:,}, 99 % below {at[2]:,}, longest {ordered[-1]:,}"

@@ -5,17 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any, BinaryIO, NamedTuple
 
 from eagle_mlx.errors import DataError, OutputError
-from eagle_mlx.files import check_writable, locked
+from eagle_mlx.files import PART, check_writable, locked
 
 from .conversation import Conversation
 
@@ -53,31 +51,25 @@ def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = Fals
     nothing behind.
     """
     path = check_new(path, overwrite)
-    count, part = 0, None
+    count, part = 0, path.with_name(f".{path.name}.{os.getpid()}{PART}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        part = Path(name)
-        with os.fdopen(handle, "wb") as file:
+        with part.open("wb") as file:
             # Without a timestamp, equal rows give equal bytes.
             with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if path.suffix == GZ else nullcontext(file) as inner:
                 for count, line in enumerate(lines, 1):  # noqa: B007  (count is returned)
                     inner.write(line)
             file.flush()
             os.fsync(file.fileno())
-        part.chmod(0o644)
         part.rename(path)
     except OSError as e:
         raise OutputError(f"{path} could not be written: {e.strerror or e}; nothing was left behind") from e
     finally:
-        if part is not None:
-            part.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
     return count
 
 
 _FORMAT = 1
-FLUSH_SECONDS = 5.0
-"""Interval of fsync, in case of a power failure. If only the process dies, no row is lost."""
 
 
 class Done(NamedTuple):
@@ -97,7 +89,8 @@ class Done(NamedTuple):
 class PartialFile:
     """`NAME.partial`, next to the output file: a line of settings, then a line for each row, in any order.
 
-    A row's line is `[index, key, crc32, counts…]`, a tab and the row's text. Readers of data ignore the file.
+    A row's line is `[index, key, crc32, counts…]`, a tab and the row's text. Readers of data ignore the file. No row is
+    lost if the process dies; a power failure may lose those that the system has not written yet.
     """
 
     path: Path
@@ -105,7 +98,6 @@ class PartialFile:
     done: dict[int, Done]
     """Finished rows by row number."""
     _file: BinaryIO
-    _flushed: float
 
     def check(self, index: int, key: int, origin: str) -> bool:
         """Return whether the row is done. Raises DataError if it was made from another conversation."""
@@ -118,20 +110,11 @@ class PartialFile:
         return found is not None
 
     def add(self, index: int, key: int, counts: tuple[int, ...], row: bytes) -> None:
-        """Write a row: a line with its line end, or nothing. Raises OutputError if writing fails."""
+        """Write a row: a line with its line end, or nothing. Raises OSError, for `open_partial` to report."""
         head = json.dumps([index, key, zlib.crc32(row), *counts]).encode()
-        try:
-            start = self._file.tell() + len(head) + 1
-            self._file.write(head + b"\t" + (row or b"\n"))
-            self._file.flush()
-            if monotonic() - self._flushed > FLUSH_SECONDS:
-                os.fsync(self._file.fileno())
-                self._flushed = monotonic()
-        except OSError as e:
-            raise OutputError(
-                f"{self.path} could not be written: {e.strerror or e}; its rows are kept, so make room and run the "
-                "same command again"
-            ) from e
+        start = self._file.tell() + len(head) + 1
+        self._file.write(head + b"\t" + (row or b"\n"))
+        self._file.flush()
         self.done[index] = Done(key, counts, start, len(row))
 
     def finish(self, total: int, overwrite: bool = False) -> int:
@@ -139,16 +122,15 @@ class PartialFile:
 
         Raises DataError if there is a row beyond `total`.
         """
-        beyond = [index for index in self.done if index >= total]
-        if beyond:
+        if (last := max(self.done, default=-1)) >= total:
             raise DataError(
-                f"{self.path} holds row {max(beyond) + 1}, but the data now has only {total} conversations: it has "
+                f"{self.path} holds row {last + 1}, but the data now has only {total} conversations: it has "
                 f"changed; restore it to continue, or delete {self.path} to start over"
             )
         return self.finish_with(sorted(self.done), overwrite)
 
     def finish_with(self, indexes: Sequence[int], overwrite: bool = False) -> int:
-        """Do the same as `finish`, with only these rows, in this order."""
+        """Write only these rows, in this order, as `finish` does."""
         count = write_lines(self.output, self._rows(indexes), overwrite)
         self.path.unlink()
         return count
@@ -168,14 +150,6 @@ def partial_path(output: str | Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
-def check_idle(output: str | Path) -> None:
-    """Raise OutputError if another process is writing this output."""
-    path = partial_path(output)
-    if path.exists():
-        with locked(path):
-            pass
-
-
 @contextmanager
 def continued_later(output: Path) -> Iterator[None]:
     """Add the place of the finished rows to the message of an interruption."""
@@ -192,19 +166,19 @@ def open_partial(output: str | Path, settings: Mapping[str, Any], overwrite: boo
     """Open an output's partial file, or create it if there is none. It is kept if the block fails.
 
     `settings` has everything that the rows depend on. Raises OutputError if the output exists and `overwrite` is not
-    set, if the partial file has other settings, or if another process is writing it.
+    set, if the partial file has other settings, if another process is writing it, or if writing fails.
     """
     output = check_new(output, overwrite)
     path = partial_path(output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file, locked(path):
-            done = _read(file, path, dict(json.loads(json.dumps(settings))))
-            yield PartialFile(path, output, done, file, monotonic())
-            if path.exists():
-                os.fsync(file.fileno())
+            done = _read(file, path, settings)
+            yield PartialFile(path, output, done, file)
     except OSError as e:
-        raise OutputError(f"{path} cannot be used: {e.strerror or e}") from e
+        raise OutputError(
+            f"{path} could not be written: {e.strerror or e}; finished rows are kept, and the same command continues"
+        ) from e
 
 
 def _read(file: BinaryIO, path: Path, settings: Mapping[str, Any]) -> dict[int, Done]:
@@ -240,9 +214,8 @@ def _row(line: bytes, at: int) -> tuple[int, Done] | None:
         index, key, crc, *counts = json.loads(head)
     except (ValueError, TypeError):
         return None
-    if not tab or zlib.crc32(row) != crc:
-        return None
-    return index, Done(key, tuple(counts), at + len(head) + 1, len(row))
+    good = tab and zlib.crc32(row) == crc
+    return (index, Done(key, tuple(counts), at + len(head) + 1, len(row))) if good else None
 
 
 def _compare(line: bytes, path: Path, settings: Mapping[str, Any]) -> None:
@@ -253,9 +226,16 @@ def _compare(line: bytes, path: Path, settings: Mapping[str, Any]) -> None:
         begun = None
     if not isinstance(begun, dict):
         raise OutputError(f"{path} was not started by this version of this command; move it away")
-    for name in sorted(begun.keys() | settings.keys()):
-        if begun.get(name) != settings.get(name):
-            raise OutputError(
-                f"{path} was started with {name} {begun.get(name)!r}, not {settings.get(name)!r}; continue with the "
-                "same options, or delete it to start over"
-            )
+    if wrong := difference(begun, settings):
+        raise OutputError(
+            f"{path} was started with {wrong}; continue with the same options, or delete it to start over"
+        )
+
+
+def difference(begun: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the first setting that differs from the ones read from a file, such as `seed 3, not 5`, or ""."""
+    now = json.loads(json.dumps(settings))
+    for name in sorted(begun.keys() | now.keys()):
+        if begun.get(name) != now.get(name):
+            return f"{name} {begun.get(name)!r}, not {now.get(name)!r}"
+    return ""

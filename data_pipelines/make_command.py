@@ -15,7 +15,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from .capturing import shard_meta
-from .jsonl import check_idle, check_new, continued_later, partial_path
+from .jsonl import check_new, continued_later, partial_path
 from .options import AUX_LAYERS, TARGET_HELP, DraftingOptions, aux_layers_of, engine_of, tokenizer_of
 from .synthesis.file import Limits, Wanted, make_to_file
 from .synthesis.shards import ShardPlace
@@ -126,7 +126,6 @@ class MakeOptions(Group):
 def run(options: MakeOptions) -> None:
     """Check the template first, so that an unusable target is reported at once, then make conversations."""
     check_new(options.output, options.overwrite)
-    check_idle(options.output)
     limits = Limits()
     if options.finish:
         if not (begun := partial_path(options.output)).exists():
@@ -138,13 +137,11 @@ def run(options: MakeOptions) -> None:
     target = options.loading.load(options.target)
     _tell_unsteered(target, config)
     place: ShardPlace | None = None
-    layers: tuple[int, ...] = ()
     if options.capture is not None:
-        aux_layers = aux_layers_of(options.aux_layers, target)
-        place = ShardPlace(options.capture, shard_meta(target, aux_layers, options.bits), options.overwrite)
-        layers = (*aux_layers, target.num_layers - 1)
+        meta = shard_meta(target, aux_layers_of(options.aux_layers, target), options.bits)
+        place = ShardPlace(options.capture, meta, options.overwrite)
     with continued_later(options.output):
-        engine = engine_of(options.drafting, options.loading, target, layers)
+        engine = engine_of(options.drafting, options.loading, target, place)
         report = make_to_file(engine, config, wanted, options.output, options.overwrite, True, place, limits=limits)
     print(f"{options.output}: {report.summary()}")
 

@@ -22,6 +22,7 @@ from eagle_mlx.target_options import TargetOptions
 from .conversation import Conversation
 from .sources.reading import DataConfig, Dedupe, ReadReport, Split, read_conversations
 from .synthesis.loop import FIRST_ROWS, MOST_ROWS, growing_engine
+from .synthesis.shards import ShardPlace
 
 TARGET_HELP = "the model: a folder or a hub id"
 AUX_LAYERS = "layers that the head reads (by default 1, N/2-1 and N-4 of N)"
@@ -92,8 +93,10 @@ class DraftingOptions(Group):
     num_speculative_tokens: int = setting(MOST_TOKENS, "maximum drafted tokens per round", AT_LEAST_0, metavar="K")
 
 
-def engine_of(options: DraftingOptions, loading: TargetOptions, target: Target, captured: Sequence[int] = ()) -> Engine:
-    """Return an engine for these options. It captures the hidden states of the layers `captured`.
+def engine_of(
+    options: DraftingOptions, loading: TargetOptions, target: Target, place: ShardPlace | None = None
+) -> Engine:
+    """Return an engine for these options. With a `place`, it captures the hidden states for it.
 
     Raises HeadError if the head does not fit the target.
     """
@@ -104,7 +107,7 @@ def engine_of(options: DraftingOptions, loading: TargetOptions, target: Target, 
         if (said := head_warning(head, target)) is not None:
             print(f"warning: {said}", file=sys.stderr)
     loading.wire_active()
-    return growing_engine(target, head, captured, options.num_speculative_tokens, options.batch)
+    return growing_engine(target, head, place, options.num_speculative_tokens, options.batch)
 
 
 def aux_layers_of(wish: str | None, target: Target) -> tuple[int, ...]:

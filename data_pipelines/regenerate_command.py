@@ -11,7 +11,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.setting import REQUIRED, setting
 from eagle_mlx.text import LEAST_DISTINCT
 
-from .jsonl import check_idle, check_new, continued_later
+from .jsonl import check_new, continued_later
 from .options import DraftingOptions, ReadOptions, engine_of, tokenizer_of
 from .sources.reading import ReadReport
 from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
@@ -20,7 +20,7 @@ HELP = """\
 Replace every assistant answer by the target's own, which a draft head must predict.
 
 Finished rows are in FILE.jsonl.partial until FILE.jsonl is complete. After Ctrl-C, SIGTERM or a crash, the same command
-continues with that file and loses no row (after a power failure, it may lose the last few seconds). The result is
+continues with that file and loses no row (after a power failure, it may lose the last ones). The result is
 byte-identical to an uninterrupted run. --batch, --head and --num-speculative-tokens may change; other options that
 change the answers may not. To start over, delete the .partial file.
 
@@ -54,7 +54,6 @@ class RegenerateOptions(ReadOptions):
 def run(options: RegenerateOptions) -> None:
     """Read the conversations first, so that bad data is reported at once, then answer them."""
     check_new(options.output, options.overwrite)
-    check_idle(options.output)
     params = SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,

@@ -69,22 +69,20 @@ class TemplateReport:
             f"the chat template of {target} does not render {part}: {counted(count, 'conversation')} affected"
             for part, count in sorted(self.parts.items())
         ]
-        skipped = [
-            *([f"{counted(self.empty, 'conversation')} skipped"] if self.empty else []),
-            *([f"{counted(self.empty_turns, 'turn')} of other conversations not learned"] if self.empty_turns else []),
-        ]
+        skipped = [f"{counted(self.empty, 'conversation')} skipped"] * bool(self.empty)
+        skipped += [f"{counted(self.empty_turns, 'turn')} of other conversations not learned"] * bool(self.empty_turns)
         return [*lost, *([f"answers that render as nothing: {', '.join(skipped)}"] if skipped else [])]
 
 
-@dataclass(frozen=True)
+@dataclass
 class RenderReport:
-    conversations: int
+    conversations: int = 0
     """Conversations that are kept."""
-    tokens: int
-    loss_tokens: int
-    cut: int
+    tokens: int = 0
+    loss_tokens: int = 0
+    cut: int = 0
     """Conversations that `max_length` shortened."""
-    dropped: int
+    dropped: int = 0
     """Conversations dropped because `max_length` cut off all of the assistant's tokens."""
     unusable: int = 0
     """Conversations dropped because they have no answer or the chat template refuses them."""
@@ -128,26 +126,27 @@ def render_all(
     The report counts all of these.
     """
     kept: list[Rendered] = []
-    cut = dropped = unusable = 0
-    template = TemplateReport()
+    report = RenderReport()
     for conversation in conversations:
         try:
-            whole, lost = _examined(tokenizer, conversation)
+            whole, lost = _learned(tokenizer, conversation)
         except DataError:
             if not skip_bad:
                 raise
-            unusable += 1
+            report.unusable += 1
             continue
-        if not template.add(lost):
+        if not report.template.add(lost):
             continue
         rendered = Rendered(whole.tokens[:max_length], whole.loss_mask[:max_length])
-        cut += len(whole.tokens) > max_length
-        if any(rendered.loss_mask):
-            kept.append(rendered)
-        else:
-            dropped += 1
-    tokens, learned = sum(len(r.tokens) for r in kept), sum(sum(r.loss_mask) for r in kept)
-    return kept, RenderReport(len(kept), tokens, learned, cut, dropped, unusable, template)
+        report.cut += len(whole.tokens) > max_length
+        if not any(rendered.loss_mask):
+            report.dropped += 1
+            continue
+        kept.append(rendered)
+        report.conversations += 1
+        report.tokens += len(rendered.tokens)
+        report.loss_tokens += sum(rendered.loss_mask)
+    return kept, report
 
 
 def render(tokenizer: TokenizerWrapper, conversation: Conversation, max_length: int | None = None) -> Rendered:
@@ -160,28 +159,28 @@ def render(tokenizer: TokenizerWrapper, conversation: Conversation, max_length: 
     Raises DataError with the conversation's origin if there is no assistant turn or no template, if the template
     refuses the conversation, or if the assistant's part cannot be found.
     """
-    whole, _ = _examined(tokenizer, conversation)
+    whole, _ = _learned(tokenizer, conversation)
     return Rendered(whole.tokens[:max_length], whole.loss_mask[:max_length])
 
 
-def unrendered(tokenizer: TokenizerWrapper, conversation: Conversation) -> Unrendered:
-    """Return what the chat template drops from a conversation. Raises DataError as `render` does."""
-    if conversation.text is not None:
-        return Unrendered()
-    template, messages = _Template.of(tokenizer, conversation), _dicts(conversation.messages)
-    return _left_out(template, messages, template.text(messages))
-
-
-def _examined(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
-    """Render a whole conversation and find what the template drops. Raises DataError as `render` does."""
-    if conversation.text is not None:
-        tokens = list(tokenizer.encode(conversation.text))
-        return Rendered(tokens, [1] * len(tokens)), Unrendered()
-    if not any(m.role == "assistant" for m in conversation.messages):
+def _learned(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
+    """Examine a conversation that must have something to learn."""
+    if conversation.text is None and not any(m.role == "assistant" for m in conversation.messages):
         raise DataError(
             f"{conversation.origin}: no assistant turn, so there is nothing to learn; remove the row, or let the "
             "target answer it with `eagle-data regenerate`"
         )
+    return examine(tokenizer, conversation)
+
+
+def examine(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
+    """Render a whole conversation, even without an answer, and find what the template drops.
+
+    Raises DataError as `render` does.
+    """
+    if conversation.text is not None:
+        tokens = list(tokenizer.encode(conversation.text))
+        return Rendered(tokens, [1] * len(tokens)), Unrendered()
     template, messages = _Template.of(tokenizer, conversation), _dicts(conversation.messages)
     text = template.text(messages)
     tokens, lost = template.encode(text), _left_out(template, messages, text)

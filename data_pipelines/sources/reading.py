@@ -6,7 +6,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import chain, islice
@@ -27,8 +27,7 @@ from .spec import Source, parse
 T = TypeVar("T")
 
 Dedupe = Literal["none", "prompt", "conversation"]
-Split = Literal["train", "heldout", "all"]
-SPLITS = get_args(Split)
+Split = builtin.Side
 BLOCK = 10_000
 """Number of rows of a stream that are shuffled at a time."""
 
@@ -66,7 +65,7 @@ class DataConfig:
         if self.dedupe not in get_args(Dedupe):
             raise ConfigError(f"--dedupe {self.dedupe}: it must be one of {', '.join(get_args(Dedupe))}")
         if self.limit < 0:
-            raise ConfigError(f"--limit {self.limit}: it must not be negative")
+            raise ConfigError(f"--limit {self.limit}: it must be 0 or more")
         _ = self.turns, self.tokens, self.parsed  # report errors at once
 
     @property
@@ -105,7 +104,7 @@ class DataConfig:
 
 def read_conversations(
     config: DataConfig,
-    split: builtin.Side | None = None,
+    split: Split | None = None,
     tokenizer: TokenizerWrapper | None = None,
     report: ReadReport | None = None,
 ) -> Iterator[Conversation]:
@@ -118,22 +117,101 @@ def read_conversations(
     before the first conversation, unless they are streamed or bad rows may be left out. Raises ConfigError for a filter
     by tokens without a tokenizer.
     """
-    if split not in (None, *SPLITS):
+    if split not in (None, *get_args(Split)):
         raise ConfigError(f"split {split!r}: it must be train, heldout or all")
     report = report if report is not None else ReadReport()
     if config.tokens is not None and tokenizer is None:
         raise ConfigError("--keep-tokens needs a model to count tokens; give --target")
-    sources = config.parsed
-    seen: set[int] = set()
-    streams = [
-        _filtered(_read(source, config, split, report), source, config, tokenizer, report, seen) for source in sources
-    ]
+    reading, sources = _Reading(config, split, tokenizer, report), config.parsed
+    streams = [reading.selected(source) for source in sources]
     found: Iterator[Conversation] = chain.from_iterable(streams)
     if sources[0].weight is not None and len(sources) > 1:
         found = mix(streams, [source.weight or 0.0 for source in sources])
     for conversation in islice(found, config.limit or None):
         report.kept += 1
         yield conversation
+
+
+@dataclass
+class _Reading:
+    """Reads and filters sources, and counts what it leaves out."""
+
+    config: DataConfig
+    split: Split | None
+    tokenizer: TokenizerWrapper | None
+    report: ReadReport
+    seen: set[int] = field(default_factory=set)
+    """Keys of 64 bits of the conversations that may have duplicates."""
+
+    def selected(self, source: Source) -> Iterator[Conversation]:
+        """Yield the conversations of a source that the filters keep.
+
+        The filter by turns does not apply to plain text. A conversation is unusable if its tokens cannot be counted
+        because the template refuses it.
+        """
+        report, turns, tokens = self.report, self.config.turns, self.config.tokens
+        for conversation in self._read(source):
+            if turns is not None and conversation.text is None and conversation.turns not in turns:
+                report.by_turns += 1
+                continue
+            if self.config.dedupe != "none":
+                by_prompt = self.config.dedupe == "prompt"
+                key = conversation.prompt_key() if by_prompt else conversation.whole_key()
+                if key in self.seen:
+                    report.duplicates += 1
+                    continue
+                self.seen.add(key)
+            try:
+                fits = (
+                    tokens is None or self.tokenizer is None or len(all_tokens(self.tokenizer, conversation)) in tokens
+                )
+            except DataError as e:
+                self._leave_out(e, source)
+                continue
+            if fits:
+                yield conversation
+            else:
+                report.by_tokens += 1
+
+    def _read(self, source: Source) -> Iterator[Conversation]:
+        """Yield one split of a source."""
+        if source.kind == "builtin":
+            yield from builtin.iter_conversations(source.name, self.split or "train", self.config.seed)
+            return
+        for origin, row in self._rows(source):
+            try:
+                conversation = parse_row(row(), origin, source.fields)
+            except DataError as e:
+                self._leave_out(e, source)
+                continue
+            if self.split in (None, "all") or conversation.is_held_out == (self.split == "heldout"):
+                yield conversation
+
+    def _rows(self, source: Source) -> Iterator[tuple[str, Callable[[], tables.Row]]]:
+        """Yield each row's origin and a function that decodes the row."""
+        seed = self.config.seed
+        if self.config.stream:
+            for origin, row in shuffled(tables.stream_rows(source), seed):
+                yield origin, partial(tables.decoded, row, origin)
+            return
+        count, read = tables.open_rows(
+            source, None if self._lenient(source) else partial(parse_row, fields=source.fields)
+        )
+        order = list(range(count))
+        if seed is not None:
+            random.Random(seed).shuffle(order)
+        for index in order:
+            yield f"{source.spec}:{index + 1}", partial(read, index)
+
+    def _lenient(self, source: Source) -> bool:
+        return self.config.skip_bad or source.uneven
+
+    def _leave_out(self, error: DataError, source: Source) -> None:
+        """Count an unusable row. Raises the error if such rows may not be left out."""
+        if not self._lenient(source):
+            raise error
+        self.report.unusable += 1
+        self.report.first_unusable = self.report.first_unusable or str(error).splitlines()[0]
 
 
 def mix(streams: Sequence[Iterator[Conversation]], weights: Sequence[float]) -> Iterator[Conversation]:
@@ -150,79 +228,6 @@ def mix(streams: Sequence[Iterator[Conversation]], weights: Sequence[float]) -> 
             return
         taken[number] += 1
         yield conversation
-
-
-def _read(source: Source, config: DataConfig, split: builtin.Side | None, report: ReadReport) -> Iterator[Conversation]:
-    """Yield one split of one source. Unusable rows are counted if they may be left out."""
-    if source.kind == "builtin":
-        yield from builtin.iter_conversations(source.name, split or "train", config.seed)
-        return
-    for origin, row in _rows(source, config):
-        try:
-            conversation = parse_row(row(), origin, source.fields)
-        except DataError as e:
-            _leave_out(e, source, config, report)
-            continue
-        if split in (None, "all") or conversation.is_held_out == (split == "heldout"):
-            yield conversation
-
-
-def _rows(source: Source, config: DataConfig) -> Iterator[tuple[str, Callable[[], tables.Row]]]:
-    """Yield each row's origin and a function that decodes the row."""
-    if config.stream:
-        for origin, row in shuffled(tables.stream_rows(source), config.seed):
-            yield origin, partial(tables.decoded, row, origin)
-        return
-    lenient = config.skip_bad or source.uneven
-    count, read = tables.open_rows(source, None if lenient else partial(parse_row, fields=source.fields))
-    order = list(range(count))
-    if config.seed is not None:
-        random.Random(config.seed).shuffle(order)
-    for index in order:
-        yield f"{source.spec}:{index + 1}", partial(read, index)
-
-
-def _filtered(
-    conversations: Iterator[Conversation],
-    source: Source,
-    config: DataConfig,
-    tokenizer: TokenizerWrapper | None,
-    report: ReadReport,
-    seen: set[int],
-) -> Iterator[Conversation]:
-    """Yield the conversations to keep, and count the others. The filter by turns does not apply to plain text.
-
-    One that the template refuses, so that its tokens cannot be counted, is unusable. `seen` holds 64 bits for each
-    conversation that may have duplicates.
-    """
-    turns, tokens = config.turns, config.tokens
-    for conversation in conversations:
-        if turns is not None and conversation.text is None and conversation.turns not in turns:
-            report.by_turns += 1
-            continue
-        if config.dedupe != "none":
-            key = conversation.prompt_key() if config.dedupe == "prompt" else conversation.whole_key()
-            if key in seen:
-                report.duplicates += 1
-                continue
-            seen.add(key)
-        try:
-            fits = tokens is None or tokenizer is None or len(all_tokens(tokenizer, conversation)) in tokens
-        except DataError as e:
-            _leave_out(e, source, config, report)
-            continue
-        if fits:
-            yield conversation
-        else:
-            report.by_tokens += 1
-
-
-def _leave_out(error: DataError, source: Source, config: DataConfig, report: ReadReport) -> None:
-    """Count an unusable row. Raises the error if such rows may not be left out."""
-    if not (config.skip_bad or source.uneven):
-        raise error
-    report.unusable += 1
-    report.first_unusable = report.first_unusable or str(error).splitlines()[0]
 
 
 def shuffled(parts: Sequence[Callable[[], Iterable[T]]], seed: int | None, block: int = BLOCK) -> Iterator[T]:

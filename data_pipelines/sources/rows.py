@@ -50,8 +50,7 @@ class FieldMap:
             if not equals or not ours or not theirs:
                 raise ConfigError(f"--map {text}: {part!r} is not of the form FIELD=NAME, such as role=from")
             if ours not in known:
-                near = difflib.get_close_matches(ours, known, 1)
-                hint = f"did you mean {near[0]}? " if near else ""
+                hint = nearest(ours, known)
                 raise ConfigError(f"--map {text}: there is no field {ours!r}; {hint}the fields are {', '.join(known)}")
             if ours in names:
                 raise ConfigError(f"--map {text}: {ours} appears twice")
@@ -68,27 +67,27 @@ class FieldMap:
         """Return the row with the field names of `SHAPES`. Raises DataError, with the name, if a field is missing."""
         if not self.names:
             return row
-        for ours in COLUMNS:
-            if ours in self.names:
-                self._require(row, ours, origin, "row")
-        out = {ours: row[theirs] for ours, theirs in self.names.items() if ours in COLUMNS}
+        columns = {ours: theirs for ours, theirs in self.names.items() if ours in COLUMNS}
+        for ours in columns:
+            self._require(row, ours, origin, "row")
+        out = {ours: row[theirs] for ours, theirs in columns.items()}
         system = out.pop("system", None)
-        if "prompt" in out or "text" in out:
-            return _with_system(out, system)
-        if "messages" not in out:
+        if not out.keys() & {"prompt", "text", "messages"}:  # only other fields have unknown names
             found = next((name for name in _LISTS if row.get(name) is not None), None)
-            if found is None and "prompt" in row and self.names.keys().isdisjoint((*KEYS, *SPEAKERS)):
-                return _with_system({**row, **out}, system)
-            if found is None:
+            if found is not None:
+                out["messages"] = row[found]
+            elif "prompt" in row and columns.keys() == self.names.keys():
+                out = {**row, **out}
+            else:
                 raise DataError(
                     f"{origin}: --map names keys of messages, but there is no `messages` or `conversations`; "
-                    f"{_fields(row)}; name the field of the list too, as messages=NAME"
+                    f"the row's fields are: {_listed(row)}; name the field of the list too, as messages=NAME"
                 )
-            out["messages"] = row[found]
-        out.setdefault("tools", row.get("tools"))
-        where = f"{origin}: `{self.names.get('messages', 'messages')}`"
-        if isinstance(out["messages"], Sequence) and not isinstance(out["messages"], str):
-            out["messages"] = [self._message(m, f"{where}, message {n}") for n, m in enumerate(out["messages"], 1)]
+        if "messages" in out and "prompt" not in out:
+            out.setdefault("tools", row.get("tools"))
+            where = f"{origin}: `{self.names.get('messages', 'messages')}`"
+            if isinstance(out["messages"], Sequence) and not isinstance(out["messages"], str):
+                out["messages"] = [self._message(m, f"{where}, message {n}") for n, m in enumerate(out["messages"], 1)]
         return _with_system(out, system)
 
     def _message(self, message: Any, origin: str) -> Any:
@@ -98,29 +97,29 @@ class FieldMap:
             self._require(message, "role", origin, "message")
         renamed = {self.names[ours]: ours for ours in KEYS if ours in self.names}
         out = {renamed.get(key, key): value for key, value in message.items()}
-        role = "role" if "role" in out else "from"
-        speaker = {self.names[ours]: ours for ours in SPEAKERS if ours in self.names}
-        if out.get(role) in speaker:
-            out[role] = speaker[out[role]]
         if "content" in self.names and "content" not in out and not out.get("tool_calls"):
             self._require(message, "content", origin, "message")
-        if role == "from" and "content" in out:  # only the content was mapped
-            out["role"] = out.pop("from", None)
-        if role == "role" and "value" in out and "content" not in out:
-            out["content"] = out.pop("value")
-        return out
+        role = "role" if "role" in out else "from"
+        speaker = {self.names[ours]: ours for ours in SPEAKERS if ours in self.names}
+        return {**out, role: speaker[out[role]]} if out.get(role) in speaker else out
 
     def _require(self, row: Mapping[str, Any], ours: str, origin: str, what: str) -> None:
         theirs = self.names[ours]
         if theirs not in row or (row[theirs] is None and ours not in _OPTIONAL and what == "row"):
             raise DataError(
                 f"{origin}: no field `{theirs}`, which --map names as the {ours}; "
-                f"{_fields(row, what)}; fix the row or --map, or skip such rows with --skip-bad"
+                f"the {what}'s fields are: {_listed(row)}; fix the row or --map, or skip such rows with --skip-bad"
             )
 
 
-def _fields(row: Mapping[str, Any], what: str = "row") -> str:
-    return f"the {what}'s fields are: {', '.join(map(str, row)) or 'none'}"
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(str, names)) or "none"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint for an error message, `did you mean X? `, or "" if no known name is similar."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def _with_system(row: dict[str, Any], system: Any) -> dict[str, Any]:
@@ -165,17 +164,15 @@ def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = Non
             messages = _messages(row[key], f"{origin}: `{key}`")
             return Conversation(messages, tools=_tools(row, origin), origin=origin)
     if "prompt" in row:
-        turns = [*_turns(row["prompt"], "user", origin)]
-        if "completion" in row:
-            turns += _turns(row["completion"], "assistant", origin)
-        return Conversation(tuple(turns), tools=_tools(row, origin), origin=origin)
+        turns = _turns(row["prompt"], "user", origin)
+        turns += _turns(row["completion"], "assistant", origin) if "completion" in row else ()
+        return Conversation(turns, tools=_tools(row, origin), origin=origin)
     if "text" in row:
         if not isinstance(row["text"], str) or not row["text"]:
             raise DataError(f"{origin}: `text` must be a non-empty string, not {_show(row['text'])}")
         return Conversation(text=row["text"], origin=origin)
-    keys = ", ".join(map(str, row)) or "none"
     raise DataError(
-        f"{origin}: the row's keys ({keys}) have no known shape; name the fields with --map, such as "
+        f"{origin}: the row's keys ({_listed(row)}) have no known shape; name the fields with --map, such as "
         f"--map prompt=question,completion=answer, or convert the row to one of these:\n{SHAPES}"
     )
 
@@ -196,21 +193,18 @@ def _message(item: Any, origin: str) -> Message:
     if not isinstance(item, Mapping):
         raise DataError(f"{origin} must be an object, not {_show(item)}")
     item = {k: v for k, v in item.items() if v is not None}
-    role_key, content_key = ("from", "value") if "from" in item else ("role", "content")
+    role_key, content_key = ("from", "value") if "from" in item and "role" not in item else ("role", "content")
+    content_key = next((key for key in ("content", "value") if key in item), content_key)
     role = item.pop(role_key, None)
     if not isinstance(role, str):
-        keys = ", ".join(map(str, item)) or "none"
         raise DataError(
-            f"{origin} has no `role` (or ShareGPT's `from`); its keys are: {keys}; name it with --map role=…"
+            f"{origin} has no `role` (or ShareGPT's `from`); its keys are: {_listed(item)}; name it with --map role=…"
         )
     if content_key not in item and not item.get("tool_calls"):
-        keys = ", ".join(map(str, item)) or "none"
-        raise DataError(f"{origin} has no `{content_key}`; its keys are: {keys}; name it with --map content=…")
+        raise DataError(f"{origin} has no `{content_key}`; its keys are: {_listed(item)}; name it with --map content=…")
     content = _content(item.pop(content_key, ""), origin)
-    if "tool_calls" in item:
-        item["tool_calls"] = _calls(item["tool_calls"], origin)
-    if not item.get("tool_calls", True):
-        del item["tool_calls"]
+    if calls := _objects(item.pop("tool_calls", []), f"{origin}: `tool_calls`"):
+        item["tool_calls"] = list(map(_call, calls))
     return Message(_ROLES.get(role, role), content, item)
 
 
@@ -223,15 +217,16 @@ def _content(value: Any, origin: str) -> str:
     raise DataError(f"{origin}: the content must be text, not {_show(value)}")
 
 
-def _calls(value: Any, origin: str) -> list[dict[str, Any]]:
-    """Return tool calls with arguments as objects, as chat templates need them. Some data sets store JSON strings."""
-    calls = _decoded(value)
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise DataError(f"{origin}: `tool_calls` must be a list of objects, not {_show(value)}")
-    return [_call(call) for call in calls]
+def _objects(value: Any, what: str) -> list[Mapping[str, Any]]:
+    """Return a list of objects, which may be given as a JSON string."""
+    found = _decoded(value)
+    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+        raise DataError(f"{what} must be a list of objects, or a JSON string of one, not {_show(value)}")
+    return found
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, as chat templates need it, even if it is a JSON string."""
     out = dict(call)
     if isinstance(out.get("function"), Mapping):
         return {**out, "function": _call(out["function"])}
@@ -242,11 +237,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tools(row: Mapping[str, Any], origin: str) -> tuple[Mapping[str, Any], ...]:
-    value = row.get("tools")
-    tools = _decoded(value) if value else []
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"{origin}: `tools` must be a list of objects, or a JSON string of one, not {_show(value)}")
-    return tuple(tools)
+    return tuple(_objects(row.get("tools") or [], f"{origin}: `tools`"))
 
 
 def _decoded(value: Any) -> Any:

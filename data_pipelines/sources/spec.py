@@ -1,16 +1,19 @@
-"""Parse names of sources: `chats.jsonl`, `user/name:config:split=0.3`, `preset:gsm8k@rows.parquet`."""
+"""Parse names of sources: `chats.jsonl`, `user/name:config:split=0.3`, `preset:gsm8k@rows.parquet`.
+
+Presets are well-known data sets with their place on the hub and the names of their fields, from `presets.yaml`.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from eagle_mlx.errors import ConfigError, DataError
+from eagle_mlx.files import read_yaml
 
-from . import presets
-from .rows import FieldMap
+from .rows import FieldMap, nearest
 
 Kind = Literal["builtin", "file", "folder", "hub"]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
@@ -27,6 +30,8 @@ SPECS = """\
   preset:ultrachat@PLACE     the same set from a file, a folder or another hub id with its rows
 SOURCE=WEIGHT mixes sources: a.jsonl=0.7 b.parquet=0.3"""
 
+PRESETS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("presets.yaml"), "list of presets")
+"""The file explains the keys."""
 _WEIGHT = re.compile(r"(?P<name>.+)=(?P<weight>[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE)
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"[\w.-]+(\[[\d%:-]*\])?(\+[\w.-]+(\[[\d%:-]*\])?)*")
@@ -87,6 +92,22 @@ def _parse(text: str) -> Source:
 
 def _preset(text: str) -> Source:
     name, at, place = text.removeprefix("preset:").partition("@")
-    preset = presets.find(name)
-    source = _parse(place) if at else Source(text, "hub", preset.id, preset.config, preset.split, files=preset.files)
-    return replace(source, spec=text, fields=FieldMap(preset.names), uneven=preset.uneven)
+    if name not in PRESETS:
+        hint = nearest(name, PRESETS)
+        raise ConfigError(f"preset:{name}: {hint}the presets are {', '.join(PRESETS)} (see `eagle-data presets`)")
+    preset = PRESETS[name]
+    place_of_rows = {key: preset[key] for key in ("config", "split", "files") if key in preset}
+    source = _parse(place) if at else Source(text, "hub", preset["id"], **place_of_rows)
+    return replace(source, spec=text, fields=FieldMap(preset["names"]), uneven=preset.get("uneven", False))
+
+
+def describe_presets() -> str:
+    """Return a description of all presets."""
+    parts = []
+    for name, preset in PRESETS.items():
+        what = ":".join(preset[key] for key in ("id", "config", "split") if key in preset)
+        lines = [f"preset:{name}", f"  reads    {what}" + (f", file {preset['files']}" if "files" in preset else "")]
+        lines += [f"  fields   {', '.join(f'{ours}={theirs}' for ours, theirs in preset['names'].items())}"]
+        lines += [f"  holds    {preset['holds']}", f"  license  {preset['license']}"]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)

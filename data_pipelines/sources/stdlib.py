@@ -31,23 +31,16 @@ class SourceFile:
     text: str
 
 
-def stdlib_root() -> Path:
-    """Return the folder of the running Python's standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
+def iter_files(split: Split) -> Iterator[SourceFile]:
+    """Yield the Python files of a split in sorted order, without generated tables and unreadable files.
 
-
-def split_of(path: str) -> Split:
-    """Return the split of a file. It depends only on the relative path, so it is the same in every Python version."""
-    digest = hashlib.blake2s(path.encode()).digest()
-    return "heldout" if int.from_bytes(digest[:4], "big") % HELDOUT_ONE_IN == 0 else "train"
-
-
-def iter_files(split: Split, root: Path | None = None) -> Iterator[SourceFile]:
-    """Yield the Python files of a split in sorted order, without generated tables and unreadable files."""
-    root = root or stdlib_root()
+    The split of a file depends only on its relative path, so it is the same in every Python version.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(root.rglob("*.py")):
         path = file.relative_to(root).as_posix()
-        if any(part in path for part in _GENERATED) or split_of(path) != split:
+        is_held_out = int.from_bytes(hashlib.blake2s(path.encode()).digest()[:4], "big") % HELDOUT_ONE_IN == 0
+        if any(part in path for part in _GENERATED) or is_held_out != (split == "heldout"):
             continue
         try:
             yield SourceFile(path, file.read_text(encoding="utf-8"))
@@ -75,7 +68,7 @@ class Function:
         return [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.code}]
 
 
-def functions_of(file: SourceFile, max_doc_chars: int = 400) -> Iterator[Function]:
+def functions_of(file: SourceFile) -> Iterator[Function]:
     """Yield every function and method that has more than a docstring in its body."""
     try:
         with warnings.catch_warnings():
@@ -86,14 +79,12 @@ def functions_of(file: SourceFile, max_doc_chars: int = 400) -> Iterator[Functio
     lines = file.text.splitlines()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            function = _function(file.path, lines, node, max_doc_chars)
+            function = _function(file.path, lines, node)
             if function is not None:
                 yield function
 
 
-def _function(
-    path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef, max_doc_chars: int
-) -> Function | None:
+def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function | None:
     first, end = node.body[0], node.end_lineno
     if end is None or first.lineno == node.lineno:
         return None
@@ -103,16 +94,16 @@ def _function(
         if len(node.body) == 1 or first.end_lineno is None:
             return None
         body_start = first.end_lineno + 1
-    signature = textwrap.dedent("\n".join(lines[node.lineno - 1 : first.lineno - 1])).rstrip()
-    code = textwrap.dedent("\n".join(lines[node.lineno - 1 : first.lineno - 1] + lines[body_start - 1 : end])).rstrip()
-    paragraph = inspect.cleandoc(doc).split("\n\n")[0][:max_doc_chars].rstrip()
+    head = lines[node.lineno - 1 : first.lineno - 1]
+    signature = textwrap.dedent("\n".join(head)).rstrip()
+    code = textwrap.dedent("\n".join(head + lines[body_start - 1 : end])).rstrip()
+    paragraph = inspect.cleandoc(doc).split("\n\n")[0][:MAX_DOC_CHARS].rstrip()
     return Function(path, node.name, signature, paragraph, code) if signature.endswith(":") else None
 
 
-def iter_functions(split: Split, root: Path | None = None) -> Iterator[Function]:
+def iter_functions(split: Split) -> Iterator[Function]:
     """Yield every function of a split, file by file."""
-    for file in iter_files(split, root):
-        yield from functions_of(file)
+    return chain.from_iterable(map(functions_of, iter_files(split)))
 
 
 Side = Literal["train", "heldout", "all"]
@@ -121,6 +112,7 @@ Reader = Callable[[SourceFile], Iterator[Conversation]]
 SHARES = {"docstrings": 0.3, "bare": 0.5, "files": 0.2}
 """Shares of functions with a docstring, functions without one, and pieces of files. A kind that is used up drops out.
 """
+MAX_DOC_CHARS = 400
 MAX_ANSWER_CHARS = 1200
 PIECE_CHARS = 1500
 _BUFFER = 1024

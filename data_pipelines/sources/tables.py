@@ -6,6 +6,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,19 @@ def open_rows(source: Source, check: Check | None) -> tuple[int, Callable[[int],
     if source.kind != "file":
         return _table(_load(source, source.name))
     path = _existing(Path(source.name))
-    if check is not None and path.suffix != ".parquet":
-        _check_json(path, check)
     if path.suffix == ".parquet":
         return _table(_load(source, "parquet"))
     if _is_list(path):
         listed = _listed(path)
+        if check is not None:
+            for number, row in enumerate(listed, 1):
+                check(row, f"{path}:{number}")
         return len(listed), listed.__getitem__
+    if check is not None:
+        for origin, line in _numbered(path):
+            check(_object(line, origin), origin)
     if path.suffix == GZ:
-        lines = list(_lines_of(path))  # in memory, because a gzip file has no random access
+        lines = [line for _, line in _numbered(path)]  # in memory, because a gzip file has no random access
         return len(lines), lambda index: _object(lines[index], f"{path}:{index + 1}")
     # Lines stay text, since Arrow tables of nested rows would mix the rows' keys. Latin-1 keeps every byte, so an error
     # in UTF-8 is reported with its line number.
@@ -49,8 +54,10 @@ def _table(rows: Any) -> tuple[int, Callable[[int], Row]]:
     return len(rows), lambda index: _without_nulls(rows[index])
 
 
-def stream_rows(source: Source) -> list[Callable[[], Iterator[tuple[str, Row]]]]:
+def stream_rows(source: Source) -> list[Callable[[], Iterator[tuple[str, Row | bytes]]]]:
     """Return the parts of a source. Each is a function that yields (origin, row) in order without storing rows.
+
+    A row of JSON lines is the line's bytes, for `decoded`.
 
     Raises DataError if there is no such source.
     """
@@ -61,28 +68,20 @@ def stream_rows(source: Source) -> list[Callable[[], Iterator[tuple[str, Row]]]]
         raise DataError(f"{path} is one list, which cannot be streamed: leave out --stream, or convert it to jsonl")
     if path.suffix == ".parquet":
         return _parts(source, _load(source, "parquet", streaming=True))
-
-    def lines() -> Iterator[tuple[str, Row]]:
-        for number, line in enumerate(_lines_of(path), 1):
-            yield f"{path}:{number}", {_LINE: line}
-
-    return [lines]
+    return [partial(_numbered, path)]
 
 
-_LINE = "\0line"
-"""Key of a line that is not decoded yet."""
-
-
-def decoded(row: Row, origin: str) -> Row:
+def decoded(row: Row | bytes, origin: str) -> Row:
     """Decode a streamed row. Raises DataError, with the line number, if it is not a JSON object."""
-    return _object(row[_LINE], origin) if _LINE in row else _without_nulls(row)
+    return _object(row, origin) if isinstance(row, bytes) else _without_nulls(row)
 
 
-def _lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file. Raises DataError if it cannot be read."""
+def _numbered(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a file with their origins. Raises DataError if it cannot be read."""
     try:
         with gzip.open(path, "rb") if path.suffix == GZ else path.open("rb") as file:
-            yield from file
+            for number, line in enumerate(file, 1):
+                yield f"{path}:{number}", line
     except (OSError, EOFError, zlib.error) as e:
         raise DataError(f"{path} cannot be read: {e}") from e
 
@@ -93,24 +92,19 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _parts(source: Source, found: Any) -> list[Callable[[], Iterator[tuple[str, Row]]]]:
+def _parts(source: Source, found: Any) -> list[Callable[[], Iterator[tuple[str, Row | bytes]]]]:
     """Return one part for each file of a streamed data set."""
     count = found.num_shards
 
-    def part(number: int) -> Callable[[], Iterator[tuple[str, Row]]]:
-        def rows() -> Iterator[tuple[str, Row]]:
-            place = f"{source.spec}:part {number + 1}:" if count > 1 else f"{source.spec}:"
-            try:
-                for index, row in enumerate(found.shard(num_shards=count, index=number), 1):
-                    yield f"{place}{index}", row
-            except DataError:
-                raise
-            except Exception as e:  # from the network or any reader
-                raise DataError(f"{source.spec}: the stream ended early: {_cause(e)}; start again") from e
+    def rows(number: int) -> Iterator[tuple[str, Row | bytes]]:
+        place = f"{source.spec}:part {number + 1}:" if count > 1 else f"{source.spec}:"
+        try:
+            for index, row in enumerate(found.shard(num_shards=count, index=number), 1):
+                yield f"{place}{index}", row
+        except Exception as e:  # from the network or any reader
+            raise DataError(f"{source.spec}: the stream ended early: {_cause(e)}; start again") from e
 
-        return rows
-
-    return [part(number) for number in range(count)]
+    return [partial(rows, number) for number in range(count)]
 
 
 def _existing(path: Path) -> Path:
@@ -147,8 +141,9 @@ def _failure(source: Source, cause: str) -> str:
         return f"{source.spec}: {source.split!r} of the folder {source.name} cannot be read: {cause}"
     if "disk space" in cause:
         return f"{source.spec}: {cause}; use --stream to read it without storing it"
-    missing = "" if source.spec.startswith("preset:") else "there is no such file, and "
-    advice = f"; if you have a copy, name it as {source.spec}@PLACE" if source.spec.startswith("preset:") else ""
+    missing, advice = "there is no such file, and ", ""
+    if source.spec.startswith("preset:"):
+        missing, advice = "", f"; if you have a copy, name it as {source.spec}@PLACE"
     return (
         f"{source.spec}: {missing}the data set {source.name} ({source.split!r}) cannot be loaded "
         f"from the hub: {cause}{advice}"
@@ -161,15 +156,6 @@ def _is_list(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return file.read(1024).lstrip()[:1] == b"["
-
-
-def _check_json(path: Path, check: Check) -> None:
-    if _is_list(path):
-        for number, row in enumerate(_listed(path), 1):
-            check(row, f"{path}:{number}")
-        return
-    for number, line in enumerate(_lines_of(path), 1):
-        check(_object(line, f"{path}:{number}"), f"{path}:{number}")
 
 
 def _listed(path: Path) -> list[Row]:

@@ -8,24 +8,21 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
-
-from tqdm import tqdm
+from typing import Any
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.files import write_output
-from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.progress import counted, progress_bar
-from eagle_mlx.shards import MANIFEST, ShardReader
+from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import Target, text_settings
 
 from ..conversation import Conversation
-from ..jsonl import Done, PartialFile, as_line, open_partial
+from ..jsonl import Done, PartialFile, as_line, difference, open_partial
 from ..sources.rows import parse_row
 from .loop import growing_engine, run_tasks
 from .report import MakeReport
-from .shards import MadeShards, ShardPlace, ShardPlan, open_shards
+from .shards import MadeShards, ShardPlace, ShardPlan, complete_shards, open_shards
 from .tries import MakeConfig, Try, tries
 
 FREE_TRIES = 64
@@ -81,7 +78,7 @@ class Selection:
     """
 
     wanted: Wanted
-    shards: ShardPlan | None = None
+    shards: ShardPlan = field(default_factory=ShardPlan)
     """Notified of every settled try."""
     rows: list[int] = field(default_factory=list)
     """Numbers of the tries in the file."""
@@ -140,9 +137,9 @@ class Selection:
         if kept:
             self.seen.add(key)
             self.rows.append(self.settled)
-        if self.shards is not None and kept and not report.heldout:
+        if kept and not report.heldout:
             self.shards.choose(self.settled, report.tokens)
-        elif self.shards is not None:
+        else:
             self.shards.drop(self.settled)
         self.report.add(report.counts())
         self.settled += 1
@@ -178,57 +175,36 @@ def make_to_file(
     Raises OutputError if the output exists and `overwrite` is not set, if it cannot be written, or if the partial file
     has other settings or is in use; DataError if nothing usable is made.
     """
-    settings = settings_of(engine.target, config)
+    settings, limits = settings_of(engine.target, config), limits or Limits()
     with open_partial(output, settings, overwrite) as part:
-        opened = open_shards(place, made_from(settings, wanted, place)) if place is not None else nullcontext()
-        with opened as shards:
-            selection = _run(engine, config, wanted, part, progress, shards, limits)
+        made = nullcontext(ShardPlan()) if place is None else open_shards(place, made_from(settings, wanted, place))
+        with made as shards:
+            if isinstance(shards, MadeShards):
+                _forget_lost(wanted, part.done, shards)
+            selection = _replayed(Selection(wanted, shards, seen=set(limits.known)), part.done)
+            if not selection.full:
+                _make(engine, config, part, selection, limits, progress)
+            if not selection.rows:
+                raise DataError(
+                    f"none of {counted(selection.settled, 'try')} has given a conversation yet; they failed: "
+                    f"{selection.report.failures()}; allow more time"
+                )
         if note is not None:
             write_output(note, json.dumps(settings_of(engine.target, config, wanted), indent=2) + "\n")
         part.finish_with(selection.rows, overwrite)
     return selection.report
 
 
-def _run(
-    engine: Engine,
-    config: MakeConfig,
-    wanted: Wanted,
-    part: PartialFile,
-    progress: bool,
-    shards: MadeShards | None,
-    limits: Limits | None,
-) -> Selection:
-    """Continue from the finished tries until there are enough."""
-    limits = limits or Limits()
-    for number in _lost(wanted, part.done, shards) if shards is not None else ():
-        del part.done[number]
-    selection = _replayed(Selection(wanted, shards, seen=set(limits.known)), part.done)
-    with progress_bar(
-        total=wanted.rows or wanted.tokens,
-        initial=selection.progress,
-        desc="make",
-        unit="conversation" if wanted.rows else "token",
-        disable=not progress,
-        smoothing=0.02,
-    ) as shown:
-        if not selection.full:
-            _make(engine, config, part, selection, shown, limits)
-    if not selection.rows:
-        raise DataError(
-            f"none of {counted(selection.settled, 'try')} has given a conversation yet; they failed: "
-            f"{selection.report.failures()}; allow more time"
-        )
-    return selection
-
-
 def _make(
-    engine: Engine, config: MakeConfig, part: PartialFile, selection: Selection, shown: tqdm[NoReturn], limits: Limits
+    engine: Engine, config: MakeConfig, part: PartialFile, selection: Selection, limits: Limits, progress: bool
 ) -> None:
+    """Continue from the finished tries until there are enough."""
     begin = tries(engine, config)
     numbers = (number for number in count() if number not in part.done)
     ahead = next(numbers)
     reached = max(part.done, default=-1)
     first = engine.max_batch if limits.first else 0
+    wanted = selection.wanted
 
     def following(running: int) -> Try | None:
         nonlocal ahead
@@ -239,19 +215,25 @@ def _make(
         begun, ahead = ahead, next(numbers)
         return begin(begun)
 
-    for ended in run_tasks(engine, following, shown, lambda: limits.over(selection.ended[1])):
-        conversation, key = ended.result()
-        ended.report.heldout = int(conversation is not None and conversation.is_held_out)
-        row = b""
-        if conversation is not None:
-            row = as_line(conversation, domain=ended.domain)
-            if isinstance(selection.shards, MadeShards) and ended.example is not None:
+    with progress_bar(
+        total=wanted.rows or wanted.tokens,
+        initial=selection.progress,
+        desc="make",
+        unit="conversation" if wanted.rows else "token",
+        disable=not progress,
+        smoothing=0.02,
+    ) as shown:
+        for ended in run_tasks(engine, following, lambda: limits.over(selection.ended[1])):
+            conversation, key = ended.result()
+            ended.report.heldout = int(conversation is not None and conversation.is_held_out)
+            row = b"" if conversation is None else as_line(conversation, domain=ended.domain)
+            if row and isinstance(selection.shards, MadeShards) and ended.example is not None:
                 selection.shards.keep(ended.number, ended.example)
-        part.add(ended.number, key, ended.report.counts(), row)
-        selection.add(ended.number, key, ended.report.counts(), conversation is not None)
-        shown.update(selection.progress - shown.n)
-        if selection.full:
-            return
+            part.add(ended.number, key, ended.report.counts(), row)
+            selection.add(ended.number, key, ended.report.counts(), bool(row))
+            shown.update(selection.progress - shown.n)
+            if selection.full:
+                return
 
 
 def _replayed(selection: Selection, done: Mapping[int, Done]) -> Selection:
@@ -260,17 +242,15 @@ def _replayed(selection: Selection, done: Mapping[int, Done]) -> Selection:
     return selection
 
 
-def _lost(wanted: Wanted, done: Mapping[int, Done], shards: MadeShards) -> list[int]:
-    """Return the tries that may be wanted but have lost their hidden states."""
+def _forget_lost(wanted: Wanted, done: dict[int, Done], shards: MadeShards) -> None:
+    """Remove the tries that may be wanted but have lost their hidden states, so that they are made again."""
     planned = ShardPlan()
     if _replayed(Selection(wanted, planned), done).full:
         planned.finish()
-    safe = {number for group in planned.groups[: shards.whole] for number in group}
-    return [
-        number
-        for number, found in done.items()
-        if found.size and number not in safe | planned.dropped and not shards.holds(number)
-    ]
+    safe = planned.dropped.union(*planned.groups[: shards.whole])
+    for number, found in list(done.items()):
+        if found.size and number not in safe and not shards.holds(number):
+            del done[number]
 
 
 def made_from(settings: Mapping[str, Any], wanted: Wanted, place: ShardPlace) -> dict[str, str]:
@@ -304,19 +284,12 @@ def make_once(
     if the file exists with other settings, or if the place is taken; other errors as `make_to_file`.
     """
     output = Path(output)
+    note = output.with_name(f"{output.name}.from.json")
     if output.exists():
-        _compare(output, settings_of(target, config, wanted))
+        _compare(output, note, settings_of(target, config, wanted))
         return None
-    if place is not None and place.folder.exists() and made_states(target, config, wanted, place) is None:
-        raise OutputError(f"{place.folder} has other content than the states of {output}; remove it or move it")
-    engine = making_engine(target, place)
-    return make_to_file(engine, config, wanted, output, progress=progress, place=place, note=note_path(output))
-
-
-def making_engine(target: Target, place: ShardPlace | None = None, head: DraftHead | None = None) -> Engine:
-    """Return an engine for `make_to_file`. With a `place`, it captures hidden states."""
-    layers = (*place.meta.aux_layers, target.num_layers - 1) if place is not None else ()
-    return growing_engine(target, head, layers)
+    engine = growing_engine(target, place=place)
+    return make_to_file(engine, config, wanted, output, progress=progress, place=place, note=note)
 
 
 def prompt_keys(file: Path) -> set[int]:
@@ -331,26 +304,17 @@ def made_states(target: Target, config: MakeConfig, wanted: Wanted, place: Shard
 
     Raises ShardError if the manifest is damaged.
     """
-    if not (place.folder / MANIFEST).exists():
-        return None
-    found = ShardReader(place.folder)
-    return found if found.manifest.made_from == made_from(settings_of(target, config), wanted, place) else None
+    return complete_shards(place, made_from(settings_of(target, config), wanted, place))
 
 
-def note_path(output: Path) -> Path:
-    """Return the path of the file with an output's settings."""
-    return output.with_name(f"{output.name}.from.json")
-
-
-def _compare(output: Path, settings: Mapping[str, Any]) -> None:
+def _compare(output: Path, note: Path, settings: Mapping[str, Any]) -> None:
+    """Raise OutputError unless the file was made with these settings."""
     instead = f"move it away to make it again, or train on it as it is with --data {output}"
     try:
-        noted = json.loads(note_path(output).read_text(encoding="utf-8"))
+        noted = json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         noted = None
     if not isinstance(noted, dict):
         raise OutputError(f"{output} exists, but its settings are not recorded; {instead}")
-    now = json.loads(json.dumps(settings))
-    for name in sorted(noted.keys() | now.keys()):
-        if noted.get(name) != now.get(name):
-            raise OutputError(f"{output} was made with {name} {noted.get(name)!r}, not {now.get(name)!r}; {instead}")
+    if wrong := difference(noted, settings):
+        raise OutputError(f"{output} was made with {wrong}; {instead}")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from time import monotonic
-from typing import NoReturn, Protocol, TypeVar
-
-from tqdm import tqdm
+from typing import TypeVar
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.heads.base import DraftHead
@@ -21,6 +19,7 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target
 
 from .report import LOOK
+from .shards import ShardPlace
 
 FIRST_ROWS = 32
 """Initial batch size: 32 x 500 tokens take 2.4 GB with an 8B model (36 layers, 8 KV heads of 128, 16 bits)."""
@@ -32,23 +31,24 @@ ROUNDS = 64
 """Number of rounds over which a batch size is timed: about a minute on a slow CPU, so that no single pause decides."""
 WORTH = 1.1
 """Required speedup from doubling the batch. A smaller gain may be noise and costs memory."""
-_SHOW_SECONDS = 0.5
-"""Interval between updates of the shown speed."""
 
 
-class Task(Protocol):
+class Task(ABC):
     """Work for which the target generates one text after another."""
 
+    @abstractmethod
     def submit(self) -> RequestState | None:
         """Submit the request for the next text; return None if the task has ended."""
 
+    @abstractmethod
     def take(self, request: RequestState) -> None:
         """Use a finished text. Raises DataError if the request failed."""
 
     def give_up(self, request: RequestState) -> bool:
         """Return whether the unfinished text is already unusable. If so, the task ends without it."""
+        return False
 
-    def stop(self, request: RequestState) -> None:
+    def stop(self, request: RequestState) -> None:  # noqa: B027  (a task may do nothing)
         """End the task without the unfinished text, because time is up."""
 
 
@@ -56,21 +56,16 @@ T = TypeVar("T", bound=Task)
 
 
 def run_tasks(
-    engine: Engine,
-    following: Callable[[int], T | None],
-    shown: tqdm[NoReturn] | None = None,
-    over: Callable[[], bool] = lambda: False,
+    engine: Engine, following: Callable[[int], T | None], over: Callable[[], bool] = lambda: False
 ) -> Iterator[T]:
     """Yield each task once it has ended; texts of different tasks decode in one batch.
 
     `following(running)` returns the next task, or None if none is wanted now. The iterator ends when no task runs;
-    close it early to cancel running tasks. `over()` is called before each step; once true, running tasks stop. `shown`
-    displays the tokens per second.
+    close it early to cancel running tasks. `over()` is called before each step; once true, running tasks stop.
     """
     running: dict[T, RequestState] = {}
     checked: dict[T, int] = {}
     """Number of blocks of `LOOK` tokens that have been checked in each unfinished text."""
-    speed = Speed(shown)
     try:
         while True:
             while len(running) < engine.max_batch + _AHEAD and (task := following(len(running))) is not None:
@@ -90,21 +85,19 @@ def run_tasks(
             engine.step()
             for task, request in list(running.items()):
                 before, checked[task] = checked[task], len(request.tokens) // LOOK
+                next_request = None
                 if request.finish_reason is not None:
                     task.take(request)
                     next_request = task.submit()
                 elif checked[task] > before and task.give_up(request):
                     engine.cancel(request)
-                    next_request = None
                 else:
                     continue
-                speed.finished += len(request.tokens)
                 if next_request is not None:
                     running[task], checked[task] = next_request, 0
                     continue
                 del running[task], checked[task]
                 yield task
-            speed.show(running.values())
     finally:
         for request in running.values():
             engine.cancel(request)
@@ -127,11 +120,10 @@ class Doubling:
     rows: int
     most: int = MOST_ROWS
     settled: bool = False
-    _before: tuple[int, float] = (0, 0.0)
-    """The previous batch size and its tokens per second."""
-    _full: bool = False
-    """Whether the batch has been full at this size. Earlier rounds include prefill and are not timed."""
-    _rounds: int = 0
+    _rate: float = 0.0
+    """Tokens per second at half of this size."""
+    _rounds: int = -1
+    """Number of timed rounds; -1 until the batch is full, because earlier rounds include prefill."""
     _tokens: int = 0
     _seconds: float = 0.0
 
@@ -139,8 +131,8 @@ class Doubling:
         """Add a round with its active rows, emitted tokens and duration."""
         if self.settled:
             return
-        if not self._full:
-            self._full = active >= self.rows
+        if self._rounds < 0:
+            self._rounds += active >= self.rows
             return
         self._rounds += 1
         self._tokens += tokens
@@ -149,58 +141,38 @@ class Doubling:
             self._decide(self._tokens / self._seconds)
 
     def _decide(self, rate: float) -> None:
-        rows, rate_before = self._before
-        if rate < WORTH * rate_before:
-            self.rows, self.settled = rows, True
+        if rate < WORTH * self._rate:
+            self.rows, self.settled = self.rows // 2, True
         elif 2 * self.rows > self.most:
             self.settled = True
         else:
-            self._before = self.rows, rate
-            self.rows *= 2
-            self._full, self._rounds, self._tokens, self._seconds = False, 0, 0, 0.0
+            self.rows, self._rate = 2 * self.rows, rate
+            self._rounds, self._tokens, self._seconds = -1, 0, 0.0
 
 
 def growing_engine(
     target: Target,
     head: DraftHead | None = None,
-    captured: Sequence[int] = (),
+    place: ShardPlace | None = None,
     most_tokens: int = MOST_TOKENS,
     rows: int | None = None,
 ) -> Engine:
     """Return an engine with a batch of `rows`; by default the batch grows while that increases throughput.
 
-    A `head` drafts up to `most_tokens` if that is faster; the text is the same. Hidden states of the layers `captured`
-    are kept.
+    A `head` drafts up to `most_tokens` if that is faster. With a `place`, the hidden states for it are captured. The
+    text is the same in all cases.
     """
     drafts = HeadProposer(head) if head is not None and most_tokens else None
     policy = ThroughputPolicy(most_tokens) if drafts is not None else FixedPolicy(0)
-    proposer = CapturingProposer(captured, drafts) if captured else drafts
+    layers = (*place.meta.aux_layers, target.num_layers - 1) if place is not None else ()
+    proposer = CapturingProposer(layers, drafts) if layers else drafts
     engine = Engine(target, proposer, policy=policy, max_batch=rows or FIRST_ROWS)
-    return engine if rows else let_grow(engine)
+    if rows is None:
+        doubling = Doubling(engine.max_batch)
 
+        def observe(result: RoundResult) -> None:
+            doubling.add(engine.active, result.emitted, result.seconds)
+            engine.max_batch = doubling.rows
 
-def let_grow(engine: Engine) -> Engine:
-    """Let the engine's batch grow from `max_batch` while that increases throughput. Text does not depend on it."""
-    doubling = Doubling(engine.max_batch)
-
-    def observe(result: RoundResult) -> None:
-        doubling.add(engine.active, result.emitted, result.seconds)
-        engine.max_batch = doubling.rows
-
-    engine.observer = observe
+        engine.observer = observe
     return engine
-
-
-class Speed:
-    """Shows tokens per second in a progress bar, including unfinished answers."""
-
-    def __init__(self, shown: tqdm[NoReturn] | None):
-        self.shown, self.finished = shown, 0
-        self._started = self._last = monotonic()
-
-    def show(self, running: Iterable[RequestState]) -> None:
-        now = monotonic()
-        if self.shown is not None and now >= self._last + _SHOW_SECONDS:
-            self._last = now
-            tokens = self.finished + sum(len(request.tokens) for request in running)
-            self.shown.set_postfix_str(f"{tokens / (now - self._started):,.0f} tokens/s", refresh=False)

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import starmap
 from pathlib import Path
-from typing import Any, NoReturn
-
-from tqdm import tqdm
+from typing import Any
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
@@ -22,7 +20,7 @@ from eagle_mlx.text import is_loop
 from ..conversation import Conversation, Message
 from ..jsonl import as_line, open_partial
 from ..rendering import prompt_tokens
-from .loop import run_tasks, seed_of
+from .loop import Task, run_tasks, seed_of
 from .report import Counts
 
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
@@ -61,7 +59,6 @@ def regenerate(
     engine: Engine,
     conversations: Iterable[Conversation],
     config: RegenerateConfig,
-    shown: tqdm[NoReturn] | None = None,
     skip: Callable[[Regeneration], bool] = lambda task: False,
 ) -> Iterator[Regeneration]:
     """Replace every assistant answer by the target's own; yield each conversation once its last answer is done.
@@ -80,7 +77,7 @@ def regenerate(
         return Regeneration(engine, config, position, conversation, seen[key] - 1)
 
     tasks = (one for one in starmap(task, enumerate(conversations)) if not skip(one))
-    return run_tasks(engine, lambda _: next(tasks, None), shown)
+    return run_tasks(engine, lambda _: next(tasks, None))
 
 
 def regenerate_to_file(
@@ -126,7 +123,7 @@ def regenerate_to_file(
             report.add(done.counts)
         shown_by: dict[str, Any] = {"desc": "regenerate", "unit": "conversation", "smoothing": 0.02}
         with progress_bar(total=total, initial=len(part.done), disable=not progress, **shown_by) as shown:
-            for ended in regenerate(engine, conversations, config, shown, is_done):
+            for ended in regenerate(engine, conversations, config, is_done):
                 conversation = ended.result()
                 row = as_line(conversation) if conversation is not None else b""
                 part.add(ended.position, ended.key, ended.report.counts(), row)
@@ -135,7 +132,7 @@ def regenerate_to_file(
         return part.finish(seen, overwrite), report
 
 
-class Regeneration:
+class Regeneration(Task):
     """A conversation to answer, as a task of `run_tasks`."""
 
     def __init__(self, engine: Engine, config: RegenerateConfig, position: int, source: Conversation, repeat: int):
@@ -185,12 +182,6 @@ class Regeneration:
         if output.finish_reason == "length":
             self.report.cut += 1
             self._ended = True
-
-    def give_up(self, request: RequestState) -> bool:
-        return False
-
-    def stop(self, request: RequestState) -> None:
-        """Do nothing: the messages so far are the result."""
 
     def result(self) -> Conversation | None:
         """Return the conversation up to the last answer; None if there is none."""

@@ -29,7 +29,6 @@ class ShardPlace:
     folder: Path
     meta: ShardMeta
     overwrite: bool = False
-    command: tuple[str, ...] = ()
 
 
 class ShardPlan:
@@ -122,6 +121,15 @@ class MadeShards(ShardPlan):
         return self._waiting / f"{number}{SUFFIX}"
 
 
+def complete_shards(place: ShardPlace, made_from: Mapping[str, str]) -> ShardReader | None:
+    """Return the shards in a place if they are complete and of this origin.
+
+    Raises ShardError if the manifest is damaged.
+    """
+    found = ShardReader(place.folder) if (place.folder / MANIFEST).exists() else None
+    return found if found is not None and found.manifest.made_from == made_from else None
+
+
 @contextmanager
 def open_shards(place: ShardPlace, made_from: Mapping[str, str]) -> Iterator[MadeShards]:
     """Yield the shards; they appear in their folder once the block succeeds.
@@ -129,14 +137,11 @@ def open_shards(place: ShardPlace, made_from: Mapping[str, str]) -> Iterator[Mad
     After an interruption, complete shards are reused. Raises OutputError as ShardWriter does.
     """
     waiting = place.folder.absolute().with_name(place.folder.name + ".waiting")
-    if (place.folder / MANIFEST).exists() and ShardReader(place.folder).manifest.made_from == made_from:
+    if complete_shards(place, made_from) is not None:
         yield MadeShards(place, waiting, None)
     else:
-        with ShardWriter(place.folder, place.meta, made_from, place.command, place.overwrite) as shards:
-            try:
-                waiting.mkdir(exist_ok=True)
-            except OSError as e:
-                raise OutputError(f"{waiting} cannot be created: {e.strerror or e}") from e
+        with ShardWriter(place.folder, place.meta, made_from, overwrite=place.overwrite) as shards:
+            waiting.mkdir(exist_ok=True)
             made = MadeShards(place, waiting, shards)
             yield made
             made.finish()

@@ -7,7 +7,7 @@ at the place of a user turn. A target without a chat template writes plain texts
 from __future__ import annotations
 
 import bisect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -25,7 +25,7 @@ from eagle_mlx.sampling_params import SamplingParams
 
 from ..conversation import Conversation, Message
 from ..rendering import prompt_tokens, render
-from .loop import seed_of
+from .loop import Task, seed_of
 from .report import MakeReport, loops_so_far, why_no_answer, why_no_question
 from .user_turns import DOMAINS, Domain, UserPlace, find_user_place, steerable
 
@@ -79,7 +79,7 @@ class MakeConfig:
         return SamplingParams(temperature=temperature, top_p=self.top_p, max_tokens=self.max_tokens)
 
 
-class Try(ABC):
+class Try(Task):
     """A try to make up something, as a task of `run_tasks`. It depends only on the seed and its number."""
 
     domain: str

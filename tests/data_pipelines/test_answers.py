@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -204,17 +203,18 @@ def test_an_output_that_exists_is_kept(target: Target, whole: bytes, tmp_path: P
 def test_a_full_disk_keeps_what_is_done(
     target: Target, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    path, limits = tmp_path / "a.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    path = tmp_path / "a.jsonl"
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (partial_path(path).stat().st_size + 5, limits[1]))
+
     with monkeypatch.context() as patch:
-        patch.setattr("eagle_mlx.data_pipelines.jsonl.FLUSH_SECONDS", -1.0)
-        stop_after(4, patch, lambda: patch.setattr(os, "fsync", full))
-        with pytest.raises(
-            OutputError, match=r"a.jsonl.partial could not be written: No space left.* the same command"
-        ):
-            regenerate_to_file(Engine(target), asked(), CONFIG, path)
+        stop_after(4, patch, fill)
+        try:
+            with pytest.raises(OutputError, match=r"jsonl.partial could not be written: File too large.* same command"):
+                regenerate_to_file(Engine(target), asked(), CONFIG, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(partial_path(path).read_bytes().splitlines()) >= 5
     regenerate_to_file(Engine(target), asked(), CONFIG, path)
     assert path.read_bytes() == whole

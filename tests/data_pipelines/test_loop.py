@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -61,11 +62,12 @@ def test_a_file_is_the_same_while_rows_grow(
     monkeypatch.setattr(loop, "ROUNDS", 2)
     monkeypatch.setattr(loop, "WORTH", 0.0)
     engines: list[Engine] = []
-    let_grow = loop.let_grow
-    monkeypatch.setattr(
-        "eagle_mlx.data_pipelines.synthesis.loop.let_grow",
-        lambda engine: engines.append(engine) or let_grow(engine),
-    )
+
+    def growing(*args: Any) -> Engine:
+        engines.append(loop.growing_engine(*args))
+        return engines[-1]
+
+    monkeypatch.setattr("eagle_mlx.data_pipelines.options.growing_engine", growing)
     model = talking_target_folder(tmp_path / "model")
     flags = ["--target", str(model), "--max-tokens", "8", "--output"]
     make = ["make", "--rows", "6", "--user-tokens", "40", *flags]
@@ -76,5 +78,5 @@ def test_a_file_is_the_same_while_rows_grow(
     assert cli.main([*answer, str(tmp_path / "answers.jsonl")]) == 0
     assert cli.main([*answer, str(tmp_path / "again.jsonl"), "--batch", "2"]) == 0
     assert (tmp_path / "answers.jsonl").read_bytes() == (tmp_path / "again.jsonl").read_bytes()
-    assert len(engines) == 2, "--batch N is N"
+    assert [engine.max_batch for engine in engines[1::2]] == [2, 2], "--batch N is N"
     assert engines[0].max_batch > 1

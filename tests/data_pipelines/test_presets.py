@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_mlx.data_pipelines import DataConfig, ReadReport, cli, read_conversations
-from eagle_mlx.data_pipelines.sources.presets import PRESETS
-from eagle_mlx.data_pipelines.sources.spec import parse
+from eagle_mlx.data_pipelines.sources.spec import PRESETS, parse
 from eagle_mlx.errors import ConfigError, DataError
 
 U, A, S = "user", "assistant", "system"
@@ -135,4 +134,4 @@ def test_the_list_holds_ids_contents_and_licenses(capsys: pytest.CaptureFixture[
     assert cli.main(["presets"]) == 0
     said = capsys.readouterr().out
     for name, preset in PRESETS.items():
-        assert all(text in said for text in (f"preset:{name}", preset.id, preset.holds, preset.license))
+        assert all(text in said for text in (f"preset:{name}", preset["id"], preset["holds"], preset["license"]))

@@ -1,45 +1,19 @@
-"""The output of `eagle-data inspect`: colors on a terminal, marks elsewhere, and lengths."""
+"""The output of `eagle-data inspect`: marks around what is learned, and lengths."""
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
 
 from eagle_mlx.data_pipelines import Rendered, cli
-from eagle_mlx.data_pipelines.inspect_command import escape_control_characters, histogram, marked, wants_color
+from eagle_mlx.data_pipelines.inspect_command import escape_control_characters, histogram, marked
 from tests.fakes import tiny_target_folder
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_color_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    assert wants_color(Terminal())
-    assert not wants_color(io.StringIO())
-    monkeypatch.setenv("TERM", "dumb")
-    assert not wants_color(Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_color(Terminal())
-    monkeypatch.setenv("NO_COLOR", "")
-    assert wants_color(Terminal())
-
-
-def test_what_is_learned_is_green_or_between_marks() -> None:
-    rendered = Rendered([1, 2, 3, 4], [0, 1, 1, 0])
-
-    def decode(tokens: list[int]) -> str:
-        return "".join(map(str, tokens))
-
-    assert marked(rendered, decode, color=False) == "1⟦23⟧4"
-    assert marked(rendered, decode, color=True) == "\x1b[2m1\x1b[0m\x1b[32m23\x1b[0m\x1b[2m4\x1b[0m"
+def test_what_is_learned_is_between_marks() -> None:
+    assert marked(Rendered([1, 2, 3, 4], [0, 1, 1, 0]), lambda tokens: "".join(map(str, tokens))) == "1⟦23⟧4"
 
 
 def test_data_cannot_command_the_terminal() -> None:
@@ -63,9 +37,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_target_folder(tmp_path_factory.mktemp("model") / "tiny"))
 
 
-def test_inspect_shows_some_and_measures_more(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspect_shows_some_and_measures_more(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.jsonl"
     rows = [{"q": f"say {n}", "a": f"it is {n}"} for n in range(8)]
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
@@ -81,12 +53,6 @@ def test_inspect_shows_some_and_measures_more(
     said = capsys.readouterr().out
     assert said.count("[assistant] it is") == 2
     assert "lengths" not in said
-
-    monkeypatch.setattr("eagle_mlx.data_pipelines.inspect_command.wants_color", lambda _: True)
-    assert cli.main([*argv, "--target", target]) == 0
-    said = capsys.readouterr().out
-    assert "\x1b[32mit is" in said
-    assert "⟦" not in said
 
 
 def test_prompts_alone_and_tools_can_be_looked_at(

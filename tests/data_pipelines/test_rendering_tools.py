@@ -14,12 +14,12 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from eagle_mlx.data_pipelines import (
     Conversation,
     DataConfig,
+    examine,
     parse_row,
     prompt_tokens,
     read_conversations,
     render,
     render_all,
-    unrendered,
 )
 from eagle_mlx.data_pipelines.jsonl import as_line, write_lines
 from eagle_mlx.errors import DataError
@@ -159,9 +159,9 @@ PLAIN: dict[str, Any] = {"prompt": "a", "completion": "b"}
 
 def test_26_what_a_template_renders_is_not_missed() -> None:
     for template in (ALL, MOVED):
-        lost = unrendered(tokenizer(template), parse_row(ROW, "x:1"))
+        _, lost = examine(tokenizer(template), parse_row(ROW, "x:1"))
         assert lost == ((), frozenset(), 2)
-    assert unrendered(tokenizer(LAST), parse_row(ROW, "x:1")).parts == ()
+    assert examine(tokenizer(LAST), parse_row(ROW, "x:1"))[1].parts == ()
     rows = [parse_row(row, "x:1") for row in (ROW, CALLS_ONLY, PLAIN)]
     kept, report = render_all(tokenizer(ALL), rows, 100)
     assert len(kept) == 3

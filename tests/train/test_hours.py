@@ -18,8 +18,8 @@ from eagle_mlx.data_pipelines import (
     Limits,
     MakeConfig,
     Wanted,
+    growing_engine,
     make_to_file,
-    making_engine,
     prompt_keys,
     shard_meta,
 )
@@ -136,7 +136,7 @@ def test_what_the_head_drafted_is_what_the_target_says_alone(
     rows = len(drafted.read_text().splitlines())
     known = prompt_keys(whole[0] / "made" / "00.jsonl") | prompt_keys(whole[0] / "made" / "held-out.jsonl")
     alone = tmp_path / "alone.jsonl"
-    make_to_file(making_engine(target), SHORT(seed=1), Wanted(rows=rows), alone, limits=Limits(known))
+    make_to_file(growing_engine(target), SHORT(seed=1), Wanted(rows=rows), alone, limits=Limits(known))
     assert alone.read_bytes() == drafted.read_bytes()
 
 

@@ -15,8 +15,8 @@ from eagle_mlx.data_pipelines import (
     MakeConfig,
     ShardPlace,
     Wanted,
+    growing_engine,
     make_to_file,
-    making_engine,
     prompt_keys,
     read_conversations,
     render_all,
@@ -63,7 +63,7 @@ class Portions:
             return
         making = replace(self._making(_SEEDS - 1), turns=(1.0,), max_tokens=_ANSWER)
         wanted = Wanted(rows=self._config.evaluation.prompts)
-        make_to_file(making_engine(self._target), making, wanted, file, limits=Limits(enough=enough))
+        make_to_file(growing_engine(self._target), making, wanted, file, limits=Limits(enough=enough))
 
     def prompts(self) -> list[list[int]]:
         """Return the tokens of the held-out prompts. No training conversation begins with one of them."""
@@ -85,7 +85,7 @@ class Portions:
             if drafts is not None:
                 quantize_for(drafts, self._target)
             tokens, limits = Wanted(tokens=wanted or _ALL), replace(limits, known=self._known(number))
-            engine = making_engine(self._target, place, drafts)
+            engine = growing_engine(self._target, drafts, place)
             make_to_file(engine, self._making(number), tokens, self._file(number), place=place, limits=limits)
             mx.clear_cache()  # free the KV caches before training
         return sum(self._samples(number).lengths)
