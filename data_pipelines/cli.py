@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from eagle_mlx.command import Stop, Subcommands, add_flags, arguments, exit_code, new_parser
+from eagle_mlx.command import Stop, Subcommands, arguments, exit_code, new_parser
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError
 from eagle_mlx.files import check_free, locked
 from eagle_mlx.progress import counted
-from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, setting
+from eagle_mlx.setting import AT_LEAST_1, REQUIRED, setting
 from eagle_mlx.shards import ShardReader, bytes_per_token, unfinished_folder
 
 from . import inspect_command, make_command, regenerate_command
@@ -45,10 +45,8 @@ examples:
   eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl
   eagle-data inspect builtin:python --target checkpoints/target
   eagle-data inspect preset:gsm8k --target checkpoints/target --keep-tokens :512 --dedupe prompt
-  eagle-data regenerate --target checkpoints/target --data chats.jsonl --output answers.jsonl --max-tokens 256
   eagle-data regenerate --target Qwen3-4B --data a.jsonl=0.7 b.parquet=0.3 --limit 9000 --output answers.jsonl
   eagle-data collect --target checkpoints/target --data answers.jsonl --limit 1000 --output out/shards
-  eagle-data inspect out/shards
   eagle-data collect --repair out/shards
 
 A capture or a regeneration that was interrupted continues when the same command is given again.
@@ -62,13 +60,6 @@ class CollectChoice(ChoiceOptions):
     split: Split | None = setting("train", SPLIT_HELP)
 
 
-@dataclass(frozen=True)
-class RepairOptions(Group):
-    """Repair a folder without other options."""
-
-    repair: Path | None = setting(None, "run the command that made DIR again, with --resume", metavar="DIR")
-
-
 @dataclass(frozen=True, kw_only=True)
 class CollectOptions(ReadOptions):
     """What to capture, and where to write it."""
@@ -79,7 +70,9 @@ class CollectOptions(ReadOptions):
     batch_tokens: int = setting(2048, "tokens per forward", AT_LEAST_1)
     bits: Literal[16, 8] = setting(16, "bits per value on disk")
     resume: bool = setting(False, "if DIR exists, capture its damaged shards again")
-    repair: RepairOptions = field(default_factory=RepairOptions)
+    repair: Path | None = setting(
+        None, "run the command that made DIR again, with --resume; needs no other option", metavar="DIR"
+    )
     choice: CollectChoice = field(default_factory=CollectChoice)
 
 
@@ -128,7 +121,7 @@ def collect(options: CollectOptions, given: Sequence[str]) -> None:
         f"{report.loss_tokens:,} to learn; "
         f"{report.cut:,} cut at {options.max_length} tokens, {report.dropped:,} dropped because no answer was left"
     )
-    for note in report.template.notes(target.name):
+    for note in report.notes(target.name):
         print(note)
     if not samples:
         raise DataError(f"nothing to capture from {', '.join(options.data)}; try --split all or a larger --max-length")
@@ -161,10 +154,9 @@ def _with_recorded(argv: list[str]) -> list[str]:
     Further options come last and so take precedence. Raises ShardError if the folder records no command.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_flags(parser, RepairOptions)
+    parser.add_argument("--repair", type=Path)
     found, rest = parser.parse_known_args(argv)
-    folder = RepairOptions.of(**vars(found)).repair
-    if folder is None or rest[:1] != ["collect"]:
+    if (folder := found.repair) is None or rest[:1] != ["collect"]:
         return argv
     recorded = ShardReader(folder).manifest.command
     if not recorded:

@@ -19,7 +19,7 @@ from eagle_mlx.target_options import TargetOptions
 
 from .conversation import Conversation
 from .options import SPLIT_HELP, ChoiceOptions, tokenizer_of
-from .rendering import Rendered, TemplateReport, examine
+from .rendering import Rendered, RenderReport, examine
 from .sources.reading import ReadReport, Split, read_conversations
 from .sources.spec import describe_presets
 
@@ -70,7 +70,7 @@ def inspect(options: InspectOptions) -> None:
         _inspect_shards(Path(options.data[0]))
         return
     tokenizer = tokenizer_of(options.loading.load(options.target)) if options.target else None
-    report, template, lengths, learned = ReadReport(), TemplateReport(), [], 0
+    report, template, lengths, learned = ReadReport(), RenderReport(), [], 0
     config = options.choice.config(options.data, max(options.limit, options.histogram))
     for index, conversation in enumerate(read_conversations(config, options.choice.split, tokenizer, report)):
         length = len(conversation.text or "") + sum(len(message.content) for message in conversation.messages)

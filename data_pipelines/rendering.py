@@ -44,9 +44,19 @@ class Unrendered(NamedTuple):
 
 
 @dataclass
-class TemplateReport:
-    """Counts what a chat template drops from conversations."""
+class RenderReport:
+    """Counts of rendered conversations, and of what the chat template drops from them."""
 
+    conversations: int = 0
+    """Conversations that are kept."""
+    tokens: int = 0
+    loss_tokens: int = 0
+    cut: int = 0
+    """Conversations that `max_length` shortened."""
+    dropped: int = 0
+    """Conversations dropped because `max_length` cut off all of the assistant's tokens."""
+    unusable: int = 0
+    """Conversations dropped because they have no answer or the chat template refuses them."""
     parts: Counter[str] = field(default_factory=Counter)
     """Number of conversations by dropped part, such as `tool calls`."""
     empty: int = 0
@@ -55,7 +65,7 @@ class TemplateReport:
     """Answers in the other conversations that render as nothing. They are not learned."""
 
     def add(self, lost: Unrendered) -> bool:
-        """Count one conversation and return whether it has tokens to learn from."""
+        """Count what the template drops from one conversation; return whether it has tokens to learn from."""
         self.parts.update(lost.parts)
         if lost.turns and not lost.answers:
             self.empty += 1
@@ -72,21 +82,6 @@ class TemplateReport:
         skipped = [f"{counted(self.empty, 'conversation')} skipped"] * bool(self.empty)
         skipped += [f"{counted(self.empty_turns, 'turn')} of other conversations not learned"] * bool(self.empty_turns)
         return [*lost, *([f"answers that render as nothing: {', '.join(skipped)}"] if skipped else [])]
-
-
-@dataclass
-class RenderReport:
-    conversations: int = 0
-    """Conversations that are kept."""
-    tokens: int = 0
-    loss_tokens: int = 0
-    cut: int = 0
-    """Conversations that `max_length` shortened."""
-    dropped: int = 0
-    """Conversations dropped because `max_length` cut off all of the assistant's tokens."""
-    unusable: int = 0
-    """Conversations dropped because they have no answer or the chat template refuses them."""
-    template: TemplateReport = field(default_factory=TemplateReport)
 
 
 class _Template(NamedTuple):
@@ -135,7 +130,7 @@ def render_all(
                 raise
             report.unusable += 1
             continue
-        if not report.template.add(lost):
+        if not report.add(lost):
             continue
         rendered = Rendered(whole.tokens[:max_length], whole.loss_mask[:max_length])
         report.cut += len(whole.tokens) > max_length
@@ -303,9 +298,9 @@ def _found_spans(
                 "loss mask for it; use a template with {% generation %} tags, or split the conversation so that each "
                 "part ends with one answer"
             )
-        start, _ = _common(template.encode(text[: span[0]]), tokens)
-        end, within = _common(template.encode(text[: span[1]]), tokens)
-        spans.append((start, end + within))
+        start, through = common_prefix(template.encode(text[: span[0]]), tokens), template.encode(text[: span[1]])
+        end = common_prefix(through, tokens)
+        spans.append((start, end + (end < len(through))))  # the answer may end within a token
     return spans
 
 
@@ -343,7 +338,7 @@ def _by_substitution(template: _Template, messages: Messages, turn: int, text: s
     return None
 
 
-def _common(prefix: list[int], tokens: list[int]) -> tuple[int, bool]:
-    """Return the length of the common prefix, and whether `prefix` ends within the next token."""
-    same = next((i for i, (a, b) in enumerate(zip(prefix, tokens, strict=False)) if a != b), len(prefix))
-    return same, same < len(prefix)
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))

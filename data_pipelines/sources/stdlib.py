@@ -109,9 +109,6 @@ def iter_functions(split: Split) -> Iterator[Function]:
 Side = Literal["train", "heldout", "all"]
 Reader = Callable[[SourceFile], Iterator[Conversation]]
 
-SHARES = {"docstrings": 0.3, "bare": 0.5, "files": 0.2}
-"""Shares of functions with a docstring, functions without one, and pieces of files. A kind that is used up drops out.
-"""
 MAX_DOC_CHARS = 400
 MAX_ANSWER_CHARS = 1200
 PIECE_CHARS = 1500
@@ -136,14 +133,14 @@ def iter_conversations(spec: str, split: Side, seed: int | None) -> Iterator[Con
         raise DataError(f"{spec}: the built-in sources are {', '.join(f'builtin:{n}' for n in _NAMES)}")
     files = [file for part in get_args(Split) if split in (part, "all") for file in iter_files(part)]
     if seed is None:
-        return _unique(chain.from_iterable(_READ[kind](file) for file in files for kind in kinds))
-    streams = {kind: _shuffled(files, _READ[kind], random.Random(f"{seed}/{kind}")) for kind in kinds}
+        return _unique(chain.from_iterable(_KINDS[kind][1](file) for file in files for kind in kinds))
+    streams = {kind: _shuffled(files, _KINDS[kind][1], random.Random(f"{seed}/{kind}")) for kind in kinds}
     return _unique(_mix(streams, random.Random(seed)))
 
 
 def _mix(streams: dict[str, Iterator[Conversation]], rng: random.Random) -> Iterator[Conversation]:
     while streams:
-        [kind] = rng.choices(list(streams), [SHARES[kind] for kind in streams])
+        [kind] = rng.choices(list(streams), [_KINDS[kind][0] for kind in streams])
         conversation = next(streams[kind], None)
         if conversation is None:
             del streams[kind]
@@ -168,7 +165,7 @@ def _chats(documented: bool, file: SourceFile) -> Iterator[Conversation]:
     """Yield the file's short functions, either those with a docstring or those without."""
     for function in functions_of(file):
         if len(function.code) <= MAX_ANSWER_CHARS and bool(function.docstring) == documented:
-            messages = tuple(Message(m["role"], m["content"]) for m in function.messages())
+            messages = tuple(Message(**message) for message in function.messages())
             yield Conversation(messages, origin=f"builtin:python:{function.path}:{function.name}")
 
 
@@ -193,4 +190,11 @@ def _unique(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
             yield conversation
 
 
-_READ: dict[str, Reader] = {"docstrings": partial(_chats, True), "bare": partial(_chats, False), "files": _pieces}
+_KINDS: dict[str, tuple[float, Reader]] = {
+    "docstrings": (0.3, partial(_chats, True)),
+    "bare": (0.5, partial(_chats, False)),
+    "files": (0.2, _pieces),
+}
+"""Shares and readers of functions with a docstring, functions without one, and pieces of files. A kind that is used up
+drops out.
+"""

@@ -105,7 +105,7 @@ class MakeReport(Counts):
     """Conversations in the held-out split."""
     endless: int = _failure("user turns without an end")
     markup: int = _failure("turns with special tokens")
-    short: int = _failure(f"user turns of less than {LEAST_WORDS} words")
+    short: int = _failure(f"user turns of fewer than {LEAST_WORDS} words")
     question_loops: int = _failure("user turns that loop")
     no_user: int = _failure("user turns that sound like an assistant")
     silent: int = _failure("empty answers")

@@ -24,10 +24,10 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 
 from ..conversation import Conversation, Message
-from ..rendering import prompt_tokens, render
+from ..rendering import common_prefix, prompt_tokens, render
 from .loop import Task, seed_of
 from .report import MakeReport, loops_so_far, why_no_answer, why_no_question
-from .user_turns import DOMAINS, Domain, UserPlace, find_user_place, steerable
+from .user_turns import DOMAINS, Domain, find_user_place, steerable
 
 A = TypeVar("A")
 
@@ -59,20 +59,14 @@ class MakeConfig:
             if not getattr(self, name):
                 raise ConfigError(f"{name} must have at least one value")
         if min(self.turns) < 0 or not sum(self.turns) > 0:
-            raise ConfigError(f"turns {self.turns}: shares must be at least 0, and one must be above 0")
+            raise ConfigError(f"turns {self.turns}: each share must be 0 or more, and at least one must be above 0")
         for temperature in self.temperatures:
             self.answer(temperature)
-        self.question(UserPlace((), (), ()))
+        self.question()
 
-    def question(self, place: UserPlace) -> SamplingParams:
+    def question(self) -> SamplingParams:
         """Return the sampling parameters for a user turn."""
-        return SamplingParams(
-            temperature=self.user_temperature,
-            top_p=self.user_top_p,
-            max_tokens=self.user_tokens,
-            stop_token_ids=place.stop_token_ids,
-            stop=place.stop,
-        )
+        return SamplingParams(temperature=self.user_temperature, top_p=self.user_top_p, max_tokens=self.user_tokens)
 
     def answer(self, temperature: float) -> SamplingParams:
         """Return the sampling parameters for an answer."""
@@ -222,7 +216,8 @@ class ConversationTry(Try):
             prompt = prompt_tokens(self._tokenizer, Conversation(tuple(self.under(self.system))))
             return prompt, replace(self.config.answer(self.temperature), seed=seed)
         place = find_user_place(self._tokenizer, self.under(self._steering), self.engine.target.name, self.begun)
-        return list(place.tokens), replace(self.config.question(place), seed=seed)
+        ends = {"stop_token_ids": place.stop_token_ids, "stop": place.stop}
+        return list(place.tokens), replace(self.config.question(), seed=seed, **ends)
 
     def add(self, request: RequestState, output: Output, said: list[int]) -> bool:
         follows = self._add_answer(request, output, said) if self.answering else self._add_question(output, said)
@@ -267,9 +262,8 @@ class ConversationTry(Try):
         if not self.kept:
             return [0] * len(prompt)
         rendered = render(self._tokenizer, Conversation(tuple(self.under(self.system))))
-        same = next((i for i, (a, b) in enumerate(zip(rendered.tokens, prompt, strict=False)) if a != b), None)
-        mask = rendered.loss_mask[: min(len(prompt), len(rendered.tokens)) if same is None else same]
-        return [*mask, *([0] * (len(prompt) - len(mask)))]
+        same = common_prefix(rendered.tokens, prompt)
+        return [*rendered.loss_mask[:same], *([0] * (len(prompt) - same))]
 
     def _fits(self) -> bool:
         """Return whether the next turn fits in the target's context."""
@@ -295,11 +289,8 @@ class TextTry(Try):
         self._begin, self._text = begin, ""
 
     def prompt(self) -> tuple[list[int], SamplingParams]:
-        seed, config = seed_of(self.config.seed, self.number, self.domain), self.config
-        params = SamplingParams(
-            temperature=config.user_temperature, top_p=config.user_top_p, max_tokens=config.max_tokens, seed=seed
-        )
-        return self._begin, params
+        seed = seed_of(self.config.seed, self.number, self.domain)
+        return self._begin, replace(self.config.question(), max_tokens=self.config.max_tokens, seed=seed)
 
     def add(self, request: RequestState, output: Output, said: list[int]) -> bool:
         if self.answered(request, output, said, [0] * len(request.prompt)):

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 
-from eagle_mlx.data_pipelines import ShardCapture
+from eagle_mlx.data_pipelines.capturing import ShardCapture
 from tests.data_pipelines.rows import AUX, conversations
 from tests.fakes import tiny_target
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.data_pipelines import Conversation, Message, RegenerateConfig, cli, regenerate_to_file
+from eagle_mlx.data_pipelines import Conversation, Message, cli
 from eagle_mlx.data_pipelines.jsonl import PartialFile, open_partial, partial_path
+from eagle_mlx.data_pipelines.synthesis.regeneration import RegenerateConfig, regenerate_to_file
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError, OutputError
 from eagle_mlx.heads.eagle3 import save_eagle3

@@ -26,7 +26,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 def command(target: str, tmp_path: Path) -> list[str]:
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    argv = ["collect", "--target", target, "--data", str(path), "--split", "all", "--max-length", "300"]
+    argv = [
+        "collect",
+        "--target",
+        target,
+        "--data",
+        str(path),
+        "--split",
+        "all",
+        "--max-length",
+        "300",
+        "--batch-tokens",
+        "512",
+    ]
     return [*argv, "--output", str(tmp_path / "s")]
 
 

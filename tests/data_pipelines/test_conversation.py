@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.data_pipelines import Conversation, Message, parse_row
+from eagle_mlx.data_pipelines import Conversation, Message
+from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.errors import DataError
 
 HI = (Message("user", "Hi"), Message("assistant", "Yo"))

@@ -13,9 +13,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from eagle_mlx.data_pipelines import beginning, cli, render
+from eagle_mlx.data_pipelines import beginning, cli
 from eagle_mlx.data_pipelines.capturing import capture_to_shards, shard_meta
 from eagle_mlx.data_pipelines.jsonl import partial_path
+from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.data_pipelines.synthesis.file import Wanted, make_to_file
 from eagle_mlx.data_pipelines.synthesis.shards import ShardPlace

@@ -19,10 +19,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.data_pipelines import DataConfig, cli, read_conversations, render
+from eagle_mlx.data_pipelines import DataConfig, cli, read_conversations
 from eagle_mlx.data_pipelines.capturing import capture_to_shards, shard_meta
 from eagle_mlx.data_pipelines.conversation import Conversation, Message
 from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
+from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.data_pipelines.synthesis import loop as loop_module
 from eagle_mlx.data_pipelines.synthesis import report as report_module

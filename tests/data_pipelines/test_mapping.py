@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.data_pipelines import Conversation, FieldMap, Message, parse_row
-from eagle_mlx.data_pipelines.sources.rows import choose
+from eagle_mlx.data_pipelines import Conversation, Message
+from eagle_mlx.data_pipelines.sources.rows import FieldMap, choose, parse_row
 from eagle_mlx.errors import ConfigError, DataError
 
 HI = (Message("user", "Hi"), Message("assistant", "Yo"))

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.data_pipelines import Conversation, Message, RegenerateConfig, RegenerateReport, parse_row, regenerate
+from eagle_mlx.data_pipelines import Conversation, Message
+from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.data_pipelines.synthesis.loop import seed_of
+from eagle_mlx.data_pipelines.synthesis.regeneration import RegenerateConfig, RegenerateReport, regenerate
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.policy import FixedPolicy

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from eagle_mlx.data_pipelines import Conversation, Message, render, render_all
+from eagle_mlx.data_pipelines import Conversation, Message, render_all
+from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.errors import DataError
 from tests.fakes import EMBEDDED_TARGET
 from tests.full import some

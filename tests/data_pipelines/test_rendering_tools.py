@@ -11,17 +11,10 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from eagle_mlx.data_pipelines import (
-    Conversation,
-    DataConfig,
-    examine,
-    parse_row,
-    prompt_tokens,
-    read_conversations,
-    render,
-    render_all,
-)
+from eagle_mlx.data_pipelines import Conversation, DataConfig, prompt_tokens, read_conversations, render_all
 from eagle_mlx.data_pipelines.jsonl import as_line, write_lines
+from eagle_mlx.data_pipelines.rendering import examine, render
+from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.errors import DataError
 from tests.fakes import EMBEDDED_TARGET
 
@@ -165,7 +158,7 @@ def test_26_what_a_template_renders_is_not_missed() -> None:
     rows = [parse_row(row, "x:1") for row in (ROW, CALLS_ONLY, PLAIN)]
     kept, report = render_all(tokenizer(ALL), rows, 100)
     assert len(kept) == 3
-    assert report.template.notes("tiny") == []
+    assert report.notes("tiny") == []
 
 
 @pytest.mark.parametrize("template", [IGNORING, TAGGED])
@@ -176,7 +169,7 @@ def test_26_what_a_template_ignores_is_counted_and_empty_answers_are_not_learned
     learned = [t.decode([a for a, b in zip(*one, strict=True) if b]) for one in kept]
     assert learned == ["Yes<|im_end|>", "b<|im_end|>"]
     assert (report.conversations, report.dropped, report.unusable) == (2, 0, 0)
-    assert report.template.notes("tiny") == [
+    assert report.notes("tiny") == [
         "the chat template of tiny does not render reasoning: 3 conversations affected",
         "the chat template of tiny does not render tool calls: 2 conversations affected",
         "the chat template of tiny does not render tool results: 1 conversation affected",
@@ -188,4 +181,4 @@ def test_26_what_a_template_ignores_is_counted_and_empty_answers_are_not_learned
 def test_26_an_answer_that_was_empty_from_the_start_is_not_learned() -> None:
     empty = parse_row({"prompt": "a", "completion": ""}, "x:1")
     kept, report = render_all(tokenizer(ALL), [empty, parse_row(PLAIN, "x:2")], 100)
-    assert (len(kept), report.template.empty) == (1, 1)
+    assert (len(kept), report.empty) == (1, 1)

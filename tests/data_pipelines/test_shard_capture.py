@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.data_pipelines import ShardCapture, capture, capture_to_shards
+from eagle_mlx.data_pipelines import capture, capture_to_shards
+from eagle_mlx.data_pipelines.capturing import ShardCapture
 from eagle_mlx.errors import OutputError, ShardError, TargetError
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.shards import ShardReader, ShardWriter, unfinished_folder

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_mlx.data_pipelines import cli, render
+from eagle_mlx.data_pipelines import cli
+from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import load_target

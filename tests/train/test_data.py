@@ -127,7 +127,7 @@ def test_states_are_kept_where_they_fit(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_interrupted_capture_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = config(chats(tmp_path, "a", 400), states="disk", cache_bits=8, cache_dir=str(tmp_path / "kept"))
+    settings = config(chats(tmp_path, "a", 700), states="disk", cache_bits=8, cache_dir=str(tmp_path / "kept"))
     whole = training_data(TARGET, settings.changed(cache_dir=str(tmp_path / "whole")))
     written, write = [], ShardWriter.write
 

@@ -151,7 +151,7 @@ def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[R
     left_out = ReadReport()
     found = read_conversations(data_config(config), "train", target.tokenizer, left_out)
     rendered, report = render_all(target.tokenizer, found, length, config.data.skip_bad)
-    notes = report.template.notes(target.name)
+    notes = report.notes(target.name)
     if not rendered:
         raise DataError(
             f"no usable conversations in {', '.join(sources_of(config))}; check the source, or raise --max-length"
@@ -159,7 +159,7 @@ def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[R
         )
     for note in notes if progress else ():
         print(note, file=sys.stderr)
-    return rendered, {"left_out": left_out.left_out + report.unusable + report.template.empty}
+    return rendered, {"left_out": left_out.left_out + report.unusable + report.empty}
 
 
 def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) -> TrainData:
