@@ -162,9 +162,11 @@ class ShardCapture:
     def run(self, shards: ShardWriter, progress: bool = False) -> None:
         """Capture the missing shards. Raises OutputError if writing fails; shards already written are kept."""
         missing, total = self.missing(shards), sum(self._tokens)
+        if not missing:
+            return
         batches = chain.from_iterable(self._shards[index] for index in missing)
         captured = capture_batches(self.target, self.aux_layers, batches)
-        with _bar(total, progress and bool(missing), total - self.tokens(missing)) as bar:
+        with _bar(total, progress, total - self.tokens(missing)) as bar:
             for index in missing:
                 examples = []
                 for example in islice(captured, sum(map(len, self._shards[index]))):

@@ -165,7 +165,7 @@ def _chats(documented: bool, file: SourceFile) -> Iterator[Conversation]:
     """Yield the file's short functions, either those with a docstring or those without."""
     for function in functions_of(file):
         if len(function.code) <= MAX_ANSWER_CHARS and bool(function.docstring) == documented:
-            messages = tuple(Message(**message) for message in function.messages())
+            messages = (Message("user", function.prompt), Message("assistant", function.code))
             yield Conversation(messages, origin=f"builtin:python:{function.path}:{function.name}")
 
 

@@ -216,8 +216,8 @@ class ConversationTry(Try):
             prompt = prompt_tokens(self._tokenizer, Conversation(tuple(self.under(self.system))))
             return prompt, replace(self.config.answer(self.temperature), seed=seed)
         place = find_user_place(self._tokenizer, self.under(self._steering), self.engine.target.name, self.begun)
-        ends = {"stop_token_ids": place.stop_token_ids, "stop": place.stop}
-        return list(place.tokens), replace(self.config.question(), seed=seed, **ends)
+        params = replace(self.config.question(), seed=seed, stop_token_ids=place.stop_token_ids, stop=place.stop)
+        return list(place.tokens), params
 
     def add(self, request: RequestState, output: Output, said: list[int]) -> bool:
         follows = self._add_answer(request, output, said) if self.answering else self._add_question(output, said)
