@@ -19,7 +19,7 @@ from eagle_mlx.memory import free_memory, gb, models_bytes
 from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, FINITE, GIGABYTES, SECONDS_OR_0, Group, flag, setting, settings_of
 
 from ..speculation import bytes_of
-from .guard import check_trusted, is_loopback
+from .guard import is_loopback
 from .limits import Limits
 from .loader import LoadConfig, check, load, several
 from .models import Models, read_models
@@ -50,39 +50,6 @@ A request names its model in "model". If memory runs short, the model that has b
 
 A request can disable speculation with "spec_decode": "none", or limit it with "num_speculative_tokens". /health
 returns starting, ready or draining; /metrics is for Prometheus. After SIGTERM, requests in progress finish first."""
-
-
-@dataclass(frozen=True)
-class PlaceOptions(Group):
-    """The server's address, and who may use it."""
-
-    host: str = setting("127.0.0.1", "address to listen at; the default accepts only this machine", metavar="HOST")
-    port: int = setting(8000, "port to listen at; 0 chooses a free one")
-    api_key: str | None = setting(
-        None,
-        "key that clients must send, or several, separated by spaces; each has its own prefix cache "
-        "(default: EAGLE_API_KEY, or no key)",
-        metavar="KEY",
-    )
-    cache_report: bool = setting(
-        Settings.cache_report, "report how many prompt tokens came from the prefix cache; otherwise the counts are 0"
-    )
-    served_model_name: str | None = setting(None, "model name for clients (default: the folder's name or the hub id)")
-    allow_origin: tuple[str, ...] = setting((), "web origin to allow (CORS); repeatable", metavar="URL", repeat=True)
-    allowed_host: tuple[str, ...] = setting(
-        (),
-        "host name to accept in requests besides localhost; repeatable (default: any, but none at 127.0.0.1)",
-        metavar="NAME",
-        repeat=True,
-    )
-    forwarded_allow_ips: str = setting(
-        "",
-        "proxies to trust for X-Forwarded-For: addresses or networks, separated by commas, or * (default: none)",
-        metavar="LIST",
-    )
-    ignore_unknown_fields: bool = setting(
-        False, "ignore unknown request fields, like vLLM and llama.cpp, instead of refusing them"
-    )
 
 
 @dataclass(frozen=True)
@@ -118,7 +85,7 @@ class ServeOptions(Group):
     models: Path | None = setting(
         None, "serve several models, listed in this YAML file; see the example below", metavar="FILE"
     )
-    place: PlaceOptions = field(default_factory=PlaceOptions)
+    place: Settings = field(default_factory=Settings)
     model: LoadConfig = field(default_factory=LoadConfig)
     limits: LimitOptions = field(default_factory=LimitOptions)
 
@@ -145,22 +112,13 @@ class ServeOptions(Group):
         return configs
 
     def settings(self) -> Settings:
-        """Return the settings that all models share. Raises ConfigError for an invalid key or proxy list."""
+        """Return the settings that all models share. Raises ConfigError for an invalid key."""
         place, limits = self.place, self.limits
-        key = place.api_key if place.api_key is not None else os.environ.get("EAGLE_API_KEY")
-        if key is not None and not (key.split() and key.isascii() and key.isprintable()):
-            raise ConfigError(
-                "--api-key (or EAGLE_API_KEY) must be printable ASCII and not empty; separate several keys by spaces"
-            )
         seconds = math.inf if limits.request_seconds is None else limits.request_seconds
-        body = int(limits.max_body_mb * (1 << 20))
-        return Settings(
-            limits=Limits(body, limits.max_queue, request_seconds=seconds),
-            api_key=key,
-            cache_report=place.cache_report,
-            origins=place.allow_origin,
-            forwarded_allow_ips=check_trusted(place.forwarded_allow_ips),
-            ignore_unknown_fields=place.ignore_unknown_fields,
+        return replace(
+            place,
+            api_key=os.environ.get("EAGLE_API_KEY") if place.api_key is None else place.api_key,
+            limits=Limits(int(limits.max_body_mb * (1 << 20)), limits.max_queue, request_seconds=seconds),
             drain_seconds=limits.drain_seconds,
         )
 

@@ -22,7 +22,7 @@ from eagle_mlx.errors import ConfigError
 
 from . import chat, completions, metrics, routes
 from .errors import add_handlers
-from .guard import HostGuard, KeyGuard, RequestForms
+from .guard import HostGuard, KeyGuard, RequestForms, check_trusted
 from .limits import Limits
 from .messages.answer import router as messages
 from .messages.request import CountTokensRequest, MessagesRequest
@@ -89,10 +89,9 @@ def create_app(models: Models) -> FastAPI:
         app.include_router(router)
     if settings.api_key is not None:
         app.add_middleware(KeyGuard, keys=settings.api_key.split())
-    if settings.origins:  # before the key check: browsers send preflight requests without a key
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
-        )
+    if settings.allow_origin:  # before the key check: browsers send preflight requests without a key
+        origins, methods = settings.allow_origin, ["GET", "POST", "DELETE"]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
     if settings.hosts is not None:
         app.add_middleware(HostGuard, allowed=settings.hosts)
     app.add_middleware(RequestForms)  # outermost: the guards read the path and the host
@@ -180,7 +179,7 @@ class Server(uvicorn.Server):
             lifespan="on",
             http=Connection,
             ws="none",
-            proxy_headers=bool(proxies := app.state.models.settings.forwarded_allow_ips),
+            proxy_headers=bool(proxies := check_trusted(app.state.models.settings.forwarded_allow_ips)),
             forwarded_allow_ips=list(proxies),
         )
         super().__init__(config)

@@ -16,10 +16,13 @@ from time import perf_counter
 from typing import Any, Literal
 
 from eagle_mlx.engine import Engine
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request_state import RequestState
+from eagle_mlx.setting import Group, setting
 
 from .errors import ApiError
+from .guard import check_trusted
 from .limits import Limits, waits_for
 from .model import Loaded
 from .worker import Job, RequestEvent, Worker
@@ -106,22 +109,50 @@ State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The operator's settings for all models; `cli.PlaceOptions` and `cli.LimitOptions` describe them."""
+class Settings(Group):
+    """The server's address, and who may use it."""
 
+    host: str = setting("127.0.0.1", "address to listen at; the default accepts only this machine", metavar="HOST")
+    port: int = setting(8000, "port to listen at; 0 chooses a free one")
+    api_key: str | None = setting(
+        None,
+        "key that clients must send, or several, separated by spaces; each has its own prefix cache "
+        "(default: EAGLE_API_KEY, or no key)",
+        metavar="KEY",
+    )
+    cache_report: bool = setting(
+        True, "report how many prompt tokens came from the prefix cache; otherwise the counts are 0"
+    )
+    served_model_name: str | None = setting(None, "model name for clients (default: the folder's name or the hub id)")
+    allow_origin: tuple[str, ...] = setting((), "web origin to allow (CORS); repeatable", metavar="URL", repeat=True)
+    allowed_host: tuple[str, ...] = setting(
+        (),
+        "host name to accept in requests besides localhost; repeatable (default: any, but none at 127.0.0.1)",
+        metavar="NAME",
+        repeat=True,
+    )
+    forwarded_allow_ips: str = setting(
+        "",
+        "proxies to trust for X-Forwarded-For: addresses or networks, separated by commas, or * (default: none)",
+        metavar="LIST",
+    )
+    ignore_unknown_fields: bool = setting(
+        False, "ignore unknown request fields, like vLLM and llama.cpp, instead of refusing them"
+    )
     limits: Limits = field(default_factory=Limits)
-    api_key: str | None = None
-    """Accepted keys, separated by spaces."""
-    cache_report: bool = True
-    origins: tuple[str, ...] = ()
-    """Origins of web pages that may use the server."""
+    drain_seconds: float = 30.0
     hosts: tuple[str, ...] | None = None
     """Accepted host names besides loopback ones; None accepts any."""
-    forwarded_allow_ips: tuple[str, ...] = ()
-    ignore_unknown_fields: bool = False
-    drain_seconds: float = 30.0
     is_local: bool = True
     """Whether only this machine can connect."""
+
+    def _check(self) -> None:
+        key = self.api_key
+        if key is not None and not (key.split() and key.isascii() and key.isprintable()):
+            raise ConfigError(
+                "--api-key (or EAGLE_API_KEY) must be printable ASCII and not empty; separate several keys by spaces"
+            )
+        check_trusted(self.forwarded_allow_ips)
 
 
 @dataclass(frozen=True)

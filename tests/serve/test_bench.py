@@ -95,18 +95,19 @@ def tiny_runs(temperature: float = 0.0, batches: Sequence[int] = (1,), repeats: 
     target = tiny_target(tokenizer=True)
     models = Models(target, tiny_head(target, draft_vocab=64), tiny_target(seed=1, layers=2, tokenizer=True))
     modes = build_modes(models, DEFAULT_MODES, batches, in_full([2, 3], [3]))
-    plan = BenchConfig(in_full(12, 8), temperature=temperature, repeats=repeats, least_distinct=0.0)
+    plan = BenchConfig(in_full(12, 6), temperature=temperature, repeats=repeats, least_distinct=0.0)
     return measure(target, modes, PROMPTS, plan, progress=False)
 
 
 def test_all_modes_produce_the_same_greedy_text() -> None:
-    runs = tiny_runs(batches=(1, 3), repeats=in_full(2, 1))
+    batches = in_full((1, 3), (3,))
+    runs = tiny_runs(batches=batches, repeats=in_full(2, 1))
     assert [(run.mode, run.batch, run.depth) for run in runs] == [
         ("mlx-lm", 1, 0),
         *[("mlx-lm-draft", 1, depth) for depth in in_full([2, 3], [3])],
         *[
             (mode, batch, depth)
-            for batch in (1, 3)
+            for batch in batches
             for mode, depth in [
                 *([("mlx-lm-batch", 0)] if batch > 1 else []),
                 ("plain", 0),
@@ -143,7 +144,7 @@ def test_seeded_sampling_is_compared_with_the_plain_engine() -> None:
 def test_modes_that_take_turns_produce_the_same_text() -> None:
     target = tiny_target(tokenizer=True)
     names: list[ModeName] = ["mlx-lm", "mlx-lm-batch", "plain", "ngram"]
-    plan = BenchConfig(max_tokens=12, repeats=in_full(2, 1), least_distinct=0.0)
+    plan = BenchConfig(max_tokens=in_full(12, 8), repeats=in_full(2, 1), least_distinct=0.0)
     for batch in in_full([1, 2], [2]):
         modes = build_modes(Models(target), names, [batch], [3])
         whole = measure(target, modes, PROMPTS, plan, progress=False)
@@ -221,8 +222,8 @@ def test_loops_are_left_out_and_counted() -> None:
     target.model.model.norm.weight *= 0
     target.model.model.norm.weight[0] = 1.0
     with pytest.raises(ConfigError, match="continuations loop"):
-        measure(target, modes, PROMPTS, BenchConfig(max_tokens=40, repeats=1), progress=False)
-    (run,) = measure(target, modes, PROMPTS, BenchConfig(max_tokens=40, repeats=1, least_distinct=0.0), progress=False)
+        measure(target, modes, PROMPTS, BenchConfig(max_tokens=16, repeats=1), progress=False)
+    (run,) = measure(target, modes, PROMPTS, BenchConfig(max_tokens=16, repeats=1, least_distinct=0.0), progress=False)
     assert run.prompts + run.left_out_looping == len(PROMPTS)
 
 

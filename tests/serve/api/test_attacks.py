@@ -249,7 +249,7 @@ def test_texts_that_cannot_fit_are_refused(server: Live, path: str, body: dict[s
 def test_a_short_request_does_not_wait_for_all_requests_of_another_client() -> None:
     long = {"prompt": ["x"] * 40, "max_tokens": 20, "ignore_eos": True, "stream": True}
     other = {"X-Forwarded-For": "192.0.2.7"}  # from a proxy on this machine
-    behind = wide(forwarded_allow_ips=("127.0.0.1",))
+    behind = wide(forwarded_allow_ips="127.0.0.1")
     with live(settings=behind) as server, server.http.stream("POST", COMPLETIONS, json=long) as many:
         pieces = many.iter_text()
         assert next(pieces)
@@ -272,7 +272,7 @@ def test_15_forged_addresses_share_one_clients_slots(encoder: LongTexts, caplog:
 
 
 def test_one_client_cannot_take_all_places(encoder: LongTexts) -> None:
-    other, behind = {"X-Forwarded-For": "192.0.2.7"}, wide(Limits(queue=12), forwarded_allow_ips=("127.0.0.1",))
+    other, behind = {"X-Forwarded-For": "192.0.2.7"}, wide(Limits(queue=12), forwarded_allow_ips="127.0.0.1")
     with live(unbounded, behind) as server, many_long_texts(server, "/tokenize", 14):
         server.until(lambda: server.service.slots_taken == 14)
         for path, body in [(CHAT, SHORT), ("/tokenize", {"prompt": "x"})]:

@@ -16,7 +16,7 @@ MODELS = "/v1/models"
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Live]:
-    with live(settings=wide(hosts=("llm.local",), api_key="secret", origins=("*",))) as running:
+    with live(settings=wide(hosts=("llm.local",), api_key="secret", allow_origin=("*",))) as running:
         yield running
 
 
@@ -115,7 +115,7 @@ def test_15_an_invalid_proxy_address_is_refused_at_startup(capsys: pytest.Captur
 
 
 def test_20_a_refused_key_is_one_line_with_the_address_and_no_secret(caplog: pytest.LogCaptureFixture) -> None:
-    with live(settings=wide(api_key="sesame", forwarded_allow_ips=("127.0.0.1", "10.0.0.0/8"))) as server:
+    with live(settings=wide(api_key="sesame", forwarded_allow_ips="127.0.0.1, 10.0.0.0/8")) as server:
         headers = {
             "X-Forwarded-For": "192.0.2.66, 192.0.2.7, 10.9.9.9",
             "x-api-key": "guessed",

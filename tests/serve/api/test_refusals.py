@@ -42,7 +42,7 @@ def formed(form: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Live]:
     limits = Limits(body_bytes=4096, queue=2)
-    with live(settings=wide(limits, api_key="secret", origins=("https://page.example",))) as running:
+    with live(settings=wide(limits, api_key="secret", allow_origin=("https://page.example",))) as running:
         yield running
 
 

@@ -107,7 +107,7 @@ def test_a_server_with_hanging_threads_ends_in_time(monkeypatch: pytest.MonkeyPa
         sock.close()
 
 
-def test_no_process_outlives_the_server(acknowledge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_outlives_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Process] = []
     fork, start = Process.fork, Process.start
     monkeypatch.setattr(Process, "fork", lambda self: started.append(fork(self)) or started[-1])  # type: ignore[func-returns-value]

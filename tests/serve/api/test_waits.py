@@ -315,7 +315,7 @@ def test_invalid_times_are_refused(server: Live, capsys: pytest.CaptureFixture[s
 
 def test_clients_are_distinguished_by_address() -> None:
     """With a proxy on this machine, by the address that it names."""
-    behind = {"forwarded_allow_ips": ("127.0.0.1",)}
+    behind = {"forwarded_allow_ips": "127.0.0.1"}
     with ThreadPoolExecutor(6) as pool, gated(max_batch=1, **behind) as (server, gate):
         body = {"prompt": [5, 6, 7], "max_tokens": 3}
 

@@ -432,7 +432,7 @@ def test_a_row_that_reaches_the_lexer_limit_does_not_change_the_grammar() -> Non
     assert begun.advance(tokenizer_of("plain").encode("red", add_special_tokens=False)[0])
 
 
-def test_killed_processes_are_started_again(acknowledge: bool) -> None:
+def test_killed_processes_are_started_again() -> None:
     grammars = Grammars.of(target_of("plain"))
     make = grammars.grammar(by_schema(SCHEMA))
     assert make is not None
@@ -445,7 +445,7 @@ def test_killed_processes_are_started_again(acknowledge: bool) -> None:
     assert allows(grammars.grammar(by_schema(SCHEMA)), ANSWER)
 
 
-def test_no_process_outlives_its_row_or_all_the_grammars(acknowledge: bool) -> None:
+def test_no_process_outlives_its_row_or_all_the_grammars() -> None:
     grammars = Grammars.of(target_of("plain"))
     make: Any = grammars.grammar(by_schema(SCHEMA))
     row: Any = fresh(make, tokenizer_of("plain").encode('{"name":', add_special_tokens=False))
