@@ -37,7 +37,6 @@ SHARE = Limit(lambda value: 0 <= value <= 1, "must be between 0 and 1, not {}")
 GIGABYTES = Limit(lambda value: 1e-9 <= value < math.inf, "must be above 0, not {}")
 GIGABYTES_OR_0 = Limit(lambda value: 0 <= value < math.inf, "must be at least 0, not {}")
 SECONDS_OR_0 = GIGABYTES_OR_0
-FINITE = Limit(math.isfinite, "must be a number, not {}")
 _UNIONS = (types.UnionType, typing.Union)
 REQUIRED = dataclasses.MISSING
 """The default of a required setting."""

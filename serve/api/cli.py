@@ -16,7 +16,7 @@ from typing import NoReturn
 from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.memory import free_memory, gb, models_bytes
-from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, FINITE, GIGABYTES, SECONDS_OR_0, Group, flag, setting, settings_of
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, GIGABYTES, SECONDS_OR_0, Group, Limit, flag, setting, settings_of
 
 from ..speculation import bytes_of
 from .guard import is_loopback
@@ -58,7 +58,10 @@ class LimitOptions(Group):
 
     max_queue: int = setting(Limits.queue, "requests that may wait for a model; more are refused with 429", AT_LEAST_0)
     max_body_mb: float = setting(
-        Limits.body_bytes / (1 << 20), "size limit of a request; larger ones get 413", FINITE, metavar="MB"
+        Limits.body_bytes / (1 << 20),
+        "size limit of a request; larger ones get 413",
+        Limit(lambda size: 0.001 <= size < math.inf, "must be at least 0.001, not {}"),
+        metavar="MB",
     )
     request_seconds: float | None = setting(
         None,

@@ -15,7 +15,6 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.errors import ConfigError
 from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError, client_gone
@@ -26,7 +25,7 @@ _LINGERING = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of requests. Raises ConfigError for a bound that would refuse everything."""
+    """Bounds of requests."""
 
     body_bytes: int = 8 << 20
     queue: int = 128
@@ -59,10 +58,6 @@ class Limits:
     """How long a client may read nothing of its answer, as nginx's send_timeout."""
     room_seconds: float = 60.0
     """How long to wait for other models to become idle before one can be loaded, as nginx's proxy_read_timeout."""
-
-    def __post_init__(self) -> None:
-        if self.body_bytes < 1024:
-            raise ConfigError(f"--max-body-mb leaves {self.body_bytes} bytes for a body; give at least 0.001")
 
     def check_prompts(self, count: int) -> None:
         if not count:
@@ -152,18 +147,14 @@ class Pools:
         elif has_schema:
             pool, semaphore = self._schemas, self._schema_semaphore
         else:
-            return await _in(self._short, work)
+            return await asyncio.get_running_loop().run_in_executor(self._short, work)
         async with semaphore.acquire(client):
-            return await _in(pool, work)
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def close(self) -> None:
         """Start no more work, and do not wait for running work."""
         for pool in (self._short, self._long, self._schemas):
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-async def _in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
 class FairSemaphore:
