@@ -34,6 +34,8 @@ _REPLACED = ("*.safetensors", "*.safetensors.index.json", _TORCH, "pytorch_model
 """Files of an older head to delete when a newer one is published."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 """The first bytes of a Git LFS pointer (Git LFS, docs/spec.md)."""
+_QUICK = 5.0
+"""Timeout of `quick_file` in seconds; a reachable hub answers in less than one."""
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 _TransportError = cast("type[Exception]", HfHubHTTPError.__bases__[0])
 """The base class of the HTTP library's errors, which huggingface_hub does not catch."""
@@ -69,6 +71,21 @@ def cached(repo: str) -> Path | None:
         return None
     folder = Path(config).parent
     return folder if any(folder.glob("*.safetensors")) or any(folder.glob(_TORCH)) else None
+
+
+def quick_file(repo: str, file: str) -> Path:
+    """Return one file of a repository from the hub's cache, or fetch it if the hub answers at once.
+
+    Never retries. Raises UnreachableError if the hub does not answer, EagleError as in `resolve`.
+    """
+    found = huggingface_hub.try_to_load_from_cache(repo, file)
+    if isinstance(found, str):
+        return Path(found)
+    with _asking(repo, repo, f"{file} of {repo}"):
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, file), timeout=_QUICK)
+    fetched = fetch_file(repo, file)
+    assert fetched is not None, "a required file"
+    return fetched
 
 
 def fetch_file(repo: str, file: str, commit: str | None = None, required: bool = True) -> Path | None:

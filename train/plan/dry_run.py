@@ -158,9 +158,7 @@ def _bound(config: TrainConfig, recipe: Recipe | None) -> tuple[Bound, bool]:
 
 def _published(repo: str) -> Mapping[str, Any]:
     """Return the fields of a model's config.json on the hub. Raises UnreachableError if the hub does not answer."""
-    file = hub.fetch_file(repo, "config.json")
-    assert file is not None, "a required file"
-    model = json.loads(file.read_text(encoding="utf-8"))
+    model = json.loads(hub.quick_file(repo, "config.json").read_text(encoding="utf-8"))
     how = model.get("quantization") or {}
     return {**model, "quantization": {key: how[key] for key in ("group_size", "bits", "mode") if key in how}}
 

@@ -80,7 +80,7 @@ def published(server: Live) -> dict[str, Any]:
     return schema
 
 
-def tested(server: Live, schema: dict[str, Any]) -> Any:
+def checked_schema(server: Live, schema: dict[str, Any]) -> Any:
     found = schemathesis.openapi.from_dict(schema)
     found.config.update(base_url=server.base)
     return found
@@ -95,7 +95,7 @@ def tell(route: str, kind: str) -> None:
 @pytest.mark.parametrize("mode", [Mode.POSITIVE, Mode.NEGATIVE])
 @pytest.mark.parametrize("path", BODIES)
 def test_all_that_can_be_sent(short: Live, path: str, mode: Mode) -> None:
-    operation = tested(short, published(short))[path]["POST"]
+    operation = checked_schema(short, published(short))[path]["POST"]
     checks = [*CHECKS, negative_data_rejection] if mode is Mode.NEGATIVE else CHECKS
 
     @settings(
@@ -128,7 +128,7 @@ def test_all_that_can_be_done_with_responses(short: Live) -> None:
         "forget": {"operationId": paths["/v1/responses/{id}"]["delete"]["operationId"], **one},
         "go on": {"operationId": paths["/v1/responses"]["post"]["operationId"], "requestBody": go_on},
     }
-    routes = tested(short, schema).include(path_regex="^/v1/responses")
+    routes = checked_schema(short, schema).include(path_regex="^/v1/responses")
 
     class Conversation(routes.as_state_machine()):  # type: ignore[misc]
         def get_call_kwargs(self, case: Any) -> dict[str, Any]:
