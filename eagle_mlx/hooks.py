@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.cpu import fastmath, use_shortcuts
+from eagle_mlx.cpu import RopeCache, fastmath, use_shortcuts
 
 
 class Hook:
@@ -96,24 +96,45 @@ class CutNorm(Hook):
 # RoPE with a position per input: a tree's nodes are at their depths, not at consecutive positions.
 
 
-def place_one_by_one(model: nn.Module) -> None:
-    """Let a model's RoPE modules also accept an offset [B, L], a position for each of L inputs."""
-    for module in model.modules():
-        if _is_rotary(module):
+def place_one_by_one(model: nn.Module) -> RopeCache:
+    """Let a model's RoPE modules also accept an offset [B, L], a position for each of L inputs.
+
+    Other offsets work as before. On a CPU, while the returned cache is `sharing`, chains are rotated like trees, by
+    angles that are computed once instead of in every layer.
+    """
+    rotary = [module for module in model.modules() if _is_rotary(module)]
+    cache = next((module.rope_cache for module in rotary if isinstance(module, PlacesOneByOne)), RopeCache())
+    for module in rotary:
+        if not isinstance(module, PlacesOneByOne):
             hook(module, PlacesOneByOne)
+            module.rope_cache = cache
+    return cache
 
 
 class PlacesOneByOne(Hook):
     """A RoPE module that treats [B, ..., L, D] with offsets [B, L] as B * L inputs of one position each."""
 
+    rope_cache: RopeCache
+
     def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
-        plain: Callable[..., mx.array] = super().__call__  # type: ignore[misc]
-        if not isinstance(offset, mx.array) or offset.ndim < 2:
-            return plain(x, offset, *args, **kwargs)
+        plain: Any = super().__call__  # type: ignore[misc]
+        dims = offset.ndim if isinstance(offset, mx.array) else 0
+        if dims < 2 and not self.rope_cache.shared:
+            out: mx.array = plain(x, offset, *args, **kwargs)
+            return out
+        known = isinstance(offset, int) or dims > 0
+        if known and x.dtype == mx.float32 and not args and not kwargs and use_shortcuts():
+            rotation = self.rope_cache.rotation(self, plain, x.shape[-1])  # type: ignore[arg-type]
+            if rotation is not None and (dims > 1 or rotation.suits_chains):
+                return rotation(x, offset)
+        return self._apart(plain, x, offset, *args, **kwargs) if dims > 1 else plain(x, offset, *args, **kwargs)
+
+    def _apart(self, plain: Any, x: mx.array, offset: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        rows, count = offset.shape
         moved = mx.moveaxis(x, -2, 1)
         shape = moved.shape
-        each = moved.reshape(offset.size, *shape[2:-1], 1, shape[-1])
-        turned = plain(each, offset.reshape(-1), *args, **kwargs)
+        each = moved.reshape(rows * count, *shape[2:-1], 1, shape[-1])
+        turned: mx.array = plain(each, offset.reshape(-1), *args, **kwargs)
         return mx.moveaxis(turned.reshape(*shape[:-1], turned.shape[-1]), 1, -2)
 
 

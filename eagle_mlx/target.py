@@ -83,7 +83,7 @@ class Target:
         self._norm = _first(backbone, _NORMS, "final norm", model)
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
         self.layers: list[nn.Module] = list(model.layers)
-        place_one_by_one(model)
+        self._rope_cache = place_one_by_one(model)
         suit_attention(model)
         self.norm_is_last: bool | None = None
         """Whether the final norm is called once, after all layers; None before the first forward with `ends`."""
@@ -176,7 +176,7 @@ class Target:
             hook(self.layers[-1], RecordsOutput)
             wanted = mx.array(list(ends), mx.int32)[:, None, None]
             recording = Recording(wanted, self.layers[-1], self._norm, cut=bool(self.norm_is_last))
-        with recording.running():
+        with self._rope_cache.sharing(), recording.running():
             logits = self.model(tokens, cache=None if cache is None else list(cache))
         if recording.ends is not None:
             self.norm_is_last = recording.normed == [True]

@@ -1,7 +1,7 @@
 """Code for the CPU only. The rest of the library and the applications import it from here.
 
 `import eagle_mlx.cpu` loads a fast BLAS, which must happen before MLX is loaded. The package also has CPU versions that
-are faster than MLX's own: exponentials and parallel streams.
+are faster than MLX's own: exponentials, RoPE angles shared by all layers, and parallel streams.
 
 Code with a CPU version and a GPU version calls `use_shortcuts()` to choose. `EAGLE_MLX_CPU_SHORTCUTS=0` turns the CPU
 versions off, so that a machine without a GPU can test the GPU's code path. It does not affect the BLAS.
@@ -13,6 +13,7 @@ blas.activate()  # before anything imports MLX
 
 from eagle_mlx.cpu import fastmath  # noqa: E402
 from eagle_mlx.cpu.blas import blas_threads, one_blas_thread, set_blas_threads  # noqa: E402
+from eagle_mlx.cpu.rope_cache import RopeCache  # noqa: E402
 from eagle_mlx.cpu.shortcuts import (  # noqa: E402
     default_streams,
     make_streams,
@@ -22,6 +23,7 @@ from eagle_mlx.cpu.shortcuts import (  # noqa: E402
 )
 
 __all__ = [
+    "RopeCache",
     "blas",
     "blas_threads",
     "default_streams",

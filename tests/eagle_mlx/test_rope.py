@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
+from eagle_mlx.cpu import RopeCache
 from eagle_mlx.hooks import place_one_by_one
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -29,10 +30,21 @@ class OwnRope(nn.Module):
         return x + at * mx.cumsum(x, axis=-1)
 
 
-def layers(*modules: nn.Module) -> None:
+class CountingRope(nn.RoPE):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(16)
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        CountingRope.calls += 1
+        return super().__call__(x, offset)
+
+
+def layers(*modules: nn.Module) -> RopeCache:
     model = nn.Module()
     model.modules_in_use = list(modules)
-    place_one_by_one(model)
+    return place_one_by_one(model)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "own"])
@@ -62,3 +74,56 @@ def test_one_offset_for_all_rows_works_as_before() -> None:
     x = mx.random.normal((2, 3, 4, 16), key=mx.random.key(1))
     for offset in (7, mx.array([3, 9])):
         assert mx.array_equal(placed(x, offset=offset), plain(x, offset=offset))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "own"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_shared_angles_equal_the_module_to_the_last_bit(kind: str, count: int) -> None:
+    plain, placed = (OwnRope() if kind == "own" else KINDS[kind]() for _ in range(2))
+    angles = layers(placed)
+    x = mx.random.normal((2, 3, count, 16), key=mx.random.key(5))
+    for offset in (0, 7, 1000, mx.array([3, 9]), mx.array([700, 2])):
+        with angles.sharing():
+            turned = placed(x, offset=offset)
+        assert mx.array_equal(turned, plain(x, offset=offset)), offset
+
+
+def test_shared_angles_depend_on_offset_and_count() -> None:
+    plain, placed = nn.RoPE(16), nn.RoPE(16)
+    angles = layers(placed)
+    x = mx.random.normal((2, 3, 5, 16), key=mx.random.key(5))
+    with angles.sharing():
+        for offset, count in ((7, 2), (7, 5), (8, 5), (mx.array([3, 9]), 5), (mx.array([4, 4]), 2), (8, 2)):
+            assert mx.array_equal(placed(x[:, :, :count], offset=offset), plain(x[:, :, :count], offset=offset))
+
+
+@pytest.mark.usefixtures("with_shortcuts")
+def test_shared_angles_are_computed_once_for_all_layers() -> None:
+    modules = [CountingRope() for _ in range(3)]
+    angles = layers(*modules)
+    x = mx.ones((1, 2, 4, 16))
+    for module in modules:  # finds out how it works
+        with angles.sharing():
+            module(x, offset=1)
+    CountingRope.calls = 0
+    with angles.sharing():
+        for module in modules:
+            module(x, offset=2)
+    assert CountingRope.calls == 1
+    for module in modules:
+        module(x, offset=3)
+    assert CountingRope.calls == 4
+
+
+def test_different_modules_use_their_own_angles() -> None:
+    first, like, other = nn.RoPE(16), nn.RoPE(16), nn.RoPE(16, base=77.0)
+    layers(first, like, other)
+    x, at = mx.random.normal((1, 2, 3, 16), key=mx.random.key(2)), mx.array([[40, 41, 41]])
+    a, b, c = (module(x, offset=at) for module in (first, like, other))
+    assert mx.array_equal(a, b)
+    np.testing.assert_allclose(
+        np.array(c[:, :, :1]), np.array(nn.RoPE(16, base=77.0)(x[:, :, :1], offset=40)), atol=1e-5
+    )
+    assert not np.allclose(np.array(a), np.array(c), atol=1e-2)
+    again = first(x, offset=mx.array([[1, 2, 2]]))
+    np.testing.assert_allclose(np.array(again[:, :, :1]), np.array(nn.RoPE(16)(x[:, :, :1], offset=1)), atol=1e-5)
