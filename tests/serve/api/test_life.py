@@ -89,7 +89,7 @@ def test_a_client_that_leaves_before_its_answer_frees_its_row(server: Live) -> N
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}),
     ]:
         client = httpx.Client(base_url=server.base, timeout=0.5)
-        with pytest.raises(httpx.ReadTimeout):
+        with server.slowed(0.01), pytest.raises(httpx.ReadTimeout):
             client.post(path, json=body)
         client.close()
         assert server.until(lambda: server.idle) < 1.0
