@@ -22,8 +22,9 @@ from ..speculation import bytes_of
 from .guard import is_loopback
 from .limits import Limits
 from .loader import LoadConfig, check, load, several
+from .log import set_up_log
 from .models import Models, read_models
-from .server import Server, create_app, listen, set_up_log
+from .server import Server, create_app, listen
 from .service import Settings, Source
 
 EPILOG = """\
@@ -147,6 +148,7 @@ def command() -> NoReturn:
     """Run eagle-serve as a process and exit with `main`'s status."""
     set_up_log()
     status = main()
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     # After it can be joined, the engine's thread still releases MLX's compiled functions, which are Python objects.

@@ -238,10 +238,3 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(where, family=family, backlog=2048, dualstack_ipv6=both)
     except (OSError, OverflowError, UnicodeError) as e:
         raise ConfigError(f"cannot listen at --host {host} --port {port}: {e}; use another address or port") from e
-
-
-def set_up_log() -> None:
-    """Log to stderr: warnings of all libraries, and this server's messages from INFO up."""
-    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(format=line, datefmt="%Y-%m-%dT%H:%M:%S%z", level=logging.WARNING)
-    logging.getLogger("eagle_mlx").setLevel(logging.INFO)
