@@ -212,10 +212,14 @@ class Admission:
         if request in self.waiting:
             self.waiting.remove(request)
         self.prefills = [each for each in self.prefills if not all(row.finish_reason for row in each.batch.requests)]
+        if self.prefixes is not None and not self.prefills:
+            self.prefixes.stop_fetching()
 
     def stop_prefill(self) -> None:
         """Drop all prefills, with everything they have read."""
         self.prefills, self._entering = [], []
+        if self.prefixes is not None:
+            self.prefixes.stop_fetching()
 
     def _begin(self, room: int, chunks: int | None = None) -> Prefill | None:
         """Start a prefill for the next requests. chunks: if others are being read, prompts must need fewer chunks."""

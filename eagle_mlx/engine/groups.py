@@ -162,6 +162,15 @@ class Groups:
         rows = [Row(*row) for row in zip(lengths, reaches, map(groups.get, asked), strict=True)]
         return dict(zip(asked, arrange(rows, self.reads, self.budget.size, self.budget.nbytes), strict=True))
 
+    def touched(self, places: Mapping[RequestState, int], joining: Batch | None = None) -> list[Batch]:
+        """Return the groups that rows will leave or enter."""
+        numbers = {places[request] for request in joining.requests} if joining is not None else set()
+        for number, batch in self._numbered():
+            for request in batch.requests:
+                if places[request] != number:
+                    numbers |= {number, places[request]}
+        return [batch for number, batch in self._numbered() if number in numbers]
+
     def arrange(self, places: Mapping[RequestState, int], joining: Batch | None = None) -> None:
         """Move rows to their groups and add those of a joining batch. None of them may have a round in progress."""
         parts: list[list[Batch]] = [[] for _ in self._slots]

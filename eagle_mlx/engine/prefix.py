@@ -72,7 +72,7 @@ class PrefixCache:
     def fetch(self, prompt: Sequence[int], namespace: str = "") -> bool:
         """Load a prompt's prefix from disk if it fits and is longer than the one in memory. Return whether it is done.
 
-        Each call reads a bounded amount of keys and values, because other requests decode in the meantime.
+        Each call reads a bounded amount, because other requests decode in the meantime.
         """
         if self.disk is None:
             return True
@@ -82,11 +82,14 @@ class PrefixCache:
         while (match := self.disk.find(keys, namespace)) is not None and match.length >= length + LEAST:
             if match.nbytes > self._limit:
                 return True
-            now = self.disk.next_part(match, length)
             try:
+                now = self.disk.advance(match, length)
+                if now is None:
+                    return False
                 snapshot, piece = Snapshot(self.disk.outline(now)), partial(self.disk.piece, now)
                 kept = self._tree.insert(keys[: now.length], snapshot, piece, self._limit, namespace)
             except PassedOverError:
+                self.disk.stop()
                 continue  # try other files
             except BaseException as e:
                 self._tree = PrefixTree()  # it may be inconsistent
@@ -99,6 +102,11 @@ class PrefixCache:
                 self.disk.took(now, now.length - length, complete)
             return complete or not kept
         return True
+
+    def stop_fetching(self) -> None:
+        """Drop partially loaded prefixes from disk."""
+        if self.disk is not None:
+            self.disk.stop()
 
     def keep(self, tokens: Sequence[int], past: Past) -> None:
         """Cache the state of a text, of which `tokens` has at least one more."""

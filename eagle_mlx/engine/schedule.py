@@ -115,7 +115,8 @@ class Schedule:
         """Move rows to the groups where they belong, unless a round is in progress."""
         moves = None if self._rounds else self.groups.moves(self.admission.prefilling, joining)
         if moves is not None:
-            before, self.working_on = self.working_on, self.groups.batches
+            before = self.working_on or []
+            self.working_on = [*before, *self.groups.touched(moves, joining)]
             self.groups.arrange(moves, joining)
             self.working_on = before
 

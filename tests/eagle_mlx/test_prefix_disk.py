@@ -87,10 +87,13 @@ def test_a_new_engine_continues_from_the_files_of_the_old_one(
         written(again)
 
 
-def test_others_decode_while_a_text_is_read_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_text(tmp_path)
+@pytest.mark.parametrize("kind", ["full", "gemma3_text"])
+def test_others_decode_while_a_text_is_read_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    with_text(tmp_path, kind)
     monkeypatch.setattr("eagle_mlx.engine.disk.tier.STEP_BYTES", 1)  # one block per step
-    again = engine(tmp_path)
+    again = engine(tmp_path, kind)
     other = again.prepare(TEXT[::-1][:20], em.SamplingParams(max_tokens=40, ignore_eos=True))
     row = again.prepare(TEXT, GREEDY)
     again.submit(other)
@@ -105,7 +108,21 @@ def test_others_decode_while_a_text_is_read_from_files(tmp_path: Path, monkeypat
     while not again.idle:
         again.step()
     assert row.cached_tokens == len(TEXT) - 2
-    assert row.tokens == cold(tuple(TEXT))
+    assert row.tokens == cold(tuple(TEXT), kind)
+    assert disk(again).bytes_ahead == 0
+
+
+def test_blocks_read_for_a_cancelled_request_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = "qwen3_next"  # its blocks wait until all are there
+    with_text(tmp_path, kind)
+    monkeypatch.setattr("eagle_mlx.engine.disk.tier.STEP_BYTES", 1)
+    again = engine(tmp_path, kind)
+    row = again.prepare(TEXT, GREEDY)
+    again.submit(row)
+    while not disk(again).bytes_ahead:
+        again.step()
+    again.cancel(row)
+    assert disk(again).bytes_ahead == 0
 
 
 def test_only_blocks_that_memory_lacks_are_read(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ from eagle_mlx.target import Target
 
 log = logging.getLogger("eagle_mlx.prefixes")
 STEP_BYTES = 128 << 20
-"""Bytes of keys and values read in one step, while others decode: 0.1 s if disk and checksum take 1.3 GB/s."""
+"""Bytes read in one step of the engine, while other requests decode: 0.1 s if disk and checksum take 1.3 GB/s."""
+_TEXTS_AHEAD = 4
+"""Maximum texts that are partly read; prompts take turns, so a few are enough. The oldest is dropped."""
 _WAITING_BYTES = 1 << 30
 """Bytes that may wait in memory to be written, not counting the last text: a second at 1 GB/s."""
 _PAUSE_SECONDS = 60.0
@@ -78,6 +80,8 @@ class DiskTier:
         self.hits = self.tokens = self.bytes_read = self.left_out = self.passed_over = 0
         """Prompts that continued from files, positions read for them, bytes read, texts not written because too much
         was waiting, and files that could not be used."""
+        self._ahead: dict[str, dict[str, PrefixPiece]] = {}
+        """For each state, the blocks that have been read, until all of them are there."""
         self._writer = Writer(self._database)
 
     @property
@@ -94,22 +98,36 @@ class DiskTier:
         """Bytes that wait for the writer."""
         return self._writer.waiting_bytes
 
+    @property
+    def bytes_ahead(self) -> int:
+        """Bytes read so far of texts that are not complete."""
+        return sum(piece.nbytes for ahead in self._ahead.values() for piece in ahead.values())
+
     def find(self, keys: Keys, namespace: str = "") -> Match | None:
         """Return the longest prefix of a text that the files have in a namespace (`Request.namespace`)."""
         return self._database.find(keys, self._model, namespace, self._positional)
 
-    def next_part(self, match: Match, length: int) -> Match:
-        """Return the part of a match to read in this step; the first `length` positions are in memory.
+    def advance(self, match: Match, length: int) -> Match | None:
+        """Read some more of a match of which the first `length` positions are in memory; at most STEP_BYTES.
 
-        It needs at most STEP_BYTES, but a text with a boundary state is of use only as a whole.
+        Returns what can be used now, or None if nothing can yet. Raises PassedOverError.
         """
-        if match.state is not None:
-            return match
         needed = [entry for entry in match.blocks if entry.end > length]
-        sizes = accumulate(entry.nbytes for entry in needed)
-        count = max(1, sum(size <= STEP_BYTES for size in sizes))
-        blocks = match.blocks[: len(match.blocks) - len(needed) + count]
-        return Match(min(match.length, blocks[-1].end), blocks, None)
+        if match.state is None:
+            sizes = accumulate(entry.nbytes for entry in needed)
+            count = max(1, sum(size <= STEP_BYTES for size in sizes))
+            blocks = match.blocks[: len(match.blocks) - len(needed) + count]
+            return Match(min(match.length, blocks[-1].end), blocks, None)
+        bytes_read, ahead = 0, self._ahead.setdefault(match.state.path, {})
+        for entry in needed:
+            if entry.path not in ahead:
+                if bytes_read and bytes_read + entry.nbytes > STEP_BYTES:
+                    while len(self._ahead) > _TEXTS_AHEAD:
+                        del self._ahead[next(iter(self._ahead))]
+                    return None
+                ahead[entry.path] = self._block(entry)
+                bytes_read += entry.nbytes
+        return match
 
     def outline(self, match: Match) -> RaggedCache:
         """Return the boundary state at the end of a match. Raises PassedOverError."""
@@ -120,16 +138,22 @@ class DiskTier:
 
     def piece(self, match: Match, start: int, end: int) -> PrefixPiece:
         """Return positions `start` to `end`. Raises PassedOverError."""
+        ahead = self._ahead.pop(match.state.path, {}) if match.state is not None else {}
         pieces = list[PrefixPiece]()
         for entry in match.blocks:
             if entry.start < end and entry.end > start:
-                piece = snapshot_file.piece_from(*snapshot_file.decode(self._read(entry)))
+                piece = ahead.pop(entry.path, None) or self._block(entry)
                 if entry.end > end:
                     piece = piece.split(end - entry.start)[0]
                 if entry.start < start:
                     piece = piece.split(start - entry.start)[1]
                 pieces.append(piece)
-        return snapshot_file.joined(pieces)
+        piece = snapshot_file.joined(pieces)
+        mx.eval(piece.arrays)
+        return piece
+
+    def _block(self, entry: Entry) -> PrefixPiece:
+        return snapshot_file.piece_from(*snapshot_file.decode(self._read(entry)))
 
     def _read(self, entry: Entry) -> bytes:
         """Return a file's verified content. Raises PassedOverError."""
@@ -152,6 +176,10 @@ class DiskTier:
                 "computed again. If this happens often, check the disk"
             )
         raise PassedOverError(why)
+
+    def stop(self) -> None:
+        """Drop the blocks that have been read for incomplete states."""
+        self._ahead.clear()
 
     def took(self, match: Match, positions: int, complete: bool) -> None:
         """Record that `positions` of a match were moved to memory; `complete`: the prompt can continue from it."""
