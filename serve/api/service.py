@@ -255,7 +255,9 @@ class Service:
         if self.slots_taken + count > slots - (slots // _RESERVED_SHARE if has_some else 0):
             self.totals.requests["refused"] += 1
             log.warning("refused with 429: the queue of model %s is full; client %s", self.name, client or "unknown")
-            headers = {"Retry-After": "5"}
+            whole = self.totals.whole  # retry after the mean time of a request
+            seconds = max(1, min(60, round(whole.sum / max(1, sum(whole.buckets)))))
+            headers = {"Retry-After": str(seconds)}
             raise ApiError(429, "the queue is full; try again later", code="queue_full", headers=headers)
 
 
