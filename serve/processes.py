@@ -27,7 +27,7 @@ _PROGRAM = Path(__file__)
 _LAST_SECONDS = 10.0
 """Time for the first process to end. Its longest work, reading the tokenizer, takes a second."""
 FORK_SECONDS = 5.0
-"""Time for a fork, which takes milliseconds."""
+"""Limit of a fork, which takes milliseconds: a process that needs longer than a compilation may take hangs."""
 
 
 class ProcessEnded(Exception):

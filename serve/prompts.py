@@ -8,7 +8,6 @@ import sysconfig
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -152,9 +151,11 @@ def _pieces(tokenizer: Any, tokens: int) -> Iterator[str]:
 def _docstrings() -> Iterator[str]:
     library = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts):
-        tree: ast.AST = ast.Module([], [])
-        with warnings.catch_warnings(action="ignore"), suppress(SyntaxError, ValueError, RecursionError, OSError):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (SyntaxError, ValueError, RecursionError, OSError):
+            continue
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         texts = (ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds))
         yield from (text for text in texts if len(text) >= _LEAST_CHARS)

@@ -134,7 +134,7 @@ def read_conversations(
 
 @dataclass
 class _Reading:
-    """Reads and filters sources, and counts what it leaves out."""
+    """Reads and filters sources, and counts the rows that it leaves out."""
 
     config: DataConfig
     split: Split | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import exp, isnan
 from typing import Any, cast
@@ -16,7 +17,7 @@ Forward = Callable[[mx.array | None], mx.array]
 """Takes the newest tokens [B, 1], None before the first; returns logits [B, 1, Vd] for the next token."""
 
 
-class Draws:
+class Draws(ABC):
     """The tokens of a chain: how to draw them, and when to stop.
 
     With `stop_below`, the chain ends when the proposer's confidence is low. The confidence of a token is the product of
@@ -39,9 +40,9 @@ class Draws:
         self.confidences: list[list[float]] = []
         """As in `Draft`."""
 
+    @abstractmethod
     def __call__(self, logits: mx.array, step: int | mx.array) -> mx.array:
         """Take logits [B, n, Vd] and their positions in the chain, an int or [n]; return target ids [B, n] int32."""
-        raise NotImplementedError
 
     def chain(self, depth: int, forward: Forward) -> list[mx.array]:
         """Draw up to `depth` tokens and return them, [B, 1] int32 each.

@@ -1,4 +1,4 @@
-"""The output of `eagle-data inspect`: marks around what is learned, and lengths."""
+"""The output of `eagle-data inspect`: marks around learned text, and lengths."""
 
 from __future__ import annotations
 

@@ -218,19 +218,13 @@ def peagle(name: str, draft_vocab: int | None = None, **more: Any) -> None:
     save_file({"logits": np.array(logits, np.float32)}, PEAGLE / f"{name}.safetensors")
 
 
-def gemma(name: str, shared: bool, rope: dict[str, Any]) -> None:
-    """A DSpark head of two of Gemma 4's layers, without cache; `shared`: values are the keys."""
-    config = Gemma4TextConfig(
-        **{**LAYER, "rope_theta": None},
-        hidden_activation="gelu_pytorch_tanh",
-        global_head_dim=32,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=shared,
-        hidden_size_per_layer_input=0,
-        layer_types=["full_attention"] * 2,
-        rope_parameters={"full_attention": rope},
-    )
-    size, dim, heads = draws.HIDDEN, 32, LAYER["num_attention_heads"]
+GEMMA_DIM = 32
+"""Width of an attention head."""
+
+
+def gemma_shapes(shared: bool) -> dict[str, list[int]]:
+    """Return the shapes of a Gemma 4 DSpark head's tensors; `shared`: values are the keys."""
+    size, dim, heads = draws.HIDDEN, GEMMA_DIM, LAYER["num_attention_heads"]
     kv_heads = 1 if shared else LAYER["num_key_value_heads"]
     sizes = {"input": size, "post_attention": size, "pre_feedforward": size, "post_feedforward": size}
     shapes: dict[str, list[int]] = {
@@ -250,6 +244,39 @@ def gemma(name: str, shared: bool, rope: dict[str, Any]) -> None:
             "mlp.down_proj.weight": [size, 80]
         }
         shapes |= {f"layers.{layer}.{part}": shape for part, shape in parts.items()}
+    return shapes
+
+
+def gemma_fields(shared: bool, rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the head's config.json."""
+    written = {key: LAYER[key] for key in LAYER if key != "rope_theta"}
+    written |= {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "block_size": SLOTS}
+    written |= {"hidden_activation": "gelu_pytorch_tanh", "global_head_dim": GEMMA_DIM, "num_global_key_value_heads": 1}
+    written |= {
+        "attention_k_eq_v": shared,
+        "rope_parameters": {"full_attention": rope},
+        "final_logit_softcapping": 20.0,
+    }
+    written |= {"mask_token_id": 255, "target_layer_ids": LAYERS, "markov_rank": 16, "markov_head_type": "vanilla"}
+    written |= {"enable_confidence_head": True, "confidence_head_with_markov": True, "enable_moe_block": False}
+    return written
+
+
+def gemma(name: str, shared: bool, rope: dict[str, Any]) -> None:
+    """A DSpark head of two of Gemma 4's layers, without cache; `shared`: values are the keys."""
+    config = Gemma4TextConfig(
+        **{**LAYER, "rope_theta": None},
+        hidden_activation="gelu_pytorch_tanh",
+        global_head_dim=GEMMA_DIM,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=shared,
+        hidden_size_per_layer_input=0,
+        layer_types=["full_attention"] * 2,
+        rope_parameters={"full_attention": rope},
+    )
+    size, dim, heads = draws.HIDDEN, GEMMA_DIM, LAYER["num_attention_heads"]
+    kv_heads = 1 if shared else LAYER["num_key_value_heads"]
+    shapes = gemma_shapes(shared)
     w = {key: torch.tensor(draws.draw(key, shape)) for key, shape in shapes.items()}
     w |= {"embed_tokens.weight": EMBEDDING, "lm_head.weight": PROJECTION}
     turn = Gemma4TextRotaryEmbedding(config)
@@ -293,18 +320,8 @@ def gemma(name: str, shared: bool, rope: dict[str, Any]) -> None:
         logits.append(20 * torch.tanh(h @ PROJECTION.T / 20) + bias)
         read = torch.cat([h, before], dim=-1)
         confidences.append((read @ w["confidence_head.proj.weight"].T + w["confidence_head.proj.bias"])[..., 0])
-    written = {key: LAYER[key] for key in LAYER if key != "rope_theta"}
-    written |= {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "block_size": SLOTS}
-    written |= {"hidden_activation": "gelu_pytorch_tanh", "global_head_dim": 32, "num_global_key_value_heads": 1}
-    written |= {
-        "attention_k_eq_v": shared,
-        "rope_parameters": {"full_attention": rope},
-        "final_logit_softcapping": 20.0,
-    }
-    written |= {"mask_token_id": 255, "target_layer_ids": LAYERS, "markov_rank": 16, "markov_head_type": "vanilla"}
-    written |= {"enable_confidence_head": True, "confidence_head_with_markov": True, "enable_moe_block": False}
     outputs = {"logits": torch.cat(logits).numpy(), "confidence": torch.cat(confidences).numpy()}
-    keep(name, written, shapes, **outputs)
+    keep(name, gemma_fields(shared, rope), shapes, **outputs)
 
 
 if __name__ == "__main__":

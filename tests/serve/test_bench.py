@@ -288,13 +288,13 @@ def test_machine_is_described() -> None:
     assert machine.cpu in str(machine)
 
 
-def test_output_replaces_a_file_whole_and_leaves_files_beside_it(tmp_path: Path) -> None:
-    file, beside = tmp_path / "figures.json", tmp_path / "figures.json.part"
-    for path in (file, beside):
+def test_output_replaces_a_file_whole_and_leaves_others(tmp_path: Path) -> None:
+    file, other = tmp_path / "figures.json", tmp_path / "figures.json.part"
+    for path in (file, other):
         path.write_text("old")
     report.write_json({"a": 1}, file)
-    assert (json.loads(file.read_text()), beside.read_text()) == ({"a": 1}, "old")
-    assert sorted(tmp_path.iterdir()) == [file, beside]
+    assert (json.loads(file.read_text()), other.read_text()) == ({"a": 1}, "old")
+    assert sorted(tmp_path.iterdir()) == [file, other]
 
 
 def test_files_that_cannot_be_written_are_refused_before_measuring(tmp_path: Path) -> None:
