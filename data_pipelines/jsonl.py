@@ -150,6 +150,14 @@ def partial_path(output: str | Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
+def check_idle(output: str | Path) -> None:
+    """Raise OutputError if another process is writing this output."""
+    path = partial_path(output)
+    if path.exists():
+        with locked(path):
+            pass
+
+
 @contextmanager
 def continued_later(output: Path) -> Iterator[None]:
     """Add the place of the finished rows to the message of an interruption."""

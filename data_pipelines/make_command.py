@@ -15,7 +15,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from .capturing import shard_meta
-from .jsonl import check_new, continued_later, partial_path
+from .jsonl import check_idle, check_new, continued_later, partial_path
 from .options import AUX_LAYERS, TARGET_HELP, DraftingOptions, aux_layers_of, engine_of, tokenizer_of
 from .synthesis.file import Limits, Wanted, make_to_file
 from .synthesis.shards import ShardPlace
@@ -126,6 +126,7 @@ class MakeOptions(Group):
 def run(options: MakeOptions) -> None:
     """Check the template first, so that an unusable target is reported at once, then make conversations."""
     check_new(options.output, options.overwrite)
+    check_idle(options.output)
     limits = Limits()
     if options.finish:
         if not (begun := partial_path(options.output)).exists():

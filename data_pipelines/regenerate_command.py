@@ -11,7 +11,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.setting import REQUIRED, setting
 from eagle_mlx.text import LEAST_DISTINCT
 
-from .jsonl import check_new, continued_later
+from .jsonl import check_idle, check_new, continued_later
 from .options import DraftingOptions, ReadOptions, engine_of, tokenizer_of
 from .sources.reading import ReadReport
 from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
@@ -54,6 +54,7 @@ class RegenerateOptions(ReadOptions):
 def run(options: RegenerateOptions) -> None:
     """Read the conversations first, so that bad data is reported at once, then answer them."""
     check_new(options.output, options.overwrite)
+    check_idle(options.output)
     params = SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,

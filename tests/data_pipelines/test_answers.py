@@ -190,6 +190,16 @@ def test_two_processes_do_not_write_one_file(target: Target, tmp_path: Path) -> 
         regenerate_to_file(Engine(target), asked(1), CONFIG, path)
 
 
+@pytest.mark.parametrize("command", [["make", "--rows", "1"], ["regenerate", "--data", "builtin:python"]])
+def test_an_output_in_use_is_refused_before_the_target_is_loaded(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    with open_partial(path, {}):
+        assert cli.main([*command, "--target", str(tmp_path / "missing"), "--output", str(path)]) == 2
+    assert "another process is writing to" in capsys.readouterr().err
+
+
 def test_an_output_that_exists_is_kept(target: Target, whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("mine")
