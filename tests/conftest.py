@@ -8,7 +8,6 @@ import sys
 from contextlib import suppress
 
 from tests.full import FULL, some
-from tests.turns import in_company
 
 os.environ.update(
     EAGLE_MLX_CACHE=os.devnull,  # no test reads another's cache
@@ -64,13 +63,6 @@ def pytest_collection_finish() -> None:
     """Freeze half a million objects of modules and tests, so that a stopping server scans only its own garbage."""
     gc.freeze()
     gc.enable()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Iterator[None]:
-    """Let another worker's test run alone if it wants to (tests/turns.py)."""
-    with in_company():
-        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -17,8 +17,6 @@ from random import SystemRandom
 import mlx.core as mx
 import pytest
 
-from tests.turns import alone
-
 needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
 MPI = ctypes.util.find_library("mpi") if shutil.which("mpirun") else None
 """Path of the MPI library; None if MPI is not available."""
@@ -80,9 +78,8 @@ def printed(
     count: int, folder: Path, module: str, *arguments: str, places: Sequence[Path] = (), seconds: float = 120
 ) -> list[str]:
     """Return what each process printed; all must succeed."""
-    with alone():
-        processes = start(count, folder, module, *arguments, places=places)
-        found = ended(processes, seconds)
+    processes = start(count, folder, module, *arguments, places=places)
+    found = ended(processes, seconds)
     assert [process.returncode for process in processes] == [0] * count, [errors[-2000:] for _, errors in found]
     return [out for out, _ in found]
 

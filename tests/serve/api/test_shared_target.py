@@ -26,7 +26,6 @@ from eagle_mlx.target_options import TargetOptions
 from tests.fakes import tiny_head, tiny_target_folder
 from tests.full import FULL
 from tests.processes import ended, free_ports, needs_ring, start
-from tests.turns import alone
 
 PROMPT = "def median(values):"
 
@@ -57,15 +56,14 @@ class Shared:
 def shared(target: Path, folder: Path, shard: str = "tensor", drafts: str = "--spec-decode ngram") -> Iterator[Shared]:
     [port] = free_ports(1)
     flags = f"--target {target} --shard {shard} {drafts} --rank-seconds 10 --port {port} --no-prior"
-    with alone():
-        processes = start(2, folder, "eagle_mlx.serve.api.cli", *flags.split())
-        try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-                yield Shared(processes, http)
-        finally:
-            for process in processes:
-                process.kill()
-                process.communicate()
+    processes = start(2, folder, "eagle_mlx.serve.api.cli", *flags.split())
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            yield Shared(processes, http)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 @needs_ring
