@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, Literal, Protocol
@@ -178,7 +178,56 @@ async def waiting_comments(call: Call) -> AsyncIterator[bytes]:
             yield f": {told}\n\n".encode()
 
 
-class Choices(ABC):
+class Answer(ABC):
+    """A request that a route has prepared for decoding."""
+
+    call: Call
+    requests: Sequence[RequestState]
+
+    @abstractmethod
+    def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Return the complete answer after all requests have ended."""
+
+    @abstractmethod
+    def writers(self) -> Sequence[Writer]:
+        """Return a writer for each request."""
+
+    def fail(self, error: ApiError) -> bytes:
+        """Return the event of an error that ends the stream."""
+        return error_event(error)
+
+    def end_stream(self, outputs: Sequence[Output]) -> bytes:
+        """Return what follows all answers."""
+        return b""
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events; those that are ready together are sent together."""
+        call, writers = self.call, self.writers()
+        if opening := "".join(writer.open() for writer in writers):
+            yield opening.encode()
+        async for comment in waiting_comments(call):
+            yield comment
+        outputs: dict[int, Output] = {}
+        while len(outputs) < len(writers):
+            pieces: list[str] = []
+            for event in await call.events():
+                output, writer = event.output, writers[event.index]
+                if output is not None and (error := failure([output])):
+                    call.failed = True
+                    yield "".join(pieces).encode() + self.fail(error)
+                    return
+                pieces.append(writer.write(event))
+                if output is not None:
+                    outputs[event.index] = output
+                    more = _stats(call, list(outputs.values())) if len(outputs) == len(writers) else ""
+                    pieces.append(writer.close(output, more))
+            if text := "".join(pieces):
+                yield text.encode()
+        if last := self.end_stream([outputs[index] for index in range(len(outputs))]):
+            yield last
+
+
+class Choices(Answer):
     """An answer of OpenAI's older routes: choices, as one body or in chunks."""
 
     prefix: str
@@ -186,10 +235,10 @@ class Choices(ABC):
     kind: str
     """The field `object`."""
     chunk_kind: str
+    requests: list[RequestState]
 
     def __init__(self, call: Call, body: Request, loaded: Loaded):
-        self.call, self.body, self.loaded = call, body, loaded
-        self.requests: list[RequestState] = []
+        self.call, self.body, self.loaded, self.requests = call, body, loaded, []
 
     @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:
@@ -205,13 +254,13 @@ class Choices(ABC):
 
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
         choices = [self.choice(index, output) for index, output in enumerate(outputs)]
-        counts = {"usage": self._usage(outputs)}
-        return {**self._head(self.kind), "choices": choices, **counts, **stats(self.call, outputs)}
+        usage = self._usage(outputs)
+        return self._head(self.kind) | {"choices": choices, "usage": usage} | stats(self.call, outputs)
 
-    def stream(self) -> AsyncIterator[bytes]:
+    def writers(self) -> Sequence[Writer]:
         self._open = f"data: {dumps(self._head(self.chunk_kind))[:-1]},"
         self._tail = ',"usage":null' if self.body.usage_wanted else ""
-        return stream_answers(self.call, [self.writer(i) for i in range(len(self.requests))], error_event, self._end)
+        return [self.writer(index) for index in range(len(self.requests))]
 
     def chunk(self, index: int, piece: str, logprobs: str = "null", finish: str = "null", more: str = "") -> str:
         """piece: the choice's own field, as JSON. more: further fields of the chunk, starting with a comma."""
@@ -236,45 +285,11 @@ class Choices(ABC):
             "completion_tokens_details": {"reasoning_tokens": sum(map(self.thought_tokens, outputs))},
         }
 
-    def _end(self, outputs: Sequence[Output]) -> bytes:
+    def end_stream(self, outputs: Sequence[Output]) -> bytes:
         if not self.body.usage_wanted:
             return DONE
         usage = dumps(self._usage(outputs))
         return f'{self._open}"choices":[],"usage":{usage}{_stats(self.call, outputs)}}}\n\n'.encode() + DONE
-
-
-async def stream_answers(
-    call: Call,
-    writers: Sequence[Writer],
-    fail: Callable[[ApiError], bytes],
-    end: Callable[[Sequence[Output]], bytes] = lambda _: b"",
-) -> AsyncIterator[bytes]:
-    """Yield the events of all answers; events that are ready together are sent together.
-
-    fail: formats the error of a failed answer, which ends the stream. end: returns what follows all answers.
-    """
-    if opening := "".join(writer.open() for writer in writers):
-        yield opening.encode()
-    async for comment in waiting_comments(call):
-        yield comment
-    outputs: dict[int, Output] = {}
-    while len(outputs) < len(writers):
-        pieces: list[str] = []
-        for event in await call.events():
-            output, writer = event.output, writers[event.index]
-            if output is not None and (error := failure([output])):
-                call.failed = True
-                yield "".join(pieces).encode() + fail(error)
-                return
-            pieces.append(writer.write(event))
-            if output is not None:
-                outputs[event.index] = output
-                more = _stats(call, list(outputs.values())) if len(outputs) == len(writers) else ""
-                pieces.append(writer.close(output, more))
-        if text := "".join(pieces):
-            yield text.encode()
-    if last := end([outputs[index] for index in range(len(outputs))]):
-        yield last
 
 
 def error_event(error: ApiError) -> bytes:

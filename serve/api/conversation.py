@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -18,7 +18,7 @@ from eagle_mlx.request import Output
 
 from ..chat import Delta
 from . import schema
-from .answer import Writer, stream_answers
+from .answer import Answer, Writer
 from .chat import ChatAnswer, DeltaStream, prepare_chat
 from .errors import ApiError
 from .flow import COMMENT, respond
@@ -164,7 +164,7 @@ class Names:
         return text
 
 
-class PartsAnswer(Writer):
+class PartsAnswer(Answer, Writer):
     """A chat's answer in parts. Its stream starts, extends and ends each part before the next."""
 
     def __init__(self, call: Call, chat: ChatAnswer):
@@ -189,17 +189,13 @@ class PartsAnswer(Writer):
     def ended(self, output: Output) -> dict[str, Any]:
         """Return the whole answer."""
 
-    @abstractmethod
-    def fail(self, error: ApiError) -> bytes:
-        """Return the event of an error that ends the stream."""
-
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
         (output,) = outputs
         self.write(RequestEvent(0, [], [], output))  # collects the parts
         return self.ended(output)
 
-    def stream(self) -> AsyncIterator[bytes]:
-        return stream_answers(self.call, [self], self.fail)
+    def writers(self) -> Sequence[Writer]:
+        return [self]
 
     def write(self, event: RequestEvent) -> str:
         return "".join(map(self._piece, self._deltas.push(event)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from math import inf
 from threading import Event
-from typing import Any, Literal, Protocol, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -16,10 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_mlx.errors import EagleError
 from eagle_mlx.request import Output
-from eagle_mlx.request_state import RequestState
 
 from . import schema
-from .answer import dumps, error_event, failure
+from .answer import Answer, dumps, error_event, failure
 from .errors import ApiError, Shape, bad_request, client_gone
 from .limits import read_body
 from .model import Encode, Loaded, check
@@ -33,23 +32,8 @@ KEEP_ALIVE_SECONDS = 15
 """Interval between keep-alive messages in a stream; the HTML standard advises about 15 seconds (9.2.7)."""
 COMMENT = ServerSentEvent(comment="waiting", sep="\n")
 """A keep-alive message that every event reader ignores."""
-Prepare = Callable[[Call, Loaded], Awaitable["Answer"]]
+Prepare = Callable[[Call, Loaded], Awaitable[Answer]]
 """Prepares a request for decoding once its model is loaded."""
-
-
-class Answer(Protocol):
-    """A request that a route has prepared for decoding."""
-
-    @property
-    def requests(self) -> Sequence[RequestState]: ...
-
-    def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return the complete answer after all requests have ended."""
-        ...
-
-    def stream(self) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events."""
-        ...
 
 
 class EventStream(EventSourceResponse):
@@ -175,6 +159,18 @@ async def respond(
     finally:
         if not streaming:
             call.close()
+
+
+async def respond_encoded(request: Request, model: str | None, work: Callable[[Loaded, Encode], Shape]) -> Response:
+    """Run `work` in a queue slot and serialize its result in the same thread, because both may be slow."""
+    service = models_of(request).named(model)
+
+    async def answer() -> Response:
+        loaded = await models_of(request).loaded(service)
+        return await in_thread(request, loaded, lambda encode: json_response(work(loaded, encode)))
+
+    with service.encoding(client_of(request)):
+        return await unless_disconnected(request, answer())
 
 
 async def _begin(request: Request, call: Call, prepare: Prepare, answer_seconds: float) -> Answer:

@@ -7,7 +7,7 @@ import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
@@ -46,7 +46,7 @@ class Models:
         self.services = {source.name: Service(settings, source) for source in sources}
         self.pools = Pools(settings.limits)
         self.draining = False
-        self._nbytes, self._at_start = nbytes, at_start
+        self._nbytes, self._at_start = inf if nbytes is None else nbytes, at_start
         self._starting = set(self.services) if at_start else set()
         """Models that the server waits for before it is ready."""
         self._loading: dict[str, asyncio.Task[None]] = {}
@@ -185,14 +185,12 @@ class Models:
     async def _checked(self, source: Source) -> int:
         """Return the bytes that a model takes. Raises EagleError if its files show that it cannot be loaded."""
         needed = await asyncio.get_running_loop().run_in_executor(self._checking, source.nbytes)
-        if self._nbytes is not None and needed > self._nbytes:
+        if needed > self._nbytes:
             raise EagleError(f"it needs {gb(needed)}, but all models together may use {gb(self._nbytes)} (--memory-gb)")
         return needed
 
     async def _make_room(self, service: Service, needed: int) -> None:
         """Unload the models idle longest until `needed` bytes are free. Raises ApiError 503 after `room_seconds`."""
-        if self._nbytes is None:
-            return
         until = monotonic() + self.settings.limits.room_seconds
         while sum(self._taken.values()) + needed > self._nbytes:
             idle = [each for each in self.services.values() if each.state == "loaded" and each.idle]
@@ -276,13 +274,8 @@ def _config(file: Path, name: str, settings: Mapping[str, Any]) -> LoadConfig:
     return config
 
 
-@cache
 def _keys() -> Mapping[str, tuple[str, bool]]:
     """Map each key to its setting, and whether the key negates it (`no-prior`)."""
-    keys = {}
-    for known in settings_of(LoadConfig).values():
-        for each in (known.name, *known.also):
-            keys[flag(each)[2:]] = known.name, False
-        if known.type is bool:
-            keys[f"no-{flag(known.name)[2:]}"] = known.name, True
-    return keys
+    known = settings_of(LoadConfig).values()
+    keys = {flag(name)[2:]: (each.name, False) for each in known for name in (each.name, *each.also)}
+    return keys | {f"no-{flag(each.name)[2:]}": (each.name, True) for each in known if each.type is bool}

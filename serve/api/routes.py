@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Callable
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib import metadata
@@ -16,7 +15,7 @@ from prometheus_client import generate_latest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from .errors import ERRORS, ApiError, Shape, documented
-from .flow import body_of, client_of, in_thread, json_response, models_of, unless_disconnected
+from .flow import body_of, json_response, models_of, respond_encoded, unless_disconnected
 from .metrics import SpeculationSummary, speculation_summary
 from .model import Encode, Loaded
 from .schema import AdminRequest, DetokenizeRequest, TokenizeRequest
@@ -218,10 +217,9 @@ class Text(Shape):
 async def tokenize(request: Request) -> Response:
     """Return the tokens of a text, or of a conversation as the model reads it."""
     body = await body_of(request, TokenizeRequest)
-    service = models_of(request).named(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
-    return await _respond(request, service, lambda loaded, encode: _tokens(body, loaded, encode))
+    return await respond_encoded(request, body.model, lambda loaded, encode: _tokens(body, loaded, encode))
 
 
 def _tokens(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> Tokens:
@@ -242,22 +240,10 @@ def _tokens(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> Tokens:
 async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     body = await body_of(request, DetokenizeRequest)
-    service = models_of(request).named(body.model)
-    return await _respond(request, service, lambda loaded, _: _text(body, loaded))
+    return await respond_encoded(request, body.model, lambda loaded, _: _text(body, loaded))
 
 
 def _text(body: DetokenizeRequest, loaded: Loaded) -> Text:
     if max(body.tokens, default=0) >= loaded.target.vocab_size:
         raise ApiError(400, f"tokens contains an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
     return Text(prompt=loaded.tokenizer.decode(body.tokens))
-
-
-async def _respond(request: Request, service: Service, work: Callable[[Loaded, Encode], Shape]) -> Response:
-    """Run `work` in a queue slot and serialize its result in the same thread, because both may be slow."""
-
-    async def answer() -> Response:
-        loaded = await models_of(request).loaded(service)
-        return await in_thread(request, loaded, lambda encode: json_response(work(loaded, encode)))
-
-    with service.encoding(client_of(request)):
-        return await unless_disconnected(request, answer())

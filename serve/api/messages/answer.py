@@ -17,7 +17,8 @@ from ..answer import Measured, named_event, stats
 from ..chat import ChatAnswer, finish_reason, render_chat
 from ..conversation import PartsAnswer, answer_chat
 from ..errors import ERRORS, EVENTS, ApiError, MessagesError, Shape, documented
-from ..flow import body_of, client_of, in_thread, json_response, models_of, unless_disconnected
+from ..flow import body_of, models_of, respond_encoded
+from ..model import Encode, Loaded
 from ..service import Call
 from .request import CountTokensRequest, MessagesRequest, chat_request, names_of
 
@@ -195,12 +196,10 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation."""
     body = await body_of(request, CountTokensRequest)
-    service = models_of(request).named(body.model)
     chat = chat_request(body)
 
-    async def count() -> int:
-        loaded = await models_of(request).loaded(service)
-        return await in_thread(request, loaded, lambda encode: len(render_chat(chat, loaded, encode, False)[1]))
+    def count(loaded: Loaded, encode: Encode) -> TokenCount:
+        return TokenCount(input_tokens=len(render_chat(chat, loaded, encode, must_fit=False)[1]))
 
-    with service.encoding(client_of(request)), names_of(body).used():
-        return json_response({"input_tokens": await unless_disconnected(request, count())})
+    with names_of(body).used():
+        return await respond_encoded(request, body.model, count)

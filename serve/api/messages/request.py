@@ -176,14 +176,12 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     if body.thinking is not None:
         thinks = {"enable_thinking": body.thinking.type != "disabled"}
         asked["chat_template_kwargs"] = thinks | (body.chat_template_kwargs or {})
-    if (output := body.output_config) is not None:
-        if output.effort is not None:
-            asked["reasoning_effort"] = EFFORTS.get(output.effort, output.effort)
-        if output.format is not None:
-            asked["response_format"] = {
-                "type": "json_schema",
-                "json_schema": {"name": "answer", "schema": output.format.schema_},
-            }
+    output = body.output_config or OutputConfig()
+    if output.effort is not None:
+        asked["reasoning_effort"] = EFFORTS.get(output.effort, output.effort)
+    if output.format is not None:
+        schema = {"name": "answer", "schema": output.format.schema_}
+        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesRequest):
         sampling = body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
         asked |= sampling | {"stop": body.stop_sequences}
@@ -243,12 +241,11 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
     """Return the tool fields of the chat. Tools that Anthropic runs are dropped if there are others."""
     given, choice = body.tools or [], body.tool_choice
     offered = [tool for tool in given if not _is_hosted(tool)]
-    hosted = {tool.name: (at, str(tool.type)) for at, tool in enumerate(given) if _is_hosted(tool)}
-    chosen = choice.name if choice is not None and choice.type == "tool" else None
-    if hosted and (not offered or chosen in hosted):
-        at, kind = hosted[chosen] if chosen in hosted else next(iter(hosted.values()))
-        message = f"tools[{at}].type: {kind[:60]} runs on Anthropic's servers; give tools that the client runs"
-        raise ApiError(400, message, f"tools[{at}].type")
+    if given and not offered:
+        message = (
+            f"tools[0].type: {str(given[0].type)[:60]} runs on Anthropic's servers; give tools that the client runs"
+        )
+        raise ApiError(400, message, "tools[0].type")
     functions = [_function(tool) for tool in offered]
     asked: dict[str, Any] = {"tools": functions} if functions else {}
     if choice is None:

@@ -47,17 +47,15 @@ class Functions:
         self.calls: dict[str, dict[str, Any]] = {}
         """For each function, the item of a call of its tool, without the input."""
         self.names = Names(_FIELDS, [])
-        hosted = [(at, tool) for at, tool in enumerate(tools) if isinstance(tool, BareTool)]
         for at, tool in enumerate(tools):
             if isinstance(tool, NamespaceTool):
                 for inner in tool.tools:
                     self._add(at, inner, tool.name)
             elif not isinstance(tool, BareTool):
                 self._add(at, tool, None)
-        if hosted and not self.functions:
-            at, bare = hosted[0]
-            message = f"tools[{at}].type: {bare.type[:60]} runs on OpenAI's servers; give tools that the client runs"
-            raise ApiError(400, message, f"tools[{at}].type")
+        if tools and isinstance(hosted := tools[0], BareTool) and not self.functions:
+            message = f"tools[0].type: {hosted.type[:60]} runs on OpenAI's servers; give tools that the client runs"
+            raise ApiError(400, message, "tools[0].type")
 
     def _add(self, place: int, tool: FunctionTool | CustomTool, namespace: str | None) -> None:
         name = flat_name(tool.name, namespace)
@@ -92,13 +90,8 @@ def flat_name(name: str, namespace: str | None) -> str:
     return f"{namespace}{name}" if namespace.endswith("__") or name.startswith("__") else f"{namespace}__{name}"
 
 
-def custom_arguments(text: str) -> str:
-    """Return the arguments of a function that replaces a tool with text input."""
-    return json.dumps({"input": text}, ensure_ascii=False)
-
-
 def _text_of(arguments: str) -> str:
-    """Return the text in `custom_arguments`, or all of `arguments` if a model without a grammar wrote others."""
+    """Return the text of a call of such a function, or all of `arguments` if a model without a grammar wrote others."""
     found = json.loads(arguments).get("input")
     return found if isinstance(found, str) else arguments
 
@@ -153,7 +146,7 @@ def sealed(thought: str) -> str:
     return _SEALED + b64encode(thought.encode()).decode()
 
 
-def unsealed(text: str | None) -> str:
+def _unsealed(text: str | None) -> str:
     """Decode reasoning; empty if another server encrypted it."""
     if not text or not text.startswith(_SEALED):
         return ""
@@ -173,11 +166,13 @@ def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> lis
             role = "system" if item.role == "developer" else item.role
             conversation.say(role, _text(item.content))
         elif isinstance(item, ReasoningItem):
-            conversation.think(_thought(item))
+            thought = "".join(part.text for part in item.content or item.summary)
+            conversation.think(thought or _unsealed(item.encrypted_content))
         elif isinstance(item, CallOutputItem):
             conversation.result(item.call_id, _text(item.output), f"input[{index - kept}].call_id")
         elif isinstance(item, CustomCallItem):
-            conversation.call(item.call_id, flat_name(item.name, item.namespace), custom_arguments(item.input))
+            arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+            conversation.call(item.call_id, flat_name(item.name, item.namespace), arguments)
         elif isinstance(item, FunctionCallItem):
             conversation.call(item.call_id, flat_name(item.name, item.namespace), item.arguments)
     return conversation.messages
@@ -187,10 +182,6 @@ def _text(content: str | Sequence[ContentPart]) -> str:
     if isinstance(content, str):
         return content
     return PARAGRAPH.join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
-
-
-def _thought(item: ReasoningItem) -> str:
-    return "".join(part.text for part in item.content or item.summary) or unsealed(item.encrypted_content)
 
 
 def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
