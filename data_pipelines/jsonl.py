@@ -159,19 +159,10 @@ def check_idle(output: str | Path) -> None:
 
 
 @contextmanager
-def continued_later(output: Path) -> Iterator[None]:
-    """Add the place of the finished rows to the message of an interruption."""
-    try:
-        yield
-    except KeyboardInterrupt as e:
-        if (part := partial_path(output)).exists():
-            e.args = (f"finished rows are in {part}, and the same command continues with it",)
-        raise
-
-
-@contextmanager
 def open_partial(output: str | Path, settings: Mapping[str, Any], overwrite: bool = False) -> Iterator[PartialFile]:
-    """Open an output's partial file, or create it if there is none. It is kept if the block fails.
+    """Open an output's partial file, or create it if there is none.
+
+    It is kept if the block fails; the message of an interruption names it.
 
     `settings` has everything that the rows depend on. Raises OutputError if the output exists and `overwrite` is not
     set, if the partial file has other settings, if another process is writing it, or if writing fails.
@@ -183,6 +174,9 @@ def open_partial(output: str | Path, settings: Mapping[str, Any], overwrite: boo
         with path.open("ab+") as file, locked(path):
             done = _read(file, path, settings)
             yield PartialFile(path, output, done, file)
+    except KeyboardInterrupt as e:
+        e.args = (f"finished rows are in {path}, and the same command continues with it",)
+        raise
     except OSError as e:
         raise OutputError(
             f"{path} could not be written: {e.strerror or e}; finished rows are kept, and the same command continues"

@@ -15,7 +15,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from .capturing import shard_meta
-from .jsonl import check_idle, check_new, continued_later, partial_path
+from .jsonl import check_idle, check_new, partial_path
 from .options import AUX_LAYERS, TARGET_HELP, DraftingOptions, aux_layers_of, engine_of, tokenizer_of
 from .synthesis.file import Limits, Wanted, make_to_file
 from .synthesis.shards import ShardPlace
@@ -49,7 +49,6 @@ without reading them again. Then --rows and --tokens may not change.
 examples:
   eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl
   eagle-data make --target Qwen3-4B --tokens 3000000 --output own.jsonl --domain any=2 --domain code --seed 1
-  eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl --domains what-my-users-ask.yaml
   eagle-train --target Qwen3-4B --data own.jsonl --output out/head
   eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl --capture out/shards --bits 8
   eagle-train --target Qwen3-4B --shards out/shards --eval-data own.jsonl --output out/head
@@ -141,9 +140,8 @@ def run(options: MakeOptions) -> None:
     if options.capture is not None:
         meta = shard_meta(target, aux_layers_of(options.aux_layers, target), options.bits)
         place = ShardPlace(options.capture, meta, options.overwrite)
-    with continued_later(options.output):
-        engine = engine_of(options.drafting, options.loading, target, place)
-        report = make_to_file(engine, config, wanted, options.output, options.overwrite, True, place, limits=limits)
+    engine = engine_of(options.drafting, options.loading, target, place)
+    report = make_to_file(engine, config, wanted, options.output, options.overwrite, True, place, limits=limits)
     print(f"{options.output}: {report.summary()}")
 
 

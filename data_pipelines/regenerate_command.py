@@ -11,7 +11,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.setting import REQUIRED, setting
 from eagle_mlx.text import LEAST_DISTINCT
 
-from .jsonl import check_idle, check_new, continued_later
+from .jsonl import check_idle, check_new
 from .options import DraftingOptions, ReadOptions, engine_of, tokenizer_of
 from .sources.reading import ReadReport
 from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
@@ -73,10 +73,9 @@ def run(options: RegenerateOptions) -> None:
     if not options.choice.stream and report.left_out:
         print(report)
     engine = engine_of(options.drafting, options.loading, target)
-    with continued_later(options.output):
-        count, done = regenerate_to_file(
-            engine, asked, config, options.output, settings, options.overwrite, True, options.limit
-        )
+    count, done = regenerate_to_file(
+        engine, asked, config, options.output, settings, options.overwrite, True, options.limit
+    )
     if options.choice.stream and report.left_out:
         print(report)
     print(

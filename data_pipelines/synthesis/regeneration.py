@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import starmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,29 +54,21 @@ class RegenerateConfig:
     """Minimum share of distinct 4-grams; answers with fewer are left out."""
 
 
-def regenerate(
-    engine: Engine,
-    conversations: Iterable[Conversation],
-    config: RegenerateConfig,
-    skip: Callable[[Regeneration], bool] = lambda task: False,
+def regenerations(
+    engine: Engine, conversations: Iterable[Conversation], config: RegenerateConfig
 ) -> Iterator[Regeneration]:
-    """Replace every assistant answer by the target's own; yield each conversation once its last answer is done.
+    """Yield a task for each conversation that replaces every assistant answer by the target's own.
 
     Each answer follows the new answers before it. A conversation that ends without an answer gets one. Answers that
     call tools are kept, since the tool results depend on them, and plain text is not changed. A conversation ends with
     an answer that `max_tokens` cut, before an answer that loops, and before a prompt that fills the context; it is
-    dropped if no answer is left. The batch is kept full across conversations and turns. Conversations that `skip`
-    selects are left out. Raises DataError if the target has no chat template.
+    dropped if no answer is left. The tasks raise DataError if the target has no chat template.
     """
     seen: Counter[int] = Counter()  # repeated prompts are numbered, so that their answers differ
-
-    def task(position: int, conversation: Conversation) -> Regeneration:
+    for position, conversation in enumerate(conversations):
         key = conversation.prompt_key()
+        yield Regeneration(engine, config, position, conversation, seen[key])
         seen[key] += 1
-        return Regeneration(engine, config, position, conversation, seen[key] - 1)
-
-    tasks = (one for one in starmap(task, enumerate(conversations)) if not skip(one))
-    return run_tasks(engine, lambda _: next(tasks, None))
 
 
 def regenerate_to_file(
@@ -100,30 +91,31 @@ def regenerate_to_file(
     Raises OutputError if the output exists and `overwrite` is not set, or if the partial file has other settings or is
     in use; DataError if the data has changed.
     """
-    params = asdict(config.params)
     compared = {
         **text_settings(engine.target),
-        **{name: params[name] for name in _SETTINGS},
+        **{name: getattr(config.params, name) for name in _SETTINGS},
         "system": list(config.systems),
         "least_distinct": config.least_distinct,
         **(settings or {}),
     }
     if isinstance(conversations, Sequence):
         total = len(conversations)
-    report = RegenerateReport()
-    seen = 0
+    report, tasks, seen = RegenerateReport(), regenerations(engine, conversations, config), 0
     with open_partial(output, compared, overwrite) as part:
 
-        def is_done(task: Regeneration) -> bool:
+        def following(running: int) -> Regeneration | None:
             nonlocal seen
-            seen += 1
-            return part.check(task.position, task.key, task.source.origin)
+            for task in tasks:
+                seen += 1
+                if not part.check(task.position, task.key, task.source.origin):
+                    return task
+            return None
 
         for done in part.done.values():
             report.add(done.counts)
-        shown_by: dict[str, Any] = {"desc": "regenerate", "unit": "conversation", "smoothing": 0.02}
-        with progress_bar(total=total, initial=len(part.done), disable=not progress, **shown_by) as shown:
-            for ended in regenerate(engine, conversations, config, is_done):
+        bar: dict[str, Any] = {"desc": "regenerate", "unit": "conversation", "smoothing": 0.02}
+        with progress_bar(total=total, initial=len(part.done), disable=not progress, **bar) as shown:
+            for ended in run_tasks(engine, following):
                 conversation = ended.result()
                 row = as_line(conversation) if conversation is not None else b""
                 part.add(ended.position, ended.key, ended.report.counts(), row)

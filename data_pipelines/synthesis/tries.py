@@ -191,6 +191,7 @@ class ConversationTry(Try):
         self.system = one_of("system", config.systems)
         self.temperature = one_of("temperature", config.temperatures)
         self._opening = one_of("opening", domain.openings)
+        """The given beginning of the next user turn."""
         self.messages: list[Message] = []
         """Messages without a system prompt. While an answer is generated, the last is the user's."""
         self.kept = 0
@@ -201,11 +202,6 @@ class ConversationTry(Try):
         """Whether the next turn is the assistant's."""
         return bool(self.messages) and self.messages[-1].role == "user"
 
-    @property
-    def begun(self) -> str:
-        """The given beginning of the next user turn."""
-        return "" if self.messages else self._opening
-
     def under(self, system: str) -> list[Message]:
         return [Message("system", system), *self.messages] if system else list(self.messages)
 
@@ -215,7 +211,7 @@ class ConversationTry(Try):
         if self.answering:
             prompt = prompt_tokens(self._tokenizer, Conversation(tuple(self.under(self.system))))
             return prompt, replace(self.config.answer(self.temperature), seed=seed)
-        place = find_user_place(self._tokenizer, self.under(self._steering), self.engine.target.name, self.begun)
+        place = find_user_place(self._tokenizer, self.under(self._steering), self.engine.target.name, self._opening)
         params = replace(self.config.question(), seed=seed, stop_token_ids=place.stop_token_ids, stop=place.stop)
         return list(place.tokens), params
 
@@ -239,7 +235,7 @@ class ConversationTry(Try):
         return Conversation(messages, origin=f"self:{self.number}"), first
 
     def _add_question(self, output: Output, said: list[int]) -> bool:
-        text = (self.begun + output.text).strip()
+        text = (self._opening + output.text).strip()
         why = why_no_question(text, said, output.finish_reason == "stop", self._special)
         if why is None and not output.text.strip():  # only the opening
             why = "short"
@@ -247,6 +243,7 @@ class ConversationTry(Try):
             self.fail(why)
             return False
         self.messages.append(Message("user", text))
+        self._opening = ""
         return True
 
     def _add_answer(self, request: RequestState, output: Output, said: list[int]) -> bool:

@@ -10,8 +10,8 @@ import pytest
 
 from eagle_mlx.data_pipelines import Conversation, Message
 from eagle_mlx.data_pipelines.sources.rows import parse_row
-from eagle_mlx.data_pipelines.synthesis.loop import seed_of
-from eagle_mlx.data_pipelines.synthesis.regeneration import RegenerateConfig, RegenerateReport, regenerate
+from eagle_mlx.data_pipelines.synthesis.loop import run_tasks, seed_of
+from eagle_mlx.data_pipelines.synthesis.regeneration import RegenerateConfig, RegenerateReport, regenerations
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import DataError
 from eagle_mlx.policy import FixedPolicy
@@ -52,7 +52,8 @@ def answered(
 ) -> list[Conversation]:
     """Return the remaining conversations in order, and the counts."""
     done = {}
-    for task in regenerate(engine, conversations, RegenerateConfig(params or SamplingParams(), **config)):
+    tasks = regenerations(engine, conversations, RegenerateConfig(params or SamplingParams(), **config))
+    for task in run_tasks(engine, lambda _: next(tasks, None)):
         done[task.position] = task.result()
         if report is not None:
             report.add(task.report.counts())
@@ -178,7 +179,8 @@ def test_a_target_without_a_tokenizer_is_refused() -> None:
 
 def test_whoever_stops_listening_frees_the_engine(target: Target) -> None:
     engine = Engine(target, max_batch=2)
-    stream = regenerate(engine, questions(9), RegenerateConfig(SamplingParams(max_tokens=5)))
+    tasks = regenerations(engine, questions(9), RegenerateConfig(SamplingParams(max_tokens=5)))
+    stream = run_tasks(engine, lambda _: next(tasks, None))
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert engine.idle
