@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from textwrap import indent
 from typing import TypedDict
 
 from eagle_mlx.engine import Engine
@@ -89,12 +90,10 @@ class Evaluator:
 def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds: float = 0.0) -> Acceptance:
     """Return the acceptance over all outputs, with τ 0 if there are none."""
     rounds, tokens = sum(output.rounds for output in outputs), sum(len(output.tokens) for output in outputs)
-    drafted = [
-        sum(counts) for counts in zip_longest([0] * depth, *(o.drafted_by_position for o in outputs), fillvalue=0)
-    ]
-    accepted = [
-        sum(counts) for counts in zip_longest([0] * depth, *(o.accepted_by_position for o in outputs), fillvalue=0)
-    ]
+    drafted, accepted = (
+        [sum(at) for at in zip_longest([0] * depth, *counts, fillvalue=0)]
+        for counts in ((o.drafted_by_position for o in outputs), (o.accepted_by_position for o in outputs))
+    )
     by_position = [a / d if d else 0.0 for a, d in zip(accepted, drafted, strict=True)]
     length = tokens / rounds if rounds else 0.0
     interval = _interval([(len(output.tokens), output.rounds) for output in outputs])
@@ -137,7 +136,7 @@ def write_generations(rows: Sequence[Row], folder: Path) -> Path | None:
         return None
     lines = ["# Texts of the target, decoded with the head"]
     for number, newest in enumerate(evals[-1]["generations"], 1):
-        lines += ["", f"## {number}", "", *_fenced(newest["prompt"]), "", *_fenced(newest["text"]), ""]
+        lines += ["", f"## {number}", "", _block(newest["prompt"]), "", "…", "", _block(newest["text"]), ""]
         lines += ["| step | tokens seen | tokens per round |", "|---|---|---|"]
         for row in evals:
             match = [g for g in row["generations"] if (g["prompt"], g["text"]) == (newest["prompt"], newest["text"])]
@@ -153,9 +152,6 @@ def per_round(generation: Generation) -> float:
     return generation["tokens"] / max(generation["rounds"], 1)
 
 
-def _fenced(text: str) -> list[str]:
-    """Return the text as a Markdown code block with a fence that does not occur in it."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return [f"{fence}text", text, fence]
+def _block(text: str) -> str:
+    """Return the text as a Markdown code block. Indentation needs no fence that the text could contain."""
+    return indent(text, "    ", lambda _: True)

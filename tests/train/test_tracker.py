@@ -63,8 +63,8 @@ def test_sample_texts_are_written(tmp_path: Path) -> None:
         tracker.log("eval", 9, {"tokens": 12000, "generations": texts(2)})
     shown = (tmp_path / FILE).read_text()
     assert "| 0 | 0 | 1.00 |\n| 9 | 12,000 | 3.00 |" in shown
-    assert "```text\ndef add(\n```" in shown
-    assert "````text\n```x\n````" in shown, "nothing in a text ends its block"
+    assert "\n\n    def add(\n\n" in shown
+    assert "\n\n    ```x\n\n" in shown, "nothing in a text ends its block"
 
 
 @pytest.mark.parametrize("half", ["", '{"kind": "train", "st', '{"kind": "train", "step": 9, "loss": 1.0}', "\0" * 40])

@@ -307,26 +307,18 @@ class TrainConfig(Group):
         return self.evaluation.data in ("", *self.data.sources[:1])
 
 
-NOT_WITH_HOURS = {
-    "minutes": "it limits only the training",
-    "max_steps": "the time determines the number of steps",
-    "self_tokens": "the time determines how much data is made",
-    "limit": "the head learns from all data that is made",
-    "keep_turns": "the head learns from all data that is made",
-    "keep_tokens": "the head learns from all data that is made",
-    "dedupe": "all prompts that are made differ",
-    "shards": "the run makes its own data",
-    "cache_dir": "the data is in the run's folder",
-    "eval_steps": "acceptance is measured after each portion of data",
-    "eval_minutes": "acceptance is measured after each portion of data",
-}
+NOT_WITH_HOURS = (
+    *("minutes", "max_steps", "self_tokens", "limit", "keep_turns", "keep_tokens", "dedupe", "shards", "cache_dir"),
+    *("eval_steps", "eval_minutes"),
+)
+"""Settings that a run with `hours` determines itself."""
 
 
 def check_with_hours(config: TrainConfig) -> None:
     """Raise ConfigError for settings that conflict with `hours`."""
-    for name, why in NOT_WITH_HOURS.items():
+    for name in NOT_WITH_HOURS:
         if config.value(name) != find(TrainConfig, name).default:
-            raise ConfigError(f"{flag(name)} cannot be used with --hours: {why}; leave {flag(name)} out")
+            raise ConfigError(f"{flag(name)} cannot be used with --hours, which determines it; leave {flag(name)} out")
     if not config.data.is_self:
         raise ConfigError("with --hours, the target writes the data: leave --data out, or use --minutes instead")
     if config.data.states in ("memory", "online"):

@@ -1,7 +1,7 @@
 """What a run needs: a lower bound before the target is loaded, measured steps afterward, and recipes."""
 
 from .bound import Bound, bound_of
-from .dry_run import duration, plan_of
+from .dry_run import plan_of
 from .probe import Probe, probe
 from .recipe import Recipe, load_recipe, recipe_for, recipe_names
 
@@ -10,7 +10,6 @@ __all__ = [
     "Probe",
     "Recipe",
     "bound_of",
-    "duration",
     "load_recipe",
     "plan_of",
     "probe",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -68,36 +69,52 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
 def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: int | None = None) -> str:
     """Return the plan as text, one line per topic. `free` is in bytes and defaults to this machine's free memory."""
     target, head, config = bound.target, bound.head, bound.config
-    kind = KINDS[config.head.kind]
+    kind, how = KINDS[config.head.kind], config.optimization
     drafted = target.vocab_size if head.token_ids is None else head.token_ids.size
     read = ", ".join(map(str, (*head.named_layers, f"{target.num_layers - 1} (for labels)")))
-    parts = f" in {config.optimization.accumulate} parts" if config.optimization.accumulate > 1 else ""
     place, states, on_disk = _states(bound, tokens[0], measured, free_memory() if free is None else free)
-    rows = [
-        (
-            "target",
-            f"{target.name}: {target.num_layers} layers of {target.hidden_size:,}, vocabulary {target.vocab_size:,}, "
-            f"{_count(get_total_parameters(target.model))} parameters",
-        ),
-        ("head", f"{kind.title}, {_count(bound.trained)} parameters; {config.optimization.unroll} draft steps"),
-        ("layers", f"{read}, counted from 0"),
-        ("vocabulary", f"drafts {drafted:,} of {target.vocab_size:,} tokens"),
-        ("data", ", ".join(config.data.shards or config.data.sources)),
-        ("tokens", f"{tokens[0]:,}: {tokens[1]}"),
-        ("run", f"{_span(config, tokens)}, {_batch(config)}{parts}, in {str(pass_type(config)).rpartition('.')[2]}"),
-        ("memory", _memory(bound, measured)),
-        ("states", states),
-        (
-            "disk",
-            f"{gb(bound.heads_on_disk + bound.checkpoints_on_disk + on_disk)}: heads {gb(bound.heads_on_disk)}, states "
-            f"to resume from {gb(bound.checkpoints_on_disk)}" + (f", hidden states {gb(on_disk)}" if on_disk else ""),
-        ),
-    ]
-    if not (config.optimization.minutes or config.optimization.hours or config.optimization.max_steps):
-        rows.append(("time", _time(config, tokens, measured, place == "online")))
+    heads, checkpoints = bound.heads_on_disk, bound.checkpoints_on_disk
+    rows = {
+        "target": f"{target.name}: {target.num_layers} layers of {target.hidden_size:,}, vocabulary "
+        f"{target.vocab_size:,}, {_count(get_total_parameters(target.model))} parameters",
+        "head": f"{kind.title}, {_count(bound.trained)} parameters; {how.unroll} draft steps",
+        "layers": f"{read}, counted from 0",
+        "vocabulary": f"drafts {drafted:,} of {target.vocab_size:,} tokens",
+        **_run_rows(config, tokens),
+        "memory": _memory(bound, measured),
+        "states": states,
+        "disk": f"{gb(heads + checkpoints + on_disk)}: heads {gb(heads)}, states to resume from {gb(checkpoints)}"
+        + (f", hidden states {gb(on_disk)}" if on_disk else ""),
+    }
+    if not (how.minutes or how.hours or how.max_steps):
+        rows["time"] = _time(config, tokens, measured, place == "online")
     elif measured is not None:
-        rows.append(("speed", str(measured)))
-    return "\n".join(f"{name:<10}  {text}" for name, text in rows)
+        rows["speed"] = str(measured)
+    return _lines(rows)
+
+
+def _lines(rows: Mapping[str, str]) -> str:
+    return "\n".join(f"{name:<10}  {text}" for name, text in rows.items())
+
+
+def _run_rows(config: TrainConfig, tokens: Tokens) -> dict[str, str]:
+    """Describe the data and the length of a run, which do not depend on the target."""
+    how = config.optimization
+    steps = counted(max(1, round(tokens[0] / (how.rows * how.length))), "step")
+    span = f"{counted(how.epochs, 'epoch')} of {steps}"
+    if how.hours:
+        span = f"{how.hours:g} hours, alternating between making data and learning"
+    elif how.minutes:
+        span = f"{how.minutes:g} minutes"
+    elif how.max_steps:
+        span = counted(how.max_steps, "step")
+    parts = f" in {how.accumulate} parts" if how.accumulate > 1 else ""
+    dtype = str(pass_type(config)).rpartition(".")[2]
+    return {
+        "data": ", ".join(config.data.shards or config.data.sources),
+        "tokens": f"{tokens[0]:,}: {tokens[1]}",
+        "run": f"{span}, {how.rows} rows of {how.length:,} tokens{parts}, in {dtype}",
+    }
 
 
 def _states(bound: Bound, tokens: int, measured: Probe | None, free: int) -> tuple[str, str, int]:
@@ -129,9 +146,9 @@ def _memory(bound: Bound, measured: Probe | None) -> str:
 def _time(config: TrainConfig, tokens: Tokens, measured: Probe | None, online: bool) -> str:
     if measured is None:
         return "measured by a probe when the target is loaded"
-    hours = measured.seconds(tokens[0], config.optimization.epochs, online) / 3600
+    seconds = measured.seconds(tokens[0], config.optimization.epochs, online)
     after = ", after the target has written the conversations" if config.data.is_self else ""
-    return f"{duration(hours)} on this machine{after}: {measured}"
+    return f"about {timedelta(minutes=1 + seconds // 60)} on this machine{after}: {measured}"
 
 
 def _bound(config: TrainConfig, recipe: Recipe | None) -> tuple[Bound, bool]:
@@ -165,38 +182,15 @@ def _published(repo: str) -> Mapping[str, Any]:
 
 def _unknown(config: TrainConfig, tokens: Tokens, error: EagleError) -> str:
     """Return the plan for a target if only its name is known."""
-    rows = [
-        ("target", f"{hub.hub_id(config.head.target)}, which is not known here: {error}"),
-        ("head", f"{config.head.kind}; {config.optimization.unroll} draft steps"),
-        ("data", ", ".join(config.data.shards or config.data.sources)),
-        ("tokens", f"{tokens[0]:,}: {tokens[1]}"),
-        ("run", f"{_span(config, tokens)}, {_batch(config)}"),
-        ("unknown", "layers, vocabulary, memory, disk and time: these need the target's config.json"),
-    ]
-    return "\n".join(f"{name:<10}  {text}" for name, text in rows)
-
-
-def _span(config: TrainConfig, tokens: Tokens) -> str:
-    """Describe the length of a run."""
-    how = config.optimization
-    if how.hours:
-        return f"{how.hours:g} hours, alternating between making data and learning"
-    if how.minutes:
-        return f"{how.minutes:g} minutes"
-    if how.max_steps:
-        return counted(how.max_steps, "step")
-    return f"{counted(how.epochs, 'epoch')} of {counted(max(1, round(tokens[0] / (how.rows * how.length))), 'step')}"
-
-
-def _batch(config: TrainConfig) -> str:
-    return f"{config.optimization.rows} rows of {config.optimization.length:,} tokens"
+    return _lines(
+        {
+            "target": f"{hub.hub_id(config.head.target)}, which is not known here: {error}",
+            "head": f"{config.head.kind}; {config.optimization.unroll} draft steps",
+            **_run_rows(config, tokens),
+            "unknown": "layers, vocabulary, memory, disk and time: these need the target's config.json",
+        }
+    )
 
 
 def _count(number: int) -> str:
     return f"{number / 1e9:,.1f} billion" if number >= 1e9 else f"{number / 1e6:,.1f} million"
-
-
-def duration(hours: float) -> str:
-    if hours >= 48:
-        return f"about {hours / 24:,.0f} days"
-    return f"about {hours:.1f} hours" if hours >= 1 else f"about {max(1, round(60 * hours))} minutes"

@@ -13,7 +13,6 @@ from .runs import Row
 if TYPE_CHECKING:  # matplotlib takes half a second to import, and is needed only at the end
     from matplotlib.axes import Axes
 
-_BLUE, _GRAY, _RED = "#1f4e79", "#bbbbbb", "#b5482a"
 _IN_COLUMN = 22
 """Names in a column of a legend."""
 _SMOOTH = 0.02
@@ -60,26 +59,27 @@ def _styled(axes: Axes) -> Axes:
     return axes
 
 
-def _noisy(axes: Axes, rows: Sequence[Row], values: Sequence[float]) -> None:
-    """Plot noisy values in gray, and their running average."""
+def _curves(axes: Axes, rows: Sequence[Row], curves: Mapping[str, Sequence[float]], noisy: bool = False) -> None:
+    """Plot curves against tokens, with a legend if there are several. Noisy ones are gray, with their average."""
     tokens = [row["tokens"] for row in rows]
-    axes.plot(tokens, values, color=_GRAY, linewidth=0.8)
-    axes.plot(tokens, smooth(values), color=_BLUE)
+    for (name, values), color in zip(curves.items(), _colors(len(curves)), strict=True):
+        if noisy:
+            axes.plot(tokens, values, color="#bbbbbb", linewidth=0.8)
+        axes.plot(tokens, smooth(values) if noisy else values, color=color, label=name)
+    axes.set(xlabel="tokens")
+    if len(curves) > 1:
+        _legend(axes, len(curves))
 
 
 def _loss(axes: Axes, rows: Sequence[Row]) -> None:
-    _noisy(axes, rows, [row["loss"] for row in rows])
-    axes.set(title="Training loss", xlabel="tokens", ylabel="weighted mean over the draft steps")
+    _curves(axes, rows, {"loss": [row["loss"] for row in rows]}, noisy=True)
+    axes.set(title="Training loss", ylabel="weighted mean over the draft steps")
 
 
 def _accuracy(axes: Axes, rows: Sequence[Row]) -> None:
-    tokens = [row["tokens"] for row in rows]
-    steps = len(rows[0]["accuracy_by_step"])
-    for step, color in enumerate(_colors(steps)):
-        values = [row["accuracy_by_step"][step] for row in rows]
-        axes.plot(tokens, smooth(values), color=color, label=f"draft step {step + 1}")
-    axes.set(title="Accuracy by draft step", xlabel="tokens", ylabel="head's best token is the target's", ylim=(0, 1))
-    _legend(axes, steps)
+    steps = zip(*(row["accuracy_by_step"] for row in rows), strict=True)
+    _curves(axes, rows, {f"draft step {step}": smooth(values) for step, values in enumerate(steps, 1)})
+    axes.set(title="Accuracy by draft step", ylabel="head's best token is the target's", ylim=(0, 1))
 
 
 def _by_position(axes: Axes, rows: Sequence[Row]) -> None:
@@ -102,35 +102,29 @@ def _legend(axes: Axes, curves: int) -> None:
 
 
 def _length(axes: Axes, rows: Sequence[Row]) -> None:
-    axes.plot([row["tokens"] for row in rows], [row["acceptance_length"] for row in rows], color=_BLUE, marker="o")
+    _curves(axes, rows, {"τ": [row["acceptance_length"] for row in rows]})
     depth = len(rows[0]["acceptance_by_position"])
-    axes.set(title=f"Acceptance length, greedy, depth {depth}", xlabel="tokens", ylabel="tokens per target forward")
+    axes.set(title=f"Acceptance length, greedy, depth {depth}", ylabel="tokens per target forward")
     axes.set_ylim(bottom=0.9)
 
 
 def _learning_rate(axes: Axes, rows: Sequence[Row]) -> None:
-    tokens = [row["tokens"] for row in rows]
-    for key, label, color in (("learning_rate", "AdamW", _BLUE), ("muon_learning_rate", "Muon", _RED)):
-        if key in rows[0]:
-            axes.plot(tokens, [row[key] or math.nan for row in rows], color=color, label=label)
-    axes.set(title="Learning rate", xlabel="tokens", yscale="log")
-    axes.legend(frameon=False)
+    keys = {"AdamW": "learning_rate", "Muon": "muon_learning_rate"}
+    _curves(axes, rows, {name: [row[key] or math.nan for row in rows] for name, key in keys.items() if key in rows[0]})
+    axes.set(title="Learning rate", yscale="log")
 
 
 def _speed(axes: Axes, rows: Sequence[Row]) -> None:
-    _noisy(axes, rows, interval_speeds(rows))
-    axes.set(title="Training speed, without evaluations", xlabel="tokens", ylabel="tokens/s")
+    _curves(axes, rows, {"speed": interval_speeds(rows)}, noisy=True)
+    axes.set(title="Training speed, without evaluations", ylabel="tokens/s")
     axes.set_ylim(bottom=0)
 
 
 def _memory(axes: Axes, rows: Sequence[Row]) -> None:
-    tokens = [row["tokens"] for row in rows]
-    labels = {"process_peak": "process, peak", "peak": "MLX, peak", "active": "MLX, between steps"}
-    for (key, label), color in zip(labels.items(), (_RED, _BLUE, _GRAY), strict=True):
-        axes.plot(tokens, [row["memory_gb"][key] for row in rows], color=color, label=label)
-    axes.set(title="Memory", xlabel="tokens", ylabel="GB")
+    keys = {"process, peak": "process_peak", "MLX, peak": "peak", "MLX, between steps": "active"}
+    _curves(axes, rows, {name: [row["memory_gb"][key] for row in rows] for name, key in keys.items()})
+    axes.set(title="Memory", ylabel="GB")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
 
 
 def interval_speeds(rows: Sequence[Row]) -> list[float]:
