@@ -9,7 +9,7 @@ from .capturing import capture, capture_to_shards, shard_meta
 from .conversation import Conversation, Message
 from .rendering import Rendered, prompt_tokens, render_all
 from .sources.reading import DataConfig, ReadReport, read_conversations
-from .synthesis.file import Enough, Limits, Wanted, made_states, make_once, make_to_file, prompt_keys
+from .synthesis.file import Enough, Limits, Wanted, make_once, make_to_file, prompt_keys
 from .synthesis.loop import FIRST_ROWS, growing_engine
 from .synthesis.shards import ShardPlace
 from .synthesis.tries import MakeConfig, beginning
@@ -31,7 +31,6 @@ __all__ = [
     "capture",
     "capture_to_shards",
     "growing_engine",
-    "made_states",
     "make_once",
     "make_to_file",
     "prompt_keys",

@@ -22,7 +22,7 @@ from .config import NOT_WITH_HOURS, SELF, TrainConfig, named_settings
 from .data import data_config, heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
 from .hours import HoursPhases
-from .kinds import KINDS, Head, resolved
+from .kinds import KINDS, resolved
 from .plan import Recipe, bound_of, load_recipe, plan_of, probe, recipe_for, recipe_names
 from .report import command as report_command
 from .run import BEST, OnePhase, check_incomplete, check_wandb, claim, existing_head, resumed_config, run_worker, train
@@ -160,15 +160,13 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
             folder = held.enter_context(claim(config.run.output, config.run.overwrite, resume))
         done = _run(config, stop, resume, world, folder)
     if done is not None:
-        _say(*done)
+        _say(config, resume, *done)
 
 
-_Done = tuple[TrainConfig, Mapping[str, Any], Path | None, Target]
-"""The arguments of `_say`."""
-
-
-def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, folder: Path | None) -> _Done | None:
-    """Load the target, get the data and train in a claimed folder. Return None on ranks other than 0."""
+def _run(
+    config: TrainConfig, stop: Stop, resume: Path | None, world: World, folder: Path | None
+) -> tuple[Target, Mapping[str, Any]] | None:
+    """Load the target, get the data and train in a claimed folder. Return target and report; None on other ranks."""
     if not config.data.shards:
         data_config(config)  # raise for invalid settings before loading anything
     bound_of(config).check()
@@ -178,25 +176,22 @@ def _run(config: TrainConfig, stop: Stop, resume: Path | None, world: World, fol
     if head is None:
         KINDS[config.head.kind].check(target, config)
     measured = probe(target, config, head)
-    reserve = measured.memory
     if world.is_rank_zero:
         print(f"measured: {measured}", file=sys.stderr)
     if config.optimization.hours:
-        hours = HoursPhases(measured.learned)
-        return config, train(target, hours, config, head, resume, stop, claimed=folder), resume, target
-    prompts = _prompts(target, config, world, head)
-    alone = world.size == 1
-    data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, reserve, alone))
+        return target, train(target, HoursPhases(measured.learned), config, head, resume, stop, claimed=folder)
+    prompts = _prompts(target, config, world)
+    data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
     if not world.is_rank_zero:
         run_worker(target, data, config, head, world, stop)
         return None
     config = config if config.data.shards else config.changed(states=data.place)  # for resumed runs too
     print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
     phases = OnePhase(data, prompts)
-    return config, train(target, phases, config, head, resume, stop, world, claimed=folder), resume, target
+    return target, train(target, phases, config, head, resume, stop, world, claimed=folder)
 
 
-def _say(config: TrainConfig, report: Mapping[str, Any], resume: Path | None, target: Target) -> None:
+def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mapping[str, Any]) -> None:
     """Print where a run's head is and how good it is, and register it for the commands that serve the target."""
     folder = resume if resume and resume.exists() else config.run.output
     before = f"{config.head.init_from} had" if config.head.init_from else "untrained"
@@ -215,14 +210,14 @@ def _say(config: TrainConfig, report: Mapping[str, Any], resume: Path | None, ta
         print(f"eagle-serve --target {config.head.target}{adapter} finds it", file=sys.stderr)
 
 
-def _prompts(target: Target, config: TrainConfig, world: World, head: Head | None) -> list[list[int]]:
+def _prompts(target: Target, config: TrainConfig, world: World) -> list[list[int]]:
     """Return the prompts for acceptance measurements (rank 0 only), after the target made up its data if needed.
 
     Prompts from another source are read first, so that errors show before making data takes hours.
     """
     named = [] if config.prompts_are_heldout or not world.is_rank_zero else heldout_prompts(target, config)
     if config.data.is_self:
-        make_data(target, config, world, head)
+        make_data(target, config, world)
     return named or (heldout_prompts(target, config) if world.is_rank_zero else [])
 
 

@@ -14,7 +14,6 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.files import write_output
 from eagle_mlx.progress import counted, progress_bar
-from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import Target, text_settings
 
 from ..conversation import Conversation
@@ -22,7 +21,7 @@ from ..jsonl import Done, PartialFile, as_line, difference, open_partial
 from ..sources.rows import parse_row
 from .loop import growing_engine, run_tasks
 from .report import MakeReport
-from .shards import MadeShards, ShardPlace, ShardPlan, complete_shards, open_shards
+from .shards import MadeShards, ShardPlace, ShardPlan, open_shards
 from .tries import MakeConfig, Try, tries
 
 FREE_TRIES = 64
@@ -276,20 +275,18 @@ def make_once(
     wanted: Wanted,
     output: str | Path,
     progress: bool = False,
-    place: ShardPlace | None = None,
 ) -> MakeReport | None:
     """Make a file as `make_to_file` does, or return None if it exists.
 
-    The settings are written to `OUTPUT.from.json`. With a `place`, hidden states are captured there. Raises OutputError
-    if the file exists with other settings, or if the place is taken; other errors as `make_to_file`.
+    The settings are written to `OUTPUT.from.json`. Raises OutputError if the file exists with other settings; other
+    errors as `make_to_file`.
     """
     output = Path(output)
     note = output.with_name(f"{output.name}.from.json")
     if output.exists():
         _compare(output, note, settings_of(target, config, wanted))
         return None
-    engine = growing_engine(target, place=place)
-    return make_to_file(engine, config, wanted, output, progress=progress, place=place, note=note)
+    return make_to_file(growing_engine(target), config, wanted, output, progress=progress, note=note)
 
 
 def prompt_keys(file: Path) -> set[int]:
@@ -297,14 +294,6 @@ def prompt_keys(file: Path) -> set[int]:
     with file.open(encoding="utf-8") as lines:
         said = [parse_row(json.loads(line), str(file)).messages for line in lines]
     return {Conversation(tuple([m for m in messages if m.role != "system"][:1])).prompt_key() for messages in said}
-
-
-def made_states(target: Target, config: MakeConfig, wanted: Wanted, place: ShardPlace) -> ShardReader | None:
-    """Return the hidden states captured while such a file was made, or None.
-
-    Raises ShardError if the manifest is damaged.
-    """
-    return complete_shards(place, made_from(settings_of(target, config), wanted, place))
 
 
 def _compare(output: Path, note: Path, settings: Mapping[str, Any]) -> None:

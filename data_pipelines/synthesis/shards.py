@@ -121,15 +121,6 @@ class MadeShards(ShardPlan):
         return self._waiting / f"{number}{SUFFIX}"
 
 
-def complete_shards(place: ShardPlace, made_from: Mapping[str, str]) -> ShardReader | None:
-    """Return the shards in a place if they are complete and of this origin.
-
-    Raises ShardError if the manifest is damaged.
-    """
-    found = ShardReader(place.folder) if (place.folder / MANIFEST).exists() else None
-    return found if found is not None and found.manifest.made_from == made_from else None
-
-
 @contextmanager
 def open_shards(place: ShardPlace, made_from: Mapping[str, str]) -> Iterator[MadeShards]:
     """Yield the shards; they appear in their folder once the block succeeds.
@@ -137,7 +128,7 @@ def open_shards(place: ShardPlace, made_from: Mapping[str, str]) -> Iterator[Mad
     After an interruption, complete shards are reused. Raises OutputError as ShardWriter does.
     """
     waiting = place.folder.absolute().with_name(place.folder.name + ".waiting")
-    if complete_shards(place, made_from) is not None:
+    if (place.folder / MANIFEST).exists() and ShardReader(place.folder).manifest.made_from == made_from:
         yield MadeShards(place, waiting, None)
     else:
         with ShardWriter(place.folder, place.meta, made_from, overwrite=place.overwrite) as shards:

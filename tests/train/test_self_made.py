@@ -7,25 +7,18 @@ import io
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from eagle_mlx.command import Stop, Stopped
-from eagle_mlx.data_pipelines import MakeConfig, capture
+from eagle_mlx.data_pipelines import MakeConfig
 from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
-from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import flags_parser, main, new_run
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.data import InMemory, sources, storage
-from eagle_mlx.train.data.sources import heldout_prompts, training_data
-from eagle_mlx.train.data.storage import states_of_made
-from eagle_mlx.train.kinds import resolved
-from eagle_mlx.train.run import OnePhase, train
+from eagle_mlx.train.data import storage
 from tests.fakes import interrupt_after, talking_target_folder, tiny_target_folder
 
 TOKENS = 300
@@ -81,48 +74,9 @@ def test_a_head_is_trained_from_the_target_alone(talker: Path, whole: tuple[Path
     assert 0 < report["data"]["conversations"] < len(rows), "the head does not learn from held-out conversations"
 
 
-def test_the_states_are_those_of_the_forwards_that_made_the_data(
-    talker: Path, whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The text is not read again, and a head learns the same as from captured states."""
-    out, said = whole
-    assert f"states: captured while the data was made, in {out}.shards" in said
-    target = load_target(talker)
-    with monkeypatch.context() as patch:
-        for name in ("capture", "capture_to_shards"):
-            patch.setattr(sources, name, not_called)
-        made = training_data(target, resolved(config_of(talker, out)))
-    assert made.place == "disk"
-    made_samples = [made.samples[index] for index in range(len(made.samples.lengths))]
-    pairs = [(sample.tokens.tolist(), sample.loss_mask.tolist()) for sample in made_samples]
-    read = {tuple(sample.tokens.tolist()): sample for sample in capture(target, made.aux_layers, pairs)}
-    again = [read[tuple(tokens)] for tokens, _ in pairs]
-    for one, other in zip(made_samples, again, strict=True):
-        assert one.states is not None
-        assert len(one.tokens) <= 64
-        assert np.allclose(one.states.last[:-1], other.states.last[:-1], rtol=2e-3, atol=2e-3)
-    losses = []
-    for name, data in (("made", made), ("again", replace(made, samples=InMemory(again)))):
-        config = config_of(talker, tmp_path / name).changed(start="random")  # least squares amplify rounding
-        phases = OnePhase(data, heldout_prompts(target, config_of(talker, out)))
-        losses.append(train(target, phases, config)["loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
-def not_called(*_: object, **__: object) -> None:
-    raise AssertionError("the conversations are read again")
-
-
 def config_of(target: Path, output: Path) -> TrainConfig:
     """Return the settings of `command`."""
     return new_run(None, None, vars(flags_parser().parse_args(command(target, output))))[0]
-
-
-def test_states_are_captured_again_unless_all_data_is_learned(talker: Path, whole: tuple[Path, str]) -> None:
-    target, config = load_target(talker), resolved(config_of(talker, whole[0]))
-    assert states_of_made(target, config) is not None
-    for changes in ({"limit": 2}, {"keep_turns": "1:1"}, {"self_tokens": TOKENS + 1}, {"cache_bits": 8}):
-        assert states_of_made(target, config.changed(**changes)) is None
 
 
 def test_interrupted_data_generation_continues(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -50,26 +51,19 @@ def pack(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], lengt
     enough room. So no two rows would fit into one, and at most one row is less than half full.
     """
     rows: list[list[Piece]] = []
-    open_rows: list[list[int]] = [[] for _ in range(length + 1)]
-    """Row indices by remaining room."""
-    rooms = 0
-    """Bit i is set if a row has room for exactly i tokens."""
+    open_rows: list[tuple[int, int]] = []
+    """Remaining room and number of each row that is not full, in ascending order."""
     for window in _windows(lengths, order, length):
         for piece in sorted(window, key=len, reverse=True):
-            fitting = rooms >> len(piece)
-            if fitting:
-                room = len(piece) + (fitting & -fitting).bit_length() - 1
-                row = open_rows[room].pop()
-                if not open_rows[room]:
-                    rooms ^= 1 << room
+            at = bisect.bisect_left(open_rows, (len(piece), 0))
+            if at < len(open_rows):
+                room, row = open_rows.pop(at)
                 rows[row].append(piece)
             else:
                 room, row = length, len(rows)
                 rows.append([piece])
-            room -= len(piece)
-            if room >= MIN_TOKENS:
-                open_rows[room].append(row)
-                rooms |= 1 << room
+            if room - len(piece) >= MIN_TOKENS:
+                bisect.insort(open_rows, (room - len(piece), row))
     return [tuple(row) for row in rows]
 
 

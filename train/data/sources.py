@@ -33,7 +33,7 @@ from ..kinds import aux_layers_of, resolved
 from .batches import Rows
 from .draft_vocab import count_tokens, draft_vocabulary
 from .examples import Examples, InMemory, Joined, OnDisk
-from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, sources_of, states_of_made
+from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, sources_of
 
 _TEXT_PROMPT = 64
 """Number of tokens of a plain text that form a prompt."""
@@ -58,12 +58,8 @@ def training_data(
     progress: bool = False,
     head: DraftHead | None = None,
     reserve: int = 0,
-    alone: bool = True,
 ) -> TrainData:
     """Load shards if given, else conversations, with captured hidden states if there is room for them.
-
-    If the target made up the conversations, hidden states captured at that time are used, but only if one process
-    trains `alone`, since all processes need the same data.
 
     A `head` to continue from decides which layers to capture and the draft vocabulary. `reserve` is the additional
     memory that training needs, in bytes. Raises DataError, ShardError, OutputError or ConfigError if data cannot be
@@ -72,9 +68,6 @@ def training_data(
     config = resolved(config)
     if config.data.shards:
         return _from_shards(target, config, head)
-    made = states_of_made(target, config, head) if alone else None
-    if made is not None:
-        return _from_made(target, config, made, head)
     rendered, read = _render(target, config, progress)
     aux_layers = aux_layers_of(target, config, head)
     kept, share = draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
@@ -180,17 +173,6 @@ def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) ->
         _check_layers(target, reader, aux_layers)
     parts = [OnDisk(reader, aux_layers, target.num_layers - 1) for reader in readers]
     return data_on_disk(target, config, parts, aux_layers, head)
-
-
-def _from_made(target: Target, config: TrainConfig, reader: ShardReader, head: DraftHead | None) -> TrainData:
-    """Load conversations that the target made up, with the hidden states captured at that time."""
-    try:
-        samples = OnDisk(reader, most=min(config.data.max_length, target.context_length))
-    except ShardError as e:
-        raise ShardError(f"{e}. Remove {reader.folder}, and the target reads the conversations again") from e
-    found = data_on_disk(target, config, [samples], reader.meta.aux_layers, head)
-    print(f"states: captured while the data was made, in {reader.folder}", file=sys.stderr)
-    return found
 
 
 def data_on_disk(

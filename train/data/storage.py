@@ -10,16 +10,15 @@ from typing import Literal
 
 import mlx.core as mx
 
-from eagle_mlx.data_pipelines import DataConfig, MakeConfig, ShardPlace, Wanted, made_states, make_once, shard_meta
+from eagle_mlx.data_pipelines import DataConfig, MakeConfig, Wanted, make_once
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.files import write_output
 from eagle_mlx.memory import free_memory, gb
-from eagle_mlx.shards import ShardMeta, ShardReader, bytes_per_token, unfinished_folder
+from eagle_mlx.shards import ShardMeta, bytes_per_token, unfinished_folder
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
 from ..distributed import SINGLE_PROCESS, World
-from ..kinds import Head, aux_layers_of
 
 Place = Literal["memory", "disk", "online"]
 
@@ -50,22 +49,6 @@ def self_file(config: TrainConfig) -> Path:
 def sources_of(config: TrainConfig) -> tuple[str, ...]:
     """Return the data sources, with that file in place of `self`."""
     return (str(self_file(config)),) if config.data.is_self else config.data.sources
-
-
-def learns_all(config: TrainConfig) -> bool:
-    """Return whether the run learns from everything that the target makes up, without filters."""
-    data = config.data
-    return data.is_self and not (data.limit or data.keep_turns or data.keep_tokens or data.dedupe != "none")
-
-
-def keeps_states(config: TrainConfig, meta: ShardMeta) -> bool:
-    """Return whether to keep hidden states on disk while the target makes up conversations.
-
-    Making takes long and may be interrupted, so memory is not used. Raises as `choose_states` does.
-    """
-    if not learns_all(config) or config.data.states not in ("auto", "disk"):
-        return False
-    return choose_states(config, config.data.self_tokens, meta, free=0).place == "disk"
 
 
 def cache_folder(config: TrainConfig) -> Path:
@@ -124,21 +107,24 @@ def free_disk(folder: str | Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS, head: Head | None = None) -> None:
+def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS) -> None:
     """Create the file of conversations on every machine; rank 0 makes it unless it exists.
-
-    If one process trains and the disk has room, hidden states are captured at the same time for the layers in the
-    settings or of `head`.
 
     Raises OutputError if other data is in the way, DataError if the target writes nothing usable, TargetError if it
     cannot write user turns, ConfigError if the settings could not read the file.
     """
-    file = self_file(config)
+    file, making = self_file(config), MakeConfig(seed=config.run.seed)
     data_config(config)  # report invalid settings now, not hours later
     if world.is_rank_zero:
-        place = _place(target, config, head)
-        alone = world.size == 1
-        _make(target, config, place if alone and keeps_states(config, place.meta) else None)
+        # One held-out conversation in any case, so that the file does not depend on evaluation.
+        wanted = Wanted(tokens=config.data.self_tokens, heldout=1)
+        try:
+            report = make_once(target, making, wanted, file, progress=True)
+        except KeyboardInterrupt:
+            print("the conversations so far are kept; the same command continues", file=sys.stderr)
+            raise
+        mx.clear_cache()  # training does not need the KV cache
+        print(f"{file}: {report.summary() if report is not None else 'already complete'}", file=sys.stderr)
     if world.size == 1:
         return
     # If each machine made the file, rounding differences could give different texts.
@@ -146,37 +132,6 @@ def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS
     if not world.is_rank_zero and not (file.exists() and file.read_text(encoding="utf-8") == text):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_output(file, text)
-
-
-def states_of_made(target: Target, config: TrainConfig, head: Head | None = None) -> ShardReader | None:
-    """Return the hidden states captured while the target made up the training data, or None.
-
-    Raises ShardError if the manifest is damaged.
-    """
-    if not learns_all(config):
-        return None
-    return made_states(target, MakeConfig(seed=config.run.seed), _wanted(config), _place(target, config, head))
-
-
-def _make(target: Target, config: TrainConfig, place: ShardPlace | None) -> None:
-    file, making = self_file(config), MakeConfig(seed=config.run.seed)
-    try:
-        report = make_once(target, making, _wanted(config), file, progress=True, place=place)
-    except KeyboardInterrupt:
-        print("the conversations so far are kept; the same command continues", file=sys.stderr)
-        raise
-    mx.clear_cache()  # training does not need the KV cache
-    print(f"{file}: {report.summary() if report is not None else 'already complete'}", file=sys.stderr)
-
-
-def _wanted(config: TrainConfig) -> Wanted:
-    """Always ask for one held-out conversation, so that the file does not depend on evaluation."""
-    return Wanted(tokens=config.data.self_tokens, heldout=1)
-
-
-def _place(target: Target, config: TrainConfig, head: Head | None) -> ShardPlace:
-    meta = shard_meta(target, aux_layers_of(target, config, head), config.data.cache_bits)
-    return ShardPlace(cache_folder(config), meta)
 
 
 def data_config(config: TrainConfig) -> DataConfig:
