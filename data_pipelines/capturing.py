@@ -137,15 +137,12 @@ class ShardCapture:
             "whole batches",
         }
 
-    def open(
-        self, folder: str | Path, overwrite: bool = False, resume: bool = False, command: Sequence[str] = ()
-    ) -> ShardWriter:
+    def open(self, folder: str | Path, overwrite: bool = False, resume: bool = False) -> ShardWriter:
         """Return a writer for the shards, to be used in a `with` block. It lists the shards that are already complete.
 
-        An unfinished capture of the same input continues. With `resume`, a finished folder is repaired: damaged shards
-        are set aside. `command` is recorded in the manifest.
+        An unfinished capture of the same input continues; with `resume`, so does a finished one with damaged shards.
         """
-        return ShardWriter(folder, self.meta, self.made_from, command, overwrite, resume)
+        return ShardWriter(folder, self.meta, self.made_from, overwrite, resume)
 
     def __len__(self) -> int:
         """Return the number of shards."""
@@ -189,7 +186,7 @@ def capture_to_shards(
     """Capture into a folder of shards, which appears once it is complete. An interrupted capture continues.
 
     Raises OutputError if the folder exists or cannot be written; shards made so far are kept for the next call. With
-    `resume`, an existing folder is repaired.
+    `resume`, damaged shards of an existing folder are captured again.
     """
     plan = ShardCapture(target, aux_layers, samples, bits, batch_tokens)
     with plan.open(folder, overwrite, resume) as shards:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,11 +11,11 @@ from typing import Literal
 
 from eagle_mlx.command import Stop, Subcommands, arguments, exit_code, new_parser
 from eagle_mlx.cpu import blas, tune_process
-from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError
+from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.files import check_free, locked
 from eagle_mlx.progress import counted
 from eagle_mlx.setting import AT_LEAST_1, REQUIRED, setting
-from eagle_mlx.shards import ShardReader, bytes_per_token, unfinished_folder
+from eagle_mlx.shards import bytes_per_token, unfinished_folder
 
 from . import inspect_command, make_command, regenerate_command
 from .capturing import ShardCapture
@@ -47,7 +46,6 @@ examples:
   eagle-data inspect preset:gsm8k --target checkpoints/target --keep-tokens :512 --dedupe prompt
   eagle-data regenerate --target Qwen3-4B --data a.jsonl=0.7 b.parquet=0.3 --limit 9000 --output answers.jsonl
   eagle-data collect --target checkpoints/target --data answers.jsonl --limit 1000 --output out/shards
-  eagle-data collect --repair out/shards
 
 A capture or a regeneration that was interrupted continues when the same command is given again.
 """
@@ -70,9 +68,6 @@ class CollectOptions(ReadOptions):
     batch_tokens: int = setting(2048, "tokens per forward", AT_LEAST_1)
     bits: Literal[16, 8] = setting(16, "bits per value on disk")
     resume: bool = setting(False, "if DIR exists, capture its damaged shards again")
-    repair: Path | None = setting(
-        None, "run the command that made DIR again, with --resume; needs no other option", metavar="DIR"
-    )
     choice: CollectChoice = field(default_factory=CollectChoice)
 
 
@@ -82,10 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int | None:
-    given = _with_recorded(given)
     commands = Subcommands(new_parser("eagle-data", _HELP, usage="%(prog)s COMMAND …"))
     about = "Run the target over conversations; keep its hidden states."
-    commands.add("collect", CollectOptions, lambda options: collect(options, given), about)
+    commands.add("collect", CollectOptions, collect, about)
     commands.add("make", make_command.MakeOptions, make_command.run, make_command.HELP)
     commands.add("regenerate", regenerate_command.RegenerateOptions, regenerate_command.run, regenerate_command.HELP)
     commands.add("inspect", inspect_command.InspectOptions, inspect_command.inspect, inspect_command.HELP)
@@ -97,7 +91,7 @@ def _main(given: list[str]) -> int | None:
         return work()
 
 
-def collect(options: CollectOptions, given: Sequence[str]) -> None:
+def collect(options: CollectOptions) -> None:
     """Render all conversations first, so that bad data is reported at once, then capture the missing shards."""
     if not options.resume:
         check_free(options.output, options.overwrite)
@@ -126,10 +120,8 @@ def collect(options: CollectOptions, given: Sequence[str]) -> None:
     if not samples:
         raise DataError(f"nothing to capture from {', '.join(options.data)}; try --split all or a larger --max-length")
     plan = ShardCapture(target, aux_layers, samples, options.bits, options.batch_tokens)
-    with plan.open(options.output, options.overwrite, options.resume, given) as shards:
+    with plan.open(options.output, options.overwrite, options.resume) as shards:
         missing = plan.missing(shards)
-        for fault in shards.faults:
-            print(f"{fault}; it will be captured again")
         if shards.files:
             print(f"{len(shards.files):,} of {len(plan):,} shards are complete and are kept")
         need = plan.tokens(missing) * bytes_per_token(plan.meta)
@@ -146,25 +138,6 @@ def collect(options: CollectOptions, given: Sequence[str]) -> None:
             kept = f"{len(shards.files):,} of {len(plan):,} shards are kept, and the same command continues from there"
             e.args = (kept,)
             raise
-
-
-def _with_recorded(argv: list[str]) -> list[str]:
-    """Replace `collect --repair DIR` by the command that made the folder, with `--resume`; return other commands as is.
-
-    Further options come last and so take precedence. Raises ShardError if the folder records no command.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--repair", type=Path)
-    found, rest = parser.parse_known_args(argv)
-    if (folder := found.repair) is None or rest[:1] != ["collect"]:
-        return argv
-    recorded = ShardReader(folder).manifest.command
-    if not recorded:
-        raise ShardError(
-            f"{folder} does not record the command that made it; give that `eagle-data collect` command again with "
-            "--resume, or capture the conversations again"
-        )
-    return [*recorded, "--output", str(folder), "--resume", *rest[1:]]
 
 
 def _check_space(folder: Path, need: int) -> None:

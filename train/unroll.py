@@ -21,6 +21,10 @@ NOT_IN_A_STEP = ("fc_norm", "input_norm", "lm_head", "embed_tokens")
 """Parts of heads that are never used in a draft step."""
 
 
+HIDDEN = -1e9
+"""Added to the scores of masked keys."""
+
+
 class UnrolledCache:
     """One layer's keys and values for drafts at all positions at once, with mlx-lm's cache protocol.
 

@@ -93,11 +93,6 @@ class HeadBase(nn.Module, Generic[Config]):
         return self.hidden_size
 
     @property
-    def embedding_size(self) -> int | None:
-        """Required width of the target's embedding; None for a head with its own embedding."""
-        return None if self._config.own_embedding else self.hidden_size
-
-    @property
     def named_layers(self) -> tuple[int, ...]:
         """Target layers that the config names, counted from 0; empty for a head that reads the last layer."""
         named: tuple[int, ...] = getattr(self._config, "aux_layers", ())

@@ -96,9 +96,3 @@ def kind_of(head: DraftHead) -> HeadKind:
         if isinstance(head, kind.head_class):
             return kind
     raise ConfigError(f"a {type(head).__name__} is of no known kind; known are {', '.join(KINDS)}")
-
-
-def format_of(config: Config, tensors: Tensors) -> tuple[HeadKind, Format] | None:
-    """Return the kind and layout of a folder with these contents, or None if unknown."""
-    found = ((kind, layout) for kind in KINDS.values() for layout in kind.formats if layout.holds(config, tensors))
-    return next(found, None)

@@ -14,7 +14,7 @@ from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
-from eagle_mlx.heads.kinds import Format, HeadKind, format_of
+from eagle_mlx.heads.kinds import KINDS, Format, HeadKind
 from eagle_mlx.heads.mtp.published import is_source
 from eagle_mlx.target import Target
 
@@ -40,7 +40,8 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
     """
     if "medusa_num_heads" in config:
         raise CheckpointError(f"{folder} has Medusa heads, which cannot be loaded; EAGLE, MTP and block heads can")
-    found = format_of(config, tensors)
+    matching = ((kind, layout) for kind in KINDS.values() for layout in kind.formats if layout.holds(config, tensors))
+    found = next(matching, None)
     if "dflash_config" in config and (found is None or not issubclass(found[0].head_class, BlockHead)):
         named = config.get("architectures")
         classes = ", ".join(map(str, named)) if isinstance(named, list) and named else "no name"
@@ -67,10 +68,9 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
 
 def check_fit(head: DraftHead, target: Target) -> None:
     """Raise HeadError if the head does not fit the target."""
-    embedding = head.embedding_size
     for what, trained, actual in (
         ("hidden size", head.target_hidden_size, target.hidden_size),
-        ("embedding width", target.hidden_size if embedding is None else embedding, target.hidden_size),
+        ("embedding width", target.hidden_size if head.config.own_embedding else head.hidden_size, target.hidden_size),
         ("vocabulary", head.vocab_size, target.vocab_size),
     ):
         if trained != actual:

@@ -101,8 +101,6 @@ class Manifest:
     files: tuple[ShardFile, ...] = ()
     made_from: Mapping[str, str] = field(default_factory=dict)
     """A readable fingerprint of everything that determines the content of the shards. Empty if unknown."""
-    command: tuple[str, ...] = ()
-    """The command-line arguments that made the folder; a repair uses them again."""
 
     def to_json(self) -> bytes:
         """Return the manifest's file, with the SHA-256 of its own content."""
@@ -126,7 +124,7 @@ class Manifest:
             if content["version"] == 1:
                 del meta["dtype"]
             files = tuple(ShardFile(**f) for f in content["files"])
-            return cls(ShardMeta(**meta), files, content.get("made_from", {}), tuple(content.get("command", ())))
+            return cls(ShardMeta(**meta), files, content.get("made_from", {}))
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise ShardError(f"{path} is damaged and cannot be read ({e}); {_remedy(path)}") from e
 
@@ -233,7 +231,10 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _remedy(path: Path) -> str:
-    return f"copy {path.parent} again, or remove it and capture again with `eagle-data collect`"
+    return (
+        f"copy {path.parent} again, or capture again with `eagle-data collect`; with --resume, the same command keeps "
+        "the good shards"
+    )
 
 
 def unfinished_folder(folder: str | Path) -> Path:
@@ -276,7 +277,7 @@ class ShardReader:
         try:
             return decode(path, rows, self.meta)
         except (SafetensorError, OSError) as e:  # it was changed after its check
-            raise ShardError(f"{path} can no longer be read: {e}; {self._remedy}") from e
+            raise ShardError(f"{path} can no longer be read: {e}; {_remedy(path)}") from e
 
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))
@@ -304,20 +305,14 @@ class ShardReader:
             entry = self.files[shard]
             path = self.folder / entry.name
             if (wrong := entry.fault(self.folder)) is not None:
-                raise ShardError(f"{path} {wrong}; {self._remedy}")
+                raise ShardError(f"{path} {wrong}; {_remedy(path)}")
             try:
                 with safe_open(str(path), "numpy") as file:
                     lengths = file.get_tensor("lengths")
             except SafetensorError as e:
-                raise ShardError(f"{path} is not a shard: {e}; {self._remedy}") from e
+                raise ShardError(f"{path} is not a shard: {e}; {_remedy(path)}") from e
             self._starts[shard] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         return self._starts[shard]
-
-    @property
-    def _remedy(self) -> str:
-        if self.manifest.command:
-            return f"`eagle-data collect --repair {self.folder}` captures it again and keeps the rest"
-        return "copy the folder again, or remove it and capture its conversations again with `eagle-data collect`"
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -36,12 +36,11 @@ class ShardWriter:
     of the complete ones. `made_from` names everything that determines the shards' content. If the block raises or the
     process is killed, the shards are kept, and the next writer with equal `made_from` has them in `files`.
 
-    With `resume`, an existing folder is repaired in place: `files` has its good shards, `faults` describes the others,
-    which are renamed to `*.damaged`. A rewritten shard is part of the folder at once.
+    With `resume`, a finished folder with damaged shards becomes an unfinished capture again.
 
-    Raises OutputError if the folder exists and neither `overwrite` nor `resume` is set, if an unfinished capture of
-    something else is there (`overwrite` deletes it), if another process is writing, or if the disk fails; ShardError if
-    the folder to repair has a different `made_from` or none.
+    Raises OutputError if the folder exists and neither `overwrite` nor `resume` is set, if the folder or an unfinished
+    capture was made from something else (`overwrite` replaces both), if another process is writing, or if the disk
+    fails.
     """
 
     def __init__(
@@ -49,36 +48,30 @@ class ShardWriter:
         folder: str | Path,
         meta: ShardMeta,
         made_from: Mapping[str, str],
-        command: Sequence[str] = (),
         overwrite: bool = False,
         resume: bool = False,
     ):
         self.folder = Path(folder)
         self.files: dict[int, ShardFile] = {}
         """The complete shards, by number."""
-        self.faults: list[str] = []
-        """One line for each damaged or missing shard of a folder to repair."""
-        self._overwrite = overwrite
-        self._repairs = resume and (self.folder / MANIFEST).exists()
-        self.part = self.folder if self._repairs else unfinished_folder(folder)
+        self.part = unfinished_folder(folder)
         """The folder that holds the shards for now."""
-        self._manifest = Manifest(meta, made_from=dict(made_from), command=tuple(command))
+        self._overwrite, self._resume, self._whole = overwrite, resume, False
+        self._manifest = Manifest(meta, made_from=dict(made_from))
         self._lock = ExitStack()
 
     def __enter__(self) -> Self:
-        if self._repairs:
-            self._check_origin()
-        else:
-            check_free(self.folder, self._overwrite)
         try:
-            with ExitStack() as stack:
-                self.part.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(self.part))
-                if self._repairs:
-                    self._set_damaged_aside()
-                else:
+            if self._resume and (self.folder / MANIFEST).exists():
+                self._reopen()
+            else:
+                check_free(self.folder, self._overwrite)
+            if not self._whole:
+                with ExitStack() as stack:
+                    self.part.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(locked(self.part))
                     self._begin()
-                self._lock = stack.pop_all()
+                    self._lock = stack.pop_all()
         except OSError as e:
             raise OutputError(f"{self.folder} cannot be created: {e.strerror or e}") from e
         return self
@@ -87,7 +80,7 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._lock:
-            if self._repairs:
+            if self._whole:
                 return
             try:
                 if error is None:
@@ -107,31 +100,16 @@ class ShardWriter:
         try:
             write_whole(self.part / entry.name, data)
             self.files[index] = entry
-            self._write_manifest(MANIFEST if self._repairs else UNFINISHED)
+            self._write_manifest(UNFINISHED)
         except OSError as e:
             raise self._refused(e) from e
 
-    def _check_origin(self) -> None:
-        """Load the manifest of a folder to repair. Raises ShardError if its `made_from` differs."""
-        found = read_manifest(self.folder)
-        if wrong := found.differences(self._manifest.made_from):
-            raise ShardError(
-                f"{self.folder} was made from something else ({wrong}); use the original options and data, "
-                "or capture everything with --overwrite"
-            )
-        self._manifest = found
-
-    def _set_damaged_aside(self) -> None:
-        for part in self.folder.glob(f"*{PART}"):
-            part.unlink()
-        for index, entry in enumerate(self._manifest.files):
-            path, wrong = self.folder / entry.name, entry.fault(self.folder)
-            if wrong is None:
-                self.files[index] = entry
-                continue
-            self.faults.append(f"{path} {wrong}")
-            if path.exists():
-                path.replace(path.with_name(path.name + ".damaged"))
+    def _reopen(self) -> None:
+        """List the shards of a finished folder; if some are damaged, turn it into an unfinished capture."""
+        self.files = self._kept(self.folder)
+        self._whole = len(self.files) == len(read_manifest(self.folder).files)
+        if not self._whole:
+            self.folder.rename(self.part)
 
     def _begin(self) -> None:
         """Keep the complete shards of an unfinished capture, and remove its other files."""
@@ -140,7 +118,7 @@ class ShardWriter:
         if strange:
             raise OutputError(f"{self.part} is not an unfinished capture, since it has {strange[0]}; move it away")
         try:
-            self.files = self._kept()
+            self.files = self._kept(self.part)
         except OutputError:
             if not self._overwrite:
                 raise
@@ -150,26 +128,24 @@ class ShardWriter:
             if path.name not in whole:
                 path.unlink()
 
-    def _kept(self) -> dict[int, ShardFile]:
-        """Return the complete shards of an unfinished capture. Raises OutputError if it is of something else."""
-        path = next((path for name in (UNFINISHED, MANIFEST) if (path := self.part / name).is_file()), None)
+    def _kept(self, folder: Path) -> dict[int, ShardFile]:
+        """Return the good shards of a capture. Raises OutputError if it is of something else."""
+        path = next((path for name in (UNFINISHED, MANIFEST) if (path := folder / name).is_file()), None)
         if path is None:
             return {}
         try:
             found = Manifest.read(path)
         except ShardError as e:
-            raise OutputError(f"{path} is damaged, so the capture cannot continue; remove {self.part}") from e
+            raise OutputError(f"{path} is damaged, so the capture cannot continue; remove {folder}") from e
         if wrong := found.differences(self._manifest.made_from):
             raise OutputError(
-                f"{self.part} has an unfinished capture of something else ({wrong}); use the original options to "
-                "continue it, or replace it with --overwrite"
+                f"{folder} has a capture of something else ({wrong}); use the original options and data, or replace it "
+                "with --overwrite"
             )
-        return {entry.index: entry for entry in found.files if entry.fault(self.part) is None}
+        return {entry.index: entry for entry in found.files if entry.fault(folder) is None}
 
     def _write_manifest(self, name: str) -> None:
-        """List the complete shards; in a folder to repair, keep the other entries."""
-        listed = {**(dict(enumerate(self._manifest.files)) if self._repairs else {}), **self.files}
-        found = replace(self._manifest, files=tuple(listed[index] for index in sorted(listed)))
+        found = replace(self._manifest, files=tuple(self.files[index] for index in sorted(self.files)))
         write_whole(self.part / name, found.to_json())
 
     def _finish(self) -> None:
@@ -183,8 +159,6 @@ class ShardWriter:
 
     def _refused(self, error: OSError) -> OutputError:
         kept = "nothing was left behind"
-        if self._repairs:
-            kept = "make room, and repair it again"
-        elif self.files:
+        if self.files:
             kept = f"{len(self.files):,} shards are kept in {self.part}: make room, and the same command continues"
         return OutputError(f"{self.folder} could not be written: {error.strerror or error}; {kept}")

@@ -1,15 +1,14 @@
-"""`eagle-data collect` when it is interrupted, repeated, or asked to repair."""
+"""`eagle-data collect` when it is interrupted or repeated."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from eagle_mlx.data_pipelines import capturing, cli
+from eagle_mlx.data_pipelines import cli
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.shards import ShardReader, ShardWriter, unfinished_folder
 from tests.fakes import tiny_target_folder
@@ -77,62 +76,20 @@ def test_the_same_command_goes_on(
     assert not unfinished_folder(tmp_path / "s").exists()
 
 
-def test_repair_needs_the_folder_alone(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "s"
-    assert cli.main([*command, "--bits", "8"]) == 0
-    whole = content(folder)
-    for repair in (["collect", "--repair", str(folder)], [*command, "--bits", "8", "--resume"]):
-        (folder / "shard-00001.safetensors").write_bytes(b"")
-        capsys.readouterr()
-        assert cli.main(["inspect", str(folder)]) == 2
-        assert "shard-00001.safetensors is cut short" in capsys.readouterr().err
-        assert cli.main(repair) == 0
-        said = capsys.readouterr().out
-        assert "shard-00001.safetensors is cut short: 0 bytes instead of" in said
-        assert "2 of 3 shards are complete" in said
-        assert content(folder) == whole
-        assert (folder / "shard-00001.safetensors.damaged").exists()
-
-
-def test_repair_of_what_is_whole_changes_nothing(command: list[str], tmp_path: Path) -> None:
-    assert cli.main(command) == 0
-    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "s").iterdir()}
-    assert cli.main(["collect", "--repair", str(tmp_path / "s")]) == 0
-    assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "s").iterdir()} == before
-
-
-def test_a_moved_folder_and_a_moved_target_are_repaired(command: list[str], target: str, tmp_path: Path) -> None:
-    assert cli.main(command) == 0
-    whole, moved = content(tmp_path / "s"), tmp_path / "moved"
-    (tmp_path / "s").rename(moved)
-    (moved / "shard-00002.safetensors").unlink()
-    other = tiny_target_folder(tmp_path / "elsewhere")
-    assert cli.main(["collect", f"--repair={moved}", "--target", str(other)]) == 0
-    assert content(moved) == whole
-
-
-@pytest.mark.parametrize("what", ["no command", "other data", "no folder"])
-def test_what_cannot_be_repaired(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
+def test_damaged_shards_are_captured_again(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if what == "no command":
-        opened = capturing.ShardCapture.open
-
-        def silent(self: Any, folder: Path, overwrite: bool, resume: bool, _: object) -> object:
-            return opened(self, folder, overwrite, resume)
-
-        monkeypatch.setattr(capturing.ShardCapture, "open", silent)
-    assert what == "no folder" or cli.main(command) == 0
-    if what == "other data":
-        (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[1:]))
-    assert cli.main(["collect", "--repair", str(tmp_path / "s")]) == 2
-    said = capsys.readouterr().err
-    expected = {
-        "no command": "does not record the command that made it; give that `eagle-data collect` command again with",
-        "other data": "was made from something else (conversations: 40 of",
-        "no folder": "is not a folder of shards",
-    }
-    assert expected[what] in said
+    folder = tmp_path / "s"
+    assert cli.main(command) == 0
+    whole = content(folder)
+    (folder / "shard-00001.safetensors").write_bytes(b"")
+    assert cli.main(["inspect", str(folder)]) == 2
+    assert "shard-00001.safetensors is cut short: 0 bytes instead of" in capsys.readouterr().err
+    assert cli.main([*command, "--bits", "8", "--resume"]) == 2
+    assert "has a capture of something else (bits: 16 there, 8 now)" in capsys.readouterr().err
+    assert cli.main([*command, "--resume"]) == 0
+    assert "2 of 3 shards are complete and are kept" in capsys.readouterr().out
+    assert content(folder) == whole
 
 
 def test_too_little_space_keeps_what_there_is(

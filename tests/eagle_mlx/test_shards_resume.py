@@ -24,7 +24,7 @@ COUNT = 4
 
 
 def writer(folder: Path, made_from: dict[str, str] = MADE_FROM, overwrite: bool = False) -> ShardWriter:
-    return ShardWriter(folder, META, made_from, ("collect", "--data", "x"), overwrite)
+    return ShardWriter(folder, META, made_from, overwrite)
 
 
 def repair(folder: Path, made_from: dict[str, str]) -> ShardWriter:
@@ -71,7 +71,6 @@ def test_what_was_written_is_kept_and_gone_on_with(tmp_path: Path, whole: dict[s
     assert content(folder) == whole
     assert (folder / "shard-00001.safetensors").stat().st_mtime_ns == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s", "whole"]
-    assert ShardReader(folder).manifest.command == ("collect", "--data", "x")
 
 
 def test_nothing_is_left_where_nothing_was_written(tmp_path: Path) -> None:
@@ -163,8 +162,6 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
         with pytest.raises(OutputError, match=r"another process is writing to .*s\.unfinished"):
             writer(tmp_path / "s").__enter__()
         write_some(shards)
-    with repair(tmp_path / "s", MADE_FROM), pytest.raises(OutputError, match="another process is writing"):
-        repair(tmp_path / "s", MADE_FROM).__enter__()
 
 
 def test_a_shard_that_was_forgotten_is_noticed(tmp_path: Path) -> None:
@@ -274,37 +271,30 @@ def damaged(tmp_path: Path) -> Path:
     return folder
 
 
-def test_repair_sets_aside_and_writes_again(tmp_path: Path, whole: dict[str, bytes]) -> None:
+def test_damaged_shards_of_a_finished_folder_are_written_again(tmp_path: Path, whole: dict[str, bytes]) -> None:
     folder = damaged(tmp_path)
-    with pytest.raises(ShardError, match=r"shard-00001.*is damaged.*`eagle-data collect --repair \S+whole` captures"):
+    with pytest.raises(ShardError, match=r"shard-00001.*is damaged.*`eagle-data collect`; with --resume"):
         ShardReader(folder).verify()
     inode = (folder / "shard-00002.safetensors").stat().st_ino
     with repair(folder, MADE_FROM) as shards:
         assert sorted(shards.files) == [0, 2]
-        assert [fault.split(" ", 1)[1].split(":")[0] for fault in shards.faults] == [
-            "is damaged",
-            "is missing, but the manifest lists it",
-        ]
-        with pytest.raises(ShardError, match=r"shard-00001.*is missing"):
-            ShardReader(folder).verify()
+        with pytest.raises(ShardError, match="whole is not finished"):
+            ShardReader(folder)
+        with pytest.raises(OutputError, match="another process is writing"):
+            repair(folder, MADE_FROM).__enter__()
         write_some(shards)
-    ShardReader(folder).verify()
-    found = content(folder)
-    set_aside = found.pop("shard-00001.safetensors.damaged")
-    assert set_aside != whole["shard-00001.safetensors"]
-    assert len(set_aside) == len(whole["shard-00001.safetensors"])
-    assert found == whole
+    assert content(folder) == whole
     assert (folder / "shard-00002.safetensors").stat().st_ino == inode
 
 
-def test_a_shard_that_comes_out_otherwise_is_in_the_manifest_too(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    folder = damaged(tmp_path)
+def test_a_whole_folder_is_left_as_it_is(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    folder = tmp_path / "whole"
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     with repair(folder, MADE_FROM) as shards:
-        shards.write(1, [sample(9, 77)])
-        shards.write(3, [sample(4, 78)])
-    reader = ShardReader(folder)
-    reader.verify()
-    assert [f.tokens for f in reader.files] == [5, 9, 7, 4]
+        assert len(shards.files) == COUNT
+        assert len(ShardReader(folder).files) == COUNT, "others read it all the time"
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert content(folder) == whole
 
 
 def test_a_repair_that_was_killed_is_repeated(tmp_path: Path, whole: dict[str, bytes]) -> None:
@@ -315,32 +305,17 @@ def test_a_repair_that_was_killed_is_repeated(tmp_path: Path, whole: dict[str, b
     folder, moment = damaged(tmp_path), 1
     while killed(run, moment):
         run()
-        ShardReader(folder).verify()
-        assert {k: v for k, v in content(folder).items() if not k.endswith(".damaged")} == whole
+        assert content(folder) == whole
         damaged(tmp_path)
         moment += in_full(1, 3)
     assert moment > 6
 
 
-def test_what_cannot_be_repaired_is_said(tmp_path: Path, whole: dict[str, bytes]) -> None:
+def test_a_folder_of_something_else_is_not_repaired(tmp_path: Path, whole: dict[str, bytes]) -> None:
     folder = damaged(tmp_path)
-    with pytest.raises(ShardError, match=r"made from something else \(bits: 16 there, 8 now\)"):
+    with pytest.raises(OutputError, match=r"whole has a capture of something else \(bits: 16 there, 8 now\)"):
         repair(folder, {**MADE_FROM, "bits": "8"}).__enter__()
     assert "shard-00001.safetensors" in content(folder)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_repair_on_a_full_disk_is_repeated(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    folder = damaged(tmp_path)
-    with (
-        pytest.raises(OutputError, match="No space left on device; make room, and repair it again"),
-        repair(folder, MADE_FROM) as shards,
-    ):
-        fill(shards, folder, "shard-00003.safetensors")
-    with repair(folder, MADE_FROM) as shards:
-        assert sorted(shards.files) == [0, 1, 2]
-        write_some(shards)
-    assert {k: v for k, v in content(folder).items() if not k.endswith(".damaged")} == whole
 
 
 def test_samples_of_another_shape_are_refused(tmp_path: Path, whole: dict[str, bytes]) -> None:

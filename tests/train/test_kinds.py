@@ -210,7 +210,7 @@ def test_a_new_eagle3_head_sees_the_newest_token_first(target: Target, sharing: 
     tokens = mx.array(np.random.default_rng(0).permutation(target.vocab_size)[None, :30])
     g = mx.array(np.random.default_rng(1).normal(size=(1, 30, 32)), mx.float32)
     attention = head.midlayer.self_attn
-    queries, keys, _ = attention.project(head.inputs(target.embed(tokens), g)[0])
+    queries, keys, _ = attention.project(head.midlayer.inputs(target.embed(tokens), g)[0])
     keys = mx.repeat(keys, sharing, axis=1)
     scores = attention.scale * queries @ keys.swapaxes(-1, -2)
     own = np.array(mx.diagonal(mx.softmax(scores, axis=-1), axis1=-2, axis2=-1))

@@ -198,4 +198,4 @@ def _closing(what: Conversion, head: DraftHead, layout: Format, dtype: mx.Dtype,
 
 def _copies_embedding(head: DraftHead, layout: Format) -> bool:
     """Return whether the layout needs a copy of the target's embedding. MLX-quantized heads never do."""
-    return layout.has_embedding and head.embedding_size is not None and quantization_of(head) is None
+    return layout.has_embedding and not head.config.own_embedding and quantization_of(head) is None

@@ -87,10 +87,6 @@ class BlockHead(HeadBase[BlockConfig]):
                 masks[sees] = sees.mask(start, longest, x.shape[1])
             past = layer.self_attn.context(g, 0) if kept is None else kept
             x = layer(x, masks[sees], past, start)
-        return self.normed(x)
-
-    def normed(self, x: mx.array) -> mx.array:
-        """Apply the final norm to [..., H]."""
         out: mx.array = self.norm(x)
         return out
 

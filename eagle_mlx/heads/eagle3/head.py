@@ -150,9 +150,6 @@ class Eagle3Head(HeadBase[Eagle3Config]):
         read = mx.concatenate(list(aux), axis=-1)
         return self.input_norm(read) if self._config.norm_before_fc else read
 
-    def inputs(self, embeddings: mx.array, g: mx.array) -> tuple[mx.array, mx.array]:
-        return self.midlayer.inputs(embeddings, g)
-
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
         """Run the decoder layers.
 

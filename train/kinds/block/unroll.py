@@ -14,10 +14,7 @@ from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.block.config import BlockAttention
 from eagle_mlx.heads.block.layers import BlockLayer
 
-from ...unroll import Step, recomputed, take_rows
-
-HIDDEN = -1e9
-"""Added to the scores of masked keys."""
+from ...unroll import HIDDEN, Step, recomputed, take_rows
 
 
 def unroll_blocks(
@@ -48,7 +45,7 @@ def unroll_blocks(
         step = recomputed(layer, step) if recompute else step
         (x,) = step(x, g)
     first = 0 if config.first_slot_drafts else 1
-    slots = head.normed(x).reshape(b, count, config.block_size, -1)
+    slots = head.norm(x).reshape(b, count, config.block_size, -1)
     return [slots[:, :, first + step] for step in range(steps)]
 
 

@@ -12,12 +12,10 @@ import mlx.core as mx
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.heads.eagle3 import Eagle3Head
 
-from ...unroll import Relay, Step, recomputed, take_rows, unroll_feedback
+from ...unroll import HIDDEN, Relay, Step, recomputed, take_rows, unroll_feedback
 
 NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
 """Parts of the head that a draft step does not use."""
-HIDDEN = -1e9
-"""Added to the scores of masked keys."""
 
 
 def unroll(
@@ -43,12 +41,12 @@ def unroll(
         return unroll_feedback(head, embeddings, g, segments, positions, steps, recompute)
     attention = head.midlayer.self_attn
     following = mx.concatenate([embeddings[:, 1:], embeddings[:, -1:]], axis=1)
-    past_keys, past_values = attention.project(head.inputs(following, g)[0])[1:]
+    past_keys, past_values = attention.project(head.midlayer.inputs(following, g)[0])[1:]
     mask = causal_mask(segments, positions)
 
     def draft(step: int, h: mx.array, past_keys: mx.array, past_values: mx.array, *own: mx.array) -> list[mx.array]:
         read = mx.minimum(positions + 1 + step, embeddings.shape[1] - 1)
-        x, residual = head.inputs(take_rows(embeddings, read), h)
+        x, residual = head.midlayer.inputs(take_rows(embeddings, read), h)
         q, k, v = _project_each(head, x, positions + step)
         pairs = [*zip(own[::2], own[1::2], strict=True), *([(k, v)] if step else [])]
         attended = attend(q * attention.scale, past_keys, past_values, mask, pairs)
