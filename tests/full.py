@@ -23,8 +23,8 @@ def in_full(full: T, otherwise: T) -> T:
 
 
 def some(count: int) -> int:
-    """Return the number of hypothesis examples: all in full, else two fifths."""
-    return in_full(count, max(4, 2 * count // 5))
+    """Return the number of hypothesis examples: all in full, else a quarter."""
+    return in_full(count, max(4, count // 4))
 
 
 def in_turn(values: Iterable[T], turn: int = 0, of: int = 2, full: bool = FULL) -> list[T]:

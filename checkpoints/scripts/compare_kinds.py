@@ -1,11 +1,11 @@
-"""Train the three kinds of heads on the same hidden states, for equal time and on equal tokens, and compare them.
+"""Train all kinds of heads on the same hidden states, for equal time and on equal tokens, and compare them.
 
     python checkpoints/scripts/compare_kinds.py --minutes 5 --tokens 600000 --output out/kinds
 
-Writes comparison.json, comparison.md, and the heads with their training reports. The recipes are demo.yaml,
-demo-eagle.yaml and demo-mtp.yaml in the parent folder. There are no evaluations during training, so all of the time is
-for training. No checkpoint is chosen: the final head decodes the first prompts of prompts.jsonl greedily. Continuations
-that loop are left out.
+Writes comparison.json, comparison.md, and the heads with their training reports. The recipes are demo*.yaml in the
+parent folder. There are no evaluations during training, so all of the time is for training. No checkpoint is chosen:
+the final head decodes the first prompts of prompts.jsonl greedily. Continuations that loop are left out. Speeds are
+taken at the end, at one row, for all heads in turn: the median ratio to plain decoding, at the depth with the highest.
 """
 
 from __future__ import annotations
@@ -13,32 +13,48 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle_mlx.cpu import blas, tune_process
+from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import load_head
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.machine import describe
+from eagle_mlx.policy import FixedPolicy
+from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import Batches, InMemory, TrainData, training_data
 from eagle_mlx.train.evaluation import Acceptance, Evaluator
-from eagle_mlx.train.kinds import resolved
+from eagle_mlx.train.kinds import KINDS, aux_layers_of, resolved
 from eagle_mlx.train.run import LAST, OnePhase, train
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
-RECIPES = {"eagle3": "demo.yaml", "eagle": "demo-eagle.yaml", "mtp": "demo-mtp.yaml"}
-TITLES = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "mtp": "MTP"}
+RECIPES = {
+    "eagle3": "demo.yaml",
+    "eagle": "demo-eagle.yaml",
+    "mtp": "demo-mtp.yaml",
+    "dspark": "demo-block.yaml",
+    "dflash": "demo-block.yaml",
+}
 BATCH = 8
 """Prompts decoded at a time. Acceptance does not depend on it."""
+PASSES = 3
+"""Measurements of each speed; the median of their ratios counts."""
+TIMED = 8
+"""Prompts decoded in each measurement of speed."""
 NEVER = 1 << 60
 
 
@@ -57,6 +73,9 @@ class Row:
     untrained: float
     """τ before training, at the depth of the training's evaluations."""
     by_depth: dict[int, Acceptance]
+    speedup: float = 1.0
+    """Tokens per second relative to plain decoding."""
+    best_depth: int = 0
 
 
 def config_of(kind: str, args: argparse.Namespace, budget: str, output: Path, steps: int) -> TrainConfig:
@@ -67,19 +86,20 @@ def config_of(kind: str, args: argparse.Namespace, budget: str, output: Path, st
     return resolved(load_config(CHECKPOINTS / RECIPES[kind], {**common, **judged, **spans[budget], "head": kind}))
 
 
-def data_of(kind: str, captured: TrainData, target: Target) -> TrainData:
-    """Return the same conversations and states for a kind. Only EAGLE-3 reads aux layers and has a draft vocabulary."""
-    if kind == "eagle3":
-        return captured
+def data_of(config: TrainConfig, captured: TrainData, target: Target) -> TrainData:
+    """Return the same conversations with the states that a kind reads, and its draft vocabulary."""
+    layers = aux_layers_of(target, config)
     samples = captured.samples
     narrow: list[Example] = []
     for index in range(len(samples.lengths)):
         sample = samples[index]
         assert sample.states is not None
-        states = sample.states.of_layers((), target.num_layers - 1)
+        states = sample.states.of_layers(layers, target.num_layers - 1)
         narrow.append(dataclasses.replace(sample, states=states))
+    if "draft_vocab" not in KINDS[config.head.kind].foreign:
+        return TrainData(InMemory(narrow), layers, captured.kept, captured.report)
     report = {**captured.report, "draft_vocab": target.vocab_size, "draft_vocab_coverage": 1.0}
-    return TrainData(InMemory(narrow), (), None, report)
+    return TrainData(InMemory(narrow), layers, None, report)
 
 
 def steps_for(tokens: int, captured: TrainData, config: TrainConfig) -> int:
@@ -96,21 +116,52 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
     questions = read_questions(args.prompts, args.limit)
     prompts = [question.encode(target, max_tokens=args.max_tokens) for question in questions]
     first = config_of("eagle3", args, "time", folder / "none", 0)
-    captured = training_data(target, first.changed(cache_gb=1e3), progress=True)
+    configs = [config_of(kind, args, "time", folder / "none", 0) for kind in args.kinds]
+    layers = sorted({layer for config in configs for layer in aux_layers_of(target, config)})
+    captured = training_data(target, first.changed(aux_layers=tuple(layers), cache_gb=1e3), progress=True)
     steps = steps_for(args.tokens, captured, first)
-    rows = []
+    rows: list[Row] = []
+    heads: list[DraftHead] = []
     for budget, amount in (("time", args.minutes), ("tokens", args.tokens)):
         for kind in args.kinds if amount else ():
             output = folder / f"{kind}-{budget}"
-            print(f"\n== {TITLES[kind]}, equal {budget}", flush=True)
-            data, config = data_of(kind, captured, target), config_of(kind, args, budget, output, steps)
-            report = train(target, OnePhase(data, prompts), config)
-            head: Any = load_head(output / LAST, target)
+            print(f"\n== {KINDS[kind].title}, equal {budget}", flush=True)
+            config = config_of(kind, args, budget, output, steps)
+            report = train(target, OnePhase(data_of(config, captured, target), prompts), config)
+            heads.append(head := load_head(output / LAST, target))
             found = {depth: measure(target, head, prompts, depth, args.max_tokens) for depth in args.depths}
             size = sum(weight.size for weight in weights_of(head).values())
             trained = report["tokens"], report["steps"], report["train_seconds"]
             rows.append(Row(kind, budget, *trained, size, report["untrained_acceptance_length"], found))
-    return rows
+    best = speedups(target, heads, prompts[:TIMED], args.depths, args.max_tokens)
+    return [
+        dataclasses.replace(row, speedup=ratio, best_depth=depth)
+        for row, (ratio, depth) in zip(rows, best, strict=True)
+    ]
+
+
+def speedups(
+    target: Target, heads: Sequence[DraftHead], prompts: list[list[int]], depths: Sequence[int], max_tokens: int
+) -> list[tuple[float, int]]:
+    """Return each head's highest speed relative to plain decoding, greedy at one row, and its depth."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    ways = [(head, depth) for head in heads for depth in depths]
+    plain = Engine(target, max_batch=1)
+    engines = [Engine(target, HeadProposer(head), policy=FixedPolicy(depth), max_batch=1) for head, depth in ways]
+
+    def seconds(engine: Engine) -> float:
+        start = time.perf_counter()
+        engine.generate(prompts, params)
+        return time.perf_counter() - start
+
+    found: list[list[float]] = [[] for _ in engines]
+    for number in range(PASSES + 1):
+        for engine, ratios in zip(engines, found, strict=True):
+            ratio = seconds(plain) / seconds(engine)
+            if number:  # the first pass compiles
+                ratios.append(ratio)
+    medians = [(statistics.median(ratios), depth) for ratios, (_, depth) in zip(found, ways, strict=True)]
+    return [max(medians[at : at + len(depths)]) for at in range(0, len(medians), len(depths))]
 
 
 def measure(target: Target, head: Any, prompts: list[list[int]], depth: int, max_tokens: int) -> Acceptance:
@@ -122,13 +173,14 @@ def measure(target: Target, head: Any, prompts: list[list[int]], depth: int, max
 def table(rows: Sequence[Row], depths: Sequence[int]) -> str:
     """Return a Markdown table with a line per head: τ by depth, and acceptance by position at the largest depth."""
     heads = ["kind", "equal", "tokens", "seconds", "parameters", *(f"τ at depth {d}" for d in depths)]
-    heads.append(f"accepted by position at depth {depths[-1]}")
+    heads += [f"accepted by position at depth {depths[-1]}", "times plain (depth)"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in rows:
         by_position = " ".join(f"{a:.2f}" for a in row.by_depth[depths[-1]].acceptance_by_position)
-        cells = [TITLES[row.kind], row.budget, f"{row.tokens:,}", f"{row.train_seconds:.0f}"]
+        cells = [KINDS[row.kind].title, row.budget, f"{row.tokens:,}", f"{row.train_seconds:.0f}"]
         cells += [f"{row.parameters / 1e6:.2f} M", *(f"{row.by_depth[d].acceptance_length:.2f}" for d in depths)]
-        lines.append("| " + " | ".join([*cells, by_position]) + " |")
+        cells += [by_position, f"{row.speedup:.2f} ({row.best_depth})"]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -146,7 +198,7 @@ def write(rows: Sequence[Row], args: argparse.Namespace, folder: Path) -> str:
     one = rows[0].by_depth[args.depths[0]]
     text = table(rows, args.depths) + (
         "\n\nτ: tokens emitted per target forward, bonus token included; greedy, "
-        f"{args.max_tokens} tokens behind each of {one.prompts} held-out prompts, {one.left_out} more left out because "
+        f"{args.max_tokens} tokens after each of {one.prompts} held-out prompts, {one.left_out} more left out because "
         f"their continuation loops. Seed {args.seed}.\n"
     )
     (folder / "comparison.md").write_text(text, encoding="utf-8")
@@ -156,7 +208,7 @@ def write(rows: Sequence[Row], args: argparse.Namespace, folder: Path) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/kinds"), help="a new folder")
-    parser.add_argument("--overwrite", action="store_true", help="replace it where it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace it if it exists")
     parser.add_argument("--target", type=Path, default=CHECKPOINTS / "target")
     parser.add_argument("--prompts", type=Path, default=CHECKPOINTS / "prompts.jsonl")
     parser.add_argument("--kinds", nargs="+", choices=list(RECIPES), default=list(RECIPES))

@@ -322,5 +322,5 @@ def test_samples_of_another_shape_are_refused(tmp_path: Path, whole: dict[str, b
     wide = ShardMeta("tiny", 8, 50, (1, 3))
     with pytest.raises(ValueError, match="hidden size 8"), ShardWriter(tmp_path / "s", wide, MADE_FROM) as shards:
         shards.write(0, [sample(3)])
-    with repair(damaged(tmp_path), MADE_FROM) as shards, pytest.raises(ValueError, match="a sample of 0 tokens"):
+    with pytest.raises(ValueError, match="a sample of 0 tokens"), repair(damaged(tmp_path), MADE_FROM) as shards:
         shards.write(1, [sample(0)])

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from eagle_mlx.data_pipelines import capturing
-from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError
+from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.shards import ShardMeta, ShardWriter, bytes_per_token
 from eagle_mlx.train.cli import main
@@ -154,7 +154,7 @@ def test_an_interrupted_capture_continues(tmp_path: Path, monkeypatch: pytest.Mo
         patch.setattr(capturing, "capture_batches", None)
         assert training_data(TARGET, settings).place == "disk"  # a later run finds them
     other = settings.changed(data=(chats(tmp_path, "b", 20),))
-    with pytest.raises(ShardError, match=r"made from something else .*--cache-dir"):
+    with pytest.raises(OutputError, match=r"kept has a capture of something else .*--cache-dir"):
         training_data(TARGET, other)
 
 

@@ -22,7 +22,7 @@ from eagle_mlx.data_pipelines import (
     render_all,
     shard_meta,
 )
-from eagle_mlx.errors import DataError, ShardError, TargetError
+from eagle_mlx.errors import DataError, OutputError, ShardError, TargetError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.hidden_states import Example, read_states
 from eagle_mlx.shards import ShardReader
@@ -106,8 +106,8 @@ def _samples(
         capture_to_shards(
             target, aux_layers, rendered, folder, progress=progress, bits=config.data.cache_bits, resume=True
         )
-    except ShardError as e:
-        raise ShardError(f"{e}. Remove this cache, or choose another place with --cache-dir") from e
+    except (ShardError, OutputError) as e:
+        raise type(e)(f"{e}. Remove this cache, or choose another place with --cache-dir") from e
     return OnDisk(ShardReader(folder), None if aux_layers else ())
 
 
