@@ -93,7 +93,7 @@ HOW = {
 }
 CASES = [
     case
-    for case in mixed(CACHES, ["none", "n-grams", "head", "hybrid", "block", "draft model"], HOW)
+    for case in in_full(mixed, diagonal)(CACHES, ["none", "n-grams", "head", "hybrid", "block", "draft model"], HOW)
     if case[:2] != ("recurrent", "draft model")
 ]
 
