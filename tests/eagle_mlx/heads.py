@@ -115,8 +115,10 @@ KINDS: dict[str, Callable[[Target], DraftHead]] = {
     "eagle3, one norm": lambda t: eagle3(t, norm_before_fc=True, norm_before_residual=True, draft_vocab=40),
     "eagle3, narrow": lambda t: eagle3(t, hidden_size=24, own_embedding=True),
     "eagle3, two layers": lambda t: eagle3(t, num_hidden_layers=2, qk_norm=True, windows=(None, 6)),
-    "eagle3, last hidden state": lambda t: eagle3(t, use_aux_hidden_state=False, aux_layers=(), hidden_norm=False),
-    "eagle3, five layers": lambda t: eagle3(t, aux_layers=(0, 1, 2, 3, 1), norm_logits=False),
+    "eagle3, last hidden state": lambda t: eagle3(
+        t, use_aux_hidden_state=False, aux_layers=(), hidden_norm=False, norm_logits=False
+    ),
+    "eagle3 of deepspec": lambda t: eagle3(t, aux_layers=(0, 1, 2, 3, 1), qk_norm=True, own_embedding=True),
     "mtp": mtp,
     "mtp, recycled norm": lambda t: mtp(t, norm_output=True, hidden_first=True, target_norm=False),
     "mtp, own ends": lambda t: mtp(t, own_embedding=True, own_lm_head=True),

@@ -33,6 +33,7 @@ WRITERS: dict[str, tuple[Any, Any]] = {
     "speculators": (save_speculators, KINDS["eagle3, one norm"]),
     "mtp": (save_mtp, mtp),
     "peagle": (save_speculators, PARALLEL["peagle"]),
+    "peagle, portable": (save_eagle3, PARALLEL["peagle"]),
     "dflash": (heads.KINDS["dflash"].formats[0].save, BLOCKS["dflash, windows"]),
     "dflash of speculators": (heads.KINDS["dflash"].formats[1].save, BLOCKS["dflash"]),
     "dflash2": (heads.KINDS["dflash2"].formats[0].save, BLOCKS["dflash2"]),

@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.models import qwen3
 
 from eagle_mlx.cache import RaggedCache
+from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.base import DraftHead
@@ -172,6 +173,12 @@ BROKEN = {
         "no scaling": fields(rope_scaling=None),
         "no last norm": nested(use_last_layernorm=False),
     },
+    "deepspec-eagle3": {
+        "the layers": fields(target_layer_ids=[0, 1, 2, 3, 4]),
+        "q and k": without("qk_norm", "q_norm", "k_norm"),
+        "the embedding": without("own", "embed_tokens"),
+        "feedback": fields(norm_output=True),
+    },
     "speculators": {
         "the residual": fields(norm_before_residual=True),
         "nothing said of it": fields(norm_before_residual=None),
@@ -202,6 +209,20 @@ CASES = [(name, what) for name, broken in BROKEN.items() for what in broken]
 def test_a_flag_read_wrongly_is_noticed(name: str, what: str, tmp_path: Path) -> None:
     head = loaded(written(tmp_path / "h", name, BROKEN[name][what]), name)
     assert difference(name, head) > 100 * CLOSE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (fields(target_layer_ids=[-1, 0, 1, 2, 3]), "the embedding's output as an aux layer"),
+        (fields(target_layer_ids=None), "lacks target_layer_ids"),
+        (fields(num_hidden_layers=2), "Qwen3Eagle3Model of several layers"),
+        (fields(architectures=["Gemma4Eagle3Model"]), "Gemma 4's layer"),
+    ],
+)
+def test_heads_of_deepspec_that_cannot_be_computed(change: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        loaded(written(tmp_path / "h", "deepspec-eagle3", change), "deepspec-eagle3")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "mtp" in name])

@@ -138,6 +138,7 @@ def make_eagle3(
     recycle_norm: bool = False,
     prefix: str = "",
     leave_out: tuple[str, ...] = (),
+    more: dict[str, tuple[int, ...]] = {},  # noqa: B006
     **fields: Any,
 ) -> None:
     """`layers` are those that the config names, as outputs from 0, or SafeAILab's choice for a target of six."""
@@ -156,7 +157,7 @@ def make_eagle3(
         shapes["input_norm.weight"] = (read,)
     if size != draws.HIDDEN:
         shapes["embed_tokens.weight"] = (draws.VOCAB, size)
-    shapes = {key: shape for key, shape in shapes.items() if key not in leave_out}
+    shapes = {key: shape for key, shape in shapes.items() if key not in leave_out} | more
     weights = drawn(shapes)
     embed = weights.get("embed_tokens.weight", target("embed_tokens"))
     states = [draws.aux(k).astype(np.float64) for k in layers]
@@ -228,6 +229,24 @@ PORTABLE: dict[str, dict[str, Any]] = {
         "leave_out": ("layers.0.input_layernorm.weight", "norm.weight", "t2d"),
         "layers": (1, 2, 3),
         "eagle_config": {NESTED: [1, 2, 3], "use_input_layernorm_in_first_layer": False, "use_last_layernorm": False},
+    },
+    "deepspec-eagle3": {
+        "architectures": ["Qwen3Eagle3Model"],
+        "model_type": "qwen3",
+        "first": "layers.0",
+        "layers": (0, 1, 2, 3, 5),
+        "target_layer_ids": [0, 1, 2, 3, 5],
+        "num_target_layers": 6,
+        "ttt_length": 7,
+        "step_loss_decay": 0.8,
+        "draft_num_hidden_layers": 1,
+        "draft_vocab_size": draws.VOCAB,
+        "layer_types": ["full_attention"],
+        "tie_word_embeddings": False,
+        "more": {
+            **{f"layers.0.self_attn.{part}_norm.weight": (LAYER["head_dim"],) for part in "qk"},
+            "embed_tokens.weight": (draws.VOCAB, draws.HIDDEN),
+        },
     },
 }
 """The arguments of `make_eagle3` for each head in the portable layout."""

@@ -9,7 +9,8 @@ from eagle_mlx.heads.eagle3.head import (
     random_head,
     unusual_fields,
 )
-from eagle_mlx.heads.eagle3.portable import holds_eagle3, load_eagle3, save_eagle3
+from eagle_mlx.heads.eagle3.peagle import holds_peagle, load_peagle
+from eagle_mlx.heads.eagle3.portable import is_portable, load_eagle3, save_eagle3
 from eagle_mlx.heads.eagle3.speculators import holds_speculators, load_speculators, save_speculators
 from eagle_mlx.heads.kinds import Format, HeadKind, of_speculators
 
@@ -22,7 +23,7 @@ KIND = HeadKind(
             name="eagle3",
             about="portable EAGLE-3, as SafeAILab and SpecForge write it",
             readers=("SGLang", "vLLM", "SpecForge"),
-            holds=holds_eagle3,
+            holds=is_portable,
             load=load_eagle3,
             save=save_eagle3,
             one_layer_in=("SGLang",),
@@ -53,6 +54,14 @@ PEAGLE = HeadKind(
             load=load_speculators,
             save=save_speculators,
             has_embedding=True,
+        ),
+        Format(
+            name="peagle",
+            about="P-EAGLE, as SpecForge writes it",
+            readers=("SpecForge", "vLLM"),
+            holds=holds_peagle,
+            load=load_peagle,
+            save=save_eagle3,
         ),
     ),
     trainable=False,

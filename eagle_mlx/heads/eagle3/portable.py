@@ -1,9 +1,10 @@
-"""The portable EAGLE-3 layout of SafeAILab, SpecForge, AngelSlim, TorchSpec, Model-Optimizer and SGLang.
+"""The portable EAGLE-3 layout of SafeAILab, SpecForge, AngelSlim, TorchSpec, Model-Optimizer, DeepSpec and SGLang.
 
 A folder with config.json and weights. Tensors: `fc`, `midlayer.*` (or `layers.0.*`), further `layers.*`, `norm`,
 `lm_head`; `d2t` (int64 offsets) and `t2d` (bool) if the draft vocabulary is smaller than the target's; and, depending
 on flags, `embed_tokens`, `input_norm`, `fc_norm.*`, q/k norms and biases. Layer ids are written twice: in
-`eagle_config` as the output of layer k from 0 (SGLang, SpecForge), and at the top level as k + 1 (vLLM).
+`eagle_config` as the output of layer k from 0 (SGLang, SpecForge), and at the top level as k + 1 (vLLM). DeepSpec names
+them `target_layer_ids`, from 0 (its `modeling/eagle3/qwen3`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,15 @@ from eagle_mlx.formats.fields import (
 )
 from eagle_mlx.formats.tensors import SaveOptions, layer_width, read_weights, save_head, weights_of
 from eagle_mlx.heads.base import build, vocabulary_tensors
-from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead, default_aux_layers
+from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, PEagleConfig, default_aux_layers
+from eagle_mlx.heads.kinds import of_class
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+ARCHITECTURE, PEAGLE = "LlamaForCausalLMEagle3", "PEagleDraftModel"
+DEEPSPEC, GEMMA = "Qwen3Eagle3Model", "Gemma4Eagle3Model"
+_OF_DEEPSPEC = (
+    *("target_layer_ids", "num_target_layers", "target_model_name_or_path"),
+    *("ttt_length", "step_loss_decay", "draft_num_hidden_layers"),
+)
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 _NESTED = {LAYER_IDS, "use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"}
 _NESTED_HARMLESS = {"use_mtp_layernorm": (False,), "next_layer_regular": (True,), "parallel_draft_step": (None, 0, 1)}
@@ -58,18 +65,20 @@ def load_eagle3(folder: str | Path, target_layers: int | None = None) -> Eagle3H
     missing, unknown or of the wrong shape, or if a flag is not supported.
     """
     folder = Path(folder)
-    written, raw = read_config(folder), read_weights(folder)
+    return build(folder, Eagle3Head, *read_eagle3(folder, read_config(folder), target_layers), outer_name)
+
+
+def read_eagle3(
+    folder: Path, written: Mapping[str, Any], target_layers: int | None
+) -> tuple[Eagle3Config, dict[str, mx.array]]:
+    """Return the config of a head, from the one in its file, and its tensors by the names of an Eagle3Head."""
+    raw = read_weights(folder)
     by_specforge = any(name.startswith("midlayer.") for name in raw) and "norm_before_residual" not in written
     tensors = inner_tensors(folder, raw)
     config = _from_json(folder, written, tensors, target_layers, by_specforge)
-    return build_eagle3(folder, config, tensors)
-
-
-def build_eagle3(folder: Path, config: Eagle3Config, tensors: dict[str, mx.array]) -> Eagle3Head:
-    """Return the head for a config and its tensors, some of which are removed from `tensors`."""
     if not config.norm_logits and not config.norm_output:
         tensors.pop("norm.weight", None)  # present, but untrained and unused
-    return build(folder, PEagleHead if isinstance(config, PEagleConfig) else Eagle3Head, config, tensors, outer_name)
+    return config, tensors
 
 
 def inner_tensors(where: Path, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -101,12 +110,14 @@ def _to_json(config: Eagle3Config) -> dict[str, Any]:
         nested |= {"use_input_layernorm_in_first_layer": first_norm, "use_last_layernorm": config.norm_logits}
     if config.hidden_norm == with_aux:
         del fields["hidden_norm"]
+    parallel = isinstance(config, PEagleConfig)
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [PEAGLE if parallel else ARCHITECTURE],
         "model_type": "llama",
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         **fields,
+        **({"parallel_drafting": True, "pard_token": fields["mask_token_id"]} if parallel else {}),
         **window_json(config.windows),
         **quantization_json(config.quantization),
         **({LAYER_IDS: [k + 1 for k in layers]} if layers else {}),
@@ -122,6 +133,7 @@ def _from_json(
     by_specforge: bool,
 ) -> Eagle3Config:
     file = folder / "config.json"
+    config = _of_deepspec(file, config)
     nested = config.get("eagle_config") or {}
     refuse(file, config)
     warn_of_unknown(file, config)
@@ -148,6 +160,21 @@ def _from_json(
             own_embedding="embed_tokens.weight" in tensors,
             quantization=read_quantization(config),
         )
+
+
+def _of_deepspec(file: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config with DeepSpec's fields by the names of this layout. Raises CheckpointError for other layers."""
+    if of_class(GEMMA)(config, {}):
+        raise CheckpointError(
+            f"{file} describes a {GEMMA}; EAGLE-3 heads with Gemma 4's layer are not supported: use a DSpark head"
+        )
+    if not of_class(DEEPSPEC)(config, {}):
+        return config
+    if config.get("num_hidden_layers") != 1:
+        raise CheckpointError(f"{file} describes a {DEEPSPEC} of several layers; only one layer is supported")
+    with reading(file):
+        ids = [k + 1 for k in config["target_layer_ids"]]
+    return {**{name: value for name, value in config.items() if name not in _OF_DEEPSPEC}, LAYER_IDS: ids}
 
 
 def _flag(config: Mapping[str, Any], name: str, otherwise: bool) -> bool:
@@ -203,7 +230,7 @@ def aux_layers_of(file: Path, nested: Any, top: Any, target_layers: int | None) 
     return tuple(map(operator.index, layers))
 
 
-def holds_eagle3(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
+def is_portable(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
     """Return whether files are in this layout: a `midlayer`, or a first layer wider than the head."""
     if config.get("speculators_model_type") is not None:
         return False

@@ -6,7 +6,6 @@ Missing fields of `transformer_layer_config` have the defaults of transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -24,9 +23,10 @@ from eagle_mlx.formats.fields import (
     window_json,
 )
 from eagle_mlx.formats.tensors import SaveOptions, read_weights, save_head, with_embedding, without_copy
-from eagle_mlx.heads.base import vocabulary_tensors
+from eagle_mlx.heads.base import build, vocabulary_tensors
 from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, PEagleConfig
-from eagle_mlx.heads.eagle3.portable import aux_layers_of, build_eagle3, inner_tensors, outer_name
+from eagle_mlx.heads.eagle3.peagle import build_peagle, take_mask_token
+from eagle_mlx.heads.eagle3.portable import aux_layers_of, inner_tensors, outer_name
 from eagle_mlx.heads.layers import layer_json
 
 LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -64,16 +64,9 @@ def load_speculators(folder: str | Path, target_layers: int | None = None) -> Ea
     tensors = without_copy(config, inner_tensors(folder, read_weights(folder)))
     tensors = {name: value for name, value in tensors.items() if name not in NOT_READ}
     if kind == "eagle3":
-        return build_eagle3(folder, _from_json(file, config, tensors, target_layers), tensors)
-    if (mask := config.pop("mask_token_id", None)) is None:
-        raise CheckpointError(f"{file} lacks mask_token_id")
-    if "mask_hidden" not in tensors:
-        raise CheckpointError(f"{folder} lacks mask_hidden, without which masks would read noise")
-    plain = _from_json(file, config, tensors, target_layers)
-    with reading(file):
-        own = {field.name: getattr(plain, field.name) for field in fields(plain)}
-        parallel = PEagleConfig(**own, mask_token_id=int(mask))
-    return build_eagle3(folder, parallel, tensors)
+        return build(folder, Eagle3Head, _from_json(file, config, tensors, target_layers), tensors, outer_name)
+    mask = take_mask_token(file, config)
+    return build_peagle(folder, _from_json(file, config, tensors, target_layers), tensors, mask)
 
 
 def _from_json(
