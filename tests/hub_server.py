@@ -108,7 +108,7 @@ def _add_making(app: FastAPI, hub: Hub) -> None:
     @app.post("/api/validate-yaml")
     async def validate(request: Request) -> Response:
         front = yaml.safe_load((await request.json())["content"].split("---")[1])
-        if front.get("license") == "no-such-licence":
+        if front.get("license") == "no-such-license":
             return JSONResponse({"errors": [{"message": '"license" must be one of apache-2.0, mit'}]}, 400)
         return JSONResponse({"errors": [], "warnings": []})
 

@@ -12,6 +12,7 @@ import eagle_mlx as em
 from eagle_mlx.catalog import embedded, head_registry
 from eagle_mlx.catalog.head_registry import records, register
 from eagle_mlx.catalog.head_search import (
+    PREFERRED,
     TABLE,
     find_heads,
     known_heads,
@@ -55,7 +56,7 @@ def test_every_entry_of_the_table_has_its_sources() -> None:
     assert len({(one.target, one.head) for one in found}) == len(found)
     for rows in yaml.safe_load(TABLE.read_text(encoding="utf-8"))["heads"].values():
         for row in rows:
-            assert ("licence_from" in row) == (row["licence"] != "unknown"), row
+            assert ("license_from" in row) == (row["license"] != "unknown"), row
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,15 @@ def test_every_entry_of_the_table_has_its_sources() -> None:
 )
 def test_published_heads_are_found_by_the_names_of_conversions(name: str, target: str) -> None:
     assert {one.target for one in known_heads_for((name,))} == {target}
+
+
+def test_the_preferred_kind_comes_first_and_says_so() -> None:
+    assert {one.kind for one in known_heads()} <= set(PREFERRED)
+    kinds = [one.kind for one in known_heads_for((QWEN,))]
+    assert list(dict.fromkeys(kinds)) == ["dspark", "dflash", "peagle", "eagle3"]
+    first, *others = find_heads(QWEN)
+    assert first.about.endswith("(DSpark before DFlash, P-EAGLE, EAGLE-3 by published τ for the cost of a draft)")
+    assert not any("before" in one.about for one in others)
 
 
 def test_nothing_is_known_of_other_models() -> None:

@@ -239,7 +239,7 @@ def test_the_token_of_the_login_is_found(
 
 
 def test_a_card_that_the_hub_refuses_makes_no_repository(online: hub_server.Hub, tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "head", **{"README.md": "---\nlicense: no-such-licence\n---\n"})
+    folder = folder_of(tmp_path / "head", **{"README.md": "---\nlicense: no-such-license\n---\n"})
     with pytest.raises(OutputError, match=r"user/head at .*must be one of apache-2.0, mit"):
         hub.publish_head(folder, "user/head")
     assert online.repos == {}

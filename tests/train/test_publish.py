@@ -203,7 +203,7 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_a_license_that_the_hub_does_not_know(
     online: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    what = [str(head_folder(tmp_path / "head")), "--repo", REPO, "--license", "no-such-licence"]
+    what = [str(head_folder(tmp_path / "head")), "--repo", REPO, "--license", "no-such-license"]
     assert "must be one of" in refused(capsys, *what)
     assert online.repos == {}
 
