@@ -111,7 +111,7 @@ def percent(share: float) -> str:
     return f"{int(100 * share + 0.5)}\u202f%"
 
 
-def test_it_is_served_with_a_policy_that_lets_nothing_else_in(shared: Live) -> None:
+def test_the_page_has_a_policy_that_allows_only_this_server(shared: Live) -> None:
     answer = shared.http.get("/")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -127,7 +127,7 @@ def test_it_is_served_with_a_policy_that_lets_nothing_else_in(shared: Live) -> N
     assert (head.status_code, head.content) == (200, b"")
 
 
-def test_it_needs_no_key_and_tells_nothing_that_does() -> None:
+def test_the_page_needs_no_key_and_shows_nothing_that_needs_one() -> None:
     with live(settings=wide(api_key="secret")) as running:
         answer = running.http.get("/", headers={"Authorization": ""})
         assert answer.status_code == 200
@@ -135,7 +135,7 @@ def test_it_needs_no_key_and_tells_nothing_that_does() -> None:
 
 
 @browsing
-def test_it_shows_the_numbers_of_the_metrics(page: Page, used: Live) -> None:
+def test_the_page_shows_the_numbers_of_the_metrics(page: Page, used: Live) -> None:
     page.open(used.base + "/")
     page.until("document.querySelector('#model').innerText === 'tiny' && document.querySelector('#positions .bar')")
     numbers = Numbers(used.http.get("/metrics").text)
@@ -179,7 +179,7 @@ def test_it_shows_the_numbers_of_the_metrics(page: Page, used: Live) -> None:
 
 
 @browsing
-def test_it_moves_with_the_server(page: Page, used: Live) -> None:
+def test_the_page_updates_while_the_server_decodes(page: Page, used: Live) -> None:
     page.open(used.base + "/")
     page.until("document.querySelector('#positions .bar')")
     assert page.text("#speed") == "0"
@@ -200,7 +200,7 @@ def test_it_moves_with_the_server(page: Page, used: Live) -> None:
 
 
 @browsing
-def test_a_key_is_asked_for_and_kept_in_the_tab(page: Page) -> None:
+def test_the_page_asks_for_a_key_and_keeps_it_in_the_tab(page: Page) -> None:
     with live(settings=wide(api_key="secret")) as running:
         page.open(running.base + "/")
         page.until("!document.querySelector('#key-form').hidden")
@@ -226,7 +226,7 @@ def enter(page: Page, key: str) -> None:
 
 
 @browsing
-def test_it_tells_how_the_server_fares(page: Page) -> None:
+def test_the_page_shows_the_state_of_the_server(page: Page) -> None:
     ready = Event()
 
     def load() -> Loaded:
@@ -294,7 +294,7 @@ def canned() -> Iterator[Canned]:
 
 
 @browsing
-def test_what_the_server_says_is_text(page: Page) -> None:
+def test_the_page_shows_names_from_the_server_as_text(page: Page) -> None:
     evil = "<img src=x onerror=document.title='broken'>"
     with canned() as it:
         it.metrics(f'eagle:requests_total{{outcome="a\\"b\\\\c\\n{evil}"}} 7\neagle:rounds_total 1\nnot a line\n')
@@ -322,7 +322,7 @@ def test_several_models_are_counted_together(page: Page) -> None:
 
 
 @browsing
-def test_what_cannot_be_read_is_said(page: Page) -> None:
+def test_the_page_says_what_it_cannot_read(page: Page) -> None:
     with canned() as it:
         page.open(it.base + "/")  # /metrics is cut off
         page.until("document.querySelector('#state').innerText === 'unreachable'")
@@ -338,7 +338,7 @@ def test_what_cannot_be_read_is_said(page: Page) -> None:
 
 
 @browsing
-def test_a_restarted_server_starts_from_nothing(page: Page) -> None:
+def test_the_page_counts_from_zero_after_a_restart(page: Page) -> None:
     with canned() as it:
         it.metrics("eagle:rounds_total 50\neagle:row_rounds_total 50\neagle:generation_tokens_total 150\n")
         page.open(it.base + "/")
@@ -354,7 +354,7 @@ def test_a_restarted_server_starts_from_nothing(page: Page) -> None:
 
 
 @browsing
-def test_quantiles_of_the_first_token(page: Page) -> None:
+def test_the_page_shows_quantiles_of_the_time_to_the_first_token(page: Page) -> None:
     def buckets(*counts: int) -> str:
         bounds = ("0.1", "0.5", "2.0", "+Inf")
         name = "eagle:time_to_first_token_seconds_bucket"
@@ -394,7 +394,7 @@ CONTRAST = """(() => {
 
 @browsing
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_can_be_read_by_everybody(page: Page, shared: Live, scheme: str) -> None:
+def test_the_page_is_readable_in_both_color_schemes_on_narrow_screens(page: Page, shared: Live, scheme: str) -> None:
     page.open(shared.base + "/", 320, 640, scheme)
     page.until("document.querySelector('#positions .bar')")
     page.js("document.querySelectorAll('[hidden]').forEach(each => each.hidden = false)")
@@ -410,7 +410,7 @@ def test_it_can_be_read_by_everybody(page: Page, shared: Live, scheme: str) -> N
 
 
 @browsing
-def test_it_holds_still_for_those_who_ask(page: Page, shared: Live) -> None:
+def test_the_page_does_not_move_if_users_prefer_reduced_motion(page: Page, shared: Live) -> None:
     page.open(shared.base + "/")
     page.until("document.querySelector('#positions .bar')")
     moving = "getComputedStyle(document.querySelector('.bar > i')).transitionDuration"
@@ -422,8 +422,7 @@ def test_it_holds_still_for_those_who_ask(page: Page, shared: Live) -> None:
 
 
 @browsing
-def test_it_shows_its_numbers_without_a_pipe_too(shared: Live, tmp_path: Path) -> None:
-    """As from Chromium's command line."""
+def test_the_page_shows_its_numbers_without_a_debugging_pipe(shared: Live, tmp_path: Path) -> None:
     path = chromium()
     assert path is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]

@@ -35,7 +35,7 @@ def streamed(server: Live, asked: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_call_that_must_be_made_is(caller: Live, choice: Any) -> None:
+def test_a_required_call_is_made(caller: Live, choice: Any) -> None:
     asked: dict[str, Any] = {
         "model": NAME,
         "messages": USER,
@@ -64,7 +64,7 @@ def test_a_call_that_must_be_made_is(caller: Live, choice: Any) -> None:
     assert after.choices[0].finish_reason in ("length", "stop")
 
 
-def test_thoughts_are_apart(thinker: Live) -> None:
+def test_reasoning_is_returned_separately(thinker: Live) -> None:
     asked: dict[str, Any] = {
         "model": NAME,
         "messages": USER,
@@ -84,7 +84,7 @@ def test_thoughts_are_apart(thinker: Live) -> None:
     assert not hasattr(plain, "reasoning_content")
 
 
-def test_a_schema_that_cannot_be_kept_fails_alone(thinker: Live) -> None:
+def test_an_unsupported_schema_fails_only_its_own_request(thinker: Live) -> None:
     schema = {"type": "string", "pattern": "(?<=a)b"}
     form = {
         "type": "json_schema",
@@ -134,7 +134,7 @@ def asking(dialect: Dialect, text: str, **function: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_17_at_most_one_call_with_auto(talker: Live, dialect: Dialect) -> None:
+def test_auto_makes_at_most_one_call_if_parallel_calls_are_off(talker: Live, dialect: Dialect) -> None:
     body = asking(dialect, "two")
     for answer in told(talker, dialect, body):
         assert [name for name, _ in answer.calls] == ["get_weather"] * 2
@@ -146,7 +146,7 @@ def test_17_at_most_one_call_with_auto(talker: Live, dialect: Dialect) -> None:
         assert answer.has_ended
 
 
-def test_17_decoding_ends_with_the_only_call(talker: Live) -> None:
+def test_decoding_ends_with_the_only_call(talker: Live) -> None:
     body = asking(CHAT, "two")
     whole = talker.http.post(CHAT.path, json=body).json()
     for more in ({"n": 2}, {"spec_decode": "none"}, {"num_speculative_tokens": 2}):
@@ -157,7 +157,7 @@ def test_17_decoding_ends_with_the_only_call(talker: Live) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_17_strict_holds_with_auto_once_a_call_begins(talker: Live, dialect: Dialect) -> None:
+def test_strict_holds_with_auto_once_a_call_begins(talker: Live, dialect: Dialect) -> None:
     for answer in told(talker, dialect, asking(dialect, "wrong")):
         assert [json.loads(given) for _, given in answer.calls] == [{"city": "Bonn", "days": 99}]
     for answer in told(talker, dialect, asking(dialect, "wrong", strict=True)):
@@ -170,7 +170,7 @@ def test_17_strict_holds_with_auto_once_a_call_begins(talker: Live, dialect: Dia
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_17_strict_is_refused_if_calls_are_not_json(coder: Live, dialect: Dialect) -> None:
+def test_strict_is_refused_if_calls_are_not_json(coder: Live, dialect: Dialect) -> None:
     body = asking(dialect, "x", strict=True)
     refused = coder.http.post(dialect.path, json=body)
     assert refused.status_code == 400
