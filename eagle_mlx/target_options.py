@@ -93,7 +93,7 @@ def _template(given: str) -> str | None:
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"--chat-template {given} is not a template, and cannot be read as a file: {e}") from e
     if _OF_A_TEMPLATE not in text:
-        raise ConfigError(f"--chat-template {given}: the file has no template, such as {{{{ … }}}}")
+        raise ConfigError(f"--chat-template {given}: the file has no template expression such as {{{{ … }}}}")
     return text
 
 

@@ -79,7 +79,7 @@ def test_round_trips_are_exact(layout: tuple[str, str], name: str, tmp_path: Pat
     ],
 )
 def test_what_a_layout_cannot_say_is_refused(layout: tuple[str, str], name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="layout has no word for"):
+    with pytest.raises(ConfigError, match="layout cannot express"):
         LAYOUTS[layout].save(made(name), tmp_path / "h")
     assert not (tmp_path / "h").exists()
 
@@ -87,7 +87,7 @@ def test_what_a_layout_cannot_say_is_refused(layout: tuple[str, str], name: str,
 FULL = "dflash-full"
 SPARK = "speculators-dspark-vanilla"
 REFUSED = [
-    (FULL, {"attention_sink_bias": True}, "sets attention_sink_bias, which block drafters here do not know"),
+    (FULL, {"attention_sink_bias": True}, "sets attention_sink_bias, which block drafters here do not support"),
     (FULL, {"something_new": 3}, "sets something_new"),
     (
         FULL,

@@ -144,7 +144,7 @@ def test_a_template_may_be_in_a_file(models: tuple[Path, Path], tmp_path: Path) 
         assert tokenizer is not None
         assert tokenizer.chat_template == TEMPLATE
     file.write_text("words")
-    for given, said in ((str(file), "the file has no template"), ("chatml", "cannot be read as a file")):
+    for given, said in ((str(file), "the file has no template expression"), ("chatml", "cannot be read as a file")):
         with pytest.raises(ConfigError, match=f"--chat-template {given}.*{said}"):
             TargetOptions(chat_template=given).load(models[0])
 

@@ -451,7 +451,7 @@ def test_mtp_layers_that_speculators_does_not_support(
 ) -> None:
     save_mtp(mtp(TARGET, model_type=model, norm_output=True), tmp_path / "h")
     assert main([str(tmp_path / "h"), "--to", "speculators", "--output", str(tmp_path / "out")]) == 2
-    refused(f"speculators has no MTP layer of {model}", tmp_path, capsys)
+    refused(f"speculators has no MTP layer for {model}", tmp_path, capsys)
 
 
 def test_an_existing_folder_is_replaced_only_with_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

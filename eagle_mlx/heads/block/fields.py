@@ -74,7 +74,7 @@ def check_fields(
     unknown += [f"{DFLASH}.{name}" for name, value in sorted(inner.items()) if name not in allowed and is_set(value)]
     if unknown:
         raise CheckpointError(
-            f"{file} sets {', '.join(unknown)}, which block drafters here do not know, so their effect would be missing"
+            f"{file} sets {', '.join(unknown)}, which block drafters here do not support; their effect would be missing"
         )
 
 
@@ -145,7 +145,7 @@ def dspark_fields(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) ->
 def read_block_weights(folder: Path, left_out: Sequence[str] = ()) -> dict[str, mx.array]:
     """Return the tensors without the prefix `model.`, and without those in `left_out`. Raises CheckpointError."""
     if (folder / "mask_embedding.pt").exists():
-        raise CheckpointError(f"{folder} has a mask_embedding.pt; masks with an embedding of their own are not known")
+        raise CheckpointError(f"{folder} has a mask_embedding.pt; a separate mask embedding is not supported")
     tensors: dict[str, mx.array] = {}
     for name, value in read_weights(folder).items():
         short = name.removeprefix("model.")
@@ -175,7 +175,7 @@ def check_sayable(config: BlockConfig, whose: str, **wanted: Any) -> None:
     plain = {"qkv_bias": False, "mlp_bias": False, "qk_norm": True, "gemma": False, "conv_kernel_size": 0}
     for name, value in {**plain, **wanted}.items():
         if getattr(config, name) != value:
-            raise ConfigError(f"{whose} layout has no word for {name}={getattr(config, name)}; write another layout")
+            raise ConfigError(f"{whose} layout cannot express {name}={getattr(config, name)}; choose another layout")
 
 
 def causal_by_type(windows: Sequence[int | None], layers: int) -> tuple[bool, ...]:

@@ -69,7 +69,7 @@ def as_qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a Gemma config with the names of Qwen3's fields, without RoPE's. Raises ConfigError, KeyError."""
     kv_heads = config["num_global_key_value_heads" if config.get("attention_k_eq_v") else "num_key_value_heads"]
     if config.get("hidden_activation") != ACTIVATION:
-        raise ConfigError(f"hidden_activation is {config.get('hidden_activation')!r}; only {ACTIVATION} is known")
+        raise ConfigError(f"hidden_activation is {config.get('hidden_activation')!r}; only {ACTIVATION} is supported")
     left_out = ("rope_parameters", "rope_scaling", "hidden_activation", "partial_rotary_factor")
     kept = {name: value for name, value in config.items() if name not in left_out}
     return {**kept, "head_dim": config["global_head_dim"], "num_key_value_heads": kv_heads}
@@ -81,7 +81,8 @@ def gemma_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     theta, kind = float(rope.pop("rope_theta")), rope.pop("rope_type", "default")
     unknown = sorted(rope.keys() - {"partial_rotary_factor", "factor"})
     if kind not in ROPE or unknown:
-        raise ConfigError(f"RoPE of type {kind} with {', '.join(unknown) or 'nothing'} is not known for Gemma's heads")
+        fields = f" with {', '.join(unknown)}" if unknown else ""
+        raise ConfigError(f"RoPE of type {kind}{fields} is not supported in Gemma's heads")
     return {
         "gemma": True,
         "key_is_value": bool(config.get("attention_k_eq_v")),

@@ -83,7 +83,7 @@ def _from_json(
 
 
 def _first_slot_drafts(config: Mapping[str, Any], block_size: int) -> bool:
-    """Old files do not say it, but name as many speculative tokens as slots if the first slot drafts."""
+    """Return whether the first slot drafts: in old files, whether there are as many speculative tokens as slots."""
     said = config.get("sample_from_anchor")
     if said is not None:
         return bool(said)
@@ -134,4 +134,4 @@ def _check_sayable(config: BlockConfig) -> None:
     check_sayable(config, "speculators'", **plain, **ends, **windows)
     by_type = causal_by_type(config.windows, config.num_hidden_layers)
     if all_or_none(config.causal) not in ((), by_type):
-        raise ConfigError(f"speculators' layout has no word for causal={config.causal}; write another layout")
+        raise ConfigError(f"speculators' layout cannot express causal={config.causal}; choose another layout")

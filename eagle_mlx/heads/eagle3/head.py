@@ -183,14 +183,14 @@ class PEagleConfig(Eagle3Config):
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ConfigError(f"mask_token_id {self.mask_token_id} is not in a vocabulary of {self.vocab_size}")
         if self.windows:
-            raise ConfigError("a layer slides; P-EAGLE heads with windows are not known")
+            raise ConfigError("a layer has a sliding window, which is not supported in P-EAGLE heads")
 
 
 class PEagleHead(Eagle3Head):
-    """P-EAGLE: drafts all tokens in one forward, with masks after the newest position.
+    """P-EAGLE: drafts all tokens in one forward, from mask tokens after the newest position.
 
-    A mask has the embedding of a mask token and, in place of the target's hidden states, `mask_hidden`
-    [1, 1, layers read * Ht], before all norms. It attends to the text and to the masks before it.
+    A mask token's inputs are its embedding and `mask_hidden` [1, 1, layers read * Ht], which replaces the target's
+    hidden states before all norms. It attends to the text and to the mask tokens before it.
     """
 
     is_sequential = False
@@ -201,7 +201,7 @@ class PEagleHead(Eagle3Head):
         self.mask_hidden = mx.zeros((1, 1, config.target_hidden_size * len(config.aux_layers)))
 
     def masks(self, rows: int, count: int, cache: Any) -> mx.array:
-        """Return the outputs [rows, count, H] of masks after the positions in the cache, whose lengths stay."""
+        """Return the outputs [rows, count, H] of mask tokens after the cached positions. The cache does not advance."""
         tokens = mx.full((rows, count), self.mask_token_id, mx.int32)
         g = self.features(list(mx.split(self.mask_hidden, len(self.config.aux_layers), axis=-1)))
         return self(self.embed(tokens), mx.broadcast_to(g, (rows, count, g.shape[-1])), cache)

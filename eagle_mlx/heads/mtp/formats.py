@@ -117,7 +117,7 @@ def save_speculators_mtp(
 def _check_sayable(config: MTPConfig) -> None:
     if config.model_type not in _LAYERS:
         raise ConfigError(
-            f"speculators has no MTP layer of {config.model_type}, only of {', '.join(_LAYERS)}; "
+            f"speculators has no MTP layer for {config.model_type}; it has layers for {', '.join(_LAYERS)}; "
             "keep this project's layout"
         )
     plain = {"hidden_first": False, "norm_output": True, "own_embedding": False, "own_lm_head": False}

@@ -23,7 +23,7 @@ from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
 
 @dataclass(frozen=True)
 class _Kind:
-    """Where mlx-lm has an architecture's decoder layer."""
+    """The place of an architecture's decoder layer in mlx-lm."""
 
     layer: str
     args: str = "ModelArgs"
@@ -86,7 +86,7 @@ class MTPConfig:
 
 
 def layer_args(model_type: str, layer: Mapping[str, Any]) -> Any:
-    """Return mlx-lm's arguments for an architecture. Raises ConfigError if the config lacks something."""
+    """Return mlx-lm's arguments for an architecture. Raises ConfigError if mlx-lm cannot use the config."""
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
     with _usable(model_type):
         return getattr(module, _KINDS[model_type].args).from_dict({**_flat_rope(layer), **layer})
@@ -98,8 +98,8 @@ def _usable(model_type: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, KeyError, ValueError, AttributeError, AssertionError, ArithmeticError, IndexError) as e:
-        said = str(e) or "it lacks something"
-        raise ConfigError(f"the config of this {model_type} is not one that mlx-lm can use: {said}") from e
+        said = str(e) or "something is missing"
+        raise ConfigError(f"mlx-lm cannot use the config of this {model_type}: {said}") from e
 
 
 def _flat_rope(layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,9 +121,9 @@ def decoder_block(config: MTPConfig) -> nn.Module:
 
 
 def read_layer(model_type: str, layer: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Convert a layer's published tensors to mlx-lm's, including 8-bit floats, latent projections and experts.
+    """Convert a layer's published tensors to the names and shapes of mlx-lm's layer. Unknown names are kept.
 
-    mlx-lm reads them as a model's first layer. Unknown names are kept.
+    8-bit floats, latent projections and experts are converted too, by `sanitize` of mlx-lm's model with one layer.
     """
     args = layer_args(model_type, {**layer, "num_hidden_layers": 1})
     model = importlib.import_module(f"mlx_lm.models.{model_type}").Model
