@@ -77,7 +77,7 @@ class BenchOptions(Group):
         None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL"
     )
     modes: tuple[ModeName, ...] | None = setting(
-        None, f"ways to decode (default: all whose models are given, except {STOCK})"
+        None, f"ways to decode (default: each way whose model is given, except {STOCK})"
     )
     batch: tuple[int, ...] = setting((1,), "rows that decode together", AT_LEAST_1)
     depth: tuple[int, ...] | None = setting(
@@ -87,10 +87,10 @@ class BenchOptions(Group):
         metavar="K",
     )
     nodes: tuple[int, ...] = setting(
-        (0,), "tokens of a draft tree with a depth of up to K; 0 for chains; --nodes 0 16 compares both"
+        (0,), "tokens in a draft tree of up to --depth levels; 0 drafts chains; --nodes 0 16 compares both"
     )
     policy: tuple[PolicyName, ...] = setting(
-        ("fixed",), "how many of the K tokens are drafted; fixed drafts all of them"
+        ("fixed",), "how to choose the number of draft tokens, up to --depth; fixed always drafts --depth tokens"
     )
     temperature: tuple[float, ...] = setting(
         (BenchConfig.temperature,), "sampling temperature; 0 is greedy", metavar="T"

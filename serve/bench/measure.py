@@ -63,7 +63,7 @@ class BenchConfig(Group):
     )
     tolerance: float | None = setting(
         None,
-        "excuse a first difference if both tokens' logits are within this distance of the best (default: by the "
+        "attribute a first difference to rounding if both tokens' logits are this close to the best (default: by the "
         "model's type)",
     )
 
