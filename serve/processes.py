@@ -1,7 +1,7 @@
 """Processes that answer questions and can be killed if an answer takes too long.
 
-They also run this file, by its path; it imports no module of the project, and each process loads just one. The first
-process forks for each piece of work, and forks share no state.
+Each process runs this file by its path. This file imports no module of the project; a process loads only the module
+of its class. The first process forks for each piece of work, and forks share no state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROGRAM = Path(__file__)
 _LAST_SECONDS = 10.0
 """Time for the first process to end. Its longest work, reading the tokenizer, takes a second."""
 FORK_SECONDS = 5.0
-"""Limit of a fork, which takes milliseconds: a process that needs longer than a compilation may take hangs."""
+"""Time limit of a fork. A fork takes milliseconds; a process that needs longer than a compilation is stuck."""
 
 
 class ProcessEnded(Exception):
@@ -38,7 +38,7 @@ class Process:
     """A process, which is killed when neither this object nor a fork of it is referenced any more."""
 
     def __init__(self, connection: Connection, pid: int, end: Callable[..., None], *of: Any):
-        """end: ends the process, given the connection and `of`, which this object keeps alive."""
+        """`end` ends the process. It gets the connection and `of`, which this object keeps alive."""
         self.pid, self._connection, self._forking = pid, connection, Lock()
         self._ending = weakref.finalize(self, end, connection, *of)
 
@@ -57,9 +57,9 @@ class Process:
         return cls(ours, program.pid, _close, program)
 
     def fork(self) -> Process:
-        """Return a copy of this process with its own state. It must owe no answer. Raises ProcessEnded.
+        """Return a copy of this process with its own state. No question may be pending. Raises ProcessEnded.
 
-        Not with `multiprocessing.reduction.recv_handle`, which on macOS confirms with a byte of its own.
+        This does not use `multiprocessing.reduction.recv_handle`, which sends an extra byte on macOS.
         """
         try:
             with self._forking, _socket_of(self._connection) as channel:
@@ -130,7 +130,10 @@ def _socket_of(connection: Connection) -> socket.socket:
 
 
 def _serve(connection: Connection, memory: int, held: Any) -> None:
-    """Answer until the connection closes. memory: as in `Process.start`. held: its methods answer the questions."""
+    """Answer questions until the connection closes.
+
+    memory: see `Process.start`. held: the object whose methods answer the questions.
+    """
     with suppress(EOFError, BrokenPipeError):
         while True:
             name, *arguments = connection.recv()
@@ -175,7 +178,7 @@ def _bound_memory(more: int) -> None:
 
 
 def _held(path: str, kind: str) -> Any:
-    """Create the held object. An import by name would also import the package and MLX."""
+    """Create the object that answers. An import by name would also import the package and MLX."""
     spec = spec_from_file_location(kind, path)
     assert spec is not None
     assert spec.loader is not None

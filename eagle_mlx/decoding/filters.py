@@ -177,7 +177,7 @@ def _flipped(bits: mx.array, sign: mx.array) -> mx.array:
 
 @fused
 def _middle(low: mx.array, high: mx.array) -> mx.array:
-    """Return the mean, rounded down, without overflow."""
+    """Return the mean of two integers, rounded down, without overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
 

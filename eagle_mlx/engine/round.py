@@ -26,7 +26,7 @@ class NaN(IntEnum):
 
 
 class Round:
-    """One round of a batch with a plan. It is dispatched, and then either collected or cancelled."""
+    """One round of a batch with a plan. It is dispatched, and then either collected or canceled."""
 
     def __init__(self, batch: Batch, plan: Plan, group: int = 0):
         """`group`: the batch's group number, for the policy."""

@@ -1,1 +1,1 @@
-"""Shared by all file layouts of heads: fields of config.json, tensors, and PyTorch weights."""
+"""Code for all file layouts of heads: fields of config.json, tensors, and PyTorch weights."""

@@ -1,4 +1,4 @@
-"""Write shards atomically; their folder gets its name only when all of them are complete."""
+"""Write shards atomically; their folder has a temporary name until all of them are complete."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .format import (
 
 
 class ShardWriter:
-    """Writes shards into a folder, which gets its name only when it is complete.
+    """Writes shards into a folder, which has a temporary name until it is complete.
 
     Use it in a `with` statement. Until the block ends, the shards are in `unfinished_folder(folder)`, with a manifest
     of the complete ones. `made_from` names everything that determines the shards' content. If the block raises or the

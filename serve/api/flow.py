@@ -104,7 +104,7 @@ async def read_request(request: Request, kind: type[R]) -> tuple[R, Service]:
 
 
 async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T], has_schema: bool = False) -> T:
-    """Run `work` in a thread, with a function that encodes texts until this is cancelled.
+    """Run `work` in a thread, with a function that encodes texts until this is canceled.
 
     The body must have been read. Library errors become ApiError 400.
     """

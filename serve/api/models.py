@@ -147,7 +147,7 @@ class Models:
             await self._end(service)
 
     def _begin(self, service: Service) -> asyncio.Task[None]:
-        """Return the load in progress, or start one. It continues if a waiting request is cancelled."""
+        """Return the load in progress, or start one. It continues if a waiting request is canceled."""
         if service.name not in self._loading:
             loading = self._loading[service.name] = asyncio.create_task(self._load(service))
             loading.add_done_callback(lambda done: self._loading.pop(service.name))

@@ -52,7 +52,7 @@ class Figures:
 def of_training(source: Source, target: str) -> Figures | None:
     """Return this head's held-out acceptance from the run's report, or None.
 
-    `target` is the hub id to show in the command.
+    `target` is the hub id in the command that the card shows.
     """
     report = source.report or {}
     found = (report.get("acceptance") or {}).get(source.which) or {}
@@ -72,8 +72,8 @@ def of_training(source: Source, target: str) -> Figures | None:
 def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
     """Return the measurements in a file of `eagle-bench --json`.
 
-    `repo` and `target` are the hub ids to show in the command. Raises ConfigError if the file is invalid, or if another
-    head was measured.
+    `repo` and `target` are the hub ids in the command that the card shows. Raises ConfigError if the file is invalid,
+    or if another head was measured.
     """
     try:
         written = json.loads(file.read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ class BlockConfig(LayerShape):
     aux_layers: tuple[int, ...]
     """Target layers whose outputs are the context, counted from 0."""
     block_size: int
-    """Slots of a block: the newest token and masks."""
+    """Slots of a block: the newest token and mask tokens."""
     mask_token_id: int
     qk_norm: bool = True
     window_start: WindowStart = "slot"

@@ -1,4 +1,4 @@
-"""Block drafters: one forward over the newest token and masks drafts a whole block.
+"""Block drafters: one forward over the newest token and mask tokens drafts a whole block.
 
 Sources: z-lab's DFlash (package `dflash`), deepseek-ai/DeepSpec and vllm-project/speculators.
 """
@@ -72,8 +72,9 @@ class BlockHead(HeadBase[BlockConfig]):
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
         """Run a block after its context.
 
-        embeddings [B, b, H] of the newest token and masks; g [B, L, H], the context's features, at positions 0..L-1.
-        With a cache, the context is in the cache, and g is not read. `mask` is not used. Returns [B, b, H], normed.
+        embeddings [B, b, H] of the newest token and mask tokens; g [B, L, H], the context's features at positions
+        0..L-1. With a cache, the context is in the cache, and g is not read. `mask` is not used. Returns [B, b, H],
+        normed.
         """
         start: int | mx.array = g.shape[1]
         longest = g.shape[1]

@@ -143,7 +143,7 @@ def spread_layers(num_layers: int, count: int = _READ) -> tuple[int, ...]:
 
 
 def mask_token(target: Target) -> int:
-    """Return a token id for the masks of a block: an unused id if the embedding has one, else the end of text.
+    """Return the id of a block's mask tokens: an unused id if the embedding has one, else the end of text.
 
     The embedding stays the target's. Its text never contains an unused id, and no draft follows the end of text.
     """
