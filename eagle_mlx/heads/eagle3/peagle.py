@@ -57,7 +57,7 @@ def take_mask_token(file: Path, config: dict[str, Any]) -> int:
 def build_peagle(folder: Path, plain: Eagle3Config, tensors: dict[str, mx.array], mask: int) -> PEagleHead:
     """Return the head for the config of its layers, its tensors, and the id of its mask token."""
     if "mask_hidden" not in tensors:
-        raise CheckpointError(f"{folder} lacks mask_hidden, without which masks would read noise")
+        raise CheckpointError(f"{folder} lacks mask_hidden, without which mask tokens would read noise")
     with reading(folder / "config.json"):
         own = {field.name: getattr(plain, field.name) for field in fields(plain)}
         config = PEagleConfig(**own, mask_token_id=mask)
