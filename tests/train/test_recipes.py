@@ -15,13 +15,16 @@ from eagle_mlx.data_pipelines import DataConfig
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.precision import quantize
+from eagle_mlx.target import Target
 from eagle_mlx.train.cli import flags_parser, main, new_run
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.plan.bound import FLOAT, bound_of, described_target
 from eagle_mlx.train.plan.dry_run import as_text, assumed
+from eagle_mlx.train.plan.probe import probe
 from eagle_mlx.train.plan.recipe import FOLDER, load_recipe, recipe_names
 from tests import hub_server
+from tests.architectures import tiny_model
 from tests.fakes import EMBEDDED_TARGET
 
 BILLIONS = {
@@ -32,20 +35,25 @@ BILLIONS = {
     "gemma4-26b-a4b": 25.2,
     "gemma4-31b": 30.7,
     "gpt-oss-20b": 20.91,
+    "gpt-oss-20b-dspark": 20.91,
     "llama3.1-8b": 8.03,
     "llama3.3-70b": 70.55,
     "qwen3-0.6b": 0.6,
     "qwen3-1.7b": 1.72,
     "qwen3-4b": 4.02,
+    "qwen3-4b-dspark": 4.02,
     "qwen3-8b": 8.19,
+    "qwen3-8b-dspark": 8.19,
     "qwen3-14b": 14.77,
     "qwen3-30b-a3b": 30.53,
     "qwen3-32b": 32.76,
+    "qwen3-32b-dspark": 32.76,
     "qwen3.5-0.8b": 0.75,
     "qwen3.5-4b": 4.21,
     "qwen3.5-9b": 8.95,
     "qwen3.5-27b": 26.9,
     "qwen3.5-35b-a3b": 34.66,
+    "qwen3.6-27b-dspark": 26.9,
 }
 """Published parameter counts (of the language model only), which a recipe's model must match."""
 SMALL = ("--draft-vocab", "512", "--rows", "1", "--accumulate", "1", "--length", "16")
@@ -75,6 +83,17 @@ def test_a_recipe_makes_a_plan(name: str) -> None:
     assert "tokens      " in text
     assert "assumed" in text
     assert not re.search(r"\b(nan|inf)\b", text)
+
+
+@pytest.mark.parametrize("name", [name for name in BILLIONS if name.endswith("-dspark")])
+def test_a_dspark_recipe_takes_steps_with_a_tiny_model_of_its_family(name: str) -> None:
+    recipe = load_recipe(name)
+    target = Target(tiny_model(recipe.model["model_type"]), name="tiny")
+    small = {"draft_vocab": 64, "intermediate_size": 32, "rows": 1, "length": 16, "accumulate": 1}
+    config = resolved(TrainConfig.of(**{**recipe.settings, **small}), target)
+    assert config.optimization.unroll == 7
+    assert config.optimization.lr == 6e-4
+    assert probe(target, config).learned > 0
 
 
 def test_a_plan_is_printed_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +164,7 @@ def test_27_an_unknown_target_has_a_plan_that_says_what_is_missing(
     [
         (["--recipe", "Qwen/Qwen3-8B"], "qwen3-8b"),
         (["--recipe", "mlx-community/Qwen3-8B-8bit"], "qwen3-8b"),
+        (["--recipe", "Qwen/Qwen3.6-27B"], "qwen3.6-27b-dspark"),
         (["--recipe", "Meta-Llama-3.1-8B-Instruct-bf16"], "llama3.1-8b"),
         (["--recipe", "--target", "mlx-community/Qwen3-32B-4bit"], "qwen3-32b"),
         (["--target", "Qwen/Qwen3-32B", "--recipe"], "qwen3-32b"),

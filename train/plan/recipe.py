@@ -63,7 +63,16 @@ def recipe_for(target: str) -> Recipe | None:
 
 
 def _read(name: str) -> Recipe:
-    return Recipe(name=name, **yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))
+    return Recipe(name=name, **_fields(name))
+
+
+def _fields(name: str) -> dict[str, Any]:
+    """Return the fields of a recipe's file over those of its `base`, another recipe."""
+    own: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    if "base" not in own:
+        return own
+    base = _fields(own.pop("base"))
+    return {**base, **own, "settings": {**base["settings"], **own["settings"]}}
 
 
 def described_by_name(target: str) -> Mapping[str, Any] | None:
