@@ -5,7 +5,8 @@ from eagle_mlx.heads.base import DraftHead, HeadBase
 from eagle_mlx.heads.kinds import KINDS, Format, HeadKind, kind_of
 from eagle_mlx.heads.load import check_fit, load_head
 
-_ALL = (eagle3.PEAGLE, eagle3.KIND, block.DFLASH, block.DFLASH2, block.DSPARK, eagle.KIND, mtp.KIND)
+# Kinds that name themselves come before those that are recognized by their tensors.
+_ALL = (mtp.KIND, block.DFLASH, block.DFLASH2, block.DSPARK, eagle3.PEAGLE, eagle3.KIND, eagle.KIND)
 KINDS.update({kind.name: kind for kind in _ALL})
 
 __all__ = ["KINDS", "DraftHead", "Format", "HeadBase", "HeadKind", "check_fit", "kind_of", "load_head"]

@@ -40,6 +40,11 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
     """
     if "medusa_num_heads" in config:
         raise CheckpointError(f"{folder} has Medusa heads, which cannot be loaded; EAGLE, MTP and block heads can")
+    if str(config.get("model_type", "")).endswith("_assistant"):
+        raise CheckpointError(
+            f"{folder} has an assistant (model_type {config['model_type']}), which reads the target's keys and values; "
+            "heads that read hidden states can be loaded"
+        )
     matching = ((kind, layout) for kind in KINDS.values() for layout in kind.formats if layout.holds(config, tensors))
     found = next(matching, None)
     if "dflash_config" in config and (found is None or not issubclass(found[0].head_class, BlockHead)):

@@ -15,11 +15,12 @@ from mlx_lm.models import qwen3
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.errors import CheckpointError
-from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.mtp import MTPHead, mtp_of_model
+from eagle_mlx.heads.mtp import MTPHead, mtp_of_model, save_split
 from eagle_mlx.target import Target
+from tests.eagle_mlx.heads import mtp
 from tests.fakes import tiny_config
 from tests.golden import draws
 
@@ -252,6 +253,50 @@ def test_norms_whose_one_was_added_already(name: str, added: str, tmp_path: Path
         notes = mtp_of_model(folder)[1]
         assert len(notes) == 2
         assert ["one was added" in note for note in notes] == [added in ("none", "around"), added in ("none", "layer")]
+
+
+@pytest.mark.parametrize("name", ["mtp-qwen3-next", "mtp-qwen3.5"])
+def test_a_layer_split_off_by_mlx_vlm_is_the_published_one(name: str, tmp_path: Path) -> None:
+    """mlx-vlm writes plain norms and stacked experts, without `mtp.`. `save_split` writes the same names."""
+
+    def split(config: Config, tensors: dict[str, mx.array]) -> None:
+        text = dict(config)
+        config.clear()
+        config.update(model_type="qwen3_5_mtp", text_config=text, block_size=3, tie_word_embeddings=False)
+        published = {key.removeprefix("mtp."): value for key, value in tensors.items()}
+        tensors.clear()
+        experts: dict[str, list[mx.array]] = {}
+        for key, value in published.items():
+            before, _, after = key.partition(".experts.")
+            if after:
+                experts.setdefault(f"{before}.switch_mlp.{after.partition('.')[2]}", []).append(value)
+            else:
+                tensors[key] = value + 1 if value.ndim == 1 and "norm" in key else value
+        tensors |= {key: mx.stack(values) for key, values in experts.items()}
+
+    folder = written(tmp_path / "h", name, split)
+    head = load_head(folder, TARGET)
+    assert difference(name, head) < CLOSE
+    save_split(head, tmp_path / "again", dtype=mx.float32)
+    assert read_tensors(tmp_path / "again").keys() == read_tensors(folder).keys()
+    assert difference(name, load_head(tmp_path / "again", TARGET)) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mtp_num_hidden_layers": 2}, "2 MTP layers; only one"),
+        ({"mtp_use_dedicated_embeddings": True}, "no embedding"),
+        ({"model_type": "nemotron_h"}, "nemotron_h are not known"),
+    ],
+)
+def test_split_layers_that_cannot_be_computed(change: Config, message: str, tmp_path: Path) -> None:
+    save_split(mtp(TARGET, model_type="qwen3_5", norm_output=True), tmp_path / "h")
+    config = json.loads((tmp_path / "h" / "config.json").read_text())
+    config["text_config"] |= change
+    (tmp_path / "h" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        load_head(tmp_path / "h")
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -4,6 +4,7 @@ from eagle_mlx.heads.kinds import Format, HeadKind, of_speculators
 from eagle_mlx.heads.mtp.formats import FIELD, load_mtp, save_mtp, save_speculators_mtp
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead
 from eagle_mlx.heads.mtp.published import choices_of, mtp_of_model, mtp_of_tensors
+from eagle_mlx.heads.mtp.split import MODEL_TYPE, holds_split, load_split, save_split
 
 KIND = HeadKind(
     name="mtp",
@@ -26,6 +27,14 @@ KIND = HeadKind(
             load=lambda folder, _: load_mtp(folder),
             save=save_speculators_mtp,
         ),
+        Format(
+            name=MODEL_TYPE,
+            about="mlx-vlm, as a split MTP layer",
+            readers=("mlx-vlm",),
+            holds=holds_split,
+            load=lambda folder, _: load_split(folder),
+            save=save_split,
+        ),
     ),
     mode="mtp",
 )
@@ -40,4 +49,5 @@ __all__ = [
     "mtp_of_tensors",
     "save_mtp",
     "save_speculators_mtp",
+    "save_split",
 ]

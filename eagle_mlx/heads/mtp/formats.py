@@ -120,10 +120,15 @@ def _check_sayable(config: MTPConfig) -> None:
             f"speculators has no MTP layer for {config.model_type}; it has layers for {', '.join(_LAYERS)}; "
             "keep this project's layout"
         )
-    plain = {"hidden_first": False, "norm_output": True, "own_embedding": False, "own_lm_head": False}
-    for name, only in {**plain, "quantization": None}.items():
-        if (value := getattr(config, name)) != only:
-            raise ConfigError(f"the speculators layout cannot express {name}={value}; keep this project's layout")
+    ends = {"own_embedding": False, "own_lm_head": False}
+    check_choices(config, "speculators", hidden_first=False, norm_output=True, quantization=None, **ends)
+
+
+def check_choices(config: MTPConfig, layout: str, **only: Any) -> None:
+    """Raise ConfigError if a layout cannot express a config, whose fields in `only` must have these values."""
+    for name, value in only.items():
+        if (own := getattr(config, name)) != value:
+            raise ConfigError(f"the {layout} layout cannot express {name}={own}; keep this project's layout")
 
 
 def _layer_type(config: MTPConfig) -> str:

@@ -35,7 +35,7 @@ MIMO = {
     **{"token_layernorm": "enorm", "hidden_layernorm": "hnorm"},
     **{"input_proj": "eh_proj", "final_layernorm": "norm"},
 }
-_QWEN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"}
+QWEN = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"}
 """Maps published names of the parts around the layer to the head's names."""
 
 _AROUND = ("enorm.weight", "hnorm.weight", "norm.weight")
@@ -155,6 +155,16 @@ def mtp_of_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array
     return made, inner, notes
 
 
+def split_layer(layer: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> tuple[str, dict[str, mx.array]]:
+    """Return mlx-lm's module and a head's weights for the tensors of Qwen's single MTP layer.
+
+    Norms are zero-centered in published tensors, whose names begin with `mtp.`, and plain in others.
+    """
+    file = _file_of(layer.get("model_type") or "qwen3_5")
+    inner = _stacked(_of_qwen({name.removeprefix("mtp."): value for name, value in tensors.items()}, 0))
+    return file, _plain_norms(file, inner)[0] if any(name.startswith("mtp.") for name in tensors) else inner
+
+
 def _layer_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return mlx-lm's module for a model, and the part of its config about layers."""
     layer = dict(config.get("text_config") or config)
@@ -187,7 +197,7 @@ def _of_qwen(found: Mapping[str, mx.array], index: int) -> dict[str, mx.array]:
     prefix = f"layers.{index}."
     block = {f"block.{name}": value for name, value in _under(found, prefix).items()}
     around = {name: value for name, value in found.items() if not name.startswith("layers.")}
-    return {**block, **_renamed(around, _QWEN)}
+    return {**block, **_renamed(around, QWEN)}
 
 
 def _stacked(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
