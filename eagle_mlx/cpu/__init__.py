@@ -17,6 +17,7 @@ from eagle_mlx.cpu.rope_cache import RopeCache  # noqa: E402
 from eagle_mlx.cpu.shortcuts import (  # noqa: E402
     default_streams,
     make_streams,
+    pad_to_fours,
     tune_process,
     use_shortcuts,
     without_shortcuts,
@@ -30,6 +31,7 @@ __all__ = [
     "fastmath",
     "make_streams",
     "one_blas_thread",
+    "pad_to_fours",
     "set_blas_threads",
     "tune_process",
     "use_shortcuts",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.filters import largest
 from eagle_mlx.decoding.sampling import SamplingBatch, surprise_of
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.eagle3.head import PEagleHead
@@ -43,46 +44,50 @@ class BlockDrafter:
         arguments = self.sampling, self.positions, self.head.vocab_size, self.head.token_ids
         if plan.is_tree:
             scorer, shape = TreeScorer(*arguments), TreeShape.of(plan.nodes, plan.depth)
-            self._tokens(scorer)
+            self._draw(scorer)
             children = max(shape.children, -(-plan.nodes // drafts))
             nodes, tree = side_branch_tree(scorer.levels, plan.nodes, children, self.head.token_ids)
             return Draft(nodes, self._alike(nodes.shape[1]), tree=tree)
         sampler = ChainSampler(*arguments)
-        tokens, surprises = self._tokens(sampler)
+        tokens, logits = self._draw(sampler)
         lengths = self._alike(drafts)
         if plan.stop_below is not None:
             most = -math.log(plan.stop_below) if plan.stop_below > 0 else math.inf
-            lengths = mx.sum(mx.cumsum(surprises, axis=1) <= most, axis=1).astype(mx.int32)
+            lengths = mx.sum(mx.cumsum(self._surprises(tokens, logits), axis=1) <= most, axis=1).astype(mx.int32)
         return sampler.draft(tokens, lengths)
 
     def _alike(self, count: int) -> mx.array:
         return mx.full((self.newest.shape[0],), count, mx.int32)
 
-    def _tokens(self, draw: Draws) -> tuple[list[mx.array], mx.array]:
-        """Return the block's tokens [B, n] int32, as they were drawn, and their surprises.
-
-        A surprise [B, drafts] float32 is minus the logarithm of the chance that a token is accepted if those before it
-        are: that of the confidence head, else that of the most likely token. It never depends on its own token, which
-        would change sampled text.
-        """
+    def _draw(self, draw: Draws) -> tuple[list[mx.array], list[mx.array]]:
+        """Return the block's tokens [B, n] int32, as they were drawn, and their logits [B, n, Vd]."""
         head, states, drafts = self.head, self.states, self.drafts
         h = states[:, -drafts:]
         logits = head.logits(h)
         if not isinstance(head, BlockHead) or not head.is_sequential:
-            return [draw(logits, mx.arange(drafts, dtype=mx.int32))], self._surprise(logits, h, None)
-        previous, state = self.newest, None
-        if not head.config.first_slot_drafts:  # the state of a recurrent head begins at the first slot
-            _, state = head.slot_logits(previous, states[:, :1], head.logits(states[:, :1]), None)
-        tokens, surprises = list[mx.array](), list[mx.array]()
+            return [draw(logits, mx.arange(drafts, dtype=mx.int32))], [logits]
+        previous, state, count = self.newest, None, head.config.selector_top_k
+        candidates = largest(logits, count)[1] if count else None
+        if not count and not head.config.first_slot_drafts:  # the state of a recurrent head begins at the first slot
+            _, state = head.markov_head.step(previous, states[:, :1], None)
+        tokens, finals = list[mx.array](), list[mx.array]()
         for slot in range(drafts):
-            at = h[:, slot : slot + 1]
-            final, state = head.slot_logits(previous, at, logits[:, slot : slot + 1], state)
-            surprises.append(self._surprise(final, at, previous))
+            at = slice(slot, slot + 1)
+            among = None if candidates is None else candidates[:, at]
+            final, state = head.slot_logits(previous, h[:, at], logits[:, at], state, among)
             previous = draw(final, slot)
             tokens.append(previous)
-        return tokens, mx.concatenate(surprises, axis=1)
+            finals.append(final)
+        return tokens, finals
 
-    def _surprise(self, logits: mx.array, h: mx.array, previous: mx.array | None) -> mx.array:
-        """logits [B, n, Vd], states h [B, n, H] and previous tokens [B, n] -> [B, n] float32."""
-        confidence = self.head.confidence(h, previous)
-        return surprise_of(logits, self.sampling) if confidence is None else mx.logaddexp(-confidence, 0.0)
+    def _surprises(self, tokens: list[mx.array], logits: list[mx.array]) -> mx.array:
+        """Return [B, drafts] float32: minus the logarithm of each token's chance to be accepted if those before it are.
+
+        The chance is that of the confidence head, else that of the most likely token. It never depends on its own
+        token, which would change sampled text.
+        """
+        head = self.head
+        if not isinstance(head, BlockHead) or not head.config.confidence_head:
+            return surprise_of(mx.concatenate(logits, axis=1), self.sampling)
+        before = mx.concatenate([self.newest, *tokens], axis=1)[:, :-1]
+        return mx.logaddexp(-head.confidence(self.states[:, -self.drafts :], before), 0.0)

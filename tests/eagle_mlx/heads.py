@@ -135,6 +135,12 @@ PARALLEL: dict[str, Callable[[Target], DraftHead]] = {
 ALL: dict[str, Callable[[Target], DraftHead]] = {**KINDS, **BLOCKS, **PARALLEL}
 
 
+def likeliest(head: BlockHead, logits: mx.array) -> mx.array | None:
+    """Return the candidates of slots with logits [..., V], if the head selects among some."""
+    count = head.config.selector_top_k
+    return mx.argsort(-logits, axis=-1)[..., :count] if count else None
+
+
 def silence(*modules: Any) -> None:
     """Make these layers add nothing."""
     for module in modules:

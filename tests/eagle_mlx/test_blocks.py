@@ -14,7 +14,7 @@ from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.sampling_params import SamplingParams
-from tests.eagle_mlx.heads import BLOCKS, dflash, dspark
+from tests.eagle_mlx.heads import BLOCKS, dflash, dspark, likeliest
 from tests.fakes import tiny_target
 from tests.full import diagonal, in_turn
 
@@ -77,7 +77,7 @@ def chances(head: BlockHead, tokens: np.ndarray) -> np.ndarray:
             logits = head.logits(h[slot])
             previous = mx.array(before)
             if head.is_sequential:
-                logits, state = head.slot_logits(previous, h[slot], logits, state)
+                logits, state = head.slot_logits(previous, h[slot], logits, state, likeliest(head, logits))
             if config.confidence_head:
                 chance = mx.sigmoid(head.confidence_head(h[slot], head.markov_head.embedding(previous)))
             else:

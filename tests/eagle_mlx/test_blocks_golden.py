@@ -16,6 +16,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.target import Target
+from tests.eagle_mlx.heads import likeliest
 from tests.fakes import tiny_config
 from tests.golden import draws
 
@@ -91,7 +92,7 @@ def path(head: BlockHead, h: mx.array, logits: mx.array, anchors: tuple[int, ...
     """Return the tokens [B, slots - 1] that a sequential head drafts greedily."""
     tokens = [mx.array([int(draws.BLOCK_TOKENS[at]) for at in anchors])]
     for slot in range(1, head.config.block_size):
-        final, _ = head.slot_logits(tokens[-1], h[:, slot], logits[:, slot], None)
+        final, _ = head.slot_logits(tokens[-1], h[:, slot], logits[:, slot], None, likeliest(head, logits[:, slot]))
         tokens.append(mx.argmax(final, axis=-1))
     return mx.stack(tokens[1:], axis=1)
 

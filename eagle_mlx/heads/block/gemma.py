@@ -58,8 +58,8 @@ class GemmaLayer(BlockLayer):
         self.post_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
         self.layer_scalar = mx.ones((1,))
 
-    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array) -> mx.array:
-        attended = self.self_attn.slots(self.input_layernorm(x), mask, past, offset)
+    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array, slots: int) -> mx.array:
+        attended = self.self_attn.slots(self.input_layernorm(x), mask, past, offset, slots)
         h = x + self.post_attention_layernorm(attended)
         out: mx.array = h + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(h)))
         return out * self.layer_scalar

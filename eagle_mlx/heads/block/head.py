@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from eagle_mlx.cpu import pad_to_fours
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of
 from eagle_mlx.heads.block.config import BlockAttention, BlockConfig
 from eagle_mlx.heads.block.gemma import GemmaLayer
@@ -81,14 +82,14 @@ class BlockHead(HeadBase[BlockConfig]):
         if cache is not None:
             start, longest = cache[0].offset, cache[0].lengths.upper
         masks: dict[BlockAttention, mx.array | None] = {}
-        x = embeddings
+        slots, x = embeddings.shape[1], pad_to_fours(embeddings)
         for index, (layer, kept) in enumerate(zip(self.layers, caches_of(cache, self.cache_layers), strict=True)):
             sees = self._config.sees(index)
             if sees not in masks:
-                masks[sees] = sees.mask(start, longest, x.shape[1])
+                masks[sees] = sees.mask(start, longest, slots, x.shape[1])
             past = layer.self_attn.context(g, 0) if kept is None else kept
-            x = layer(x, masks[sees], past, start)
-        out: mx.array = self.norm(x)
+            x = layer(x, masks[sees], past, start, slots)
+        out: mx.array = self.norm(x)[:, :slots]
         return out
 
     def block(self, newest: mx.array, cache: Any, drafts: int) -> mx.array:
@@ -106,7 +107,8 @@ class BlockHead(HeadBase[BlockConfig]):
 
     def logits(self, h: mx.array) -> mx.array:
         """h [..., H], normed -> logits over the draft vocabulary [..., Vd], without the Markov head's bias."""
-        out: mx.array = self.lm_head(h) if self._config.own_lm_head else self.target.lm_head(h)
+        project = self.lm_head if self._config.own_lm_head else self.target.lm_head
+        out: mx.array = project(pad_to_fours(h))[..., : h.shape[-2], :] if h.ndim == 3 else project(h)
         if self._config.output_multiplier != 1:
             out = out * self._config.output_multiplier
         if self._softcap is not None:
@@ -119,30 +121,26 @@ class BlockHead(HeadBase[BlockConfig]):
         return self._config.markov_head is not None or self._config.selector_rank > 0
 
     def slot_logits(
-        self, previous: mx.array, h: mx.array, logits: mx.array, state: mx.array | None
+        self, previous: mx.array, h: mx.array, logits: mx.array, state: mx.array | None, candidates: mx.array | None
     ) -> tuple[mx.array, mx.array | None]:
         """Return the final logits [..., Vd] of slots of a sequential head, and the state for the next slot.
 
         previous [...] int32, the tokens before, in target ids; h [..., H], the slots' states; logits [..., Vd], of
-        `logits`; state: of the slot before, None for the first.
+        `logits`; state: of the slot before, None for the first; candidates [..., K]: for a selector, the tokens with
+        the largest logits.
         """
-        if self._config.selector_rank:
-            return self.candidate_selector(previous, h, logits), None
+        if candidates is not None:
+            return self.candidate_selector(previous, h, logits, candidates), None
         bias, state = self.markov_head.step(previous, h, state)
         return logits + bias, state
 
-    def confidence(self, h: mx.array, previous: mx.array | None) -> mx.array | None:
-        """Return the confidence head's logits [...] float32; None if there is none.
+    def confidence(self, h: mx.array, previous: mx.array) -> mx.array:
+        """Return the confidence head's logits [...] float32.
 
         h [..., H]; previous [...] int32, the tokens before, which some confidence heads read.
         """
-        config = self._config
-        if not config.confidence_head:
-            return None
-        embedding = None
-        if config.confidence_with_markov and previous is not None:
-            embedding = self.markov_head.embedding(previous)
-        out: mx.array = self.confidence_head(h, embedding)
+        reads = self._config.confidence_with_markov
+        out: mx.array = self.confidence_head(h, self.markov_head.embedding(previous) if reads else None)
         return out
 
 

@@ -32,12 +32,13 @@ class ContextAttention(Attention):
         k = self.k_norm(k) if self.normed else k
         return self.rope(k.transpose(0, 2, 1, 3), offset=offset), v
 
-    def slots(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array) -> mx.array:
+    def slots(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array, slots: int) -> mx.array:
         """x [B, b, H] of a block at positions offset + 0..b-1 -> [B, b, H].
 
-        past: the layer's cache, or keys and values of the context.
+        past: the layer's cache, or keys and values of the context. All but the first `slots` of x are padding.
         """
         q, k, v = self.project(x, offset)
+        k, v = k[:, :, :slots], v[:, :, :slots]
         if isinstance(past, tuple):
             k, v = mx.concatenate([past[0], k], axis=2), mx.concatenate([past[1], v], axis=2)
         else:
@@ -56,9 +57,9 @@ class BlockLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
 
-    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array) -> mx.array:
+    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array, slots: int) -> mx.array:
         """x [B, b, H] -> [B, b, H]; other arguments as in `ContextAttention.slots`."""
-        h = x + self.self_attn.slots(self.input_layernorm(x), mask, past, offset)
+        h = x + self.self_attn.slots(self.input_layernorm(x), mask, past, offset, slots)
         out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
         return out
 
@@ -96,10 +97,10 @@ class ConvolvedLayer(BlockLayer):
         super().__init__(config)
         self.attention_conv, self.mlp_conv = GroupedConvolution(config), GroupedConvolution(config)
 
-    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array) -> mx.array:
+    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array, slots: int) -> mx.array:
         a = self.input_layernorm(x)
         before, after = self.attention_conv.kernels(a)
-        attended = self.self_attn.slots(self.attention_conv(a, before), mask, past, offset)
+        attended = self.self_attn.slots(self.attention_conv(a, before), mask, past, offset, slots)
         h = x + self.attention_conv(attended, after)
         a = self.post_attention_layernorm(h)
         before, after = self.mlp_conv.kernels(a)

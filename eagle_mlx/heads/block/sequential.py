@@ -87,17 +87,15 @@ class CandidateSelector(nn.Module):
 
     def __init__(self, config: BlockConfig):
         super().__init__()
-        self.count = config.selector_top_k
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
         self.predecessor_codebook = nn.Embedding(config.vocab_size, config.selector_rank)
         self.successor_codebook = nn.Embedding(config.vocab_size, config.selector_rank)
 
-    def __call__(self, previous: mx.array, h: mx.array, logits: mx.array) -> mx.array:
-        """Previous tokens [...] int32, states [..., H] and logits [..., V] -> logits [..., V].
+    def __call__(self, previous: mx.array, h: mx.array, logits: mx.array, candidates: mx.array) -> mx.array:
+        """Previous tokens [...] int32, states [..., H], logits [..., V] and candidates [..., K] -> logits [..., V].
 
         They are minus infinity for all but the candidates.
         """
-        candidates = mx.argpartition(-logits, self.count - 1, axis=-1)[..., : self.count]
         read = self.predecessor_codebook(previous) * self.hidden_projection(h)
         pairs = (read[..., None, :] * self.successor_codebook(candidates)).sum(axis=-1)
         scores = mx.take_along_axis(logits, candidates, axis=-1) + pairs

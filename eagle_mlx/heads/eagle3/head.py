@@ -206,9 +206,6 @@ class PEagleHead(Eagle3Head):
         g = self.features(list(mx.split(self.mask_hidden, len(self.config.aux_layers), axis=-1)))
         return self(self.embed(tokens), mx.broadcast_to(g, (rows, count, g.shape[-1])), cache)
 
-    def confidence(self, h: mx.array, previous: mx.array | None) -> None:
-        """Return None: there is no confidence head."""
-
 
 def random_head(target: Target) -> Eagle3Head:
     """Return a head with random weights, whose drafts are always rejected: the worst case for drafting."""
