@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Head, PEagleConfig, PEagleHead
-from eagle_mlx.heads.mtp import MTPConfig, MTPHead
+from eagle_mlx.heads.mtp import MTPConfig, MTPHead, load_split, save_split
 from eagle_mlx.target import Target
 from tests.architectures import COMMON, CONFIGS
 from tests.fakes import randomize, tiny_config, tiny_head
@@ -40,6 +41,13 @@ def mtp(target: Target, seed: int = 0, model_type: str = "qwen3", **fields: Any)
     head = MTPHead(MTPConfig(model_type, mtp_layer(target, model_type), **fields))
     randomize(head, seed, 0.2)
     return head
+
+
+def from_mlx_vlm(head: MTPHead) -> MTPHead:
+    """Return a head as it comes back from mlx-vlm's layout."""
+    with TemporaryDirectory() as folder:
+        save_split(head, f"{folder}/head", dtype=mx.float32)
+        return load_split(f"{folder}/head")
 
 
 def mtp_layer(target: Target, model_type: str) -> dict[str, Any]:
@@ -126,7 +134,7 @@ KINDS: dict[str, Callable[[Target], DraftHead]] = {
     "mtp of glm": lambda t: mtp(t, model_type="glm4_moe"),
     "mtp of mimo": lambda t: mtp(t, model_type="mimo"),
     "mtp of qwen3-next": lambda t: mtp(t, model_type="qwen3_next"),
-    "mtp of qwen3.5": lambda t: mtp(t, model_type="qwen3_5"),
+    "mtp of mlx-vlm": lambda t: from_mlx_vlm(mtp(t, model_type="qwen3_5", norm_output=True)),
 }
 PARALLEL: dict[str, Callable[[Target], DraftHead]] = {
     "peagle": lambda t: peagle(t, own_embedding=True),

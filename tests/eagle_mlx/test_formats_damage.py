@@ -32,7 +32,7 @@ WRITERS: dict[str, tuple[Any, Any]] = {
     "eagle3": (save_eagle3, KINDS["eagle3, one norm"]),
     "speculators": (save_speculators, KINDS["eagle3, one norm"]),
     "mtp": (save_mtp, mtp),
-    "mtp of mlx-vlm": (heads.KINDS["mtp"].formats[2].save, lambda t: mtp(t, model_type="qwen3_5", norm_output=True)),
+    "mtp of mlx-vlm": (heads.KINDS["mtp"].formats[2].save, KINDS["mtp of mlx-vlm"]),
     "peagle": (save_speculators, PARALLEL["peagle"]),
     "peagle, portable": (save_eagle3, PARALLEL["peagle"]),
     "dflash": (heads.KINDS["dflash"].formats[0].save, BLOCKS["dflash, windows"]),

@@ -20,7 +20,6 @@ from eagle_mlx.heads import load_head
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPHead, mtp_of_model, save_split
 from eagle_mlx.target import Target
-from tests.eagle_mlx.heads import mtp
 from tests.fakes import tiny_config
 from tests.golden import draws
 
@@ -52,7 +51,8 @@ def written(folder: Path, name: str, change: Callable[[Config, dict[str, mx.arra
     for key, shape in golden["tensors"].items():
         value = draws.draw(key if published(name) else key.removeprefix("model."), shape)
         value = np.ones_like(value) if key in golden.get("ones", ()) else value
-        tensors[key] = mx.array(value - 1 if key in golden.get("minus_one", ()) else value)
+        value = mx.array(value - 1 if key in golden.get("minus_one", ()) else value)
+        tensors |= draws.packed(key, value, config.get("quantization"))
     if change is not None:
         change(config, tensors)
     folder.mkdir(exist_ok=True)
@@ -119,6 +119,10 @@ def layer_fields(**changes: Any) -> Callable[[Config, dict[str, mx.array]], None
     return lambda config, _: config["transformer_layer_config"].update(changes)
 
 
+def nested_text(**changes: Any) -> Callable[[Config, dict[str, mx.array]], None]:
+    return lambda config, _: config["text_config"].update(changes)
+
+
 def nested(**changes: Any) -> Callable[[Config, dict[str, mx.array]], None]:
     return lambda config, _: config["eagle_config"].update(changes)
 
@@ -135,6 +139,11 @@ def without(flag: str, *names: str, kind: str | None = None) -> Callable[[Config
             del tensors[key]
 
     return change
+
+
+def plain_names(config: Config, tensors: dict[str, mx.array]) -> None:
+    for key in list(tensors):
+        tensors[key.removeprefix("mtp.")] = tensors.pop(key)
 
 
 def one_layer(config: Config, tensors: dict[str, mx.array]) -> None:
@@ -200,6 +209,8 @@ BROKEN = {
     "speculators-yarn": {"scaling": layer_fields(rope_parameters={"rope_type": "default", "rope_theta": 1000.0})},
     "speculators-sliding": {"all sliding": layer_fields(layer_types=["sliding_attention"] * 2)},
     "speculators-mtp-qwen3": {"the hidden state": fields(eagle_mlx={"target_norm": True})},
+    "mlx-vlm-mtp-qwen3.5": {"eps": nested_text(rms_norm_eps=0.1)},
+    "mlx-vlm-mtp-raw": {"the norms": plain_names},
     "mtp-mimo": {"theta": fields(rope_theta=5.0)},
     "mtp-glm-4.5": {"eps": fields(rms_norm_eps=0.1), "rotation": fields(partial_rotary_factor=1.0)},
 }
@@ -255,48 +266,55 @@ def test_norms_whose_one_was_added_already(name: str, added: str, tmp_path: Path
         assert ["one was added" in note for note in notes] == [added in ("none", "around"), added in ("none", "layer")]
 
 
-@pytest.mark.parametrize("name", ["mtp-qwen3-next", "mtp-qwen3.5"])
-def test_a_layer_split_off_by_mlx_vlm_is_the_published_one(name: str, tmp_path: Path) -> None:
-    """mlx-vlm writes plain norms and stacked experts, without `mtp.`. `save_split` writes the same names."""
-
-    def split(config: Config, tensors: dict[str, mx.array]) -> None:
-        text = dict(config)
-        config.clear()
-        config.update(model_type="qwen3_5_mtp", text_config=text, block_size=3, tie_word_embeddings=False)
-        published = {key.removeprefix("mtp."): value for key, value in tensors.items()}
-        tensors.clear()
-        experts: dict[str, list[mx.array]] = {}
-        for key, value in published.items():
-            before, _, after = key.partition(".experts.")
-            if after:
-                experts.setdefault(f"{before}.switch_mlp.{after.partition('.')[2]}", []).append(value)
-            else:
-                tensors[key] = value + 1 if value.ndim == 1 and "norm" in key else value
-        tensors |= {key: mx.stack(values) for key, values in experts.items()}
-
-    folder = written(tmp_path / "h", name, split)
-    head = load_head(folder, TARGET)
-    assert difference(name, head) < CLOSE
-    save_split(head, tmp_path / "again", dtype=mx.float32)
-    assert read_tensors(tmp_path / "again").keys() == read_tensors(folder).keys()
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "8-bits"])
+def test_a_head_of_mlx_vlm_is_written_as_it_was(name: str, tmp_path: Path) -> None:
+    name = f"mlx-vlm-mtp-{name}"
+    folder = written(tmp_path / "h", name)
+    save_split(mtp_head(folder), tmp_path / "again", dtype=mx.float32)
+    before, after = read_tensors(folder), read_tensors(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(after[key], value) for key, value in before.items())
     assert difference(name, load_head(tmp_path / "again", TARGET)) < CLOSE
+
+
+def mtp_head(folder: Path) -> MTPHead:
+    head = load_head(folder, TARGET)
+    assert isinstance(head, MTPHead)
+    return head
+
+
+BITS = {"group_size": 32, "bits": 8}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mtp_num_hidden_layers": 2}, "2 MTP layers; only one"),
-        ({"mtp_use_dedicated_embeddings": True}, "no embedding"),
-        ({"model_type": "nemotron_h"}, "nemotron_h are not known"),
+        (nested_text(mtp_num_hidden_layers=2), "2 MTP layers; only one"),
+        (lambda _, t: t.update({"layers.1.x": t["norm.weight"]}), "2 MTP layers; only one"),
+        (lambda _, t: t.update({"layers.0.x": t["norm.weight"]}), "not known to this format: layers.0.x"),
+        (lambda _, t: t.pop("fc.biases"), "missing: fc.biases"),
+        (nested_text(mtp_use_dedicated_embeddings=True), "no embedding"),
+        (nested_text(model_type="nemotron_h"), "nemotron_h are not known"),
+        (fields(text_config=None), "lacks text_config"),
+        (fields(quantization=None), "only those that MLX has quantized"),
+        (fields(quantization={**BITS, "mode": "mxfp8"}, quantization_config=None), "only affine is supported"),
+        (fields(quantization={**BITS, "fc": {**BITS, "bits": 4}}, quantization_config=None), "quantize all layers"),
     ],
 )
-def test_split_layers_that_cannot_be_computed(change: Config, message: str, tmp_path: Path) -> None:
-    save_split(mtp(TARGET, model_type="qwen3_5", norm_output=True), tmp_path / "h")
-    config = json.loads((tmp_path / "h" / "config.json").read_text())
-    config["text_config"] |= change
-    (tmp_path / "h" / "config.json").write_text(json.dumps(config))
+def test_split_layers_that_cannot_be_computed(change: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
-        load_head(tmp_path / "h")
+        load_head(written(tmp_path / "h", "mlx-vlm-mtp-8-bits", change))
+
+
+def test_a_quantization_that_names_layers(tmp_path: Path) -> None:
+    """A field of the model whose layer it was: the head's layers have other bits than most of the model's."""
+
+    def change(config: Config, tensors: dict[str, mx.array]) -> None:
+        names = [key.removesuffix(".scales") for key in tensors if key.endswith(".scales")]
+        how = {"group_size": 64, "bits": 4, "lm_head": {**BITS, "bits": 6}, "x": False, **dict.fromkeys(names, BITS)}
+        config.update(quantization=how, quantization_config=how)
+
+    assert difference("mlx-vlm-mtp-8-bits", mtp_head(written(tmp_path / "h", "mlx-vlm-mtp-8-bits", change))) < CLOSE
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -5,7 +5,8 @@ RandomState is frozen: NumPy promises the same numbers for the same seed in ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -28,6 +29,16 @@ def draw(name: str, shape: Sequence[int], spread: float = 0.12) -> np.ndarray:
         centre = 0.0 if name.endswith("bias") else 1.0
         return rng.uniform(centre - 0.5, centre + 0.5, shape).astype(np.float16).astype(np.float32)
     return rng.normal(0.0, spread, shape).astype(np.float16).astype(np.float32)
+
+
+def packed(name: str, value: Any, how: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A tensor of a checkpoint, in MLX's packing if its head is quantized and the tensor fits the groups."""
+    if how is None or value.ndim < 2 or value.shape[-1] % how["group_size"]:
+        return {name: value}
+    import mlx.core as mx
+
+    parts = mx.quantize(value, how["group_size"], how["bits"])
+    return dict(zip((name, *(name.replace(".weight", f".{end}") for end in ("scales", "biases"))), parts, strict=True))
 
 
 ANCHORS = (5, 8, 9, 13, 17)

@@ -45,6 +45,7 @@ __all__ = [
     "MTPHead",
     "choices_of",
     "load_mtp",
+    "load_split",
     "mtp_of_model",
     "mtp_of_tensors",
     "save_mtp",
