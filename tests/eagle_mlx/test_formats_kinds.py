@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads import kind_of, load_head
 from eagle_mlx.heads.eagle import save_eagle
 from eagle_mlx.heads.eagle3 import load_speculators, save_eagle3, save_speculators
-from eagle_mlx.heads.mtp import mtp_of_model, mtp_of_tensors, save_speculators_mtp
+from eagle_mlx.heads.mtp import mtp_of_model, mtp_of_tensors, save_speculators_mtp, save_split
 from eagle_mlx.heads.mtp.formats import quantized
 from eagle_mlx.target import load_target
 from tests.eagle_mlx.heads import ALL, KINDS, eagle, eagle3, mtp
@@ -140,6 +141,28 @@ def test_speculators_own_package_reads_mtp_heads(model: str, tmp_path: Path) -> 
         [theirs], *_ = model_of_theirs(torch.tensor(np.array(ids)), torch.tensor(np.array(states)))
     ours = head.logits(head(head.embed(ids[:, 1:]), states[:, :-1], mask="causal"))
     assert mx.allclose(ours[:, : theirs.shape[1]], mx.array(theirs.numpy()), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "qwen3_next"])
+def test_mlx_vlms_own_class_reads_mtp_heads(model: str, tmp_path: Path) -> None:
+    drafters = pytest.importorskip("mlx_vlm.speculative.drafters")
+    head = mtp(TARGET, model_type=model, norm_output=True)
+    save_split(head, tmp_path / "s", dtype=mx.float32)
+    x = mx.random.normal((1, 5, 32), key=mx.random.key(1))
+    theirs = drafters.load_drafter(str(tmp_path / "s"))[0]._forward_hidden(x, x, None, mx.arange(5)[None])
+    assert mx.allclose(head(x, x, mask="causal"), theirs, atol=1e-5)
+
+
+def test_mlx_vlm_finds_the_angles_of_qwen3_next(tmp_path: Path) -> None:
+    """mlx-vlm would use its defaults without `rope_parameters`, which configs of Qwen3-Next do not have."""
+    head = mtp(TARGET, model_type="qwen3_next", norm_output=True)
+    save_split(head, tmp_path / "s")
+    text = json.loads((tmp_path / "s" / "config.json").read_text())["text_config"]
+    rope = {"rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 0, 0]}
+    assert text["rope_parameters"] == {"type": "default", **rope}
+    head.config = replace(head.config, layer={**head.config.layer, "rope_scaling": {"type": "yarn", "factor": 2.0}})
+    with pytest.raises(ConfigError, match="cannot express rope_scaling"):
+        save_split(head, tmp_path / "t")
 
 
 def change(folder: Path, tensors: Callable[[dict[str, mx.array]], Any] | None = None, **config: Any) -> None:

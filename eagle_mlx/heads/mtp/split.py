@@ -27,7 +27,7 @@ from eagle_mlx.formats.fields import (
 from eagle_mlx.formats.tensors import SaveOptions, read_weights, save_head, weights_of
 from eagle_mlx.heads.base import build
 from eagle_mlx.heads.mtp.formats import check_choices
-from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead
+from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, layer_args
 from eagle_mlx.heads.mtp.published import QWEN, ZERO_CENTRED, split_layer
 
 MODEL_TYPE = "qwen3_5_mtp"
@@ -99,9 +99,25 @@ def save_split(head: MTPHead, folder: str | Path, **options: Unpack[SaveOptions]
     check_choices(config, MODEL_TYPE, hidden_first=False, target_norm=True, norm_output=True, **ends)
     written = {
         "model_type": MODEL_TYPE,
-        "text_config": {**config.layer, "mtp_num_hidden_layers": 1},
+        "text_config": {"model_type": config.model_type, **_angles(config), **config.layer, "mtp_num_hidden_layers": 1},
         "block_size": 3,
         "tie_word_embeddings": bool(config.layer.get("tie_word_embeddings", True)),
         **quantization_json(config.quantization),
     }
     save_head(folder, written, {_in_file(name): value for name, value in weights_of(head).items()}, **options)
+
+
+def _angles(config: MTPConfig) -> dict[str, Any]:
+    """Return RoPE's fields for a Qwen3-Next layer, as Qwen3.5 names them: mlx-vlm reads no others."""
+    if "rope_parameters" in config.layer:
+        return {}
+    if config.layer.get("rope_scaling"):
+        raise ConfigError(f"the {MODEL_TYPE} layout cannot express rope_scaling; keep this project's layout")
+    args = layer_args(config.model_type, config.layer)
+    share, size = args.partial_rotary_factor, args.head_dim or args.hidden_size // args.num_attention_heads
+    rope = {
+        "rope_theta": args.rope_theta,
+        "partial_rotary_factor": share,
+        "mrope_section": [int(share * size) // 2, 0, 0],
+    }
+    return {"rope_parameters": {"type": "default", **rope}}
