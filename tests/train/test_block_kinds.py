@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.block import BlockHead, DSparkHead
 from eagle_mlx.target import Target
-from tests.eagle_mlx.heads import block_config
+from tests.eagle_mlx.heads import GEMMA, block_config
 from tests.fakes import randomize, tiny_target
 from train.config import TrainConfig
 from train.data import Rows
@@ -29,6 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "causal, first slot drafts": {"causal": (True, True), "first_slot_drafts": True},
     "windows by slot": {"windows": (6, None), "causal": (True, False)},
     "windows by anchor": {"windows": (4, 7), "window_start": "anchor", "first_slot_drafts": True},
+    "gemma": {**GEMMA, "embedding_scale": 5.0, "first_slot_drafts": True},
 }
 
 

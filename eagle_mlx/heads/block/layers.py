@@ -35,10 +35,13 @@ class ContextAttention(Attention):
     def slots(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array, slots: int) -> mx.array:
         """x [B, b, H] of a block at positions offset + 0..b-1 -> [B, b, H].
 
-        past: the layer's cache, or keys and values of the context. All but the first `slots` of x are padding.
+        past: the layer's cache, or keys and values of the context, or a function that attends to the context too: its
+        arguments are the block's scaled queries, keys and values. All but the first `slots` of x are padding.
         """
         q, k, v = self.project(x, offset)
         k, v = k[:, :, :slots], v[:, :, :slots]
+        if callable(past):
+            return self.output(past(q * self.scale, k, v))
         if isinstance(past, tuple):
             k, v = mx.concatenate([past[0], k], axis=2), mx.concatenate([past[1], v], axis=2)
         else:

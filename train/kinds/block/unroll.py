@@ -53,12 +53,13 @@ def _layer(
     layer: BlockLayer, sees: BlockAttention, segments: mx.array, anchors: mx.array, x: mx.array, g: mx.array
 ) -> list[mx.array]:
     """x [B * A, b, H], g [B, L, H] -> [B * A, b, H]."""
-    attention = layer.self_attn
-    q, k, v = attention.project(layer.input_layernorm(x), anchors.reshape(-1))
-    past_keys, past_values = attention.context(g, 0)
+    past_keys, past_values = layer.self_attn.context(g, 0)
     context, block = _masks(sees, segments, anchors, x.shape[1])
-    h = x + attention.output(attend(q * attention.scale, past_keys, past_values, context, k, v, block))
-    return [h + layer.mlp(layer.post_attention_layernorm(h))]
+
+    def attended(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        return attend(q, past_keys, past_values, context, k, v, block)
+
+    return [layer(x, None, attended, anchors.reshape(-1), x.shape[1])]
 
 
 def _masks(sees: BlockAttention, segments: mx.array, anchors: mx.array, slots: int) -> tuple[mx.array, mx.array]:
