@@ -22,7 +22,7 @@ from .config import NOT_WITH_HOURS, SELF, TrainConfig, named_settings
 from .data import data_config, heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
 from .hours import HoursPhases
-from .kinds import KINDS, resolved
+from .kinds import KINDS, parameters_of, resolved
 from .plan import Recipe, bound_of, load_recipe, plan_of, probe, recipe_for, recipe_names
 from .report import command as report_command
 from .run import BEST, OnePhase, check_incomplete, check_wandb, claim, existing_head, resumed_config, run_worker, train
@@ -175,6 +175,8 @@ def _run(
     head = existing_head(target, config)
     if head is None:
         KINDS[config.head.kind].check(target, config)
+    elif world.is_rank_zero:
+        print(f"head: {config.head.init_from}, {parameters_of(head)}", file=sys.stderr)
     measured = probe(target, config, head)
     if world.is_rank_zero:
         print(f"measured: {measured}", file=sys.stderr)

@@ -73,7 +73,11 @@ def test_a_linear_start_counts_if_it_takes_more_than_learning() -> None:
     small = CONFIG.changed(length=8, unroll=1)
     linear, at_random = bound_of(small, target).training, bound_of(small.changed(start="random"), target).training
     assert linear > at_random
-    assert bound_of(small.changed(init_from="head"), target).training < linear
+    whole = bound_of(small.changed(init_from="head"), target)
+    adapted = bound_of(small.changed(init_from="head", lora_rank=4), target)
+    assert adapted.training < whole.training < linear
+    assert adapted.trained < whole.trained / 4
+    assert adapted.heads_on_disk > whole.heads_on_disk > 5 * adapted.checkpoints_on_disk
 
 
 @pytest.mark.parametrize("head", in_full(list(KINDS), ["eagle3"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -20,8 +21,11 @@ from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.heads import load_head
 from eagle_mlx.progress import counted
+from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import main
+from eagle_mlx.train.kinds import KINDS
 from eagle_mlx.train.run import state
+from tests.eagle_mlx.heads import eagle3
 from tests.full import in_full
 
 SMALL = [
@@ -60,12 +64,23 @@ def weights(run: Path) -> dict[str, Any]:
     return {name: array.astype(mx.float32).tolist() for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("kind", in_full(["eagle3", "eagle", "mtp"], ["eagle3", "mtp"]))
+def published(target: Path, folder: Path, seed: int = 0) -> Path:
+    head = eagle3(load_target(str(target)), seed, draft_vocab=256)
+    KINDS["eagle3"].save(head, folder, "tiny", {})
+    return folder
+
+
+@pytest.mark.parametrize("kind", in_full(["eagle3", "eagle", "mtp", "adapted"], ["eagle3", "mtp", "adapted"]))
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
     kind: str, target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = {"eagle3": ("--optimizer", "muon"), "eagle": ("--draft-vocab", "0"), "mtp": ("--draft-vocab", "0")}[kind]
-    more = ("--head", kind, *own, "--max-steps", str(STEPS), "--eval-steps", "4", "--checkpoints", "1")
+    own = {
+        "eagle3": ("--head", "eagle3", "--optimizer", "muon"),
+        "eagle": ("--head", "eagle", "--draft-vocab", "0"),
+        "mtp": ("--head", "mtp", "--draft-vocab", "0"),
+        "adapted": ("--init-from", str(published(target, tmp_path / "head")), "--lora-rank", "2"),
+    }[kind]
+    more = (*own, "--max-steps", str(STEPS), "--eval-steps", "4", "--checkpoints", "1")
     arrays: list[state.Arrays] = []
     remove = state.remove
     monkeypatch.setattr(state, "remove", lambda run: arrays.append(final(run)) or remove(run))
@@ -102,6 +117,21 @@ def save_at_the_end(patch: pytest.MonkeyPatch) -> None:
 
     finish = Run.finish
     patch.setattr(Run, "finish", lambda self, *args: self.save_state() or finish(self, *args))
+
+
+def test_an_adapted_head_must_not_change(
+    target: Path, chats: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saved states hold only what is added to it."""
+    head, out = published(target, tmp_path / "head"), tmp_path / "out"
+    adapts = ("--init-from", str(head), "--lora-rank", "2", "--max-steps", "2")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 4)
+        assert main(flags(target, chats, out, *adapts)) == 143
+    assert re.search(r"head, [\d,]+ parameters, of which [\d,]+ are trained", capsys.readouterr().err)
+    published(target, head, seed=1)
+    assert main(["--resume", str(out)]) == 2
+    assert "is not the head that the run in" in capsys.readouterr().err
 
 
 def test_settings_that_a_resume_may_change(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from eagle_mlx.data_pipelines import capture_to_shards
 from eagle_mlx.errors import CheckpointError, ConfigError, ShardError
 from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.heads import kind_of as known_kind
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.mtp import MTPHead
 from eagle_mlx.heads.mtp.formats import quantized
@@ -23,10 +25,10 @@ from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.sources import training_data
 from eagle_mlx.train.evaluation import Evaluator
-from eagle_mlx.train.kinds import KINDS, kind_of, resolved
+from eagle_mlx.train.kinds import KINDS, kind_of, merged, resolved
 from eagle_mlx.train.run.start import existing_head
 from eagle_mlx.train.step.step import Stepper
-from tests.eagle_mlx.heads import eagle, eagle3, mtp
+from tests.eagle_mlx.heads import GEMMA, dflash, dflash2, dspark, eagle, eagle3, mtp, peagle
 from tests.fakes import tiny_target
 from tests.full import in_full, in_turn
 from tests.train.test_kinds import batch
@@ -41,7 +43,13 @@ SHAPES: dict[str, Any] = {
     "eagle, own embedding": lambda: eagle(TARGET, own_embedding=True),
     "mtp": lambda: mtp(TARGET, norm_output=True),
     "mtp, own ends": lambda: mtp(TARGET, own_embedding=True, own_lm_head=True),
+    "dspark, as DeepSpec": lambda: dspark(TARGET, num_hidden_layers=3, own_embedding=True, own_lm_head=True),
+    "dspark, for Gemma": lambda: dspark(TARGET, **GEMMA, embedding_scale=TARGET.hidden_size**0.5),
+    "dspark, as speculators": lambda: dspark(TARGET, markov_head="rnn", draft_vocab_size=40, own_lm_head=True),
+    "dspark, as SpecForge": lambda: dspark(TARGET, windows=(6, None), causal=(True, False)),
+    "dflash": lambda: dflash(TARGET, windows=(6, None), causal=(True, False)),
 }
+"""Heads of which some can be written in one layout only."""
 
 
 def written(head: Any, folder: Path) -> Path:
@@ -55,27 +63,40 @@ def config_of(head: str, folder: Path, **more: Any) -> TrainConfig:
     return resolved(TrainConfig.of(**{**values, "head": head, "init_from": str(folder), **more}))
 
 
-@pytest.mark.parametrize("name", in_turn(SHAPES, 1))
-def test_it_begins_as_the_head_that_was_saved_and_learns(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "rank"), in_full([*product(SHAPES, (0, 3))], [(name, 3 * (at % 2)) for at, name in enumerate(SHAPES)])
+)
+def test_it_begins_as_the_head_that_was_saved_and_learns(tmp_path: Path, name: str, rank: int) -> None:
+    """With a rank, only additions to inner matrices are learned, and the head that is written contains them."""
     folder = written(SHAPES[name](), tmp_path / "head")
     saved: Any = load_head(folder, TARGET)
-    head: Any = existing_head(TARGET, config_of(name.split(".")[0].split(",")[0], folder))
+    config = config_of(kind_of(saved).name, folder, lora_rank=rank, optimizer="muon" if rank else "adamw")
+    head: Any = existing_head(TARGET, config)
     assert head.config == saved.config
-    for key, value in weights_of(head).items():
+    for key, value in weights_of(merged(head)).items():
         assert value.dtype == mx.float32
         np.testing.assert_array_equal(value, weights_of(saved)[key])
     prompts = [list(range(i, i + 5)) for i in range(8)]
     evaluator = Evaluator(TARGET, prompts, depth=3, max_tokens=12)
     assert evaluator.measure(head).acceptance_length == evaluator.measure(saved).acceptance_length
     rows = batch(TARGET, head)
-    stepper = Stepper(head, TARGET, config_of(kind_of(head).name, folder))
+    stepper = Stepper(head, TARGET, config)
     results = [stepper(rows, 1.0) for _ in range(8)]
     assert results[0] is not None
     assert results[-1] is not None
     assert results[-1].loss < results[0].loss
-    for key, value in weights_of(head).items():
+    fixed = ("embed_tokens", "lm_head", "markov_head", "confidence_head") if rank else ("embed_tokens",)
+    for key, value in weights_of(merged(head)).items():
         changed = not np.array_equal(value, weights_of(saved)[key])
-        assert changed == (not key.startswith("embed_tokens")), key
+        assert changed == (not key.startswith(fixed) and (value.ndim == 2 or not rank)), key
+    kind_of(head).save(merged(head), tmp_path / "learned", "tiny", {}, mx.float32)
+    loaded: Any = load_head(tmp_path / "learned", TARGET)
+    assert loaded.config == saved.config
+    rng = np.random.default_rng(0)
+    e, g = (mx.array(rng.normal(size=(1, 5, head.hidden_size)), mx.float32) for _ in range(2))
+    np.testing.assert_allclose(
+        loaded.logits(loaded(e, g, None, "causal")), head.logits(head(e, g, None, "causal")), atol=1e-5
+    )
 
 
 def test_a_quantized_head_is_trained_dequantized(tmp_path: Path) -> None:
@@ -134,6 +155,14 @@ def test_matching_settings_are_accepted(tmp_path: Path) -> None:
     whole = written(SHAPES["eagle3.1"](), tmp_path / "whole")
     assert existing_head(TARGET, config_of("eagle3", whole, draft_vocab=32000)) is not None
     assert existing_head(TARGET, resolved(TrainConfig())) is None
+
+
+@pytest.mark.parametrize(("made", "title"), [(dflash2, "DFlash2"), (peagle, "P-EAGLE")])
+def test_kinds_that_cannot_be_trained_are_refused_by_name(tmp_path: Path, made: Any, title: str) -> None:
+    head = made(TARGET)
+    known_kind(head).formats[-1].save(head, tmp_path / "head", target_name="tiny", extra={}, dtype=mx.float32)
+    with pytest.raises(ConfigError, match=f"{title} heads cannot be trained or adapted"):
+        existing_head(TARGET, config_of("eagle3", tmp_path / "head", lora_rank=2))
 
 
 def test_a_folder_without_a_head(tmp_path: Path) -> None:
@@ -211,6 +240,8 @@ def test_a_run_continues_the_head_of_another(target: Path, chats: Path, tmp_path
 def test_the_wrong_kind_is_an_error_message(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
     assert run(target, chats, tmp_path / "out", "--head", "mtp", "--draft-vocab", "512") == 2
     assert "error: --draft-vocab cannot be used with --head mtp" in capsys.readouterr().err
+    assert run(target, chats, tmp_path / "out", "--lora-rank", "4") == 2
+    assert "--lora-rank adapts an existing head: name it with --init-from" in capsys.readouterr().err
     assert run(target, chats, tmp_path / "out", "--init-from", str(tmp_path / "none")) == 2
     assert "there is no folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

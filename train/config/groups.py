@@ -38,6 +38,12 @@ class HeadConfig(Group):
     init_from: str = setting(
         "", "folder or hub id of a head of this kind to continue from; it sets the shape and the draft vocabulary"
     )
+    lora_rank: int = setting(
+        0,
+        "with --init-from: train only additions of this rank to the head's matrices, merged when it is written; 0 to "
+        "train all weights",
+        AT_LEAST_0,
+    )
     draft_vocab: int = setting(
         0, "size of the draft vocabulary, the most frequent tokens; at most the target's vocabulary", AT_LEAST_0
     )

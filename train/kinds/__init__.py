@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads import kind_of as known_kind
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig, flag
-from .base import Head, Kind, freeze_embedding
+from .base import Head, Kind
 from .block import DFlashKind, DSparkKind
 from .eagle3 import Eagle3Kind
 from .last_layer import EagleKind, MTPKind
+from .lora import choose_trained, merged, parameters_of
 
 KINDS: dict[str, Kind[Any]] = {
     kind.name: kind for kind in (Eagle3Kind(), EagleKind(), MTPKind(), DFlashKind(), DSparkKind())
@@ -22,15 +24,26 @@ OPEN = TrainConfig().flat()
 RATE, RATE_WIDTH = 1e-4, 4096
 """Peak learning rate of AdamW for heads of targets with this hidden size."""
 
-__all__ = ["KINDS", "OPEN", "Head", "Kind", "aux_layers_of", "freeze_embedding", "kind_of", "resolved"]
+__all__ = [
+    "KINDS",
+    "OPEN",
+    "Head",
+    "Kind",
+    "aux_layers_of",
+    "choose_trained",
+    "kind_of",
+    "merged",
+    "parameters_of",
+    "resolved",
+]
 
 
-def kind_of(head: object) -> Kind[Any]:
+def kind_of(head: Head) -> Kind[Any]:
     """Return the kind of an existing head. Raises ConfigError if it cannot be trained."""
-    for kind in KINDS.values():
-        if isinstance(head, kind.head_class):
-            return kind
-    raise ConfigError(f"a {type(head).__name__} cannot be trained; the known kinds are {', '.join(KINDS)}")
+    known = known_kind(head)
+    if known.name in KINDS:
+        return KINDS[known.name]
+    raise ConfigError(f"{known.title} heads cannot be trained or adapted; the kinds that can are {', '.join(KINDS)}")
 
 
 def aux_layers_of(target: Target, config: TrainConfig, head: Head | None = None) -> tuple[int, ...]:
@@ -51,12 +64,14 @@ def resolved(config: TrainConfig, target: Target | None = None) -> TrainConfig:
     for name, reason in kind.foreign.items():
         if config.value(name) != OPEN[name]:
             raise ConfigError(f"{flag(name)} cannot be used with --head {kind.name}: {reason}; leave {flag(name)} out")
+    if config.head.lora_rank and not config.head.init_from:
+        raise ConfigError("--lora-rank adapts an existing head: name it with --init-from, or leave --lora-rank out")
     own = {name: value for name, value in kind.defaults.items() if config.value(name) == OPEN[name]}
     if config.optimization.step_weights:
         own.pop("decay", None)
         own["unroll"] = len(config.optimization.step_weights)
     if config.head.init_from:
-        for name in ("draft_vocab", "feature_norm", "recycle"):  # the loaded head determines these
+        for name in ("draft_vocab", "layers", "feature_norm", "recycle"):  # the loaded head determines these
             own.pop(name, None)
     if config.head.layers > 1 and "recycle" in own:
         own["recycle"] = "output"  # its scale is what the copies of the target's layers expect

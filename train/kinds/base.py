@@ -162,9 +162,18 @@ class Kind(ABC, Generic[H]):
     def save(
         self, head: H, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
     ) -> None:
-        """Write the head in its kind's layout with the given dtype. Overwrites the folder."""
-        write = kind_of(head).formats[0].save
-        write(head, folder, target_name=target_name, extra=extra, dtype=dtype, overwrite=True)
+        """Write the head in the first layout of its kind that can express it. Overwrites the folder.
+
+        Raises ConfigError if there is none.
+        """
+        refused: list[ConfigError] = []
+        for layout in kind_of(head).formats:
+            try:
+                layout.save(head, folder, target_name=target_name, extra=extra, dtype=dtype, overwrite=True)
+                return
+            except ConfigError as e:
+                refused.append(e)
+        raise refused[0]
 
 
 def freeze_embedding(head: nn.Module) -> None:

@@ -21,7 +21,7 @@ from eagle_mlx.target import Target, compute_dtype
 
 from ..config import TrainConfig, flag
 from ..data import free_disk
-from ..kinds import KINDS, Head, resolved
+from ..kinds import KINDS, Head, choose_trained, resolved
 from ..kinds.least_squares import bytes_of
 
 FLOAT = 4
@@ -58,10 +58,15 @@ class Bound:
         return sum(leaf.size for leaf in leaves(self.head.trainable_parameters()))
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of the head's weights in memory."""
+        return sum(leaf.nbytes for leaf in leaves(self.head.parameters()))
+
+    @property
     def training(self) -> int:
         """Bytes of the head's weights, gradients and moments, or of its linear start if that takes more."""
         moments = 2 if self.config.optimization.optimizer == "adamw" else 1
-        return FLOAT * self.trained + max((1 + moments) * FLOAT * self.trained, self._start)
+        return self.head_bytes + max((1 + moments) * FLOAT * self.trained, self._start)
 
     @property
     def memory(self) -> int:
@@ -71,7 +76,7 @@ class Bound:
     @property
     def heads_on_disk(self) -> int:
         """Bytes of `best` and `last`."""
-        return 2 * FLOAT * self.trained
+        return 2 * self.head_bytes
 
     @property
     def checkpoints_on_disk(self) -> int:
@@ -130,7 +135,9 @@ def bound_of(config: TrainConfig, target: Target | None = None) -> Bound:
             steerable(target.tokenizer, MakeConfig().domains, target.name)
         else:
             beginning(target.tokenizer, target.name)
-    return Bound(config, target, kind.blank(target, config))
+    head = kind.blank(target, config)
+    choose_trained(head, config)
+    return Bound(config, target, head)
 
 
 def described_target(name: str, model: Mapping[str, Any]) -> Target:

@@ -20,7 +20,7 @@ from eagle_mlx.progress import counted
 from ..config import TrainConfig, pass_type
 from ..data import choose_states, free_disk, self_file
 from ..kinds import KINDS, resolved
-from .bound import FLOAT, PROGRAM, Bound, bound_of, described_target
+from .bound import PROGRAM, Bound, bound_of, described_target
 from .probe import Probe, probe
 from .recipe import Recipe, described_by_name
 
@@ -74,10 +74,11 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
     read = ", ".join(map(str, (*head.named_layers, f"{target.num_layers - 1} (for labels)")))
     place, states, on_disk = _states(bound, tokens[0], measured, free_memory() if free is None else free)
     heads, checkpoints = bound.heads_on_disk, bound.checkpoints_on_disk
+    adds = f", of which {_count(bound.trained)} are trained" if config.head.lora_rank else ""
     rows = {
         "target": f"{target.name}: {target.num_layers} layers of {target.hidden_size:,}, vocabulary "
         f"{target.vocab_size:,}, {_count(get_total_parameters(target.model))} parameters",
-        "head": f"{kind.title}, {_count(bound.trained)} parameters; {how.unroll} draft steps",
+        "head": f"{kind.title}, {_count(get_total_parameters(head))} parameters{adds}; {how.unroll} draft steps",
         "layers": f"{read}, counted from 0",
         "vocabulary": f"drafts {drafted:,} of {target.vocab_size:,} tokens",
         **_run_rows(config, tokens),
@@ -135,10 +136,10 @@ def _memory(bound: Bound, measured: Probe | None) -> str:
         whole = bound.weights + measured.memory + PROGRAM
         parts = f"training {gb(measured.memory)} at the peak of a step, program {gb(PROGRAM)}"
         return f"{gb(whole)} without hidden states: target {gb(bound.weights)}, {parts}"
-    weights = gb(FLOAT * bound.trained)
+    weights = gb(bound.head_bytes)
     return (
         f"at least {gb(bound.memory)}: target {gb(bound.weights)}, head {weights}, its gradients and moments (or its "
-        f"linear start) {gb(bound.training - FLOAT * bound.trained)}, program {gb(PROGRAM)}; a probe measures "
+        f"linear start) {gb(bound.training - bound.head_bytes)}, program {gb(PROGRAM)}; a probe measures "
         "activations when the target is loaded"
     )
 

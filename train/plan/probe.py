@@ -21,7 +21,7 @@ from eagle_mlx.target import Target
 
 from ..config import TrainConfig
 from ..data import Rows, capture_rows
-from ..kinds import KINDS, Head, freeze_embedding, resolved
+from ..kinds import KINDS, Head, choose_trained, resolved
 from ..step import NotFiniteError, Stepper
 from .bound import FLOAT, MOST, leaves
 
@@ -62,7 +62,7 @@ def probe(target: Target, config: TrainConfig, head: Head | None = None, free: i
     free = free_memory() if free is None else free
     kind: Any = KINDS[config.head.kind]
     trained = kind.blank(target, config) if head is None else kind.made(head.config, head.d2t)
-    freeze_embedding(trained)
+    choose_trained(trained, config)
     begin = mx.get_active_memory()
     stepper = Stepper(trained, target, config)
     layers = trained.named_layers

@@ -51,6 +51,8 @@ class Identity:
     """Fingerprint of the samples' tokens."""
     processes: int = 1
     """Each process takes a part of every batch."""
+    adapted: str = ""
+    """Hash of the head that the run adapts; empty if all weights are trained, which the saved states then hold."""
 
 
 def fingerprint_of(samples: Examples) -> str:
@@ -75,7 +77,8 @@ def read_identity(folder: Path) -> Identity:
     file = folder / RUN_FILE
     try:
         values = json.loads(file.read_text())
-        return Identity(TrainConfig.of(**values["config"]), values["target"], values["data"], values["processes"])
+        config = TrainConfig.of(**values["config"])
+        return Identity(config, values["target"], values["data"], values["processes"], values.get("adapted", ""))
     except FileNotFoundError as e:
         raise CheckpointError(
             f"{folder} has no run ({RUN_FILE} is missing); name the --output of an interrupted run"
@@ -112,6 +115,10 @@ def check_same(folder: Path, now: Identity) -> None:
     if began.target != now.target:
         raise ConfigError(
             f"{now.config.head.target} is not the target that the run in {folder} began with; restore that target"
+        )
+    if began.adapted != now.adapted:
+        raise ConfigError(
+            f"{now.config.head.init_from} is not the head that the run in {folder} began to adapt; restore that head"
         )
     if began.data != now.data:
         source = ", ".join(now.config.data.shards or sources_of(now.config))

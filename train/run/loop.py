@@ -17,13 +17,13 @@ from eagle_mlx.errors import CheckpointError, DataError, EagleError
 from eagle_mlx.files import write_whole
 from eagle_mlx.hub import public_name
 from eagle_mlx.progress import counted
-from eagle_mlx.target import Target, fingerprint
+from eagle_mlx.target import Target, digest_of, fingerprint
 
 from ..config import TrainConfig, file_type
 from ..data import Batches, Rows, TrainData, count_learned
 from ..distributed import SINGLE_PROCESS, World
 from ..evaluation import Acceptance, Evaluator
-from ..kinds import Head, kind_of, resolved
+from ..kinds import Head, kind_of, merged, resolved
 from ..report import write_plots
 from ..step import NotFiniteError, Schedule, Stepper, StepResult
 from . import state
@@ -67,7 +67,8 @@ def train(
     check_incomplete(resume)
     place = run_folder(config.run.output, config.run.overwrite, resume, claimed)
     with stop.listening(), place as folder:
-        who = Identity(config, fingerprint(target), phases.fingerprint, world.size)
+        adapted = digest_of(head) if head is not None and config.head.lora_rank else ""
+        who = Identity(config, fingerprint(target), phases.fingerprint, world.size, adapted)
         if resume:
             check_same(folder, who)
         write_identity(folder, who)
@@ -278,7 +279,7 @@ class Run:
 
     def _measure(self) -> Acceptance:
         with self.stop.immediate():
-            found = self.evaluator.measure(self.head)
+            found = self.evaluator.measure(merged(self.head))
         texts = {"generations": self.evaluator.generations}
         self.tracker.log("eval", self.progress.step, {**self._counts(), **dataclasses.asdict(found), **texts})
         tqdm.write(
@@ -304,7 +305,7 @@ class Run:
         if self.target.adapter is not None:
             extra["adapter"] = self.target.adapter.name
         called = public_name(self.target.name)
-        kind_of(self.head).save(self.head, self.folder / name, called, extra, file_type(self.config))
+        kind_of(self.head).save(merged(self.head), self.folder / name, called, extra, file_type(self.config))
 
     def save_state(self) -> None:
         best_step, best = self.best or (None, None)

@@ -17,15 +17,15 @@ from eagle_mlx.target import Target
 
 from ..config import TrainConfig, flag
 from ..data import Examples, TrainData
-from ..kinds import KINDS, OPEN, Head, freeze_embedding, kind_of
+from ..kinds import KINDS, OPEN, Head, choose_trained, kind_of
 from ..kinds.least_squares import best_map
 
 
 def existing_head(target: Target, config: TrainConfig) -> Head | None:
     """Return the head named by `config.head.init_from`, ready for training, or None.
 
-    Weights are converted to float32. The head's own embedding is not trained, as in other trainers. Raises ConfigError
-    if kind or shape contradict the settings, and the errors of loading.
+    Weights are converted to float32. The head's own embedding is not trained, as in other trainers; with a rank, only
+    low-rank additions are. Raises ConfigError if kind or shape contradict the settings, and the errors of loading.
     """
     if not config.head.init_from:
         return None
@@ -42,8 +42,8 @@ def existing_head(target: Target, config: TrainConfig) -> Head | None:
             )
     head: Head = kind.adopt(loaded)
     head.update(tree_map(_as_float32, head.parameters()))
-    freeze_embedding(head)
     head.attach(target)
+    choose_trained(head, config)
     mx.eval(head.parameters())
     return head
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.heads import kind_of
 from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlashHead, DSparkHead
 from eagle_mlx.target import Target
 
@@ -92,16 +90,6 @@ class BlockKind(Kind[B]):
                 f"{shape.drafts}; use --unroll {shape.drafts} or less"
             )
         return super().mismatches(head, config)
-
-    def save(
-        self, head: B, folder: Path, target_name: str, extra: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16
-    ) -> None:
-        """Write the head in its first layout, or in that of speculators, the only one with a draft vocabulary."""
-        if head.d2t is None:
-            super().save(head, folder, target_name, extra, dtype)
-            return
-        layout = next(each for each in kind_of(head).formats if each.name.endswith("speculators"))
-        layout.save(head, folder, target_name=target_name, extra=extra, dtype=dtype, overwrite=True)
 
 
 class DFlashKind(BlockKind[DFlashHead]):
