@@ -158,9 +158,18 @@ class PlainLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if normed else nn.Identity()
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    def inputs(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """x [B, L, H] -> the attention's input and the residual, [B, L, H]."""
+        return self.input_layernorm(x), x
+
+    def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
+        """Add the attention's output to the residual, and apply the MLP."""
+        h = residual + attended
+        out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
+        return out
+
     def __call__(self, x: mx.array, mask: Mask, cache: Any | None) -> mx.array:
         """x [B, L, H] -> [B, L, H]."""
         mask = layer_mask(cache, x.shape[1], mask, self.window)
-        h = x + self.self_attn(self.input_layernorm(x), mask, cache)
-        out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
-        return out
+        read, residual = self.inputs(x)
+        return self.finish(residual, self.self_attn(read, mask, cache))

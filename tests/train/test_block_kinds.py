@@ -11,15 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle_mlx.cache import RaggedCache
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.block import BlockHead, DSparkHead
 from eagle_mlx.target import Target
-from tests.eagle_mlx.heads import GEMMA, block_config
+from tests.eagle_mlx.heads import GEMMA, PARALLEL, block_config
 from tests.fakes import randomize, tiny_target
 from train.config import TrainConfig
 from train.data import Rows
 from train.kinds import KINDS
 from train.kinds.block.unroll import unroll_blocks
+from train.kinds.eagle3.peagle import share_of, unroll_masks
 from train.step.inputs import ANCHORS, make_anchor_plan
 from train.step.losses import confidence_loss, distribution_distance
 
@@ -69,6 +71,34 @@ def test_slots_are_those_of_drafting(shape: str, recompute: bool) -> None:
             wanted = np.array(head(x, g[row : row + 1, begin:anchor]))[0, first:]
             got = np.stack([np.array(step[row, index]) for step in found])
             np.testing.assert_allclose(got, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", PARALLEL)
+def test_mask_tokens_are_those_of_drafting(name: str, recompute: bool) -> None:
+    """For each anchor, compare with a draft after its conversation's tokens alone, if the anchor keeps the slot."""
+    model = target()
+    head: Any = PARALLEL[name](model)
+    head.attach(model)
+    rng = np.random.default_rng(0)
+    tokens = mx.array(rng.integers(0, model.vocab_size, (2, LENGTH)))
+    segments = np.ones((2, LENGTH), np.int32)
+    segments[0, 10:] = 2
+    g = head.features([mx.array(rng.normal(size=(2, LENGTH, model.hidden_size)), mx.float32) for _ in head.aux_layers])
+    anchors, drafts = np.array([[3, 9, 15, 20], [1, 2, 11, 23]], np.int32), 4
+    found = unroll_masks(head, head.embed(tokens), g, mx.array(segments), mx.array(anchors), drafts, recompute)
+    assert len(found) == drafts
+    for row in range(2):
+        for index, anchor in enumerate(anchors[row].tolist()):
+            begin = int(np.argmax(segments[row] == segments[row, anchor]))
+            cache = RaggedCache(head.cache_layers, 1)
+            read = head.embed(tokens[row : row + 1, begin + 1 : anchor + 1])
+            newest = head(read, g[row : row + 1, begin:anchor], cache)[:, -1:]
+            cache.lengths.advance(anchor - begin)
+            wanted = np.array(mx.concatenate([newest, head.masks(1, drafts - 1, cache)], axis=1))[0]
+            for slot in range(drafts):
+                if index < np.ceil(share_of(slot) * anchors.shape[1]):
+                    np.testing.assert_allclose(found[slot][row, index], wanted[slot], atol=2e-5)
 
 
 @st.composite
@@ -122,6 +152,23 @@ def test_long_conversations_have_a_limited_number_of_anchors_whoever_reads_them(
     assert make_anchor_plan(rows, 2, seed=0, step=1).positions.tolist() != plan.positions.tolist()
 
 
+def test_fewer_anchors_keep_each_later_slot_and_come_first() -> None:
+    shape = (2, 60)
+    mask = np.ones(shape, np.uint8)
+    mask[1, 20:40] = 0
+    rows = Rows(np.zeros(shape, np.int32), mask, np.ones(shape, np.int32), None)
+    plan = make_anchor_plan(rows, 4, seed=0, step=0, share=share_of)
+    kept = np.zeros((4, *plan.positions.shape), bool)
+    for slot, label in zip(*np.nonzero(plan.valid), strict=True):
+        kept[slot].reshape(-1)[plan.select[slot, label]] = True
+    anchors = kept[0].sum(axis=1)
+    for slot in range(1, 4):
+        assert not np.any(kept[slot] & ~kept[slot - 1])
+        assert (kept[slot].sum(axis=1) <= share_of(slot) * anchors).all()
+        assert (kept[slot].sum(axis=1) > share_of(slot) * anchors - 2).all()
+        assert not kept[slot][:, int(np.ceil(share_of(slot) * plan.positions.shape[1])) :].any()
+
+
 def test_the_distance_is_that_of_the_distributions() -> None:
     rng = np.random.default_rng(0)
     logits, p = rng.normal(size=(5, 7)), rng.dirichlet(np.ones(7), 5)
@@ -140,7 +187,7 @@ def test_the_confidence_is_best_at_the_probability_of_acceptance() -> None:
     np.testing.assert_allclose(losses, -accepted * np.log(p) - (1 - accepted) * np.log(1 - p), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "peagle"])
 def test_a_head_with_a_draft_vocabulary_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     model, kind = target(), KINDS[name]
     config = TrainConfig().changed(head=name, unroll=3, layers=2, draft_vocab=40)

@@ -70,7 +70,7 @@ def published(target: Path, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", in_full(["eagle3", "eagle", "mtp", "adapted"], ["eagle3", "mtp", "adapted"]))
+@pytest.mark.parametrize("kind", in_full(["eagle3", "eagle", "mtp", "peagle", "adapted"], ["eagle3", "mtp", "adapted"]))
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
     kind: str, target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +78,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
         "eagle3": ("--head", "eagle3", "--optimizer", "muon"),
         "eagle": ("--head", "eagle", "--draft-vocab", "0"),
         "mtp": ("--head", "mtp", "--draft-vocab", "0"),
+        "peagle": ("--head", "peagle"),
         "adapted": ("--init-from", str(published(target, tmp_path / "head")), "--lora-rank", "2"),
     }[kind]
     more = (*own, "--max-steps", str(STEPS), "--eval-steps", "4", "--checkpoints", "1")

@@ -30,7 +30,7 @@ class HeadConfig(Group):
     target: str = setting("", "folder or hub id of the model that the head drafts for")
     kind: str = setting(
         "eagle3",
-        "kind of head: EAGLE-3, EAGLE-1 and 2, a multi-token-prediction layer, or a block drafter",
+        "kind of head: EAGLE-3, P-EAGLE, EAGLE-1 and 2, a multi-token-prediction layer, or a block drafter",
         _KNOWN,
         name="head",
         metavar=f"{{{','.join(_TRAINED)}}}",

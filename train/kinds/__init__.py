@@ -12,11 +12,12 @@ from ..config import TrainConfig, flag
 from .base import Head, Kind
 from .block import DFlashKind, DSparkKind
 from .eagle3 import Eagle3Kind
+from .eagle3.peagle import PEagleKind
 from .last_layer import EagleKind, MTPKind
 from .lora import choose_trained, merged, parameters_of
 
 KINDS: dict[str, Kind[Any]] = {
-    kind.name: kind for kind in (Eagle3Kind(), EagleKind(), MTPKind(), DFlashKind(), DSparkKind())
+    kind.name: kind for kind in (PEagleKind(), Eagle3Kind(), EagleKind(), MTPKind(), DFlashKind(), DSparkKind())
 }
 """The kinds, by name."""
 OPEN = TrainConfig().flat()

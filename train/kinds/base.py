@@ -54,6 +54,10 @@ class Kind(ABC, Generic[H]):
     confidence_weight: ClassVar[float] = 0.0
     """Weight of the binary cross-entropy of the head's confidence."""
 
+    def share(self, slot: int) -> float:
+        """Return the share of anchors whose blocks reach this slot, from 0, in one pass."""
+        return 1.0
+
     @property
     def name(self) -> str:
         """The value of `--head`."""

@@ -6,7 +6,7 @@ Source of the noise: Li et al. 2024, EAGLE, section 4.2: U(-0.1, 0.1). As in Saf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class Plan:
     """
 
     positions: NDArray[np.int32]
-    """[B, P]: the indices t of each row, ascending; short rows are padded with zeros."""
+    """[B, P]: the indices t of each row, those with more draft steps first; short rows are padded with zeros."""
     labels: NDArray[np.int32]
     """[U]: u as an index into the flattened batch [B * L]."""
     select: NDArray[np.int32]
@@ -65,13 +65,16 @@ def make_plan(rows: Rows, steps: int, multiple: int = 1) -> Plan:
     return _plan(segments.shape, row, u, at, valid, multiple)
 
 
-def make_anchor_plan(rows: Rows, steps: int, seed: int, step: int, multiple: int = 1) -> Plan:
+def make_anchor_plan(
+    rows: Rows, steps: int, seed: int, step: int, multiple: int = 1, share: Callable[[int], float] = lambda slot: 1.0
+) -> Plan:
     """Return the plan of a batch for block drafters: `positions` are anchors, draft step j at anchor t is slot j.
 
     Slot j predicts token t+1+j; its label is the target's distribution at u = t+j. An anchor needs a position before it
     in its conversation, and loss on its own and on the next token. Later slots count as long as all tokens from the
     anchor on have loss. Each conversation has up to 512 anchors, drawn from (seed, step) and the row's index, so the
-    draw does not depend on which process computes the row.
+    draw does not depend on which process computes the row. Slot j keeps at most `share(j)` of each row's anchors, drawn
+    from those that keep slot j-1.
     """
     segments = rows.segments
     width, length = segments.shape
@@ -82,14 +85,20 @@ def make_anchor_plan(rows: Rows, steps: int, seed: int, step: int, multiple: int
     reached = [same[:, :length]]
     for ahead in range(1, steps + 1):
         reached.append(reached[-1] & linked[:, ahead : ahead + length])
-    chosen = _drawn(reached[1], rows, seed, step)
+    kept = [_drawn(reached[1], rows, seed, step)]
+    most = kept[0].sum(axis=1)
+    order = np.stack([np.random.default_rng([seed, step, rows.first + i, 1]).random(length) for i in range(width)])
+    for slot in range(1, steps):
+        open_ = kept[-1] & reached[slot + 1]
+        place = np.argsort(np.argsort(np.where(open_, order, 2.0), axis=1), axis=1)
+        kept.append(open_ & (place < np.floor(share(slot) * most)[:, None]))
     judged = np.zeros((width, length), bool)
     for slot in range(steps):
-        judged[:, slot:] |= (chosen & reached[slot + 1])[:, : length - slot]
+        judged[:, slot:] |= kept[slot][:, : length - slot]
     row, u = np.nonzero(judged)
     at = u[None] - np.arange(steps)[:, None]  # [S, U]
     inside = np.maximum(at, 0)
-    valid = np.stack([(chosen & reached[slot + 1])[row, inside[slot]] for slot in range(steps)]) & (at >= 0)
+    valid = np.stack([kept[slot][row, inside[slot]] for slot in range(steps)]) & (at >= 0)
     return _plan(segments.shape, row, u, at, valid, multiple)
 
 
@@ -114,12 +123,12 @@ def _plan(
 ) -> Plan:
     """Return the plan for labels at (row, u), each [U], read at indices `at` [S, U] where `valid` [S, U]."""
     width, length = shape
-    needed = np.zeros((width, length), bool)
-    needed[np.broadcast_to(row, at.shape)[valid], at[valid]] = True
-    count = min(_round_up(int(needed.sum(axis=1).max(initial=0)), multiple), length)
-    order = np.argsort(~needed, axis=1, kind="stable")[:, :count]
-    positions = np.where(np.take_along_axis(needed, order, axis=1), order, 0)
-    place = np.cumsum(needed, axis=1) - 1 + np.arange(width)[:, None] * count
+    read = np.zeros((width, length), np.int32)
+    np.add.at(read, (np.broadcast_to(row, at.shape)[valid], at[valid]), 1)
+    count = min(_round_up(int((read > 0).sum(axis=1).max(initial=0)), multiple), length)
+    order = np.argsort(-read, axis=1, kind="stable")
+    positions = np.where(np.take_along_axis(read, order, axis=1) > 0, order, 0)[:, :count]
+    place = np.argsort(order, axis=1) + np.arange(width)[:, None] * count
     select = np.where(valid, place[row[None], np.maximum(at, 0)], 0)
     padding = _round_up(len(u), multiple) - len(u)
     return Plan(

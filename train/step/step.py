@@ -139,9 +139,9 @@ class Stepper:
         size, seed = self._config.optimization.feature_noise, self._config.run.seed
 
         def part_of(part: Rows) -> _Part:
-            steps = len(self._weights)
-            if kind_of(self.head).in_blocks:
-                plan = make_anchor_plan(part, steps, seed, self._steps, multiple)
+            steps, kind = len(self._weights), kind_of(self.head)
+            if kind.in_blocks:
+                plan = make_anchor_plan(part, steps, seed, self._steps, multiple, kind.share)
             else:
                 plan = make_plan(part, steps, multiple)
             return _Part(part, plan, noise_of(part, size, seed, self._steps))

@@ -47,6 +47,14 @@ PEAGLE = HeadKind(
     head_class=PEagleHead,
     formats=(
         Format(
+            name="peagle",
+            about="P-EAGLE, as SpecForge writes it",
+            readers=("SpecForge", "vLLM"),
+            holds=holds_peagle,
+            load=load_peagle,
+            save=save_eagle3,
+        ),
+        Format(
             name="speculators",
             about="P-EAGLE, as speculators writes it",
             readers=("speculators", "vLLM"),
@@ -55,16 +63,7 @@ PEAGLE = HeadKind(
             save=save_speculators,
             has_embedding=True,
         ),
-        Format(
-            name="peagle",
-            about="P-EAGLE, as SpecForge writes it",
-            readers=("SpecForge", "vLLM"),
-            holds=holds_peagle,
-            load=load_peagle,
-            save=save_eagle3,
-        ),
     ),
-    trainable=False,
 )
 
 __all__ = [

@@ -200,11 +200,16 @@ class PEagleHead(Eagle3Head):
         self.mask_token_id = config.mask_token_id
         self.mask_hidden = mx.zeros((1, 1, config.target_hidden_size * len(config.aux_layers)))
 
+    def mask_inputs(self, rows: int, count: int) -> tuple[mx.array, mx.array]:
+        """Return embeddings and features of mask tokens, [rows, count, H]."""
+        embedding = self.embed(mx.array([[self.mask_token_id]]))
+        g = self.features(list(mx.split(self.mask_hidden, len(self.config.aux_layers), axis=-1)))
+        wide, deep = (mx.broadcast_to(x, (rows, count, x.shape[-1])) for x in (embedding, g))
+        return wide, deep
+
     def masks(self, rows: int, count: int, cache: Any) -> mx.array:
         """Return the outputs [rows, count, H] of mask tokens after the cached positions. The cache does not advance."""
-        tokens = mx.full((rows, count), self.mask_token_id, mx.int32)
-        g = self.features(list(mx.split(self.mask_hidden, len(self.config.aux_layers), axis=-1)))
-        return self(self.embed(tokens), mx.broadcast_to(g, (rows, count, g.shape[-1])), cache)
+        return self(*self.mask_inputs(rows, count), cache)
 
 
 def random_head(target: Target) -> Eagle3Head:

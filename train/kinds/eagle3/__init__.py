@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -30,7 +30,7 @@ from .unroll import unroll
 
 class Eagle3Kind(Kind[Eagle3Head]):
     head_class = Eagle3Head
-    unroll = staticmethod(unroll)
+    unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll)
     defaults: ClassVar[Mapping[str, Any]] = {
         "draft_vocab": 32000,
         "unroll": 7,

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.heads.eagle3 import Eagle3Head
+from eagle_mlx.heads.layers import Attention
 
 from ...unroll import HIDDEN, Relay, Step, recomputed, take_rows, unroll_feedback
 
@@ -47,7 +48,7 @@ def unroll(
     def draft(step: int, h: mx.array, past_keys: mx.array, past_values: mx.array, *own: mx.array) -> list[mx.array]:
         read = mx.minimum(positions + 1 + step, embeddings.shape[1] - 1)
         x, residual = head.midlayer.inputs(take_rows(embeddings, read), h)
-        q, k, v = _project_each(head, x, positions + step)
+        q, k, v = project_each(attention, x, positions + step)
         pairs = [*zip(own[::2], own[1::2], strict=True), *([(k, v)] if step else [])]
         attended = attend(q * attention.scale, past_keys, past_values, mask, pairs)
         return [head.next_feature(head.midlayer.finish(residual, attention.output(attended))), k, v]
@@ -103,9 +104,9 @@ def attend(
     return (out * mx.reciprocal(total)).reshape(q.shape).astype(q.dtype)
 
 
-def _project_each(head: Eagle3Head, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Return queries, keys and values [B, heads, P, D] of x [B, P, 2H] at rotary positions [B, P]."""
+def project_each(attention: Attention, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return queries, keys and values [B, heads, P, D] of x [B, P, width] at rotary positions [B, P]."""
     b, count, width = x.shape
-    each = head.midlayer.self_attn.project(x.reshape(b * count, 1, width), positions.reshape(-1))
+    each = attention.project(x.reshape(b * count, 1, width), positions.reshape(-1))
     q, k, v = (y.reshape(b, count, y.shape[1], y.shape[3]).swapaxes(1, 2) for y in each)
     return q, k, v
