@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eagle_mlx.heads import kind_of
 from eagle_mlx.heads.eagle3 import save_eagle3
+from tests.eagle_mlx import heads
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -53,6 +56,24 @@ def test_the_parts_of_a_round_are_timed(
     shown = capsys.readouterr().out
     assert "of a target step" in shown
     assert "rollback: " in shown
+
+
+def test_other_engines_are_compared_with_the_same_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here without the other engines, which the table then says."""
+    tiny_target_folder(tmp_path / "target")
+    head = heads.dspark(tiny_target(tokenizer=True))
+    kind_of(head).formats[0].save(head, tmp_path / "head", target_name="tiny")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f(x):"}\n{"prompt": "import os"}\n')
+    models = [f"--{name}={tmp_path / place}" for name, place in
+              (("target", "target"), ("head", "head"), ("prompts", "prompts.jsonl"))]  # fmt: skip
+    few = ("--limit=2", "--max-tokens=8", "--rows", "1", "2", "--turn=2", "--repeats=1")
+    assert script("peers.py")["main"]([*models, f"--python={sys.executable}", *few]) == 0
+    lines = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    found = {(line[0].split()[0], line[1].strip(), line[2].strip()): line[3:] for line in lines}
+    ways = [("eagle-mlx", "default"), ("eagle-mlx", "2"), ("mlx-lm", "none")]
+    for rows in ("1", "2"):
+        assert [found[engine, rows, drafts][-1].strip() for engine, drafts in ways] == ["2 of 2"] * 3
+        assert "PackageNotFoundError" in found["mlx-dspark", rows, "2"][0]
 
 
 def test_a_verify_can_be_timed_without_a_head() -> None:
