@@ -15,7 +15,7 @@ import eagle_mlx as em
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.request_state import RequestState
 from tests.architectures import tiny_model
-from tests.eagle_mlx.heads import BLOCKS
+from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
 
 MANY = 1 << 30
@@ -43,7 +43,7 @@ def engine(folder: Path | None, kind: str = "full", drafts: str = "none", seed: 
     makers: dict[str, Callable[[], Any]] = {
         "none": lambda: None,
         "head": lambda: em.HeadProposer(tiny_head(which)),
-        "block": lambda: em.HeadProposer(BLOCKS["dspark"](which)),
+        **{kind: lambda make=make: em.HeadProposer(make(which)) for kind, make in IN_BLOCKS.items()},
         "hybrid": lambda: em.HybridProposer(em.HeadProposer(tiny_head(which)), em.NgramProposer()),
         "draft": lambda: em.DraftModelProposer(which),
     }

@@ -140,6 +140,11 @@ PARALLEL: dict[str, Callable[[Target], DraftHead]] = {
     "peagle": lambda t: peagle(t, own_embedding=True),
     "peagle, 3.1": lambda t: peagle(t, fc_norm=True, norm_output=True, draft_vocab=40),
 }
+IN_BLOCKS: dict[str, Callable[[Target], DraftHead]] = {
+    **{name: BLOCKS[name] for name in ("dflash, windows", "dflash2", "dspark")},
+    "peagle": PARALLEL["peagle"],
+}
+"""A head of each kind that drafts a whole block, for the suites of requests that come, go, fail and continue."""
 ALL: dict[str, Callable[[Target], DraftHead]] = {**KINDS, **BLOCKS, **PARALLEL}
 
 

@@ -29,6 +29,7 @@ from eagle_mlx.serve.bench.decoding import compare, tolerance_for
 from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.target import Target
 from tests.architectures import VOCAB, tiny_model
+from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.fakes import Oracle, tiny_head
 from tests.full import in_full
 
@@ -131,7 +132,7 @@ def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Plan]) -> di
                 read = (0, 1) if target.has_all_layers else ()
                 proposer: Any = Oracle(known, wrong=0.3, aux_layers=read) if plan.depth else None
                 if plan.stop_below is not None:
-                    proposer = em.HeadProposer(tiny_head(whole))
+                    proposer = em.HeadProposer((IN_BLOCKS["dspark"] if seeded else tiny_head)(whole))
                 engine = Engine(
                     target, proposer, policy=Always(plan), max_batch=rows, prefill_chunk=16, kv_bytes=1 << 28
                 )

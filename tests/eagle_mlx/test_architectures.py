@@ -17,6 +17,7 @@ from eagle_mlx.cache.kinds import ONE_ROW, REFUSED, may_pad
 from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.decoding.sampling import SamplingBatch, gumbel, sample
 from tests.architectures import CONFIGS, VOCAB, tiny_model
+from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.fakes import Oracle, generate, randomize, tiny_head
 from tests.full import FULL, diagonal, in_full, in_turn
 
@@ -181,17 +182,20 @@ def test_rounding_errors_do_not_disable_trees(name: str, dtype: mx.Dtype) -> Non
         assert why_no_trees(em.Target(model)) is None
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
-def test_a_head_drafts_for_windows_and_states(name: str) -> None:
+MAKERS = {"eagle3": tiny_head, **IN_BLOCKS}
+
+
+@pytest.mark.parametrize(("kind", "name"), diagonal(MAKERS, ["gemma3_text", "qwen3_next"]))
+def test_a_head_drafts_for_windows_and_states(kind: str, name: str) -> None:
     plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, GREEDY, strict=True)]
-    head = em.HeadProposer(tiny_head(target(name)))
+    head = em.HeadProposer(MAKERS[kind](target(name)))
     outputs = em.Engine(target(name), head, policy=em.FixedPolicy(4), max_batch=3).generate(PROMPTS, GREEDY)
     assert [first_difference(o.tokens, *p) for o, p in zip(outputs, plains, strict=True)] == [None] * len(PROMPTS)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_head_drafts_as_on_a_gpu() -> None:
-    test_a_head_drafts_for_windows_and_states("gemma3_text")
+    test_a_head_drafts_for_windows_and_states("dspark", "gemma3_text")
 
 
 class Strict(nn.Embedding):

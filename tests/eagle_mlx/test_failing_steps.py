@@ -22,6 +22,7 @@ from eagle_mlx.engine.round import Round
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.request_state import RequestState
+from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.fakes import tiny_target
 from tests.full import in_full
 
@@ -33,6 +34,7 @@ ALONE = [
     em.Engine(TARGET, max_batch=1).generate([prompt], em.SamplingParams(max_tokens=COUNT))[0].tokens
     for prompt in PROMPTS
 ]
+HEADS = [None, *(em.HeadProposer(make(TARGET)) for make in IN_BLOCKS.values())]
 METHODS = ("open", "prefill", "draft", "observe", "append", "remove")
 
 
@@ -50,13 +52,16 @@ class Failing:
     abilities = Abilities()
     aux_layers = (0, 2)
 
-    def __init__(self, method: str, nth: int, every: bool = False):
-        self.method, self.nth, self.every = method, nth, every
+    def __init__(self, method: str, nth: int, every: bool = False, head: em.HeadProposer | None = None):
+        """`head`: drafts in place of chance."""
+        self.method, self.nth, self.every, self.head = method, nth, every, head
         self.calls = 0
         self.rng = np.random.default_rng(nth)
 
     def bind(self, target: em.Target) -> None:
         """Accept any target."""
+        if self.head is not None:
+            self.head.bind(target)
 
     def called(self, method: str) -> None:
         if method != self.method:
@@ -67,33 +72,45 @@ class Failing:
 
     def open(self, prompts: Sequence[Sequence[int]]) -> FailingState:
         self.called("open")
-        return FailingState(self, [list(prompt) for prompt in prompts])
+        state = None if self.head is None else self.head.open(prompts)
+        return FailingState(self, [list(prompt) for prompt in prompts], state)
 
 
 class FailingState:
-    def __init__(self, proposer: Failing, rows: list[list[int]]):
-        self.proposer, self.rows = proposer, rows
+    def __init__(self, proposer: Failing, rows: list[list[int]], head: ProposerState | None):
+        self.proposer, self.rows, self.head = proposer, rows, head
 
     def prefill(self, seen: Observation) -> None:
+        if self.head is not None:
+            self.head.prefill(seen)
         self.proposer.called("prefill")
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        drafted = None if self.head is None else self.head.draft(plan, sampling, positions)
         self.proposer.called("draft")
+        if drafted is not None:
+            return drafted
         rng, rows, depth = self.proposer.rng, len(self.rows), plan.depth
         return Draft(mx.array(rng.integers(0, 128, (rows, depth))), mx.array(rng.integers(0, depth + 1, rows)))
 
     def observe(self, seen: Observation) -> None:
         for row, tokens in zip(self.rows, seen.tokens, strict=True):
             row.extend(tokens)
+        if self.head is not None:
+            self.head.observe(seen)
         self.proposer.called("observe")
 
     def append(self, other: ProposerState) -> None:
         assert isinstance(other, FailingState)
         self.rows.extend(other.rows)
+        if self.head is not None and other.head is not None:
+            self.head.append(other.head)
         self.proposer.called("append")
 
     def remove(self, row: int) -> None:
         self.rows[row] = self.rows[-1]
+        if self.head is not None:
+            self.head.remove(row)
         self.proposer.called("remove")
         self.rows.pop()
 
@@ -135,9 +152,17 @@ def assert_sound(rows: Sequence[RequestState], error: str) -> None:
 
 
 @settings(max_examples=in_full(25, 6))
-@given(st.sampled_from(METHODS), st.integers(1, 12), st.integers(0, 4), st.sampled_from([8, 512]))
-def test_a_proposer_that_raises_ends_only_the_rows_of_its_step(method: str, nth: int, depth: int, chunk: int) -> None:
-    proposer = Failing(method, nth)
+@given(
+    st.sampled_from(METHODS),
+    st.integers(1, 12),
+    st.integers(0, 4),
+    st.sampled_from([8, 512]),
+    st.sampled_from(HEADS),
+)
+def test_a_proposer_that_raises_ends_only_the_rows_of_its_step(
+    method: str, nth: int, depth: int, chunk: int, head: em.HeadProposer | None
+) -> None:
+    proposer = Failing(method, nth, head=head)
     engine = em.Engine(
         TARGET, proposer, policy=em.FixedPolicy(depth), max_batch=2, prefill_chunk=chunk, prefix_cache_bytes=1 << 20
     )
@@ -203,10 +228,14 @@ PLACES: list[tuple[type, str]] = [
 
 
 @settings(max_examples=in_full(25, 11))
-@given(st.sampled_from(PLACES), st.integers(1, 10), st.booleans(), st.integers(0, 3), st.sampled_from([None, "ngram"]))
-def test_memory_may_run_out_anywhere(
-    place: tuple[type, str], nth: int, late: bool, depth: int, drafts: str | None
-) -> None:
+@given(
+    st.sampled_from(PLACES),
+    st.integers(1, 10),
+    st.booleans(),
+    st.integers(0, 3),
+    st.sampled_from([em.NgramProposer(), *HEADS]),
+)
+def test_memory_may_run_out_anywhere(place: tuple[type, str], nth: int, late: bool, depth: int, proposer: Any) -> None:
     """`late`: after the work is done, which is as bad as before it."""
     owner, name = place
     real, calls = getattr(owner, name), count(1)
@@ -217,7 +246,6 @@ def test_memory_may_run_out_anywhere(
             raise MemoryError("no room left")
         return out if late else real(self, *args, **kwargs)
 
-    proposer = em.NgramProposer() if drafts else None
     engine = em.Engine(
         TARGET, proposer, policy=em.FixedPolicy(depth), max_batch=2, prefill_chunk=16, prefix_cache_bytes=1 << 20
     )

@@ -29,6 +29,7 @@ from eagle_mlx.engine.prefix import LEAST
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request_state import RequestState
 from tests.architectures import CONFIGS, VOCAB, sicken, tiny_model
+from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.fakes import randomize
 from tests.fresh_forwards import Judge, judge, untouched
 from tests.full import in_full, in_turn
@@ -182,11 +183,14 @@ class History:
         return token if self._chance(0.5) and may_be_sick(self.name) else None
 
     def _proposer(self) -> Proposer | None:
-        """Return a hostile proposer, or in one of twelve histories none, and in another one of the library's."""
-        if self.seed % 12 == 11:
+        """Return a hostile proposer, or in one of six histories none, or one of the library's."""
+        kind = (self.seed + crc32(self.name.encode())) % 12
+        if kind == 11:
             return None
-        if self.seed % 12 != 10:
+        if kind < 10:
             return HostileProposer(self.rng, self.known, self.manners)
+        if self.manners.aux_layers:
+            return em.HeadProposer(list(IN_BLOCKS.values())[self.seed % len(IN_BLOCKS)](self.target))
         if RaggedCache.of(self.target.model, 1).recurrent:
             return em.NgramProposer()
         return em.DraftModelProposer(self.target)

@@ -23,7 +23,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.request_state import RequestState
 from tests.architectures import VOCAB, tiny_model
-from tests.eagle_mlx.heads import BLOCKS
+from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.eagle_mlx.test_masks import params_of
 from tests.fakes import Oracle, randomize, steps_of, tiny_config, tiny_head, tiny_target
 from tests.full import diagonal, in_full, mixed
@@ -64,8 +64,9 @@ def proposer(kind: str, target: em.Target) -> Any:
         return em.DraftModelProposer(em.Target(target.model))
     head = em.HeadProposer(tiny_head(target))
     hybrid = em.HybridProposer(head, em.NgramProposer())
-    block = em.HeadProposer(BLOCKS["dspark"](target))
-    return {"none": None, "n-grams": em.NgramProposer(), "head": head, "hybrid": hybrid, "block": block}[kind]
+    if kind in IN_BLOCKS:
+        return em.HeadProposer(IN_BLOCKS[kind](target))
+    return {"none": None, "n-grams": em.NgramProposer(), "head": head, "hybrid": hybrid}[kind]
 
 
 class Wandering:
@@ -93,7 +94,7 @@ HOW = {
 }
 CASES = [
     case
-    for case in in_full(mixed, diagonal)(CACHES, ["none", "n-grams", "head", "hybrid", "block", "draft model"], HOW)
+    for case in in_full(mixed, diagonal)(CACHES, ["none", "n-grams", "head", "hybrid", "draft model", *IN_BLOCKS], HOW)
     if case[:2] != ("recurrent", "draft model")
 ]
 
@@ -207,7 +208,7 @@ def test_3_an_unchecked_row_leaves_clean_slots(cache: str, why: str, drafts: str
 @given(
     st.lists(st.sampled_from(["submit", "submit", "cancel", "pause", "step", "step", "other costs"]), max_size=40),
     st.randoms(use_true_random=False),
-    st.sampled_from(["none", "n-grams", "head", "hybrid", "block", "draft model"]),
+    st.sampled_from(["none", "n-grams", "head", "hybrid", "draft model", *IN_BLOCKS]),
     st.integers(0, 3),
 )
 def test_rows_that_join_leave_and_move_keep_their_text(events: list[str], random: Any, drafts: str, depth: int) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
 from eagle_mlx.request_state import RequestState
-from tests.eagle_mlx.heads import BLOCKS
+from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.eagle_mlx.test_losslessness import misses
 from tests.fakes import generate, steps_of, tiny_head, tiny_target
 from tests.full import diagonal, in_full, some
@@ -60,17 +60,16 @@ def proposer(kind: str) -> Any:
     made = {
         "none": lambda: None,
         "head": lambda: em.HeadProposer(tiny_head(TARGET)),
-        "block": lambda: em.HeadProposer(BLOCKS["dspark"](TARGET)),
         "draft model": lambda: em.DraftModelProposer(tiny_target(seed=3, layers=1)),
         "hybrid": lambda: em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()),
     }
-    return made[kind]()
+    return made[kind]() if kind in made else em.HeadProposer(IN_BLOCKS[kind](TARGET))
 
 
 @settings(max_examples=some(10), deadline=None)
 @given(
     st.integers(0, 999),
-    st.sampled_from(["none", "head", "block", "draft model", "hybrid"]),
+    st.sampled_from(["none", "head", "draft model", "hybrid", *IN_BLOCKS]),
     st.sampled_from([0.1, 0.4]),
     st.integers(1, 7),
     st.sampled_from([0, 1 << 20]),

@@ -14,7 +14,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
 from eagle_mlx.engine.prefix_tree import Past
 from tests.architectures import tiny_model
-from tests.eagle_mlx.heads import BLOCKS
+from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.fakes import Oracle, tiny_head, tiny_target
 from tests.full import diagonal, in_full
 
@@ -23,8 +23,7 @@ HEAD = tiny_head(TARGET)
 LONG = [(7 * i * i + 3 * i) % 16 for i in range(120)]
 MANY = 1 << 30
 HYBRID = em.HybridProposer(em.HeadProposer(HEAD), em.NgramProposer())
-
-BLOCK = em.HeadProposer(BLOCKS["dspark"](TARGET))
+HEADS = [em.HeadProposer(make(TARGET)) for make in IN_BLOCKS.values()]
 
 
 def engine(nbytes: int = MANY, proposer: object = "head", **settings: object) -> em.Engine:
@@ -38,7 +37,7 @@ def turns(first: list[int], answer: list[int], more: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("proposer", "chunk"),
-    diagonal(["head", None, em.NgramProposer(), em.DraftModelProposer(TARGET), HYBRID, BLOCK], [16, 512]),
+    diagonal(["head", None, em.NgramProposer(), em.DraftModelProposer(TARGET), HYBRID, *HEADS], [16, 512]),
 )
 def test_the_next_turn_reuses_the_cache(proposer: object, chunk: int) -> None:
     params = em.SamplingParams(max_tokens=20)

@@ -14,7 +14,7 @@ from eagle_mlx.engine.prefill import stops
 from eagle_mlx.errors import PromptError
 from eagle_mlx.request_state import RequestState
 from tests.architectures import tiny_model
-from tests.eagle_mlx.heads import BLOCKS
+from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.fakes import randomize, tiny_head, tiny_target
 from tests.full import diagonal
 
@@ -24,6 +24,7 @@ CHAT = [*SYSTEM, *((5 * i * i + i) % 90 + 1 for i in range(40))]
 OPENING = [91, 92]
 """The template adds this before an answer, and leaves it out of the next turn's prompt."""
 KINDS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_5", "mamba2", "rwkv7", "llama4_text"]
+DRAFTS = ["none", "ngram", "head", *IN_BLOCKS]
 PARAMS = em.SamplingParams(max_tokens=8, ignore_eos=True)
 
 
@@ -45,12 +46,12 @@ def answered(engine: em.Engine, prompt: Sequence[int], boundaries: Sequence[int]
 def proposer(kind: str, which: em.Target) -> em.HeadProposer | em.NgramProposer | None:
     if kind == "head":
         return em.HeadProposer(tiny_head(which))
-    if kind == "block":
-        return em.HeadProposer(BLOCKS["dflash, windows"](which))
+    if kind in IN_BLOCKS:
+        return em.HeadProposer(IN_BLOCKS[kind](which))
     return em.NgramProposer() if kind == "ngram" else None
 
 
-@pytest.mark.parametrize(("name", "drafts", "chunk"), diagonal(KINDS, ["none", "ngram", "head", "block"], [16, 7, 512]))
+@pytest.mark.parametrize(("name", "drafts", "chunk"), diagonal(KINDS, DRAFTS, [16, 7, 512]))
 def test_the_next_turn_and_another_question_continue_from_a_boundary(name: str, drafts: str, chunk: int) -> None:
     which = target(name)
 

@@ -39,6 +39,7 @@ from tests.disk_tier import (
     with_text,
     written,
 )
+from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.fakes import randomize, tiny_head
 from tests.full import diagonal, in_full, in_turn
 
@@ -69,12 +70,12 @@ def test_16_namespaces_do_not_share_files(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "drafts", "params"), diagonal(KINDS, ["none", "head", "draft", "hybrid", "block"], [GREEDY, SEEDED])
+    ("kind", "drafts", "params"), diagonal(KINDS, ["none", "head", "draft", "hybrid", *IN_BLOCKS], [GREEDY, SEEDED])
 )
 def test_a_new_engine_continues_from_the_files_of_the_old_one(
     tmp_path: Path, kind: str, drafts: str, params: em.SamplingParams
 ) -> None:
-    drafts = drafts if kind == "full" or drafts in ("head", "hybrid", "block") else "none"
+    drafts = "none" if kind != "full" and drafts == "draft" else drafts
     first = engine(tmp_path, kind, drafts)
     said = answered(first, TEXT, params, (SYSTEM,)).tokens
     written(first)

@@ -12,7 +12,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.proposers.base import Proposer
-from tests.eagle_mlx.heads import BLOCKS
+from tests.eagle_mlx.heads import BLOCKS, IN_BLOCKS
 from tests.fakes import generate, tiny_head, tiny_target
 from tests.full import diagonal, in_full
 from tests.grammars import END, LateSteps, Steps
@@ -52,8 +52,7 @@ PROPOSERS: dict[str, Callable[[], Proposer | None]] = {
     "ngram": em.NgramProposer,
     "head": lambda: em.HeadProposer(tiny_head(TARGET)),
     "narrow head": lambda: em.HeadProposer(tiny_head(TARGET, draft_vocab=40)),
-    "dflash": lambda: em.HeadProposer(BLOCKS["dflash, windows"](TARGET)),
-    "dspark": lambda: em.HeadProposer(BLOCKS["dspark"](TARGET)),
+    **{kind: lambda make=make: em.HeadProposer(make(TARGET)) for kind, make in IN_BLOCKS.items()},  # type: ignore[misc]
     "dspark, rnn, and n-grams": lambda: em.HybridProposer(em.HeadProposer(BLOCKS["dspark, rnn"](TARGET))),
     "draft model": lambda: em.DraftModelProposer(tiny_target(seed=3, layers=1)),
     "head and n-grams": lambda: em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()),

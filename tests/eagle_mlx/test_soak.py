@@ -6,9 +6,11 @@ import gc
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 import eagle_mlx as em
 from eagle_mlx.request_state import RequestState
+from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.fakes import tiny_head, tiny_target
 from tests.full import in_full
 
@@ -52,10 +54,11 @@ def serve(engine: em.Engine, count: int, rng: np.random.Generator) -> list[Reque
     return rows
 
 
-def test_many_requests_leak_nothing() -> None:
-    target, rng = tiny_target(layers=2), np.random.default_rng(0)
-    head = em.HybridProposer(em.HeadProposer(tiny_head(target)))
-    engine = em.Engine(target, head, max_batch=8, prefill_chunk=16, prefix_cache_bytes=1 << 20)
+@pytest.mark.parametrize("kind", in_full(["eagle3", *IN_BLOCKS], ["dspark"]))
+def test_many_requests_leak_nothing(kind: str) -> None:
+    target, rng = tiny_target(layers=3), np.random.default_rng(0)
+    head = em.HeadProposer({"eagle3": tiny_head, **IN_BLOCKS}[kind](target))
+    engine = em.Engine(target, em.HybridProposer(head), max_batch=8, prefill_chunk=16, prefix_cache_bytes=1 << 20)
     memory, rows = [], []
     for count in (WARM_UP, REQUESTS - WARM_UP):
         rows += serve(engine, count, rng)
