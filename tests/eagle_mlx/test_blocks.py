@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.engine.round import Round
+from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.precision import quantize_for
-from eagle_mlx.plan import Plan
+from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.sampling_params import SamplingParams
-from tests.eagle_mlx.heads import BLOCKS, dflash, dspark, likeliest
-from tests.fakes import tiny_target
+from eagle_mlx.target import Target
+from tests.eagle_mlx.heads import BLOCKS, IN_BLOCKS, dflash, dspark, likeliest
+from tests.fakes import tiny_head, tiny_target
 from tests.full import diagonal, in_turn
 
 TARGET = tiny_target(vocab=64)
@@ -155,6 +162,48 @@ def test_the_confidence_head_is_not_quantised() -> None:
     assert "scales" not in head.confidence_head.proj
     assert "scales" in head.markov_head.markov_w1
     assert "scales" in head.fc
+
+
+@dataclass
+class Always:
+    """A policy with one plan."""
+
+    next: Plan
+    wants_trees = False
+
+    def plan(self, context: Context) -> Plan:
+        return self.next
+
+    def observe(self, result: RoundResult) -> None:
+        """Learn nothing."""
+
+
+@pytest.mark.parametrize(("kind", "stop_below"), diagonal(IN_BLOCKS, [0.3, None]))
+def test_the_host_waits_only_to_collect_a_round(
+    kind: str, stop_below: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with chains of a fixed length; only their early exits wait for confidences."""
+    waits, of_rounds = count(), list[int]()
+    for owner, name in ((mx, "eval"), (mx.array, "tolist"), (mx.array, "item")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, real=real: (next(waits), real(*args))[1])
+    dispatch = Round.dispatch
+
+    def counted(self: Round, measured: bool = False) -> None:
+        before = next(waits)
+        dispatch(self)
+        of_rounds.append(next(waits) - before - 1)
+
+    monkeypatch.setattr(Round, "dispatch", counted)
+
+    def waits_with(make: Callable[[Target], DraftHead], stop_below: float | None) -> int:
+        of_rounds.clear()
+        engine = em.Engine(TARGET, em.HeadProposer(make(TARGET)), policy=Always(Plan(4, stop_below=stop_below)))
+        engine.generate(PROMPTS[:2], SamplingParams(max_tokens=8))
+        return sum(of_rounds)
+
+    assert waits_with(IN_BLOCKS[kind], stop_below) == waits_with(tiny_head, None) == 0
+    assert waits_with(tiny_head, 0.3) > 0
 
 
 def test_early_exits_are_not_offered_to_policies() -> None:
