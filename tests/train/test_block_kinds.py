@@ -19,7 +19,7 @@ from tests.eagle_mlx.heads import GEMMA, PARALLEL, block_config
 from tests.fakes import randomize, tiny_target
 from train.config import TrainConfig
 from train.data import Rows
-from train.kinds import KINDS
+from train.kinds import KINDS, resolved
 from train.kinds.block.unroll import unroll_blocks
 from train.kinds.eagle3.peagle import share_of, unroll_masks
 from train.step.inputs import ANCHORS, make_anchor_plan
@@ -202,10 +202,11 @@ def test_a_head_with_a_draft_vocabulary_is_saved_and_loaded(name: str, tmp_path:
     np.testing.assert_allclose(loaded.logits(h), head.logits(h), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
-def test_a_new_head_has_the_blocks_that_the_settings_ask_for(name: str) -> None:
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "peagle"])
+def test_a_new_head_has_the_blocks_and_layers_that_the_settings_ask_for(name: str, layers: int) -> None:
     model, kind = target(), KINDS[name]
-    config = TrainConfig().changed(head=name, unroll=3, layers=2)
+    config = resolved(TrainConfig().changed(head=name, unroll=3, layers=layers))
     head = kind.new(model, config, None, kind.aux_layers(model, config))
-    assert head.config.drafts == 3
-    assert len(head.layers) == 2
+    assert name == "peagle" or head.config.drafts == 3
+    assert head.config.num_hidden_layers == layers

@@ -27,7 +27,14 @@ def test_kinds_are_trained_on_the_same_tokens(
 ) -> None:
     target, out = tiny_target_folder(tmp_path / "target"), tmp_path / "out"
     titles = in_full(
-        {"eagle3": "EAGLE-3", "eagle": "EAGLE-1", "mtp": "MTP", "dspark": "DSpark", "dflash": "DFlash"},
+        {
+            "eagle3": "EAGLE-3",
+            "eagle": "EAGLE-1",
+            "mtp": "MTP",
+            "dspark": "DSpark",
+            "dflash": "DFlash",
+            "peagle": "P-EAGLE",
+        },
         {"dspark": "DSpark"},
     )
     assert compare(monkeypatch, target, out, "--minutes", "0", "--tokens", "1000", "--kinds", *titles) == 0

@@ -27,7 +27,7 @@ from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.convert.cli import main
 from tests import hub_server
-from tests.eagle_mlx.heads import eagle, eagle3, mtp
+from tests.eagle_mlx.heads import eagle, eagle3, mtp, peagle
 from tests.eagle_mlx.test_formats_torch import Storage, tensor, torch_file
 from tests.fakes import tiny_target, tiny_target_folder
 from tests.full import some
@@ -292,7 +292,7 @@ def test_28_the_trial_of_a_head_is_announced_and_shows_progress(
     assert re.search(r"trying the head: 100%.* (\d+)/\1 ", said)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "peagle"])
 def test_speculators_loads_an_export_without_options(kind: str, tmp_path: Path, online: hub_server.Hub) -> None:
     speculators = pytest.importorskip("speculators")
     original = written_by_torch(tiny_target_folder(tmp_path / "original"))
@@ -302,7 +302,8 @@ def test_speculators_loads_an_export_without_options(kind: str, tmp_path: Path, 
     if kind == "mtp":
         save_mtp(mtp(target, norm_output=True), tmp_path / "a", target_name="tiny-4bit")
     else:
-        save_eagle3(eagle3(target, draft_vocab=40), tmp_path / "a", target_name="tiny-4bit")
+        make = eagle3 if kind == "eagle3" else peagle
+        save_eagle3(make(target, draft_vocab=40), tmp_path / "a", target_name="tiny-4bit")
     convert(tmp_path / "a", "speculators", tmp_path / "b", "--target", str(folder))
     head = speculators.SpeculatorModel.from_pretrained(str(tmp_path / "b"))
     for name, value in head.state_dict().items():

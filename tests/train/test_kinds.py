@@ -67,6 +67,7 @@ LEARNT_FROM = [
     ("eagle", {"loss_weights": [0.1, 1.0], "unroll": 2}),
     ("mtp", {}),
     ("mtp", {"loss": "hard"}),
+    ("peagle", {"unroll": 4}),
 ]
 
 
@@ -105,7 +106,7 @@ def test_the_gradient_of_any_head_is_finite_and_points_downhill(name: str) -> No
     assert float(np.array(loss())) == pytest.approx(float(np.array(before)) - 2e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", in_turn(NEW))
+@pytest.mark.parametrize("name", in_turn([*NEW, "peagle"], 1, 1))
 def test_streams_change_only_rounding(target: Target, name: str) -> None:
     noise = {"feature_noise": 0.3}
     head, results = trained(target, config_of(name, **noise), 3)
@@ -116,7 +117,7 @@ def test_streams_change_only_rounding(target: Target, name: str) -> None:
         np.testing.assert_allclose(value, weights[key], atol=3e-4, err_msg=key)
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", [*NEW, "peagle"])
 def test_the_same_seed_gives_the_same_weights(target: Target, name: str) -> None:
     heads = [trained(target, config_of(name, seed=seed, feature_noise=0.2), 2)[0] for seed in (5, 5, 6)]
     first, again, other = ({k: np.array(v) for k, v in weights_of(head).items()} for head in heads)

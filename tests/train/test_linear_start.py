@@ -44,7 +44,7 @@ def samples(target: Target) -> list[Example]:
 
 
 def started(target: Target, samples: list[Any], **more: Any) -> Any:
-    layers = () if "head" in more else LAYERS
+    layers = LAYERS if more.get("head", "peagle") == "peagle" else ()
     head = new_head(target, TrainData(InMemory(samples), layers, None, {}), config_of(**more))
     head.attach(target)
     return head
@@ -74,6 +74,8 @@ def right(head: Any, target: Target, samples: list[Example]) -> float:
             {"feature_norm": "none", "recycle": "output"},
             {"head": "eagle"},
             {"head": "mtp"},
+            {"head": "peagle", "layers": 1},
+            {"head": "peagle"},
         ]
     ),
 )

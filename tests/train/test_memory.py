@@ -15,14 +15,14 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, Head, resolved
-from eagle_mlx.train.step.inputs import make_plan
+from eagle_mlx.train.step.inputs import make_anchor_plan, make_plan
 from eagle_mlx.train.step.losses import ChunkedLoss, soft_labels, step_loss
 from eagle_mlx.train.step.step import Stepper, StepResult, objective_of, part_arrays, part_loss
 from eagle_mlx.train.unroll import recomputed
 from tests.fakes import tiny_head, tiny_target
 from tests.full import diagonal
 
-HEADS = ("eagle3", "eagle", "mtp")
+HEADS = ("eagle3", "eagle", "mtp", "peagle")
 CONFIG = TrainConfig.of(target="tiny", rows=8, length=32, unroll=3, lr=3e-3, lanes=1)
 VOCAB = 128
 
@@ -95,7 +95,8 @@ def test_gradients_agree(target: Target, head: str, loss: str) -> None:
     config = resolved(CONFIG.changed(head=head, loss=loss))
     trained, rows = new(target, config), random_rows(3, 24)
     trained.attach(target)
-    plan = make_plan(rows, 3)
+    kind = KINDS[head]
+    plan = make_anchor_plan(rows, 3, 0, 0, share=kind.share) if kind.in_blocks else make_plan(rows, 3)
     arrays = part_arrays(trained, target, rows, plan, np.full(3, 1 / 50, np.float32))
 
     def gradient(chunked: bool) -> dict[str, mx.array]:

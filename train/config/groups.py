@@ -53,10 +53,10 @@ class HeadConfig(Group):
         "--shards except the last",
     )
     layers: int = setting(
-        1,
+        0,
         "decoder layers of the head; all but the first start as copies of the target's last layers. More layers draft "
         "better but slower",
-        AT_LEAST_1,
+        AT_LEAST_0,
     )
     intermediate_size: int = setting(0, "width of the head's MLP; 0 for the target's width, if it has one")
     heads: int = setting(0, "number of attention heads; 0 for the target's number")

@@ -65,7 +65,7 @@ class BlockKind(Kind[B]):
             draft_vocab_size=draft_vocab_size,
             own_lm_head=draft_vocab_size < target.vocab_size,
             aux_layers=aux_layers,
-            num_hidden_layers=config.head.layers,
+            num_hidden_layers=config.head.layers or self.defaults["layers"],
             block_size=config.optimization.unroll,
             mask_token_id=mask_token(target),
         )

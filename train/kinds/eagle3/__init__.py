@@ -35,6 +35,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
         "draft_vocab": 32000,
         "unroll": 7,
         "decay": 0.8,
+        "layers": 1,
         "loss": "soft",
         "feature_noise": 0.0,
         "feature_norm": "each",
@@ -45,6 +46,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
     def head_config(
         self, target: Target, config: TrainConfig, draft_vocab_size: int, aux_layers: tuple[int, ...]
     ) -> Eagle3Config:
+        layers = config.head.layers or self.defaults["layers"]
         return Eagle3Config(
             **layer_shape(target, config),
             draft_vocab_size=draft_vocab_size,
@@ -54,8 +56,8 @@ class Eagle3Kind(Kind[Eagle3Head]):
             fc_norm=config.head.feature_norm == "each",
             norm_output=config.head.feedback == "normed",
             norm_before_residual=config.head.norm_before_residual,
-            num_hidden_layers=config.head.layers,
-            **(layer_flags(target) if config.head.layers > 1 else {}),
+            num_hidden_layers=layers,
+            **(layer_flags(target) if layers > 1 else {}),
         )
 
     def check(self, target: Target, config: TrainConfig) -> None:

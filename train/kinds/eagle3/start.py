@@ -105,7 +105,7 @@ def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
             odd = sorted(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
             raise ConfigError(
                 f"--layers {count}: layer {number} of {target.name or 'the target'} has weights that a head "
-                f"cannot have: {', '.join(odd[:4])}; leave --layers out"
+                f"cannot have: {', '.join(odd[:4])}; use --layers 1"
             )
         copies.append(own)
     return copies
