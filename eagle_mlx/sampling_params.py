@@ -99,7 +99,7 @@ class SamplingParams:
     """How drafts are accepted when sampling. `auto` is coupled with a seed, rejection without; both are lossless.
 
     With an `AsyncGrammar`, rejection becomes coupled with a random seed, because drafts may be dropped while masks are
-    late. In a simulation, this accepted 7 to 9 % fewer draft tokens of a model, and as many of n-grams.
+    late. In a simulation, this accepted 7 to 9 % fewer tokens drafted by a model, and equally many n-gram drafts.
 
     `threshold` is **not** lossless: it keeps draft tokens that the target finds likely enough.
     """

@@ -151,7 +151,7 @@ def weights_but(module: nn.Module, without: Collection[str] = ()) -> tuple[list[
 
 @contextlib.contextmanager
 def holding(module: nn.Module, names: Sequence[str], values: Sequence[mx.array]) -> Iterator[None]:
-    """Context in which the named weights of the module have other values."""
+    """Return a context manager in which the named weights of the module have other values."""
     before = dict(cast(list[tuple[str, mx.array]], tree_flatten(module.trainable_parameters())))
     module.update(tree_unflatten(list(zip(names, values, strict=True))))
     try:
@@ -176,7 +176,7 @@ class Relay:
         return handed[count:]
 
     def holding(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the module has the weights that were last handed on."""
+        """Return a context manager in which the module has the weights from the latest `hand_on`."""
         return holding(self._module, self._names, self._weights)
 
 

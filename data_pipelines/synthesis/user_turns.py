@@ -115,7 +115,7 @@ def find_user_place(
         raise _closed(name, "the text around the user's words depends on them")
     before, after = found.pop()
     if hidden := [m for m in messages if m.content.strip() and m.content.strip() not in before]:
-        raise _closed(name, f"it does not show what the {hidden[0].role} says before the user's turn")
+        raise _closed(name, f"before the user's turn, it leaves out the {hidden[0].role} message")
     # A trailing space would be a separate token, and no training text begins that way.
     tokens = tuple(tokenizer.encode(before + opening if opening else before.rstrip(" "), add_special_tokens=False))
     if not tokens:

@@ -1,4 +1,4 @@
-"""The draft heads for a target: included, made or fetched here, published, or in the model itself.
+"""Find draft heads for a target: included, trained or downloaded on this machine, published, or in the model's files.
 
 The embedded target, head and prompts come with a checkout of the code.
 """

@@ -52,7 +52,7 @@ class Schedule:
 
     @contextmanager
     def whole(self, *batches: Batch) -> Iterator[None]:
-        """Context for work that starts with these batches. If the work raises, their requests end with an error."""
+        """Return a context manager for a step on these batches. If it raises, their requests end with an error."""
         self.working_on = list(batches)
         try:
             yield

@@ -221,7 +221,7 @@ def rope_fields(
         return theta, None
     kind = "mrope" if kind == "default" else kind
     if kind not in _ROPE:
-        raise ConfigError(f"RoPE scaling of type {kind} is not known; known are {', '.join(sorted(_ROPE))}")
+        raise ConfigError(f"RoPE scaling of type {kind} is not supported, only {', '.join(sorted(_ROPE))}")
     unknown = sorted(name for name in scaling.keys() - _ROPE[kind] if scaling[name] is not None)
     if unknown:
         raise ConfigError(f"RoPE scaling {kind} with {', '.join(unknown)} is not supported")
@@ -245,7 +245,7 @@ def _rope_of(parameters: Mapping[str, Any], windows: Sequence[int | None]) -> di
     unknown = sorted(parameters.keys() - _LAYER_TYPES)
     if unknown:
         raise ConfigError(
-            f"RoPE parameters for {', '.join(unknown)}; supported are {' and '.join(sorted(_LAYER_TYPES))}"
+            f"RoPE parameters for {', '.join(unknown)}; only {' and '.join(sorted(_LAYER_TYPES))} are supported"
         )
     used = {"full_attention" if window is None else "sliding_attention" for window in windows or (None,)}
     lacking = sorted(kind for kind in used if not isinstance(parameters.get(kind), dict))

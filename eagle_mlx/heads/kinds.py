@@ -95,4 +95,4 @@ def kind_of(head: DraftHead) -> HeadKind:
     for kind in KINDS.values():
         if isinstance(head, kind.head_class):
             return kind
-    raise ConfigError(f"a {type(head).__name__} is of no known kind; known are {', '.join(KINDS)}")
+    raise ConfigError(f"a {type(head).__name__} is of no known kind; the kinds are {', '.join(KINDS)}")

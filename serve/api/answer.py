@@ -29,7 +29,7 @@ class ReasoningTokens(Shape):
 
 
 class Usage(Shape):
-    """OpenAI's counts, without those that refer to a prediction that the client sends."""
+    """Token usage in OpenAI's format, without the fields about a predicted output."""
 
     prompt_tokens: int
     completion_tokens: int

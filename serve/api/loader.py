@@ -78,7 +78,7 @@ class LoadConfig(Group):
         repeat=True,
     )
     keep_volatile: bool = setting(
-        False, "keep text that is known to change with every request, such as agents' billing headers"
+        False, "do not remove agents' billing headers, which change with every request, from system prompts"
     )
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)

@@ -77,7 +77,7 @@ class BenchOptions(Group):
         None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL"
     )
     modes: tuple[ModeName, ...] | None = setting(
-        None, f"ways to decode (default: each way whose model is given, except {STOCK})"
+        None, f"ways to decode (default: every way whose model is given, except {STOCK})"
     )
     batch: tuple[int, ...] = setting((1,), "rows that decode together", AT_LEAST_1)
     depth: tuple[int, ...] | None = setting(

@@ -186,7 +186,7 @@ def _opening_arguments(tokenizer: Any, vocab_size: int, ends: Iterable[int]) -> 
 
 
 def _token_set(tokens: Iterable[int]) -> str:
-    """Return tokens as llguidance writes a set of them, such as <[0-1,7]>; empty if there are none."""
+    """Format tokens as a token set of llguidance, such as `<[0-1,7]>`; empty if there are none."""
     ranges: list[list[int]] = []
     for token in sorted(tokens):
         if ranges and ranges[-1][1] == token - 1:

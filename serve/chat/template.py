@@ -240,7 +240,7 @@ class Volatile:
     def strip(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages without the text that matches a pattern.
 
-        Only the first `SEARCHED` characters of all system messages are searched.
+        Only the first `SEARCHED` characters of all system messages together are searched.
         """
         read, left = [], SEARCHED
         for message in messages:

@@ -105,7 +105,7 @@ REFUSED = [
     ("dflash2", {"conv_group_size": 5}, "conv_group_size 5 does not divide hidden_size 64"),
     (FULL, {"architectures": ["XPressDraftModel"]}, "of class XPressDraftModel"),
     (SPARK, {"correction_layers": 2}, "sets correction_layers"),
-    (SPARK, {"markov_head_type": "lstm"}, "known are vanilla, gated and rnn"),
+    (SPARK, {"markov_head_type": "lstm"}, "must be vanilla, gated or rnn"),
     (SPARK, {"model_type": "llama"}, "a layer of llama; only qwen3"),
     (SPARK, {"draft_vocab_size": 96}, "needs its own lm_head"),
 ]

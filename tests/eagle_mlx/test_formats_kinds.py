@@ -191,7 +191,7 @@ def change(folder: Path, tensors: Callable[[dict[str, mx.array]], Any] | None = 
         (eagle, None, {"speculators_model_type": "peagle"}, "lacks mask_token_id"),
         (mtp, lambda t: t.pop("enorm.weight"), {}, "missing: enorm.weight"),
         (mtp, lambda t: t.update({"block.x": t["enorm.weight"]}), {}, "not known to this format: block.x"),
-        (mtp, None, {"eagle_mlx_mtp": {"model_type": "gpt2", "layer": {}}}, "model_type gpt2 are not known"),
+        (mtp, None, {"eagle_mlx_mtp": {"model_type": "gpt2", "layer": {}}}, "model_type gpt2 are not supported"),
         (mtp, None, {"eagle_mlx_mtp": {"colour": 1}}, "sets eagle_mlx_mtp.colour, which is not known"),
         (mtp, None, {"eagle_mlx_mtp": {"model_type": "qwen3"}}, "not usable.*layer"),
     ],
@@ -322,7 +322,7 @@ def test_published_models_that_lack_something(drop: str, message: str, tmp_path:
 
 
 def test_models_whose_layers_are_not_known() -> None:
-    with pytest.raises(ConfigError, match="model_type gpt2 are not known"):
+    with pytest.raises(ConfigError, match="model_type gpt2 are not supported"):
         mtp_of_tensors({"model_type": "gpt2"}, {})
     with pytest.raises(ConfigError, match="mlx-lm cannot use the config"):
         mtp_of_tensors(

@@ -220,7 +220,7 @@ def test_configs_that_contradict_themselves(fields: dict[str, object], message: 
 
 def test_mtp_layers_that_are_not_known() -> None:
     layer = HEADS["mtp"].config.layer  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="model_type gpt2 are not known; known are deepseek_v3, glm4_moe"):
+    with pytest.raises(ConfigError, match="model_type gpt2 are not supported, only those of deepseek_v3, glm4_moe"):
         MTPConfig("gpt2", layer)
     with pytest.raises(ConfigError, match="lacks vocab_size"):
         MTPConfig("qwen3", {"hidden_size": 4, "rms_norm_eps": 1e-6})

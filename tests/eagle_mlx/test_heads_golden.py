@@ -294,7 +294,7 @@ BITS = {"group_size": 32, "bits": 8}
         (lambda _, t: t.update({"layers.0.x": t["norm.weight"]}), "not known to this format: layers.0.x"),
         (lambda _, t: t.pop("fc.biases"), "missing: fc.biases"),
         (nested_text(mtp_use_dedicated_embeddings=True), "no embedding"),
-        (nested_text(model_type="nemotron_h"), "nemotron_h are not known"),
+        (nested_text(model_type="nemotron_h"), "nemotron_h are not supported"),
         (fields(text_config=None), "lacks text_config"),
         (fields(quantization=None), "only those that MLX has quantized"),
         (fields(quantization={**BITS, "mode": "mxfp8"}, quantization_config=None), "only affine is supported"),

@@ -108,7 +108,7 @@ def test_the_default_name_of_the_output_folder(tmp_path: Path, monkeypatch: pyte
         ),
         (lambda f: None, ["--index", "1"], "there is no MTP layer 1: by its config, the model has 1"),
         (lambda f: None, ["--index", "-1"], "--index counts MTP layers from 0"),
-        (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), [], "model_type llama are not known"),
+        (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), [], "model_type llama are not supported"),
         (lambda f: (f / "config.json").unlink(), [], "has no config.json"),
     ],
 )

@@ -236,7 +236,9 @@ def test_mtp_heads_for_every_architecture_that_is_known(tmp_path: Path, model_ty
 
 def test_an_architecture_without_mtp_is_refused_by_name() -> None:
     target = Target(tiny_model("phi3"), name="a phi")
-    with pytest.raises(ConfigError, match=r"a phi: .*model_type phi3 are not known; known are .*qwen3.*--head eagle3"):
+    with pytest.raises(
+        ConfigError, match=r"a phi: .*model_type phi3 are not supported, only those of .*qwen3.*--head eagle3"
+    ):
         KINDS["mtp"].check(target, config_of("mtp"))
 
 

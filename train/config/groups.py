@@ -177,9 +177,11 @@ class OptimizationConfig(Group):
         False, "recompute draft steps for the gradient: far less memory, slightly more time"
     )
     epochs: int = setting(2, "passes over the data, unless --max-steps or --minutes is given", AT_LEAST_1)
-    max_steps: int = setting(0, "optimizer steps of the run; 0 to count epochs", AT_LEAST_0)
+    max_steps: int = setting(0, "number of optimizer steps; with 0, --minutes or --epochs decides", AT_LEAST_0)
     minutes: float = setting(
-        0.0, "time limit of the training, which also sets the schedule; 0 to count steps or epochs", AT_LEAST_0
+        0.0,
+        "time limit of the training, which also sets the schedule; with 0, --max-steps or --epochs decides",
+        AT_LEAST_0,
     )
     hours: float = setting(
         0.0,

@@ -175,7 +175,7 @@ class Run:
 
     @contextlib.contextmanager
     def _interruptible(self) -> Generator[None, None, None]:
-        """Context in which a signal takes effect at the end of a step, and the state is saved."""
+        """Return a context manager in which a signal waits for the end of a step, and the state is saved."""
         with self.stop.deferred():
             try:
                 yield

@@ -332,7 +332,7 @@ def objective_of(config: TrainConfig) -> Objective:
 
 
 def in_pass_type(head: nn.Module, dtype: mx.Dtype) -> contextlib.AbstractContextManager[None]:
-    """Context in which the head's trainable weights are cast to a dtype. Gradients reach the original weights."""
+    """Return a context manager that casts the head's trainable weights. Gradients reach the original weights."""
     names, weights = weights_but(head)
     cast = [w if name.endswith(EXACT) else _cast(w, dtype) for name, w in zip(names, weights, strict=True)]
     return holding(head, names, cast)

@@ -1,4 +1,4 @@
-"""Read and write the config fields that all layouts of block drafters share, and refuse the others by name."""
+"""Read and write the config fields that all layouts of block drafters share, and refuse unsupported fields."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def shared_fields(config: Mapping[str, Any], target_layers: int | None) -> dict[
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """Return the types of the layers. If they are not named, those from `max_window_layers` on slide, as in Qwen3."""
+    """Return the layers' types.
+
+    By default, layers from `max_window_layers` onward use sliding attention if the config enables it, as in Qwen3.
+    """
     if config.get("layer_types"):
         return list(config["layer_types"])
     first, slides = config.get("max_window_layers"), bool(config.get("use_sliding_window"))
@@ -131,7 +134,7 @@ def dspark_fields(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) ->
     rank = int(one_of(config, "markov_rank", 0 if w1 is None else w1.shape[-1]))
     kind = str(one_of(config, "markov_head_type", "vanilla")).lower()
     if rank and kind not in ("vanilla", "gated", "rnn"):
-        raise ConfigError(f"markov_head_type is {kind}; known are vanilla, gated and rnn")
+        raise ConfigError(f"markov_head_type is {kind}; it must be vanilla, gated or rnn")
     confident = bool(one_of(config, "enable_confidence_head", proj is not None))
     reads_token = one_of(config, "confidence_head_with_markov", rank > 0)
     return {

@@ -166,5 +166,5 @@ def _layer_json(config: Eagle3Config) -> dict[str, Any]:
 
 
 def holds_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
-    """Return whether this is a speculator. Loading one of an unknown type raises an error."""
+    """Return whether the files are an EAGLE-3 head in speculators' format. Loading an unknown type raises an error."""
     return config.get("speculators_model_type") not in (None, "mtp", "dflash", "dspark", "peagle")

@@ -66,7 +66,8 @@ class MTPConfig:
     def __post_init__(self) -> None:
         if self.model_type not in _KINDS:
             raise ConfigError(
-                f"MTP layers of model_type {self.model_type} are not known; known are {', '.join(sorted(_KINDS))}"
+                f"MTP layers of model_type {self.model_type} are not supported, only those of "
+                f"{', '.join(sorted(_KINDS))}"
             )
         for name in ("hidden_size", "vocab_size", "rms_norm_eps"):
             value = self.layer.get(name)

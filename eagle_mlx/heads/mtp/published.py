@@ -117,7 +117,7 @@ def mtp_of_tensors(
 
 
 def mtp_prefix(config: Mapping[str, Any], index: int = 0) -> str:
-    """Return the prefix of a published model's MTP tensors. Raises ConfigError if it has fewer layers."""
+    """Return the prefix of the tensors of MTP layer `index`. Raises ConfigError if the model has no such layer."""
     file, layer = _layer_of(config)
     count = _count(layer)
     if index < 0 or (isinstance(count, int) and index >= count):
@@ -173,7 +173,9 @@ def _layer_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _file_of(model_type: Any) -> str:
     if not isinstance(model_type, str) or model_type not in _FILES:
-        raise ConfigError(f"MTP layers of model_type {model_type} are not known; known are {', '.join(sorted(_FILES))}")
+        raise ConfigError(
+            f"MTP layers of model_type {model_type} are not supported, only those of {', '.join(sorted(_FILES))}"
+        )
     return _FILES[model_type]
 
 
