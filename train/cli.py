@@ -36,6 +36,7 @@ kinds of heads:
   eagle3  reads three of the target's layers; has its own output projection over the most frequent tokens
   eagle   EAGLE-1 and 2: reads the target's last hidden state and predicts the next one
   mtp     one layer of the target's architecture; reads the last hidden state, and is reused for every draft token
+  dspark, dflash, peagle   draft a whole block in one forward
 
 examples:
   eagle-train --target checkpoints/target --minutes 6 --rows 4 --length 256 --unroll 3 --lr 2e-3 --output out/head
@@ -46,6 +47,7 @@ examples:
   eagle-train --target Qwen3-4B-4bit --head eagle --data chats.jsonl --output out/qwen3-4b-eagle
   eagle-train --target Qwen3-4B-4bit --head mtp --step-weights .51 .31 .18 --output out/qwen3-4b-mtp
   eagle-train --target Qwen3-4B-4bit --init-from user/qwen3-4b-eagle3 --data mine.jsonl --output out/mine
+  eagle-train --target Qwen3-4B-4bit --head dspark --init-from user/dspark --lora-rank 16 --output out/fitted
   eagle-train -c recipe.yaml --seed 1
   eagle-train --resume out/head
   eagle-train report out/head out/mine

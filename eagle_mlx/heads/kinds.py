@@ -69,6 +69,11 @@ class HeadKind:
     trainable: bool = True
     """Whether `eagle-train` has a recipe for it."""
 
+    @property
+    def one_head(self) -> str:
+        """The name of a head with its article, within a sentence."""
+        return f"{'an' if self.title[0] in 'EM' else 'a'} {self.title} head"
+
 
 KINDS: dict[str, HeadKind] = {}
 """The kinds by name. If several layouts match a folder, the first one is used."""

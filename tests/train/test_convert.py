@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import base_model_of
 from eagle_mlx.formats.tensors import read_tensors
-from eagle_mlx.heads import load_head
+from eagle_mlx.heads import kind_of, load_head
 from eagle_mlx.heads.eagle import save_eagle
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.mtp import save_mtp
@@ -27,7 +27,7 @@ from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.convert.cli import main
 from tests import hub_server
-from tests.eagle_mlx.heads import eagle, eagle3, mtp, peagle
+from tests.eagle_mlx.heads import dflash, dspark, eagle, eagle3, mtp, peagle
 from tests.eagle_mlx.test_formats_torch import Storage, tensor, torch_file
 from tests.fakes import tiny_target, tiny_target_folder
 from tests.full import some
@@ -121,6 +121,26 @@ def test_mtp_to_speculators_and_back_every_bit_is_the_same(model: str, dtype: st
     names = set(read_tensors(tmp_path / "b"))
     assert {"mtp_layers.0.input_proj.weight", "mtp_layers.0.final_layernorm.weight"} <= names
     assert all(name.startswith("mtp_layers.0.") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("make", "layout", "other"),
+    [
+        (dspark, "dspark", "speculators"),
+        (dspark, "dspark", "specforge"),
+        (dflash, "dflash", "speculators"),
+        (peagle, "peagle", "speculators"),
+    ],
+)
+def test_block_heads_to_another_layout_and_back_every_bit_is_the_same(
+    make: Any, layout: str, other: str, tmp_path: Path
+) -> None:
+    head = make(TARGET, own_embedding=True) if make is peagle else make(TARGET)
+    (first,) = (each for each in kind_of(head).formats if each.name == layout)
+    first.save(head, tmp_path / "a", target_name="org/model", extra={"step": 3}, dtype=mx.bfloat16)
+    convert(tmp_path / "a", other, tmp_path / "b")
+    convert(tmp_path / "b", layout, tmp_path / "c")
+    assert same_files(tmp_path / "a", tmp_path / "c")
 
 
 def test_zero_centered_norms_in_float32_lose_at_most_the_last_digit(tmp_path: Path) -> None:

@@ -7,19 +7,16 @@ from collections.abc import Sequence
 
 from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.cpu import blas
+from eagle_mlx.heads import KINDS
 
 from .extract import Extraction, extract
-from .layouts import Conversion, convert
+from .layouts import LAYOUTS, Conversion, convert
 
 _HELP = """\
 Write a head in another layout with the same weights, or extract the MTP head of a published model
 (`eagle-convert mtp --help`).
 
-layouts:
-  eagle3       EAGLE-3 as SGLang, vLLM and SpecForge load it, layer ids in both conventions
-  speculators  EAGLE-3 and Qwen's MTP as speculators and vLLM load them
-  eagle        EAGLE-1 and 2, for SafeAILab and SGLang: PyTorch's .bin becomes safetensors, names become plain
-  mtp          MTP in EAGLE-MLX's own layout
+layouts, with the kinds of heads and the projects that load them:
 """
 _EXAMPLES = """\
 examples:
@@ -62,9 +59,19 @@ def run(given: Sequence[str]) -> None:
         _say(f"blas: {blas.activate()}")
         print(extract(extraction, _say))
         return
-    conversion = read(Conversion, given, "eagle-convert", _HELP, _EXAMPLES)
+    conversion = read(Conversion, given, "eagle-convert", _HELP + _layouts(), _EXAMPLES)
     _say(f"blas: {blas.activate()}")
     print(convert(conversion, _say))
+
+
+def _layouts() -> str:
+    """Return a line about each layout."""
+    lines = []
+    for name in LAYOUTS:
+        found = [(kind.title, each) for kind in KINDS.values() for each in kind.formats if each.name == name]
+        readers = dict.fromkeys(reader for _, each in found for reader in each.readers)
+        lines.append(f"  {name:<12} {', '.join(title for title, _ in found)}: {', '.join(readers) or 'EAGLE-MLX'}\n")
+    return "".join(lines)
 
 
 def _say(text: str) -> None:

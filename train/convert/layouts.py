@@ -23,7 +23,7 @@ from eagle_mlx.target import load_target
 
 from .extract import DTYPES, OVERWRITE, Dtype
 
-_LAYOUTS = tuple(dict.fromkeys(sorted(layout.name for kind in KINDS.values() for layout in kind.formats)))
+LAYOUTS = tuple(dict.fromkeys(sorted(layout.name for kind in KINDS.values() for layout in kind.formats)))
 
 _NO_VERIFIER = (
     "the target's base model is not known for certain, so the config names no verifier, and speculators and vLLM "
@@ -39,7 +39,7 @@ class Conversion(Group):
 
     given: str | None = setting(None, "folder or hub id of the head", name="SOURCE", positional=True)
     named: str | None = setting(None, "the same as SOURCE", name="source", metavar="SOURCE")
-    to: str = setting(REQUIRED, "layout to write", metavar=f"{{{','.join(_LAYOUTS)}}}")
+    to: str = setting(REQUIRED, "layout to write", metavar=f"{{{','.join(LAYOUTS)}}}")
     output: str = setting(REQUIRED, "folder for the converted head", metavar="DIR")
     target: str | None = setting(None, "folder or hub id of the model that the head is for", metavar="MODEL")
     base_model: str | None = setting(
@@ -79,7 +79,7 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     kind = kind_of(head)
     tensors = read_tensors(folder)
     types = sorted({str(x.dtype).removeprefix("mlx.core.") for x in tensors.values()})
-    say(f"{what.source}: an {kind.title} head with tensors of {', '.join(types)}")
+    say(f"{what.source}: {kind.one_head} with tensors of {', '.join(types)}")
     layout = _layout(kind, what)
     if _copies_embedding(head, layout) and target is None:
         raise ConfigError(
@@ -131,7 +131,7 @@ def _layout(kind: HeadKind, what: Conversion) -> Format:
         if layout.name == what.to:
             return layout
     raise ConfigError(
-        f"{what.source} is an {kind.title} head, which cannot be written as {what.to}; "
+        f"{what.source} is {kind.one_head}, which cannot be written as {what.to}; "
         f"--to can be {' or '.join(layout.name for layout in kind.formats)}"
     )
 
@@ -191,7 +191,7 @@ def _closing(what: Conversion, head: DraftHead, layout: Format, dtype: mx.Dtype,
             f", in a version that supports {', '.join(flags)}" if flags else ""
         )
     return (
-        f"{what.output}: an {kind.title} head in the {what.to} layout, {len(tensors)} tensors in "
+        f"{what.output}: {kind.one_head} in the {what.to} layout, {len(tensors)} tensors in "
         f"{DTYPE_NAMES[dtype]}, {size / 1e6:,.1f} MB{copied}. EAGLE-MLX has read it back; {readers}"
     )
 

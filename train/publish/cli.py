@@ -140,7 +140,7 @@ def run(options: PublishOptions) -> None:
             second = quantized(source, bits, folder / "quantized")
             write_bundle(folders[small], second, make_card(second, small, base, license, (), portable=repo), base)
         for each, files in folders.items():
-            _send(each, files, options.upload, f"Publish an {source.kind.title} head for {base}")
+            _send(each, files, options.upload, f"Publish {source.kind.one_head} for {base}")
 
 
 def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.heads import kind_of as known_kind
 from eagle_mlx.heads import load_head
 from eagle_mlx.hidden_states import Example, features_of, last_of, read_states
 from eagle_mlx.progress import progress_bar
@@ -32,7 +33,8 @@ def existing_head(target: Target, config: TrainConfig) -> Head | None:
     loaded: Any = load_head(config.head.init_from, target)
     kind = kind_of(loaded)
     if kind.name != config.head.kind:
-        raise ConfigError(f"{config.head.init_from} is an {kind.title} head; continue it with --head {kind.name}")
+        one = known_kind(loaded).one_head
+        raise ConfigError(f"{config.head.init_from} is {one}; continue it with --head {kind.name}")
     for name, has in kind.mismatches(loaded, config).items():
         asked = config.value(name)
         if asked not in (OPEN[name], has):
