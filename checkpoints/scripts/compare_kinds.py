@@ -48,6 +48,7 @@ RECIPES = {
     "mtp": "demo-mtp.yaml",
     "dspark": "demo-block.yaml",
     "dflash": "demo-block.yaml",
+    "peagle": "demo-peagle.yaml",
 }
 BATCH = 8
 """Prompts decoded at a time. Acceptance does not depend on it."""
