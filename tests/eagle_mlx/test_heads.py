@@ -96,7 +96,9 @@ def slow_block(head: BlockHead, features: mx.array, newest: int) -> list[int]:
     for slot in range(head.config.block_size):
         logits = head.logits(h[slot])
         if head.is_sequential:
-            logits, state = head.slot_logits(mx.array(tokens[-1]), h[slot], logits, state)
+            count = head.config.selector_top_k
+            candidates = mx.argsort(-logits)[:count] if count else None
+            logits, state = head.slot_logits(mx.array(tokens[-1]), h[slot], logits, state, candidates)
         if slot == 0 and not head.config.first_slot_drafts:
             continue
         best = int(mx.argmax(logits).item())
