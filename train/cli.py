@@ -129,7 +129,7 @@ def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tu
     target = str(named.get("target", ""))
     if name == OWN_RECIPE and not target:
         raise ConfigError("--recipe without a name uses the recipe for the target: name the target with --target")
-    recipe = None if name is None else load_recipe(name or target)
+    recipe = None if name is None else load_recipe(name or target, str(named.get("head", "")))
     known = dict(recipe.settings) if recipe else {}
     if named.get("hours"):  # the target makes the data, so ignore a recipe's
         known = {setting: value for setting, value in known.items() if setting not in ("map", *NOT_WITH_HOURS)}

@@ -165,6 +165,8 @@ def test_27_an_unknown_target_has_a_plan_that_says_what_is_missing(
         (["--recipe", "Qwen/Qwen3-8B"], "qwen3-8b"),
         (["--recipe", "mlx-community/Qwen3-8B-8bit"], "qwen3-8b"),
         (["--recipe", "Qwen/Qwen3.6-27B"], "qwen3.6-27b-dspark"),
+        (["--recipe", "Qwen/Qwen3-8B", "--head", "dspark"], "qwen3-8b-dspark"),
+        (["--recipe", "qwen3-8b", "--head", "mtp"], "qwen3-8b"),
         (["--recipe", "Meta-Llama-3.1-8B-Instruct-bf16"], "llama3.1-8b"),
         (["--recipe", "--target", "mlx-community/Qwen3-32B-4bit"], "qwen3-32b"),
         (["--target", "Qwen/Qwen3-32B", "--recipe"], "qwen3-32b"),

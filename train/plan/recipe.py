@@ -44,13 +44,18 @@ def recipe_names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
-def load_recipe(name: str) -> Recipe:
-    """Return the recipe with this name, or for this model. Raises ConfigError, with all names, if there is none."""
+def load_recipe(name: str, head: str = "") -> Recipe:
+    """Return the recipe with this name or for this model, or the one for a kind of `head` that is based on it.
+
+    Raises ConfigError, with all names, if there is none.
+    """
     recipe = _read(name) if name in recipe_names() else recipe_for(name)
     if recipe is None:
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), recipe_names(), 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"there is no recipe {name}: {hint}the recipes are {', '.join(recipe_names())}")
+    if (own := f"{recipe.name}-{head}") in recipe_names():
+        recipe = _read(own)
     TrainConfig.of(**recipe.settings)
     return recipe
 
