@@ -128,8 +128,8 @@ class MlxVlm:
             draft_kind=self._kind,
             draft_block_size=None if depth is None else depth + 1,
         )
-        embed = self._model.get_input_embeddings
-        embedded = [{"inputs_embeds": embed(mx.array([prompt])).inputs_embeds} for prompt in prompts]
+        features = [self._model.get_input_embeddings(mx.array([prompt])).to_dict() for prompt in prompts]
+        embedded = [{name: x for name, x in each.items() if x is not None} for each in features]
         found: dict[int, Tokens] = {uid: [] for uid in generator.insert(prompts, prompt_kwargs=embedded)}
         while generator.has_work:
             for each in generator.next()[1]:
