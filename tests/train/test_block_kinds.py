@@ -20,7 +20,7 @@ from tests.fakes import randomize, tiny_target
 from train.config import TrainConfig
 from train.data import Rows
 from train.kinds import KINDS, resolved
-from train.kinds.block.unroll import unroll_blocks
+from train.kinds.block.unroll import unroll_blocks, with_latents
 from train.kinds.eagle3.peagle import share_of, unroll_masks
 from train.step.inputs import ANCHORS, make_anchor_plan
 from train.step.losses import confidence_loss, distribution_distance
@@ -99,6 +99,23 @@ def test_mask_tokens_are_those_of_drafting(name: str, recompute: bool) -> None:
             for slot in range(drafts):
                 if index < np.ceil(share_of(slot) * anchors.shape[1]):
                     np.testing.assert_allclose(found[slot][row, index], wanted[slot], atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_the_markov_head_reads_as_in_drafting(kind: str) -> None:
+    model, rng = target(), np.random.default_rng(0)
+    head = head_for(model, first_slot_drafts=True, markov_head=kind, markov_rank=8)
+    tokens = mx.array(rng.integers(0, model.vocab_size, (2, LENGTH)))
+    anchors = mx.array([[3, 9], [1, LENGTH - 5]])
+    outputs = [mx.array(rng.normal(size=(2, 2, model.hidden_size)), mx.float32) for _ in range(head.config.drafts)]
+    found = with_latents(head, outputs, tokens, anchors)
+    state = None
+    for slot, (h, x) in enumerate(zip(outputs, found, strict=True)):
+        before, logits = mx.take_along_axis(tokens, anchors + slot, axis=1), head.logits(h)
+        wanted, state = head.slot_logits(before, h, logits, state, None)
+        got, latent = mx.split(x, [model.hidden_size], axis=-1)
+        np.testing.assert_array_equal(got, h)
+        np.testing.assert_allclose(logits + head.markov_head.markov_w2(latent), wanted, atol=1e-5)
 
 
 @st.composite

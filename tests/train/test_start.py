@@ -48,6 +48,8 @@ SHAPES: dict[str, Any] = {
     "dspark, for Gemma": lambda: dspark(TARGET, **GEMMA, embedding_scale=TARGET.hidden_size**0.5),
     "dspark, as speculators": lambda: dspark(TARGET, markov_head="rnn", draft_vocab_size=40, own_lm_head=True),
     "dspark, as SpecForge": lambda: dspark(TARGET, windows=(6, None), causal=(True, False)),
+    "dspark, without a Markov head": lambda: dspark(TARGET, markov_head=None, own_embedding=True, own_lm_head=True),
+    "dspark, confidence alone": lambda: dspark(TARGET, markov_head="gated", confidence_with_markov=False),
     "dflash": lambda: dflash(TARGET, windows=(6, None), causal=(True, False)),
 }
 """Heads of which some can be written in one layout only."""
@@ -158,11 +160,18 @@ def test_matching_settings_are_accepted(tmp_path: Path) -> None:
     assert existing_head(TARGET, resolved(TrainConfig())) is None
 
 
-def test_kinds_that_cannot_be_trained_are_refused_by_name(tmp_path: Path) -> None:
-    head = dflash2(TARGET)
-    known_kind(head).formats[-1].save(head, tmp_path / "head", target_name="tiny", extra={}, dtype=mx.float32)
-    with pytest.raises(ConfigError, match="DFlash2 heads cannot be trained or adapted"):
-        existing_head(TARGET, config_of("eagle3", tmp_path / "head", lora_rank=2))
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (dflash2(TARGET), "DFlash2 heads cannot be trained or adapted"),
+        (dspark(TARGET, markov_head="rnn", first_slot_drafts=False), "recurrent Markov head .* cannot be trained"),
+    ],
+)
+def test_heads_that_cannot_be_trained_are_refused_by_name(tmp_path: Path, head: Any, message: str) -> None:
+    layout = next(each for each in known_kind(head).formats if each.name in ("dflash2", "speculators"))
+    layout.save(head, tmp_path / "head", target_name="tiny", extra={}, dtype=mx.float32)
+    with pytest.raises(ConfigError, match=message):
+        existing_head(TARGET, config_of("dspark", tmp_path / "head", lora_rank=2))
 
 
 def test_a_folder_without_a_head(tmp_path: Path) -> None:

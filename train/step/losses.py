@@ -109,19 +109,22 @@ def step_loss(
 ) -> tuple[mx.array, mx.array]:
     """Return a draft step's weighted loss, without the feature distance, and its hits, both scalars.
 
-    x [U, H], weights [U] float32. previous [U] int32: the token before each label's, for heads that read it.
+    x [U, H], weights [U] float32. previous [U] int32: the token before each label's, if the head has a Markov head; x
+    is then as from `with_latents`.
     """
-    logits = head.logits(x)
+    h = x
     if previous is not None:
-        logits = logits + head.markov_head.step(previous, x, None)[0]
+        h, latent = mx.split(x, [head.hidden_size], axis=-1)
+    logits = head.logits(h)
+    if previous is not None:
+        logits = logits + head.markov_head.markov_w2(latent)
     logits = logits.astype(mx.float32)
     each = objective.token_weight * cross_entropy(logits, labels, objective.hard)
     if objective.variation_weight:
         apart = distribution_distance(logits, labels.probs)
         each = each + objective.variation_weight * apart
-        if objective.confidence_weight:
-            read = None if previous is None else head.markov_head.embedding(previous)
-            sure = confidence_loss(head.confidence_head(x, read), 1 - apart / 2)
+        if objective.confidence_weight and head.config.confidence_head:
+            sure = confidence_loss(head.confidence(h, previous), 1 - apart / 2)
             each = each + objective.confidence_weight * sure
     loss = mx.sum(weights * labels.inside * each)
     logits = mx.stop_gradient(logits)

@@ -27,6 +27,7 @@ from ..config import TrainConfig, pass_type
 from ..data import Rows, capture_rows
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import KINDS, Head, kind_of, resolved
+from ..kinds.block.unroll import with_latents
 from ..unroll import holding, weights_but
 from .inputs import Plan, add_noise, make_anchor_plan, make_plan, noise_of
 from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses, step_weights
@@ -306,7 +307,10 @@ def part_loss(
         outputs = kind.unroll(
             head, embeddings, features, arrays["segments"], arrays["positions"], select.shape[0], grad_checkpoint
         )
-        previous = tokens.reshape(-1)[arrays["labels"]] if "markov_head" in head else None
+        previous = None
+        if "markov_head" in head:
+            outputs = with_latents(head, outputs, tokens, arrays["positions"])
+            previous = tokens.reshape(-1)[arrays["labels"]]
         loss, by_step, hits = ChunkedLoss(head, target, last, weights, objective, previous)(outputs, select)
         if not objective.feature_weight:
             return loss, by_step, hits

@@ -134,13 +134,13 @@ class BlockHead(HeadBase[BlockConfig]):
         bias, state = self.markov_head.step(previous, h, state)
         return logits + bias, state
 
-    def confidence(self, h: mx.array, previous: mx.array) -> mx.array:
+    def confidence(self, h: mx.array, previous: mx.array | None) -> mx.array:
         """Return the confidence head's logits [...] float32.
 
-        h [..., H]; previous [...] int32, the tokens before, which some confidence heads read.
+        h [..., H]; previous [...] int32, the tokens before, which confidence heads may read if there is a Markov head.
         """
-        reads = self._config.confidence_with_markov
-        out: mx.array = self.confidence_head(h, self.markov_head.embedding(previous) if reads else None)
+        read = previous if self._config.confidence_with_markov else None
+        out: mx.array = self.confidence_head(h, None if read is None else self.markov_head.embedding(read))
         return out
 
 

@@ -25,11 +25,12 @@ class MarkovHead(nn.Module):
 
         `state` [..., r] carries information from slot to slot; None before the first slot, and in stateless heads.
         """
-        return self.markov_w2(self.latent(tokens, h)), None
+        latent, state = self.latent(tokens, h, state)
+        return self.markov_w2(latent), state
 
-    def latent(self, tokens: mx.array, h: mx.array) -> mx.array:
-        """Return [..., r], the input of `markov_w2`."""
-        return self.embedding(tokens)
+    def latent(self, tokens: mx.array, h: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
+        """Return [..., r], the input of `markov_w2`, and the next state. Arguments as in `step`."""
+        return self.embedding(tokens), None
 
     def embedding(self, tokens: mx.array) -> mx.array:
         """Embed tokens [...] as [..., r]."""
@@ -44,9 +45,9 @@ class GatedMarkovHead(MarkovHead):
         super().__init__(config)
         self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
 
-    def latent(self, tokens: mx.array, h: mx.array) -> mx.array:
+    def latent(self, tokens: mx.array, h: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
         previous = self.embedding(tokens)
-        return mx.sigmoid(self.gate_proj(mx.concatenate([h, previous], axis=-1))) * previous
+        return mx.sigmoid(self.gate_proj(mx.concatenate([h, previous], axis=-1))) * previous, None
 
 
 class RnnMarkovHead(MarkovHead):
@@ -56,12 +57,12 @@ class RnnMarkovHead(MarkovHead):
         super().__init__(config)
         self.joint_proj = nn.Linear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
 
-    def step(self, tokens: mx.array, h: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
+    def latent(self, tokens: mx.array, h: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
         previous = self.embedding(tokens)
         state = mx.zeros_like(previous) if state is None else state
         gate, candidate, output = mx.split(self.joint_proj(mx.concatenate([state, previous, h], axis=-1)), 3, axis=-1)
         gate = mx.sigmoid(gate)
-        return self.markov_w2(mx.tanh(output)), gate * state + (1 - gate) * mx.tanh(candidate)
+        return mx.tanh(output), gate * state + (1 - gate) * mx.tanh(candidate)
 
 
 MARKOV_HEADS: dict[str, type[MarkovHead]] = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RnnMarkovHead}

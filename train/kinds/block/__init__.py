@@ -84,6 +84,11 @@ class BlockKind(Kind[B]):
 
     def mismatches(self, head: B, config: TrainConfig) -> Mapping[str, Any]:
         shape = head.config
+        if shape.markov_head == "rnn" and not shape.first_slot_drafts:
+            raise ConfigError(
+                f"{config.head.init_from} has a recurrent Markov head (markov_head_type rnn) whose first slot drafts "
+                "nothing (sample_from_anchor false), which cannot be trained; start from another head"
+            )
         if config.optimization.unroll > shape.drafts:
             raise ConfigError(
                 f"--unroll is {config.optimization.unroll}, but {config.head.init_from} drafts blocks of "

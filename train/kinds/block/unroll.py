@@ -15,6 +15,7 @@ from eagle_mlx.heads.block.config import BlockAttention
 from eagle_mlx.heads.block.layers import BlockLayer
 
 from ...unroll import HIDDEN, Step, recomputed, take_rows
+from ..base import Head
 
 
 def unroll_blocks(
@@ -47,6 +48,19 @@ def unroll_blocks(
     first = 0 if config.first_slot_drafts else 1
     slots = head.norm(x).reshape(b, count, config.block_size, -1)
     return [slots[:, :, first + step] for step in range(steps)]
+
+
+def with_latents(head: Head, outputs: list[mx.array], tokens: mx.array, anchors: mx.array) -> list[mx.array]:
+    """Append the inputs of the Markov head's last matrix, for the true tokens [B, L], to each slot's states [B, A, H].
+
+    Returns arrays [B, A, H + r]. A recurrent head's state is that after the slots before.
+    """
+    state, found = None, []
+    for slot, h in enumerate(outputs):
+        before = mx.take_along_axis(tokens, mx.minimum(anchors + slot, tokens.shape[1] - 1), axis=1)
+        latent, state = head.markov_head.latent(before, h, state)
+        found.append(mx.concatenate([h, latent], axis=-1))
+    return found
 
 
 def _layer(
