@@ -130,6 +130,8 @@ def test_an_adapted_head_must_not_change(
         stop_at(patch, 4)
         assert main(flags(target, chats, out, *adapts)) == 143
     assert re.search(r"head, [\d,]+ parameters, of which [\d,]+ are trained", capsys.readouterr().err)
+    assert json.loads((out / "run.json").read_text())["config"]["lora_rank"] == 2
+    assert weights(out).keys() == {str(name) for name in mx.load(str(head / "model.safetensors"))}
     published(target, head, seed=1)
     assert main(["--resume", str(out)]) == 2
     assert "is not the head that the run in" in capsys.readouterr().err

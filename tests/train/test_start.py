@@ -74,6 +74,9 @@ def test_it_begins_as_the_head_that_was_saved_and_learns(tmp_path: Path, name: s
     folder = written(SHAPES[name](), tmp_path / "head")
     saved: Any = load_head(folder, TARGET)
     config = config_of(kind_of(saved).name, folder, lora_rank=rank, optimizer="muon" if rank else "adamw")
+    short = config.changed(dtype="bfloat16")
+    for key, value in weights_of(merged(existing_head(TARGET, short))).items():  # type: ignore[arg-type]
+        assert value.dtype == (mx.bfloat16 if rank else mx.float32), key
     head: Any = existing_head(TARGET, config)
     assert head.config == saved.config
     for key, value in weights_of(merged(head)).items():
