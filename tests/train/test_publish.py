@@ -33,7 +33,7 @@ from eagle_mlx.train.publish.cli import main
 from eagle_mlx.train.publish.figures import data_sets, of_bench, of_training, train_command
 from eagle_mlx.train.publish.source import read_source
 from tests import hub_server
-from tests.eagle_mlx.heads import eagle, eagle3, mtp
+from tests.eagle_mlx.heads import eagle, eagle3, mtp, peagle
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 REPO = "user/tiny-eagle3"
@@ -381,7 +381,7 @@ FOUND = {"acceptance_length": 2.0, "acceptance_by_position": [0.5, 0.5], "depth"
 
 def test_every_kind_has_its_tags_and_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tiny_target()
-    heads = {kind: tmp_path / kind for kind in ("eagle", "mtp", "speculators", "speculators-mtp", "layers")}
+    heads = {kind: tmp_path / kind for kind in ("eagle", "mtp", "peagle", "speculators", "speculators-mtp", "layers")}
     one, other = eagle(target), tiny_head(target, draft_vocab=48)
     one.attach(target)
     other.attach(target)
@@ -391,10 +391,12 @@ def test_every_kind_has_its_tags_and_servers(tmp_path: Path, capsys: pytest.Capt
     save_speculators_mtp(mtp(target, norm_output=True), heads["speculators-mtp"], target_name="owner/tiny")
     several = Eagle3Head(replace(other.config, num_hidden_layers=2), other.d2t)
     save_eagle3(several, heads["layers"], target_name="owner/tiny")
+    save_eagle3(peagle(target), heads["peagle"], target_name="owner/tiny")
     tags = {
         "eagle": ["eagle", "sglang"],
         "layers": ["eagle3", "vllm"],
         "mtp": ["mtp"],
+        "peagle": ["peagle", "vllm"],
         "speculators": ["eagle3", "vllm"],
         "speculators-mtp": ["mtp"],
     }
@@ -406,6 +408,9 @@ def test_every_kind_has_its_tags_and_servers(tmp_path: Path, capsys: pytest.Capt
         assert f"eagle-serve --target owner/tiny --head {REPO}" in card.text
     assert "--speculative-algorithm EAGLE --spec" in dry(heads["eagle"], capsys)
     assert "last hidden state" in dry(heads["mtp"], capsys)
+    assert re.search(
+        '"method": "eagle3", .*, "parallel_drafting": true}\'$', dry(heads["peagle"], capsys), re.MULTILINE
+    )
 
 
 def test_the_card_of_an_eagle_31_head_warns_of_old_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
