@@ -17,7 +17,7 @@ from eagle_mlx.train import unroll
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS as TRAINED
-from eagle_mlx.train.kinds import freeze_embedding, kind_of, resolved
+from eagle_mlx.train.kinds import choose_trained, kind_of, resolved
 from eagle_mlx.train.step.inputs import make_plan
 from eagle_mlx.train.step.losses import Objective
 from eagle_mlx.train.step.step import Stepper, part_arrays, part_loss
@@ -51,7 +51,7 @@ def test_the_gradient_is_what_mlx_makes_of_all_steps_at_once(
     name: str, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head: Any = KINDS[name](TARGET)
-    freeze_embedding(head)
+    choose_trained(head, TrainConfig())
     head.attach(TARGET)
     rows = random_rows(TARGET, len(head.named_layers) + 1, 2, 12)
     gradient = gradient_of(head, TARGET, rows, STEPS, again)
