@@ -26,6 +26,7 @@ from typing import Any
 from eagle_mlx.catalog import embedded
 from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.formats.tensors import read_safetensors
 from eagle_mlx.heads import kind_of
 from eagle_mlx.heads.load import load_head
 from eagle_mlx.machine import describe
@@ -113,7 +114,7 @@ def prepare(target: Path, head: str, folder: Path) -> Target:
     """Write the target and the head's layouts in float32. Raises ConfigError if the head is not DSpark."""
     shutil.copytree(target, folder / "target")
     for file in (folder / "target").glob("*.safetensors"):
-        stored = mx.load(str(file))
+        stored = read_safetensors(file)
         weights = {k: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x for k, x in stored.items()}
         mx.eval(weights)
         file.unlink()

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 Tokens = list[int]
@@ -138,7 +139,12 @@ class MlxVlm:
         return list(found.values())
 
 
-PEERS = {"eagle-mlx": Ours, "mlx-lm": MlxLm, "mlx-dspark": MlxDspark, "mlx-vlm": MlxVlm}
+PEERS: dict[str, Callable[[str, str], Peer]] = {
+    "eagle-mlx": Ours,
+    "mlx-lm": MlxLm,
+    "mlx-dspark": MlxDspark,
+    "mlx-vlm": MlxVlm,
+}
 
 
 def turn(peer: Peer, prompts: list[Tokens], rows: int, max_tokens: int, depth: int | None) -> dict[str, Any]:
