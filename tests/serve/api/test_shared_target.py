@@ -40,7 +40,8 @@ class Shared:
     def until_ready(self) -> None:
         until = monotonic() + 90
         while monotonic() < until:
-            assert all(process.poll() is None for process in self.processes), self.processes[0].stderr
+            if any(process.poll() is not None for process in self.processes):
+                raise AssertionError([errors[-2000:] for _, errors in ended(self.processes)])
             with suppress(httpx.TransportError):  # not listening yet
                 if self.http.get("/health").status_code == 200:
                     return
@@ -55,7 +56,7 @@ class Shared:
 @contextmanager
 def shared(target: Path, folder: Path, shard: str = "tensor", drafts: str = "--spec-decode ngram") -> Iterator[Shared]:
     [port] = free_ports(1)
-    flags = f"--target {target} --shard {shard} {drafts} --rank-seconds 10 --port {port} --no-prior"
+    flags = f"--target {target} --shard {shard} {drafts} --rank-seconds 30 --port {port} --no-prior"
     processes = start(2, folder, "eagle_mlx.serve.api.cli", *flags.split())
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
