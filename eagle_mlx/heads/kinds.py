@@ -101,3 +101,10 @@ def kind_of(head: DraftHead) -> HeadKind:
         if isinstance(head, kind.head_class):
             return kind
     raise ConfigError(f"a {type(head).__name__} is of no known kind; the kinds are {', '.join(KINDS)}")
+
+
+def check_expressible(config: Any, layout: str, instead: str, **wanted: Any) -> None:
+    """Raise ConfigError, with what to do instead, unless the fields in `wanted` have the values a layout implies."""
+    for name, value in wanted.items():
+        if (own := getattr(config, name)) != value:
+            raise ConfigError(f"{layout} layout cannot express {name}={own}; {instead}")

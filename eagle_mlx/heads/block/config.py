@@ -108,18 +108,18 @@ class BlockAttention:
     causal: bool
     window_start: WindowStart
 
-    def mask(self, start: int | mx.array, longest: int, slots: int, asking: int) -> mx.array | None:
-        """Return a mask [B or 1, 1, asking, longest + slots] bool, or None if every slot sees everything.
+    def mask(self, start: int | mx.array, longest: int, slots: int, queries: int) -> mx.array | None:
+        """Return a mask [B or 1, 1, queries, longest + slots] bool, or None if every slot sees everything.
 
         Context entries come first, then each row's block, from its own position on. start: each row's number of
-        context positions, an int if all have `longest`, else [B] int32; asking: the slots and padding after them.
+        context positions, an int if all have `longest`, else [B] int32; queries: the slots and padding after them.
         """
         if isinstance(start, int) and not self.causal and (self.window is None or longest + slots <= self.window):
             return None
         first = mx.array([start], mx.int32) if isinstance(start, int) else start
         anchor = first[:, None, None]
         keys = mx.arange(longest + slots)[None, None]
-        places = anchor + mx.arange(asking)[None, :, None]
+        places = anchor + mx.arange(queries)[None, :, None]
         context, block = keys < anchor, (keys >= anchor) & (keys < anchor + slots)
         if self.causal:
             block = block & (keys <= places)

@@ -19,6 +19,7 @@ from eagle_mlx.formats.fields import (
 )
 from eagle_mlx.formats.tensors import read_weights
 from eagle_mlx.heads.block.config import BlockConfig
+from eagle_mlx.heads.kinds import check_expressible
 from eagle_mlx.heads.layers import layer_json
 
 DFLASH = "dflash_config"
@@ -173,12 +174,10 @@ def block_layer_json(config: BlockConfig) -> dict[str, Any]:
     }
 
 
-def check_sayable(config: BlockConfig, whose: str, **wanted: Any) -> None:
+def check_block_expressible(config: BlockConfig, whose: str, **wanted: Any) -> None:
     """Raise ConfigError if a layout cannot express a field: those in `wanted` must have the given value."""
     plain = {"qkv_bias": False, "mlp_bias": False, "qk_norm": True, "gemma": False, "conv_kernel_size": 0}
-    for name, value in {**plain, **wanted}.items():
-        if getattr(config, name) != value:
-            raise ConfigError(f"{whose} layout cannot express {name}={getattr(config, name)}; choose another layout")
+    check_expressible(config, whose, "choose another layout", **{**plain, **wanted})
 
 
 def causal_by_type(windows: Sequence[int | None], layers: int) -> tuple[bool, ...]:

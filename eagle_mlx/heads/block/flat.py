@@ -27,8 +27,8 @@ from eagle_mlx.heads.block.fields import (
     all_or_none,
     block_layer_json,
     causal_by_type,
+    check_block_expressible,
     check_fields,
-    check_sayable,
     dspark_fields,
     dspark_json,
     one_of,
@@ -144,7 +144,9 @@ def save_zlab(head: DFlashHead | DFlash2Head, folder: str | Path, **options: Unp
     """
     config, second, weights = head.config, isinstance(head, DFlash2Head), weights_of(head)
     ends = {"own_embedding": False, "own_lm_head": False, "first_slot_drafts": False}
-    check_sayable(config, "z-lab's", conv_kernel_size=config.conv_kernel_size, **ends, **_windows_end_at_slots(config))
+    check_block_expressible(
+        config, "z-lab's", conv_kernel_size=config.conv_kernel_size, **ends, **_windows_end_at_slots(config)
+    )
     own = {name: getattr(config, name) for name in _SELECTOR} if second else {}
     output = {
         "input_embedding_scale": config.embedding_scale,
@@ -168,7 +170,7 @@ def save_deepspec(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOp
     config = head.config
     scaled = {"gemma": True, "output_multiplier": 1.0, "embedding_scale": config.hidden_size**0.5}
     output = scaled if config.gemma else _PLAIN_OUTPUT
-    check_sayable(config, "DeepSpec's", windows=(), causal=(), interleaved_rope=False, **output)
+    check_block_expressible(config, "DeepSpec's", windows=(), causal=(), interleaved_rope=False, **output)
     placed = {**_block_json(config), **dspark_json(config), "architectures": [GEMMA if config.gemma else DEEPSPEC]}
     _write(head, folder, placed | (gemma_json(config) if config.gemma else {}), options)
 
@@ -176,7 +178,7 @@ def save_deepspec(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOp
 def save_specforge(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     """Write a head in SpecForge's layout. Arguments and errors as in `save_zlab`."""
     config = head.config
-    check_sayable(config, "SpecForge's", **_PLAIN_OUTPUT, **_windows_end_at_slots(config))
+    check_block_expressible(config, "SpecForge's", **_PLAIN_OUTPUT, **_windows_end_at_slots(config))
     nested = {**_block_json(config), **dspark_json(config), "projector_type": "dspark"}
     placed = {"architectures": [SPECFORGE], "block_size": config.block_size, **_causal_json(config), DFLASH: nested}
     _write(head, folder, placed, options)
@@ -193,7 +195,7 @@ def _block_json(config: BlockConfig) -> dict[str, Any]:
 
 def _write(head: BlockHead, folder: str | Path, placed: Mapping[str, Any], options: SaveOptions) -> None:
     config = head.config
-    check_sayable(config, "this", draft_vocab_size=config.vocab_size, gemma=config.gemma)
+    check_block_expressible(config, "this", draft_vocab_size=config.vocab_size, gemma=config.gemma)
     save_head(folder, {**block_layer_json(config), **placed}, weights_of(head), **options)
 
 

@@ -24,8 +24,8 @@ from eagle_mlx.heads.block.fields import (
     all_or_none,
     block_layer_json,
     causal_by_type,
+    check_block_expressible,
     check_fields,
-    check_sayable,
     dspark_fields,
     dspark_json,
     own_ends,
@@ -107,7 +107,7 @@ def save_speculators_block(
     """
     config = head.config
     kind = "dspark" if isinstance(head, DSparkHead) else "dflash"
-    _check_sayable(config)
+    _check_expressible(config)
     layer = {name: value for name, value in block_layer_json(config).items() if not name.startswith("quantization")}
     layer.pop("rope_theta")
     written = {
@@ -127,11 +127,11 @@ def save_speculators_block(
     save_head(folder, written, weights_of(head), exact=vocabulary_tensors(head), **options)
 
 
-def _check_sayable(config: BlockConfig) -> None:
+def _check_expressible(config: BlockConfig) -> None:
     plain = {"embedding_scale": None, "output_multiplier": 1.0, "logit_softcap": None, "interleaved_rope": False}
     ends = {"own_embedding": False, "own_lm_head": config.draft_vocab_size < config.vocab_size}
     windows = {"window_start": "anchor"} if config.windows else {}
-    check_sayable(config, "speculators'", **plain, **ends, **windows)
+    check_block_expressible(config, "speculators'", **plain, **ends, **windows)
     by_type = causal_by_type(config.windows, config.num_hidden_layers)
     if all_or_none(config.causal) not in ((), by_type):
         raise ConfigError(f"speculators' layout cannot express causal={config.causal}; choose another layout")

@@ -27,6 +27,7 @@ from eagle_mlx.heads.base import build, vocabulary_tensors
 from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, PEagleConfig
 from eagle_mlx.heads.eagle3.peagle import build_peagle, take_mask_token
 from eagle_mlx.heads.eagle3.portable import aux_layers_of, inner_tensors, outer_name
+from eagle_mlx.heads.kinds import check_expressible
 from eagle_mlx.heads.layers import layer_json
 
 LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -128,7 +129,7 @@ def save_speculators(
     is neither an embedding nor a target, OutputError if the folder cannot be written.
     """
     config = head.config
-    _check_sayable(config)
+    _check_expressible(config)
     weights, noted = with_embedding(head)
     mask = {"mask_token_id": config.mask_token_id} if isinstance(config, PEagleConfig) else {}
     written = {
@@ -144,11 +145,11 @@ def save_speculators(
     save_head(folder, written, tensors | vocabulary_tensors(head), noted, **options)
 
 
-def _check_sayable(config: Eagle3Config) -> None:
+def _check_expressible(config: Eagle3Config) -> None:
     window_json(config.windows)
-    for name in ("norm_logits", "input_layernorm", "hidden_norm", "use_aux_hidden_state", "qkv_bias", "quantization"):
-        if (value := getattr(config, name)) != getattr(Eagle3Config, name):
-            raise ConfigError(f"the speculators layout cannot express {name}={value}; write the portable layout")
+    fixed = ("norm_logits", "input_layernorm", "hidden_norm", "use_aux_hidden_state", "qkv_bias", "quantization")
+    usual = {name: getattr(Eagle3Config, name) for name in fixed}
+    check_expressible(config, "the speculators", "write the portable layout", **usual)
     if config.hidden_size != config.target_hidden_size:
         raise ConfigError(
             f"speculators needs heads of their target's width, {config.target_hidden_size}, not {config.hidden_size}; "

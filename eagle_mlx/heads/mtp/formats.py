@@ -17,12 +17,15 @@ from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.fields import NOTED, quantization_json, read_config, reading, speculators_json
 from eagle_mlx.formats.tensors import SaveOptions, in_file_type, read_weights, save_head, weights_of
 from eagle_mlx.heads.base import build
+from eagle_mlx.heads.kinds import check_expressible
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead
 from eagle_mlx.heads.mtp.published import MIMO, ZERO_CENTRED, mtp_of_speculators, norms_of
 from eagle_mlx.heads.precision import quantize
 
 FIELD = "eagle_mlx_mtp"
 ARCHITECTURE = "EagleMLXMTPHead"
+KEEP = "keep this project's layout"
+"""What to do with a head that another layout cannot express."""
 _LAYERS = {"qwen3": ("qwen3",), "qwen3_next": ("qwen3_next",), "qwen3_5": ("qwen3_5_text", "qwen3_5_moe_text")}
 """Maps mlx-lm's module to speculators' layer types."""
 
@@ -99,7 +102,7 @@ def save_speculators_mtp(
     the head, OutputError if the folder cannot be written.
     """
     config, dtype = head.config, options.get("dtype", mx.bfloat16)
-    _check_sayable(config)
+    _check_expressible(config)
     zero_centred = config.model_type in ZERO_CENTRED
     weights = in_file_type(weights_of(head), dtype)
     within, around = norms_of(weights) if zero_centred else ([], [])
@@ -114,21 +117,13 @@ def save_speculators_mtp(
     save_head(folder, written, _outer(weights), noted, _outer(exact), **options)
 
 
-def _check_sayable(config: MTPConfig) -> None:
+def _check_expressible(config: MTPConfig) -> None:
     if config.model_type not in _LAYERS:
         raise ConfigError(
-            f"speculators has no MTP layer for {config.model_type}; it has layers for {', '.join(_LAYERS)}; "
-            "keep this project's layout"
+            f"speculators has no MTP layer for {config.model_type}; it has layers for {', '.join(_LAYERS)}; " + KEEP
         )
-    ends = {"own_embedding": False, "own_lm_head": False}
-    check_choices(config, "speculators", hidden_first=False, norm_output=True, quantization=None, **ends)
-
-
-def check_choices(config: MTPConfig, layout: str, **only: Any) -> None:
-    """Raise ConfigError if a layout cannot express a config, whose fields in `only` must have these values."""
-    for name, value in only.items():
-        if (own := getattr(config, name)) != value:
-            raise ConfigError(f"the {layout} layout cannot express {name}={own}; keep this project's layout")
+    plain = {"hidden_first": False, "norm_output": True, "own_embedding": False, "own_lm_head": False}
+    check_expressible(config, "the speculators", KEEP, **plain, quantization=None)
 
 
 def _layer_type(config: MTPConfig) -> str:

@@ -26,7 +26,8 @@ from eagle_mlx.formats.fields import (
 )
 from eagle_mlx.formats.tensors import SaveOptions, read_weights, save_head, weights_of
 from eagle_mlx.heads.base import build
-from eagle_mlx.heads.mtp.formats import check_choices
+from eagle_mlx.heads.kinds import check_expressible
+from eagle_mlx.heads.mtp.formats import KEEP
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, layer_args
 from eagle_mlx.heads.mtp.published import QWEN, ZERO_CENTRED, split_layer
 
@@ -95,8 +96,8 @@ def save_split(head: MTPHead, folder: str | Path, **options: Unpack[SaveOptions]
     config = head.config
     if config.model_type not in ZERO_CENTRED:
         raise ConfigError(f"the {MODEL_TYPE} layout is for Qwen3.5 and Qwen3-Next, not for {config.model_type}")
-    ends = {"own_embedding": False, "own_lm_head": False}
-    check_choices(config, MODEL_TYPE, hidden_first=False, target_norm=True, norm_output=True, **ends)
+    read = {"hidden_first": False, "target_norm": True, "norm_output": True}
+    check_expressible(config, f"the {MODEL_TYPE}", KEEP, **read, own_embedding=False, own_lm_head=False)
     written = {
         "model_type": MODEL_TYPE,
         "text_config": {"model_type": config.model_type, **_angles(config), **config.layer, "mtp_num_hidden_layers": 1},
@@ -112,7 +113,7 @@ def _angles(config: MTPConfig) -> dict[str, Any]:
     if "rope_parameters" in config.layer:
         return {}
     if config.layer.get("rope_scaling"):
-        raise ConfigError(f"the {MODEL_TYPE} layout cannot express rope_scaling; keep this project's layout")
+        raise ConfigError(f"the {MODEL_TYPE} layout cannot express rope_scaling; {KEEP}")
     args = layer_args(config.model_type, config.layer)
     share, size = args.partial_rotary_factor, args.head_dim or args.hidden_size // args.num_attention_heads
     rope = {
