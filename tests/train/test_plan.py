@@ -43,7 +43,7 @@ def test_a_prompt_and_an_answer() -> None:
     plan = make_plan(rows, 2)
     assert pairs(plan, rows, 0) == [(0, t, t + 1) for t in (1, 2, 3, 4, 5)]
     assert pairs(plan, rows, 1) == [(0, t, t + 2) for t in (0, 1, 2, 3, 4)]
-    assert plan.positions.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert plan.positions.tolist() == [[1, 2, 3, 4, 0, 5]], "those with both draft steps first"
     assert plan.counts.tolist() == [5.0, 5.0]
 
 

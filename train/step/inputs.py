@@ -31,9 +31,7 @@ class Plan:
     """
 
     positions: NDArray[np.int32]
-    """[B, P]: the indices t of each row, ascending; short rows are padded with zeros.
-
-    If later slots keep fewer anchors, those with more slots come first."""
+    """[B, P]: the indices t of each row, those with more draft steps first; short rows are padded with zeros."""
     labels: NDArray[np.int32]
     """[U]: u as an index into the flattened batch [B * L]."""
     select: NDArray[np.int32]
@@ -101,7 +99,7 @@ def make_anchor_plan(
     at = u[None] - np.arange(steps)[:, None]  # [S, U]
     inside = np.maximum(at, 0)
     valid = np.stack([kept[slot][row, inside[slot]] for slot in range(steps)]) & (at >= 0)
-    return _plan(segments.shape, row, u, at, valid, multiple, deepest_first=share(steps) < 1)
+    return _plan(segments.shape, row, u, at, valid, multiple)
 
 
 def _drawn(possible: NDArray[np.bool_], rows: Rows, seed: int, step: int) -> NDArray[np.bool_]:
@@ -122,14 +120,13 @@ def _plan(
     at: NDArray[np.intp],
     valid: NDArray[np.bool_],
     multiple: int,
-    deepest_first: bool = False,
 ) -> Plan:
     """Return the plan for labels at (row, u), each [U], read at indices `at` [S, U] where `valid` [S, U]."""
     width, length = shape
     read = np.zeros((width, length), np.int32)
     np.add.at(read, (np.broadcast_to(row, at.shape)[valid], at[valid]), 1)
     count = min(_round_up(int((read > 0).sum(axis=1).max(initial=0)), multiple), length)
-    order = np.argsort(-read if deepest_first else read == 0, axis=1, kind="stable")
+    order = np.argsort(-read, axis=1, kind="stable")
     positions = np.where(np.take_along_axis(read, order, axis=1) > 0, order, 0)[:, :count]
     place = np.argsort(order, axis=1) + np.arange(width)[:, None] * count
     select = np.where(valid, place[row[None], np.maximum(at, 0)], 0)
