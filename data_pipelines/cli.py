@@ -66,8 +66,8 @@ class CollectOptions(ReadOptions):
     max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
     aux_layers: str | None = setting(None, AUX_LAYERS, metavar="A,B,C")
     batch_tokens: int = setting(2048, "tokens per forward", AT_LEAST_1)
-    bits: Literal[16, 8] = setting(16, "bits per value on disk")
-    resume: bool = setting(False, "if DIR exists, capture its damaged shards again")
+    bits: Literal[16, 8] = setting(16, "bits per value in the shards")
+    resume: bool = setting(False, "capture damaged shards again, if DIR exists")
     choice: CollectChoice = field(default_factory=CollectChoice)
 
 

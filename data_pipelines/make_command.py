@@ -66,7 +66,7 @@ class WritingOptions(Group):
     domain: tuple[str, ...] = setting((), "only these domains; repeatable", metavar="NAME[=WEIGHT]", repeat=True)
     turns: str = setting(
         ",".join(f"{share:g}" for share in _DEFAULT.turns),
-        "shares of conversations with one user turn, two user turns, …",
+        "shares of conversations with one user turn, two, …",
         metavar="A,B,…",
     )
     temperature: tuple[float, ...] = setting(
@@ -83,7 +83,7 @@ class WritingOptions(Group):
     )
     system: tuple[str, ...] = setting(
         (),
-        "system prompt for answers, '' for the template's own; if repeated, each conversation gets one",
+        "system prompt for answers; '' for the template's own; if repeated, each conversation gets one",
         repeat=True,
     )
 
@@ -110,10 +110,10 @@ class MakeOptions(Group):
     target: str = setting(REQUIRED, TARGET_HELP, metavar="MODEL")
     output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl[.gz]")
     rows: int | None = setting(None, "conversations to make", AT_LEAST_1)
-    tokens: int | None = setting(None, "tokens to make, including the template", AT_LEAST_1)
+    tokens: int | None = setting(None, "tokens to make, template included", AT_LEAST_1)
     seed: int = setting(_DEFAULT.seed, "seed of everything random")
     overwrite: bool = setting(False, "replace an existing output")
-    finish: bool = setting(False, "make no more; finish the output of an interrupted command")
+    finish: bool = setting(False, "finish the output of an interrupted command; make no more")
     capture: Path | None = setting(None, "folder for shards with the hidden states", metavar="DIR")
     aux_layers: str | None = setting(None, AUX_LAYERS, metavar="A,B,C")
     bits: Literal[16, 8] = setting(16, "bits per value in the shards")

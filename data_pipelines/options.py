@@ -24,10 +24,11 @@ from .sources.reading import DataConfig, Dedupe, ReadReport, Split, read_convers
 from .synthesis.loop import FIRST_ROWS, MOST_ROWS, growing_engine
 from .synthesis.shards import ShardPlace
 
-TARGET_HELP = "the model: a folder or a hub id"
-AUX_LAYERS = "layers that the head reads (by default 1, N/2-1 and N-4 of N)"
+TARGET_HELP = "folder or hub id of the model"
+AUX_LAYERS = "layers that the head reads (default: 1, N/2-1 and N-4 of N)"
 SPLIT_HELP = (
-    "heldout is one conversation in 25, chosen by a hash of its prompt (for builtin:, of its file); train is the rest"
+    "part to read; heldout is one conversation in 25, chosen by a hash of its prompt (for builtin:, of its file); "
+    "train is the rest"
 )
 
 
@@ -36,20 +37,24 @@ class ChoiceOptions(Group):
     """Which conversations to use, and in which order."""
 
     split: Split | None = setting(None, SPLIT_HELP, shown="train of builtin:, all of anything else")
-    seed: int = setting(DataConfig.seed, "seed of the order, and of sampling")
+    seed: int = setting(DataConfig.seed, "seed of everything random")
     map: tuple[str, ...] = setting(
         (),
-        "field names of the rows: role=from,content=value or prompt=question,completion=answer; repeatable, one for "
-        "each SPEC",
+        "field names of the rows (role=from,content=value or prompt=question,completion=answer); repeatable, "
+        "one for each SPEC",
         metavar="[SPEC:]FIELD=NAME,…",
         repeat=True,
     )
-    stream: bool = setting(False, "read rows as they arrive and store none, for huge data sets")
-    skip_bad: bool = setting(False, "skip and count unusable rows")
-    keep_turns: str = setting("", "keep conversations with this many user turns", metavar="MIN:MAX")
-    keep_tokens: str = setting("", "keep conversations with this many tokens", metavar="MIN:MAX")
+    stream: bool = setting(False, "read rows as they arrive, without storing them; for data sets larger than the disk")
+    skip_bad: bool = setting(False, "skip and count unusable rows; otherwise they are errors")
+    keep_turns: str = setting(
+        "", "keep conversations with this many user turns; either number may be left out", metavar="MIN:MAX"
+    )
+    keep_tokens: str = setting(
+        "", "keep conversations with this many tokens; either number may be left out", metavar="MIN:MAX"
+    )
     dedupe: Dedupe = setting(
-        DataConfig.dedupe, "keep only the first of conversations with the same prompt, or of identical conversations"
+        DataConfig.dedupe, "keep only the first conversation of those with the same prompt, or of identical ones"
     )
 
     def config(self, sources: Sequence[str], limit: int | None) -> DataConfig:
@@ -84,11 +89,11 @@ class DraftingOptions(Group):
 
     batch: int | None = setting(
         None,
-        f"batch size (default: {FIRST_ROWS}, doubled while that is faster, up to {MOST_ROWS})",
+        f"batch size (default: {FIRST_ROWS}); without the flag, it doubles while that is faster, up to {MOST_ROWS}",
         AT_LEAST_1,
     )
     head: str | None = setting(
-        None, "draft head for the target; speeds up decoding without changing the text", metavar="DIR_OR_ID"
+        None, "draft head for the target; makes decoding faster without changing the text", metavar="DIR_OR_ID"
     )
     num_speculative_tokens: int = setting(MOST_TOKENS, "maximum drafted tokens per round", AT_LEAST_0, metavar="K")
 

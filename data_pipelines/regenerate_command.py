@@ -37,12 +37,12 @@ class RegenerateOptions(ReadOptions):
 
     output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl")
     temperature: float = setting(SamplingParams.temperature, "0 is greedy")
-    top_k: int = setting(SamplingParams.top_k, "0 keeps all")
-    top_p: float = setting(SamplingParams.top_p, "1 keeps all")
+    top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens")
+    top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens")
     max_tokens: int = setting(512, "maximum tokens of an answer")
     system: tuple[str, ...] = setting(
         (),
-        "system prompt that replaces a conversation's own, '' for none; if repeated, the seed chooses one for each row",
+        "system prompt that replaces a conversation's own; '' for none; if repeated, the seed chooses one for each row",
         repeat=True,
     )
     least_distinct: float = setting(

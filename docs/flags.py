@@ -37,10 +37,11 @@ COMMANDS = (
 )
 INTRODUCTION = """# Flags
 
-`python docs/flags.py` writes this page from `--help`; do not edit it. Every command has examples in its `--help`.
+`python docs/flags.py` writes this page from `--help`, which has the full texts and examples. Flags that commands share
+are under a heading that names the commands. `--no-` before a switch, as in `--no-ngram`, turns it off.
 """
-Rows = list[tuple[str, str]]
-"""Flag and meaning."""
+Row = tuple[str, str, str]
+"""Flag, default, and the first clause of its help."""
 
 
 def help_of(command: tuple[str, ...]) -> str:
@@ -57,43 +58,51 @@ def help_of(command: tuple[str, ...]) -> str:
     return out.getvalue().replace(f"{ROOT}/", "")
 
 
-def groups(text: str) -> Iterator[tuple[str, Rows]]:
-    """Yield the titled groups of flags and arguments in a help text."""
+def rows_of(text: str) -> Iterator[Row]:
+    """Yield the flags and arguments in a help text."""
     for title, body in re.findall(r"^(\S[^\n]*):\n((?:(?:  [^\n]*)?\n)+)", text, re.MULTILINE):
-        rows: Rows = []
+        rows: list[tuple[str, str]] = []
         for line in body.splitlines():
             if re.match(r"  \S", line):
                 flag, _, meaning = line.strip().partition("  ")
                 rows.append((names(flag), meaning.strip()))
             elif rows and line.startswith(" " * 20):
                 rows[-1] = (rows[-1][0], f"{rows[-1][1]} {line.strip()}".strip())
-        rows = [(flag, meaning) for flag, meaning in rows if meaning and flag != "-h, --help"]
-        if rows and (rows[0][0].startswith("-") or title == "positional arguments"):
-            yield title, rows
+        for flag, meaning in rows:
+            if meaning and flag != "-h, --help" and (flag.startswith("-") or title == "positional arguments"):
+                yield flag, *default_and_clause(meaning)
 
 
 def names(flag: str) -> str:
-    """Return a flag's names and its one value, whichever way this version of Python prints them."""
+    """Return a flag's names and its value once, whichever way this version of Python prints them."""
     found = re.findall(r"(?:^|, )(-{1,2}[\w-]+)", flag)
-    value = flag.rpartition(found[-1])[2] if found else f" {flag}"
-    return (", ".join(found) + value).strip()
+    value = re.sub(r" \[.* \.\.\.\]$", " ...", flag.rpartition(found[-1])[2] if found else f" {flag}")
+    return (", ".join(name for name in found if f"--{name.removeprefix('--no-')}" not in found[:-1]) + value).strip()
+
+
+def default_and_clause(meaning: str) -> tuple[str, str]:
+    """Split a help text into the default and what the flag does, without explanations after that."""
+    default = re.search(r" ?\(default: (.*?)\)(?=$|;)", meaning)
+    rest = meaning.replace(default[0], "") if default else meaning
+    return default[1] if default else "", re.split(r"; |\. (?=[A-Z])", rest)[0]
 
 
 def page() -> str:
     """Return the text of docs/flags.md."""
-    parts, seen = [INTRODUCTION], dict[tuple[str, str], str]()
+    users: dict[Row, list[str]] = {}
     for command in COMMANDS:
-        parts.append(f"## {' '.join(command)}\n")
-        for title, rows in groups(help_of(command)):
-            cells = [f"| `{flag}` | {meaning} |".replace("\\", "\\\\") for flag, meaning in rows]
-            cells = [re.sub(r"(?<=\w)\|(?=\w)", r"\\|", cell) for cell in cells]
-            table = "\n".join(["| flag | meaning |", "|---|---|", *cells, ""])
-            if (title, table) in seen:
-                parts.append(f"**{title}**: as for `{seen[title, table]}`.\n")
-            else:
-                seen[title, table] = " ".join(command)
-                parts.append(f"**{title}**\n\n{table}")
-    return "\n".join(parts)
+        for row in rows_of(help_of(command)):
+            users.setdefault(row, []).append(" ".join(command))
+    sections: dict[tuple[str, ...], list[Row]] = {(" ".join(command),): [] for command in COMMANDS}
+    for row, commands in users.items():
+        sections.setdefault(tuple(commands), []).append(row)
+    return "\n".join([INTRODUCTION, *(table(", ".join(commands), rows) for commands, rows in sections.items())])
+
+
+def table(title: str, rows: list[Row]) -> str:
+    """Return a section of the page."""
+    cells = [f"|`{flag}`|{default}|{text}|" for flag, default, text in rows]
+    return "\n".join([f"## {title}\n", "|flag|default|meaning|", "|---|---|---|", *cells, ""])
 
 
 if __name__ == "__main__":

@@ -32,20 +32,20 @@ class TargetOptions(Group):
         (), "additional tokens that end a text", name="extra_eos_token", metavar="TOKEN"
     )
     chat_template: str = setting(
-        "", "a chat template to use instead of the tokenizer's, or a file with one", metavar="TEXT_OR_FILE"
+        "", "chat template, or a file with one, to use instead of the tokenizer's", metavar="TEXT_OR_FILE"
     )
     chat_template_args: str = setting(
-        "", "arguments of the chat template, such as '{\"enable_thinking\": false}'", metavar="JSON"
+        "", "arguments of the chat template (such as '{\"enable_thinking\": false}')", metavar="JSON"
     )
     shard: Literal["none", "tensor", "pipeline"] = setting(
         "none",
-        "divide the target among the processes that mlx.launch started: each gets a part of every layer (tensor), or "
+        "divide the target among the processes of mlx.launch: each gets a part of every layer (tensor), or "
         "some of the layers (pipeline, without a head)",
     )
     rank_seconds: float = setting(
-        TIMEOUT, "with --shard: exit if another process does not answer for this long", ABOVE_0, metavar="S"
+        TIMEOUT, "with --shard: exit if a process does not answer for this long", ABOVE_0, metavar="S"
     )
-    wire: bool = setting(True, "on a Mac, keep weights from being paged out, up to three fifths of its memory")
+    wire: bool = setting(True, "on a Mac, keep weights from being paged out; at most three fifths of its memory")
 
     def _check(self) -> None:
         _template_args(self.chat_template_args)

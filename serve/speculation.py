@@ -55,7 +55,7 @@ _METHODS: dict[str, Mode] = {
 """Methods in other servers' `--speculative-config`, and their modes here."""
 
 
-_EMA = "with --spec-policy acceptance-ema: "
+_EMA = "with acceptance-ema: "
 _OF_EMA = ("disable_at_rows", "threshold", "alpha", "adaptive", "dynamic")
 HEAD_BITS = "quantize the head on load; 16: do not (default: the target's bits if it has 4 or 8)"
 
@@ -66,14 +66,13 @@ class MemoryOptions(Group):
 
     prefill_chunk: int = setting(
         PREFILL_CHUNK,
-        "prompt tokens to read in one forward, for all requests together; more tokens need more memory and delay "
-        "requests that are decoding",
+        "prompt tokens per forward, for all requests together; more need more memory and delay decoding requests",
         AT_LEAST_1,
     )
     kv_gb: float | None = setting(
         None,
-        "memory for KV caches; requests that do not fit wait (default: four fifths of the memory left after weights, "
-        "or three fifths on a machine of up to 16 GB)",
+        "memory for KV caches; requests that do not fit wait (default: four fifths of the memory left after "
+        "weights); on machines of up to 16 GB, three fifths",
         GIGABYTES,
         metavar="GB",
     )
@@ -92,20 +91,18 @@ def bytes_of(gigabytes: float | None) -> int | None:
 class Speculation(Group):
     """How tokens are drafted, and how many."""
 
-    mode: Mode | None = setting(
-        None, "how to draft (default: with the given head or draft model, if any)", name="spec_decode"
-    )
+    mode: Mode | None = setting(None, "how to draft (default: with the given head or draft model)", name="spec_decode")
     head: str | None = setting(
         None,
-        "folder or hub id of the head, or none; auto, the default, uses a head trained or downloaded here, the "
-        "model's own MTP layers or a published head, else n-grams (default without --target: the embedded head)",
+        "folder or hub id of the head, or none; auto uses a head trained or downloaded here, the model's own "
+        "MTP layers or a published head, else n-grams (default: auto; without --target, the embedded head)",
         also=("eagle_head_path",),
     )
     head_bits: HeadBits | None = setting(None, HEAD_BITS)
     num_tokens: int | None = setting(
         None,
-        f"draft tokens per round, the maximum if the policy adapts; 0: none (default: {DEFAULT_TOKENS['throughput']}, "
-        f"or {DEFAULT_TOKENS['fixed']} with --spec-policy fixed and acceptance-ema)",
+        f"draft tokens per round; the maximum if the policy adapts, and 0 for none (default: "
+        f"{DEFAULT_TOKENS['throughput']}, or {DEFAULT_TOKENS['fixed']} with --spec-policy fixed and acceptance-ema)",
         AT_LEAST_0,
         "num_speculative_tokens",
         "K",
@@ -113,7 +110,7 @@ class Speculation(Group):
     )
     tree_nodes: int = setting(
         0,
-        "draft trees of up to N tokens when trees are faster, if the target supports them (default: chains)",
+        "draft trees of up to N tokens when they are faster; the target must support them (default: chains)",
         AT_LEAST_0,
         "draft_tree_nodes",
         shown="",
@@ -122,24 +119,23 @@ class Speculation(Group):
     draft_bits: Bits | None = setting(None, "quantize the draft model on load", name="draft_model_quantize")
     ngrams: bool = setting(
         True,
-        "also draft with n-grams if the text repeats itself and n-grams are faster than the head or draft model",
+        "also draft with n-grams if the text repeats itself and they are faster",
         name="ngram",
     )
     ngram_max: int | None = setting(None, "maximum n-gram length (default: 3; 4 with a head or draft model)")
     ngram_min: int | None = setting(None, "minimum n-gram length (default: 1; 2 with a head or draft model)")
-    prompt_lookup: bool = setting(
-        True, "look for n-grams in the prompt as well as in the answer", name="ngram_prompt_lookup"
-    )
+    prompt_lookup: bool = setting(True, "look for n-grams in the prompt, too", name="ngram_prompt_lookup")
     in_one: str | None = setting(
         None,
-        'how to draft, as one JSON object (vLLM): {"method": "eagle3", "model": "...", "num_speculative_tokens": 3}',
+        'how to draft, as one JSON object (as in vLLM): {"method": "eagle3", "model": "...", '
+        '"num_speculative_tokens": 3}',
         name="speculative_config",
         metavar="JSON",
     )
     policy: PolicyName = setting("throughput", "policy that sets the draft depth of each round", name="spec_policy")
     keep: bool = setting(
         True,
-        "with --spec-policy throughput: start from the target's cost curve, which is measured once and saved",
+        "with --spec-policy throughput: start from the target's cost curve; it is measured once and saved",
         name="prior",
     )
     disable_at_rows: int | None = setting(None, f"{_EMA}no drafts for N or more requests", name="disable_by_batch_size")

@@ -82,11 +82,12 @@ def known_flags() -> dict[str, set[str]]:
     """Return the flags of each command and subcommand from docs/flags.md."""
     found: dict[str, set[str]] = {}
     for section in (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").split("\n## ")[1:]:
-        command, _, body = section.partition("\n")
-        rows = re.findall(r"^\| `([^`]+)`", body, re.MULTILINE)
-        found[command.strip()] = {flag for row in rows for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", row)}
-        for other in re.findall(r": as for `([^`]+)`", body):
-            found[command.strip()] |= found[other]
+        title, _, body = section.partition("\n")
+        rows = re.findall(r"^\|`([^`]+)`", body, re.MULTILINE)
+        flags = {flag for row in rows for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", row)}
+        flags |= {f"--no-{row[2:]}" for row in rows if re.fullmatch(r"--[\w-]+", row)}
+        for command in title.split(", "):
+            found.setdefault(command, set()).update(flags)
     return found
 
 

@@ -72,14 +72,14 @@ last saved state. A second Ctrl-C stops immediately.
 class Start(Group):
     """Options of a start, apart from the run's settings."""
 
-    resume: Path | None = setting(None, "continue the run in this folder with its original settings", metavar="DIR")
+    resume: Path | None = setting(None, "continue the run in this folder, with its settings", metavar="DIR")
     recipe: str | None = setting(
         None,
-        "settings for a known model, by the name of the recipe or of the model; without NAME, the recipe for --target: "
+        "settings for a known model, by recipe or model name; without NAME, the recipe for --target. Recipes: "
         + ", ".join(recipe_names()),
         bare=OWN_RECIPE,
     )
-    dry_run: bool = setting(False, "print the plan of the run with its memory and time, and stop")
+    dry_run: bool = setting(False, "print the plan, memory and time of the run, and stop")
     config_file: Path | None = setting(None, "YAML file with settings", name="config", also=("-c",))
 
 
@@ -247,7 +247,7 @@ def _default(known: Setting) -> str:
             kinds.setdefault(kind.defaults.get(known.name, known.default), []).append(kind.name)
     if len(kinds) == 1:
         return shown(next(iter(kinds)))
-    return "; ".join(f"{shown(value)} for {', '.join(names)}" for value, names in kinds.items())
+    return "; ".join(f"{shown(value) or 'none'} for {', '.join(names)}" for value, names in kinds.items())
 
 
 if __name__ == "__main__":

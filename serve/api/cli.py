@@ -66,13 +66,13 @@ class LimitOptions(Group):
     )
     request_seconds: float | None = setting(
         None,
-        "time limit of a request, including the wait; it then ends with its text so far (default: none)",
+        "time limit of a request, waiting included; it then ends with its text so far (default: none)",
         ABOVE_0,
         metavar="S",
     )
     memory_gb: float | None = setting(
         None,
-        "with --models: memory for weights and KV caches of all loaded models (default: four fifths of what is free)",
+        "with --models: memory for weights and KV caches of all models (default: four fifths of what is free)",
         GIGABYTES,
         metavar="GB",
     )
@@ -85,7 +85,7 @@ class LimitOptions(Group):
 class ServeOptions(Group):
     """A server: its models, its address, and its limits."""
 
-    check: bool = setting(False, "decode 16 tokens with and without drafts, compare them, and exit")
+    check: bool = setting(False, "compare 16 tokens with and without drafts, and exit")
     models: Path | None = setting(
         None, "serve several models, listed in this YAML file; see the example below", metavar="FILE"
     )

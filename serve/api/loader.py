@@ -43,7 +43,7 @@ class LoadConfig(Group):
 
     target: str | Path | None = setting(None, TARGET_HELP, metavar="MODEL")
     speculation: Speculation = field(default_factory=Speculation)
-    max_batch: int = setting(8, "maximum number of requests that decode at once", AT_LEAST_1)
+    max_batch: int = setting(8, "requests that decode at once", AT_LEAST_1)
     max_context: int | None = setting(
         None,
         "maximum tokens of prompt and answer together (default: the model's limit)",
@@ -51,7 +51,7 @@ class LoadConfig(Group):
     )
     prefill_ms: float = setting(
         PREFILL_MS,
-        f"milliseconds that one prefill step may delay decoding; it reads at least {LEAST_CHUNK} tokens",
+        f"milliseconds that a prefill step may delay decoding; it reads at least {LEAST_CHUNK} tokens",
         ABOVE_0,
         metavar="MS",
     )
@@ -61,24 +61,22 @@ class LoadConfig(Group):
         GIGABYTES_OR_0,
         metavar="GB",
     )
-    prefix_cache_dir: Path | None = setting(
-        None, "store the prefix cache in this folder too, so that it survives restarts", metavar="DIR"
-    )
+    prefix_cache_dir: Path | None = setting(None, "folder that keeps the prefix cache across restarts", metavar="DIR")
     prefix_disk_gb: float | None = setting(
         None,
         "size limit of that folder (default: a tenth of the disk, at most half of its free space)",
         GIGABYTES,
         metavar="GB",
     )
-    kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits, to save memory")
+    kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
     volatile: tuple[str, ...] = setting(
         (),
-        "also remove this from system prompts, because it changes with every request; repeatable",
+        "also remove this from system prompts; for text that changes with every request; repeatable",
         metavar="REGEX",
         repeat=True,
     )
     keep_volatile: bool = setting(
-        False, "do not remove agents' billing headers, which change with every request, from system prompts"
+        False, "do not remove agents' billing headers from system prompts; they change with every request"
     )
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)

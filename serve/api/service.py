@@ -116,8 +116,8 @@ class Settings(Group):
     port: int = setting(8000, "port to listen at; 0 chooses a free one")
     api_key: str | None = setting(
         None,
-        "key that clients must send, or several, separated by spaces; each has its own prefix cache "
-        "(default: EAGLE_API_KEY, or no key)",
+        "keys that clients may send, separated by spaces; each has its own prefix cache (default: "
+        "EAGLE_API_KEY, or no key)",
         metavar="KEY",
     )
     cache_report: bool = setting(
@@ -127,7 +127,7 @@ class Settings(Group):
     allow_origin: tuple[str, ...] = setting((), "web origin to allow (CORS); repeatable", metavar="URL", repeat=True)
     allowed_host: tuple[str, ...] = setting(
         (),
-        "host name to accept in requests besides localhost; repeatable (default: any, but none at 127.0.0.1)",
+        "host name to accept besides localhost; repeatable (default: any, but none at 127.0.0.1)",
         metavar="NAME",
         repeat=True,
     )
@@ -136,9 +136,7 @@ class Settings(Group):
         "proxies to trust for X-Forwarded-For: addresses or networks, separated by commas, or * (default: none)",
         metavar="LIST",
     )
-    ignore_unknown_fields: bool = setting(
-        False, "ignore unknown request fields, like vLLM and llama.cpp, instead of refusing them"
-    )
+    ignore_unknown_fields: bool = setting(False, "ignore unknown request fields; otherwise they are refused")
     limits: Limits = field(default_factory=Limits)
     drain_seconds: float = 30.0
     hosts: tuple[str, ...] | None = None

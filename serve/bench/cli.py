@@ -69,13 +69,11 @@ class BenchOptions(Group):
     target: str | None = setting(None, TARGET_HELP, metavar="MODEL")
     head: str | None = setting(
         None,
-        "folder or hub id of the head; auto (the default) finds one, as in eagle-serve; none uses no head; random is "
-        "the worst case",
+        "folder or hub id of the head; auto (the default) finds one, as in eagle-serve; none uses no head; "
+        "random is the worst case",
     )
     head_bits: HeadBits | None = setting(None, HEAD_BITS)
-    draft_model: str | None = setting(
-        None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL"
-    )
+    draft_model: str | None = setting(None, "folder or hub id of a model with the same tokenizer", metavar="MODEL")
     modes: tuple[ModeName, ...] | None = setting(
         None, f"ways to decode (default: every way whose model is given, except {STOCK})"
     )
@@ -90,22 +88,20 @@ class BenchOptions(Group):
         (0,), "tokens in a draft tree of up to --depth levels; 0 drafts chains; --nodes 0 16 compares both"
     )
     policy: tuple[PolicyName, ...] = setting(
-        ("fixed",), "how to choose the number of draft tokens, up to --depth; fixed always drafts --depth tokens"
+        ("fixed",), "how to choose the number of draft tokens; fixed always drafts --depth tokens"
     )
-    temperature: tuple[float, ...] = setting(
-        (BenchConfig.temperature,), "sampling temperature; 0 is greedy", metavar="T"
-    )
+    temperature: tuple[float, ...] = setting((BenchConfig.temperature,), "0 is greedy", metavar="T")
     prompts: Path | None = setting(
-        None, "jsonl file of rows with `messages`, `prompt` or `turns` (default: held-out functions)"
+        None, "rows with `messages`, `prompt` or `turns`, as jsonl (default: held-out functions)"
     )
     limit: int = setting(100, "number of prompts, spread evenly over categories", AT_LEAST_1)
     filler: int | None = setting(
         None,
-        "put N tokens of text before each prompt, a different text each time, to measure long contexts",
+        "put N tokens of text before each prompt; a different text each time, to measure long contexts",
         AT_LEAST_1,
     )
     prior: bool = setting(
-        False, "with --policy throughput: start with the target's cost curve, which is measured once and saved"
+        False, "with --policy throughput: start from the target's cost curve; it is measured once and saved"
     )
     json: Path | None = setting(None, "write the figures to this file")
     plot: Path | None = setting(None, "draw the figures as a bar chart", metavar="FILE.png")

@@ -40,13 +40,13 @@ GROUP_PER_ROW = 4
 class BenchConfig(Group):
     """How to measure."""
 
-    max_tokens: int = setting(128, "maximum number of new tokens per prompt", AT_LEAST_1)
+    max_tokens: int = setting(128, "maximum number of new tokens", AT_LEAST_1)
     temperature: float = 0.0
     repeats: int = setting(3, "number of measurements", AT_LEAST_1)
-    seed: int = setting(0, "seed of the first prompt if the temperature is above 0; later prompts count up from it")
+    seed: int = setting(0, "seed of the first prompt; if the temperature is above 0, later prompts count up from it")
     least_distinct: float = setting(
         LEAST_DISTINCT,
-        "leave out prompts if their reference continuation has a smaller share of distinct 4-grams, because it loops",
+        "minimum share of distinct 4-grams in a reference continuation; prompts below it loop and are left out",
         SHARE,
         metavar="R",
     )
@@ -56,15 +56,15 @@ class BenchConfig(Group):
     ignore_eos: bool = setting(False, "make every continuation --max-tokens long")
     turn: int = setting(
         0,
-        "switch modes after N tokens per row instead of after whole prompts, if the machine's speed varies; "
-        "mlx-lm-batch always takes one long turn",
+        "switch modes after N tokens per row instead of after whole prompts; helps if the machine's speed "
+        "varies; mlx-lm-batch always takes one long turn",
         AT_LEAST_0,
         shown="",
     )
     tolerance: float | None = setting(
         None,
-        "attribute a first difference to rounding if both tokens' logits are this close to the best (default: by the "
-        "model's type)",
+        "difference of logits that counts as rounding; both tokens' logits must be this close to the best "
+        "(default: by the model's type)",
     )
 
     def params(self, count: int, max_tokens: int) -> list[SamplingParams]:

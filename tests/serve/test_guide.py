@@ -23,6 +23,7 @@ from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.speculation import Speculation
 from tests.serve.api.live import DEPTH, Live, live, one_model
 from tests.serve.chat.formats import target_of
+from tests.test_documentation import known_flags
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GUIDE = (DOCS / "serving.md").read_text(encoding="utf-8")
@@ -117,11 +118,9 @@ def test_the_guide_lists_the_existing_limits(serving: Live) -> None:
 
 
 def test_the_guide_names_only_existing_flags() -> None:
-    page = (DOCS / "flags.md").read_text(encoding="utf-8").split("\n## eagle-serve\n")[1].split("\n## ")[0]
-    known = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE))))
     others = {"--stop-timeout", "--rm", "--restart"}  # flags of docker, and one of benchmarks/prefix_reuse.py
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", GUIDE)) - others
-    assert named <= known
+    assert named <= known_flags()["eagle-serve"]
 
 
 def test_the_unit_waits_for_the_drain() -> None:

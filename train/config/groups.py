@@ -27,10 +27,10 @@ _SELF_TOKENS = 500_000
 class HeadConfig(Group):
     """The head: its target, its kind, its shape. By default, the shape follows the target."""
 
-    target: str = setting("", "folder or hub id of the model that the head drafts for")
+    target: str = setting("", "folder or hub id of the model", metavar="MODEL")
     kind: str = setting(
         "eagle3",
-        "kind of head: EAGLE-3, P-EAGLE, EAGLE-1 and 2, a multi-token-prediction layer, or a block drafter",
+        "kind of head; mtp is a multi-token-prediction layer, dflash and dspark are block drafters",
         _KNOWN,
         name="head",
         metavar=f"{{{','.join(_TRAINED)}}}",
@@ -40,27 +40,27 @@ class HeadConfig(Group):
     )
     lora_rank: int = setting(
         0,
-        "with --init-from: train only additions of this rank to the head's matrices, merged when it is written; 0 to "
-        "train all weights",
+        "with --init-from: train only additions of this rank; they are merged into the head's matrices when "
+        "it is written; 0 to train all weights",
         AT_LEAST_0,
     )
     draft_vocab: int = setting(
-        0, "size of the draft vocabulary, the most frequent tokens; at most the target's vocabulary", AT_LEAST_0
+        0, "size of the draft vocabulary (the most frequent tokens); at most the target's vocabulary", AT_LEAST_0
     )
     aux_layers: tuple[int, ...] = setting(
         (),
-        "target layers that the head reads, counted from 0; default: a low, a middle and a high one, or the layers in "
-        "--shards except the last",
+        "target layers that the head reads, counted from 0 (default: a low, a middle and a high one); with "
+        "--shards, all of their layers but the last",
     )
     layers: int = setting(
         0,
-        "decoder layers of the head; all but the first start as copies of the target's last layers. More layers draft "
-        "better but slower",
+        "decoder layers of the head; more draft better but slower; all but the first start as copies of the "
+        "target's last layers",
         AT_LEAST_0,
     )
     intermediate_size: int = setting(0, "width of the head's MLP; 0 for the target's width, if it has one")
-    heads: int = setting(0, "number of attention heads; 0 for the target's number")
-    kv_heads: int = setting(0, "number of key and value heads; 0 for the target's number")
+    heads: int = setting(0, "attention heads; 0 for the target's number")
+    kv_heads: int = setting(0, "key and value heads; 0 for the target's number")
     feature_norm: Literal["auto", "each", "all", "none"] = setting(
         "auto",
         "norm of the layers that the head reads: one per layer (EAGLE-3.1's fc_norm), one over all "
@@ -71,11 +71,11 @@ class HeadConfig(Group):
         "what each draft step passes to the next: its output before or after the final norm (EAGLE-3.1's norm_output)",
         name="recycle",
     )
-    norm_before_residual: bool = setting(False, "use the normed feature as the residual, instead of the feature itself")
+    norm_before_residual: bool = setting(False, "use the normed feature as the residual; otherwise the feature itself")
     start: Literal["linear", "random"] = setting(
         "linear",
-        "how to initialize a new head: linear (the best linear prediction of the target's next state, found by least "
-        "squares in one pass over some of the data) or random",
+        "how a new head starts; linear is the best linear prediction of the target's next state, found by "
+        "least squares in one pass over some of the data",
     )
 
 
@@ -85,18 +85,17 @@ class DataConfig(Group):
 
     sources: tuple[str, ...] = setting(
         ("builtin:python",),
-        "sources of conversations: files, hub ids or presets; mix them with SOURCE=WEIGHT (docs/data.md). self: the "
-        "target writes the conversations first, which is the default for all targets but the included one",
+        "sources of conversations: files, hub ids or presets; mix them with SOURCE=WEIGHT (docs/data.md). "
+        "self: the target writes the conversations first, which is the default for all targets but the "
+        "included one",
         name="data",
     )
-    self_tokens: int = setting(
-        _SELF_TOKENS, "with --data self: tokens of conversations that the target writes first", AT_LEAST_1
-    )
+    self_tokens: int = setting(_SELF_TOKENS, "with --data self: tokens that the target writes first", AT_LEAST_1)
     map: tuple[str, ...] = setting(
-        (), "names of the fields in the rows, such as role=from,content=value or SOURCE:prompt=question"
+        (), "field names of the rows (such as role=from,content=value or SOURCE:prompt=question)"
     )
-    stream: bool = setting(False, "read rows as they arrive without storing them, for data sets larger than the disk")
-    skip_bad: bool = setting(False, "skip and count unusable rows instead of stopping with an error")
+    stream: bool = setting(False, "read rows as they arrive, without storing them; for data sets larger than the disk")
+    skip_bad: bool = setting(False, "skip and count unusable rows; otherwise they are errors")
     keep_turns: str = setting(
         "", "keep conversations with this many user turns; either number may be left out", metavar="MIN:MAX"
     )
@@ -104,27 +103,27 @@ class DataConfig(Group):
         "", "keep conversations with this many tokens; either number may be left out", metavar="MIN:MAX"
     )
     dedupe: Literal["none", "prompt", "conversation"] = setting(
-        "none", "keep only the first of several conversations with the same prompt, or of identical conversations"
+        "none", "keep only the first conversation of those with the same prompt, or of identical ones"
     )
     shards: tuple[str, ...] = setting(
-        (), "folders of hidden states made by `eagle-data`, instead of --data; any of their layers", metavar="DIR"
+        (), "folders of hidden states from `eagle-data`, instead of --data; any of their layers", metavar="DIR"
     )
-    limit: int = setting(0, "use at most this many conversations from all sources together; 0 for all", AT_LEAST_0)
-    max_length: int = setting(2048, "cut conversations after this many tokens", AT_LEAST_1)
+    limit: int = setting(0, "maximum number of conversations from all sources; 0 for all", AT_LEAST_0)
+    max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
     states: Literal["auto", "memory", "disk", "online"] = setting(
         "auto",
-        "capture hidden states once and keep them in memory or on disk, or capture them for each batch (online); auto: "
-        "choose by --cache-gb",
+        "where to keep hidden states; captured once in memory or on disk, or again for each batch (online); "
+        "auto chooses by --cache-gb",
     )
     cache_gb: float = setting(
         4.0,
-        "capture hidden states once if they fit in this many gigabytes of free memory, or else of disk",
+        "gigabytes of memory, or else of disk, for hidden states; if they do not fit, they are captured for each batch",
         AT_LEAST_0,
     )
-    cache_bits: int = setting(16, "bits per value of hidden states on disk, 16 or 8")
+    cache_bits: int = setting(16, "bits per value on disk, 16 or 8")
     cache_dir: str = setting(
         "",
-        "folder for hidden states on disk, which later runs reuse; default: the output's name + .shards",
+        "folder for hidden states on disk; later runs reuse it (default: the output's name + .shards)",
         metavar="DIR",
     )
 
@@ -149,15 +148,16 @@ class DataConfig(Group):
 class OptimizationConfig(Group):
     """The loss, the batches and the updates. Open settings follow the kind of head."""
 
-    unroll: int = setting(0, "number of draft steps in the loss", AT_LEAST_0)
-    decay: float = setting(0.0, "weight of a draft step's loss, relative to the previous step", SHARE)
+    unroll: int = setting(0, "draft steps in the loss", AT_LEAST_0)
+    decay: float = setting(0.0, "weight of a draft step's loss relative to the one before", SHARE)
     step_weights: tuple[float, ...] = setting((), "weight of each draft step's loss, instead of --decay")
     loss: Literal["auto", "soft", "hard"] = setting(
-        "auto", "cross-entropy with the target's distribution (soft) or with its most likely token (hard)"
+        "auto", "soft or hard cross-entropy: with the target's distribution, or with its most likely token"
     )
     loss_weights: tuple[float, ...] = setting(
         (),
-        "weights of two losses: the distance of features (eagle) or of distributions (dspark), and the cross-entropy",
+        "weights of the distance and the cross-entropy; the distance is one of features (eagle) or of "
+        "distributions (dspark)",
     )
     feature_noise: float = setting(
         -1.0,
@@ -166,31 +166,32 @@ class OptimizationConfig(Group):
     rows: int = setting(4, "rows of a batch; with several processes (mlx.launch), rows per process", AT_LEAST_1)
     length: int = setting(1024, "tokens of a row; short conversations share a row, long ones are cut", AT_LEAST_1)
     accumulate: int = setting(
-        1, "compute a batch's rows in this many parts, one after another: the same update with less memory", AT_LEAST_1
+        1, "parts of a batch, computed one after another; the same update with less memory", AT_LEAST_1
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        "type of numbers in the forward and backward pass and in the saved head; weights and moments stay in float32. "
-        "auto: bfloat16 on a GPU, float32 on a CPU, and bfloat16 for the saved head",
+        "type of numbers in a step; weights and moments stay in float32. auto: bfloat16 on a GPU, float32 on "
+        "a CPU, and bfloat16 for the saved head",
     )
     grad_checkpoint: bool = setting(
-        False, "recompute draft steps for the gradient: far less memory, slightly more time"
+        False, "recompute draft steps for the gradient; far less memory, slightly more time"
     )
     epochs: int = setting(2, "passes over the data, unless --max-steps or --minutes is given", AT_LEAST_1)
     max_steps: int = setting(0, "number of optimizer steps; with 0, --minutes or --epochs decides", AT_LEAST_0)
     minutes: float = setting(
         0.0,
-        "time limit of the training, which also sets the schedule; with 0, --max-steps or --epochs decides",
+        "time limit of the training; it also sets the schedule; with 0, --max-steps or --epochs decides",
         AT_LEAST_0,
     )
     hours: float = setting(
         0.0,
-        "time limit of the whole run: the target writes data, the head learns, and then drafts the next data. The "
-        "time is divided by measured speeds, so that each token is learned --epochs times; 0 to make all data first",
+        "time limit of the whole run: the target writes data, the head learns, and then drafts the next data;"
+        " the time is divided by measured speeds, so that each token is learned --epochs times; 0 to make all"
+        " data first",
         AT_LEAST_0,
     )
     optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", "adamw for all weights, or muon for the matrices inside the head and adamw for the rest"
+        "adamw", "adamw, or muon for the matrices inside the head; adamw then updates the rest"
     )
     lr: float = setting(
         0.0,
@@ -199,10 +200,10 @@ class OptimizationConfig(Group):
     )
     muon_lr: float = setting(
         0.0,
-        "peak learning rate of Muon as defined by its author; 0 for updates as large as AdamW's at --lr",
+        "peak learning rate of Muon (as defined by its author); 0 for updates as large as AdamW's at --lr",
         AT_LEAST_0,
     )
-    warmup: float = setting(0.015, "share of the run during which the learning rate rises", SHARE)
+    warmup: float = setting(0.015, "share of the run in which the learning rate rises", SHARE)
     final_lr: float = setting(0.0, "final learning rate, as a share of the peak", SHARE)
     weight_decay: float = setting(0.0, "weight decay of AdamW", AT_LEAST_0)
     clip: float = setting(0.5, "maximum norm of the gradient", ABOVE_0)
@@ -234,20 +235,18 @@ class EvaluationConfig(Group):
     """How acceptance is measured, by decoding held-out prompts."""
 
     data: str = setting(
-        "", "source of the held-out prompts; default: the held-out part of the first --data", name="eval_data"
+        "", "source of held-out prompts (default: the held-out part of the first --data)", name="eval_data"
     )
-    prompts: int = setting(
-        100, "number of held-out prompts for measurements of acceptance", AT_LEAST_1, name="eval_prompts"
-    )
+    prompts: int = setting(100, "held-out prompts per measurement of acceptance", AT_LEAST_1, name="eval_prompts")
     tokens: int = setting(128, "tokens decoded per prompt", AT_LEAST_1, name="eval_tokens")
-    depth: int = setting(4, "draft tokens per round in measurements of acceptance", ABOVE_0, name="eval_depth")
-    batch: int = setting(8, "prompts decoded at the same time", ABOVE_0, name="eval_batch")
+    depth: int = setting(4, "draft tokens per round in measurements", ABOVE_0, name="eval_depth")
+    batch: int = setting(8, "prompts decoded together", ABOVE_0, name="eval_batch")
     steps: int = setting(
         0, "measure acceptance and save a checkpoint every N steps", AT_LEAST_0, name="eval_steps", metavar="N"
     )
     minutes: float = setting(
         0.0,
-        "measure acceptance and save a checkpoint every N minutes; without this and --eval-steps, ten times per run",
+        "measure and save every N minutes; without this and --eval-steps, ten times per run",
         AT_LEAST_0,
         name="eval_minutes",
         metavar="N",
@@ -258,28 +257,26 @@ class EvaluationConfig(Group):
 class RunConfig(Group):
     """The output of a run, its checkpoints and its seed."""
 
-    output: str = setting(
-        "out/head", "folder for checkpoints, metrics, plots and report; must not exist", metavar="DIR"
-    )
-    overwrite: bool = setting(False, "replace an existing output folder once the new one is complete")
-    seed: int = setting(0, "seed of the weights and of the order of the data")
+    output: str = setting("out/head", "folder for heads, metrics, plots and report; must not exist", metavar="DIR")
+    overwrite: bool = setting(False, "replace an existing output; only once the new one is complete")
+    seed: int = setting(0, "seed of everything random")
     checkpoints: int = setting(
         2,
-        "number of checkpoints to keep for --resume; each is about three times as large as the head's weights",
+        "checkpoints to keep for --resume; each is about three times as large as the head's weights",
         AT_LEAST_1,
     )
     checkpoint_minutes: float = setting(
         10.0,
-        "save a checkpoint every N minutes, in addition to those after measurements; 0 for only those",
+        "save a checkpoint every N minutes, besides those after measurements; 0 for only those",
         AT_LEAST_0,
         metavar="N",
     )
     log_steps: int = setting(10, "steps between lines of metrics.jsonl", AT_LEAST_1)
-    wandb: bool = setting(False, "also log to Weights & Biases (WANDB_MODE=offline works without a network)")
+    wandb: bool = setting(False, "also log to Weights & Biases; WANDB_MODE=offline works without a network")
     wandb_project: str = setting("eagle-mlx", "project in Weights & Biases")
     streams: int = setting(
         0,
-        "MLX streams that compute parts of a batch in parallel; 0 for one per core on a Linux CPU, else one",
+        "MLX streams that compute a batch in parallel; 0 for one per core on a Linux CPU, else one",
         AT_LEAST_0,
         name="lanes",
     )

@@ -21,7 +21,7 @@ from eagle_mlx.heads.mtp.published import mtp_prefix, shards_of
 from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 
 Hidden = Literal["after", "before"]
-OVERWRITE = "replace an existing folder"
+OVERWRITE = "replace an existing output"
 _ONE_FILE = "model.safetensors"
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -37,7 +37,7 @@ class Extraction(Group):
         0, "number of the MTP layer, from 0", Limit(lambda index: index >= 0, "counts MTP layers from 0; got {}")
     )
     bits: Literal[4, 8] | None = setting(None, "quantize the large matrices to this many bits")
-    group_size: Literal[32, 64, 128] = setting(64, "with --bits: number of weights that share a scale")
+    group_size: Literal[32, 64, 128] = setting(64, "with --bits: weights that share a scale")
     hidden: Hidden = setting("after", "use the target's hidden state after or before its final norm")
     dtype: Dtype | None = setting(None, "dtype of unquantized weights (default: the model's)")
     overwrite: bool = setting(False, OVERWRITE)

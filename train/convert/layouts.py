@@ -41,18 +41,16 @@ class Conversion(Group):
     named: str | None = setting(None, "the same as SOURCE", name="source", metavar="SOURCE")
     to: str = setting(REQUIRED, "layout to write", metavar=f"{{{','.join(LAYOUTS)}}}")
     output: str = setting(REQUIRED, "folder for the converted head", metavar="DIR")
-    target: str | None = setting(None, "folder or hub id of the model that the head is for", metavar="MODEL")
+    target: str | None = setting(None, "folder or hub id of the model", metavar="MODEL")
     base_model: str | None = setting(
         None,
-        "folder or hub id of the model that speculators and vLLM load in place of the target (default: the base model "
-        "on the card of a quantized target; otherwise the target, if MLX has not quantized it)",
+        "model that speculators and vLLM load in place of the target; a folder or hub id (default: the base "
+        "model on the target's card, or the target); the target only if MLX has not quantized it",
         metavar="MODEL",
     )
     dtype: Dtype | None = setting(None, "dtype of the weights (default: unchanged)")
-    depth: int | None = setting(
-        None, "speculators: number of tokens to draft (default: as in SOURCE, or 3)", AT_LEAST_1
-    )
-    check: bool = setting(True, "test the head on the target, which takes a while")
+    depth: int | None = setting(None, "speculators: tokens to draft (default: as in SOURCE, or 3)", AT_LEAST_1)
+    check: bool = setting(True, "test the head on the target; this takes a while")
     overwrite: bool = setting(False, OVERWRITE)
 
     def _check(self) -> None:

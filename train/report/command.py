@@ -70,7 +70,7 @@ class ReportOptions(Group):
         metavar="FILE.png",
     )
     json: bool = setting(False, "print JSON instead of the table")
-    overwrite: bool = setting(False, "replace existing files")
+    overwrite: bool = setting(False, "replace an existing output")
 
 
 def main(argv: Sequence[str]) -> int:
