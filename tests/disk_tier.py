@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import eagle_mlx as em
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.request_state import RequestState
 from tests.architectures import tiny_model
-from tests.eagle_mlx.heads import IN_BLOCKS
-from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
+from tests.eagle_mlx.heads import PROPOSERS
+from tests.fakes import randomize, tiny_config, tiny_target
 
 MANY = 1 << 30
 TEXT = [(7 * i * i + 3 * i) % 90 + 1 for i in range(150)]
@@ -24,6 +25,7 @@ SYSTEM = 100
 """Number of TEXT's tokens with which other prompts begin."""
 GREEDY = em.SamplingParams(max_tokens=8, ignore_eos=True)
 SEEDED = em.SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=7)
+THRESHOLD = replace(SEEDED, acceptance="threshold", threshold=0.02)
 KINDS = ["full", "quantised", "gemma3_text", "qwen3_next", "mamba2"]
 
 
@@ -40,14 +42,7 @@ def target(kind: str, seed: int = 0) -> em.Target:
 def engine(folder: Path | None, kind: str = "full", drafts: str = "none", seed: int = 0, **more: Any) -> em.Engine:
     """Return an engine with files in this folder, or a cold one. `more`: `limit`, `say`, `which` for another target."""
     which, bits = more.get("which") or target(kind, seed), 8 if kind == "quantised" else None
-    makers: dict[str, Callable[[], Any]] = {
-        "none": lambda: None,
-        "head": lambda: em.HeadProposer(tiny_head(which)),
-        **{kind: lambda make=make: em.HeadProposer(make(which)) for kind, make in IN_BLOCKS.items()},
-        "hybrid": lambda: em.HybridProposer(em.HeadProposer(tiny_head(which)), em.NgramProposer()),
-        "draft": lambda: em.DraftModelProposer(which),
-    }
-    proposer = makers[drafts]()
+    proposer = PROPOSERS[drafts](which)
     made = em.Engine(
         which, proposer, policy=em.FixedPolicy(3), max_batch=2, prefix_cache_bytes=MANY if folder else 0, kv_bits=bits
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -75,7 +76,8 @@ class Judge:
     def faults(self, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams) -> tuple[list[Fault], int]:
         """Return the tokens that are not the target's, and the number of tokens tied with its own.
 
-        Greedy and coupled tokens must equal plain decoding's; other tokens must be possible.
+        Greedy and coupled tokens must equal plain decoding's, threshold tokens that or be likely enough; other tokens
+        must be possible.
         """
         logits = self._behind(prompt, tokens)
         for process in params.logits_processors:
@@ -87,19 +89,20 @@ class Judge:
         positions = mx.arange(len(prompt), len(prompt) + len(tokens), dtype=mx.int32)[None]
         wanted = np.array(sample(logits, sampling, positions))[0]
         noise = np.array(gumbel(sampling, positions, logits.shape[-1]))[0] * params.temperature
-        values, allowed = np.array(logits)[0], np.array(distribution(logits, sampling))[0] > 0
+        values, chances = np.array(logits)[0], np.array(distribution(logits, sampling))[0]
+        allowed, enough = chances > 0, params.threshold if params.rule == "threshold" else math.inf
         faults, excused = [], 0
         for place, token in enumerate(tokens):
             spread = float(values[place][np.isfinite(values[place])].std())
             floor = values[place][allowed[place]].min()
             if params.rule == "rejection":
                 behind = (floor - values[place][token]) / spread
-            elif token == wanted[place]:
+            elif token == wanted[place] or chances[place, token] * (1 + TOLERANCE) >= enough:
                 continue
             else:
-                scores = values[place] + (noise[place] if params.rule == "coupled" else 0)
+                scores = values[place] + (noise[place] if params.temperature else 0)
                 behind = (scores[wanted[place]] - scores[token]) / spread
-                if params.rule == "coupled":
+                if params.temperature:
                     behind = max(behind, (floor - values[place][token]) / spread)
             if not behind <= TOLERANCE:
                 faults.append(Fault(place, token, int(wanted[place]), behind))

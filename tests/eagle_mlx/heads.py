@@ -16,6 +16,10 @@ from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlash2Head, DFlashHea
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Head, PEagleConfig, PEagleHead
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead, load_split, save_split
+from eagle_mlx.proposers.draft_model import DraftModelProposer
+from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.proposers.hybrid import HybridProposer
+from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.target import Target
 from tests.architectures import COMMON, CONFIGS
 from tests.fakes import randomize, tiny_config, tiny_head
@@ -145,6 +149,21 @@ IN_BLOCKS: dict[str, Callable[[Target], DraftHead]] = {
     "peagle": PARALLEL["peagle"],
 }
 """A head of each kind that drafts a whole block, for the suites of requests that come, go, fail and continue."""
+WITH_HEADS: dict[str, Callable[[Target], HeadProposer | HybridProposer]] = {
+    "head": lambda t: HeadProposer(tiny_head(t)),
+    "head, n-grams": lambda t: HybridProposer(HeadProposer(tiny_head(t)), NgramProposer()),
+    "dflash, windows": lambda t: HeadProposer(IN_BLOCKS["dflash, windows"](t)),
+    "dspark": lambda t: HeadProposer(IN_BLOCKS["dspark"](t)),
+    "dflash2, n-grams": lambda t: HybridProposer(HeadProposer(IN_BLOCKS["dflash2"](t)), NgramProposer()),
+    "peagle, n-grams": lambda t: HybridProposer(HeadProposer(IN_BLOCKS["peagle"](t)), NgramProposer()),
+}
+PROPOSERS: dict[str, Callable[[Target], Any]] = {
+    "none": lambda t: None,
+    "n-grams": lambda t: NgramProposer(),
+    "draft model": lambda t: DraftModelProposer(Target(t.model)),
+    **WITH_HEADS,
+}
+"""Ways to draft, for the same suites. The draft model is the target itself."""
 ALL: dict[str, Callable[[Target], DraftHead]] = {**KINDS, **BLOCKS, **PARALLEL}
 
 

@@ -29,7 +29,7 @@ from eagle_mlx.engine.prefix import LEAST
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request_state import RequestState
 from tests.architectures import CONFIGS, VOCAB, sicken, tiny_model
-from tests.eagle_mlx.heads import IN_BLOCKS
+from tests.eagle_mlx.heads import WITH_HEADS
 from tests.fakes import randomize
 from tests.fresh_forwards import Judge, judge, untouched
 from tests.full import in_full, in_turn
@@ -190,7 +190,7 @@ class History:
         if kind < 10:
             return HostileProposer(self.rng, self.known, self.manners)
         if self.manners.aux_layers:
-            return em.HeadProposer(list(IN_BLOCKS.values())[self.seed % len(IN_BLOCKS)](self.target))
+            return list(WITH_HEADS.values())[self.seed % len(WITH_HEADS)](self.target)
         if RaggedCache.of(self.target.model, 1).recurrent:
             return em.NgramProposer()
         return em.DraftModelProposer(self.target)
@@ -301,7 +301,8 @@ class History:
             em.SamplingParams(temperature=0.7, seed=any_seed),
             em.SamplingParams(temperature=1.0, seed=any_seed, min_p=0.05),
             em.SamplingParams(temperature=1.0, seed=any_seed, acceptance="rejection", top_k=4),
-        ][int(self.rng.choice(4, p=[0.82, 0.06, 0.04, 0.08]))]
+            em.SamplingParams(temperature=1.0, seed=any_seed, acceptance="threshold", threshold=0.02),
+        ][int(self.rng.choice(5, p=[0.82, 0.04, 0.03, 0.05, 0.06]))]
         most = int(self.rng.choice([1, 2, 6, 12, 20], p=[0.05, 0.05, 0.2, 0.3, 0.4]))
         processed, guided = self._chance(0.08), self._chance(0.15)  # not both: together they may allow nothing
         return em.SamplingParams(
@@ -310,6 +311,7 @@ class History:
             min_p=params.min_p,
             seed=params.seed,
             acceptance=params.acceptance,
+            threshold=params.threshold,
             stop_token_ids=tuple(stops),
             max_tokens=most,
             logits_processors=(forbids,) if processed else (),
@@ -439,6 +441,14 @@ def test_a_wrong_token_is_detected() -> None:
             assert (fault.place, fault.token, fault.wanted, excused) == (place - 8, other[-1], own[place], 0)
     assert judge_of.faults(drawn[:8], drawn[8:], replace(possible, top_k=VOCAB - 1)) == ([], 0)
     assert judge_of.faults(drawn[:8], drawn[8:], replace(possible, top_k=2))[0]
+
+
+def test_an_unlikely_token_of_a_threshold_row_is_detected() -> None:
+    [_, drawn, *_], judge_of = roots("llama", 0), judge("llama", 0)
+    params = replace(ROOTS[1], acceptance="threshold", threshold=1e-6)
+    other = [*drawn[:20], *([(drawn[20] + 1) % VOCAB] * 4)]
+    assert judge_of.faults(other[:8], other[8:], params) == ([], 0)
+    assert judge_of.faults(other[:8], other[8:], replace(params, threshold=0.9))[0]
 
 
 def keep_all(logits: mx.array, drafts: mx.array, lengths: mx.array, q: Any, batch: SamplingBatch, at: mx.array) -> Any:

@@ -23,9 +23,9 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.request_state import RequestState
 from tests.architectures import VOCAB, tiny_model
-from tests.eagle_mlx.heads import IN_BLOCKS
+from tests.eagle_mlx.heads import PROPOSERS
 from tests.eagle_mlx.test_masks import params_of
-from tests.fakes import Oracle, randomize, steps_of, tiny_config, tiny_head, tiny_target
+from tests.fakes import Oracle, randomize, steps_of, tiny_config, tiny_target
 from tests.full import diagonal, in_full, mixed
 from tests.grammars import Never
 
@@ -59,16 +59,6 @@ def requests(engine: em.Engine, params: em.SamplingParams = GREEDY) -> list[Requ
     return [engine.prepare(prompt, params) for prompt in PROMPTS]
 
 
-def proposer(kind: str, target: em.Target) -> Any:
-    if kind == "draft model":
-        return em.DraftModelProposer(em.Target(target.model))
-    head = em.HeadProposer(tiny_head(target))
-    hybrid = em.HybridProposer(head, em.NgramProposer())
-    if kind in IN_BLOCKS:
-        return em.HeadProposer(IN_BLOCKS[kind](target))
-    return {"none": None, "n-grams": em.NgramProposer(), "head": head, "hybrid": hybrid}[kind]
-
-
 class Wandering:
     """A policy that cycles through all plans."""
 
@@ -92,11 +82,7 @@ HOW = {
     "seeded": em.SamplingParams(max_tokens=TOKENS, temperature=0.9, seed=3),
     "penalised": em.SamplingParams(max_tokens=TOKENS, temperature=0.7, seed=3, repetition_penalty=1.2),
 }
-CASES = [
-    case
-    for case in in_full(mixed, diagonal)(CACHES, ["none", "n-grams", "head", "hybrid", "draft model", *IN_BLOCKS], HOW)
-    if case[:2] != ("recurrent", "draft model")
-]
+CASES = [case for case in in_full(mixed, diagonal)(CACHES, PROPOSERS, HOW) if case[:2] != ("recurrent", "draft model")]
 
 
 def target_of(cache: str) -> em.Target:
@@ -121,7 +107,7 @@ def test_text_does_not_depend_on_groups(cache: str, drafts: str, how: str) -> No
     for groups in (1, 2):
         engine = em.Engine(
             target,
-            proposer(drafts, target),
+            PROPOSERS[drafts](target),
             policy=Wandering(),
             max_batch=4,
             prefill_chunk=64,
@@ -176,7 +162,7 @@ def test_3_an_unchecked_row_leaves_clean_slots(cache: str, why: str, drafts: str
     params = em.SamplingParams(max_tokens=24, logit_bias={SICK: -1e4})
     wanted = {tuple(p): lone.generate([p], params)[0].tokens for p in (long, short, after)}
     engine = em.Engine(
-        target, proposer(drafts, target), policy=em.FixedPolicy(2), max_batch=9, prefill_chunk=2000, kv_bits=bits
+        target, PROPOSERS[drafts](target), policy=em.FixedPolicy(2), max_batch=9, prefill_chunk=2000, kv_bits=bits
     )
     engine = grouped(engine, ALWAYS if why == "turn" else NEVER)
     rows = [engine.prepare(prompt, params) for prompt in (*[long] * 7, short)]
@@ -208,7 +194,7 @@ def test_3_an_unchecked_row_leaves_clean_slots(cache: str, why: str, drafts: str
 @given(
     st.lists(st.sampled_from(["submit", "submit", "cancel", "pause", "step", "step", "other costs"]), max_size=40),
     st.randoms(use_true_random=False),
-    st.sampled_from(["none", "n-grams", "head", "hybrid", "draft model", *IN_BLOCKS]),
+    st.sampled_from([*PROPOSERS]),
     st.integers(0, 3),
 )
 def test_rows_that_join_leave_and_move_keep_their_text(events: list[str], random: Any, drafts: str, depth: int) -> None:
@@ -216,7 +202,7 @@ def test_rows_that_join_leave_and_move_keep_their_text(events: list[str], random
     engine = grouped(
         em.Engine(
             TARGET,
-            proposer(drafts, TARGET),
+            PROPOSERS[drafts](TARGET),
             policy=em.FixedPolicy(depth),
             max_batch=4,
             prefill_chunk=32,
@@ -356,7 +342,7 @@ def test_plain_rounds_are_dispatched_during_those_of_the_other_group(
         log.append(("collect", len(collected.batch.requests)))
         return collect(collected)
 
-    engine = grouped(em.Engine(TARGET, proposer(drafts, TARGET), policy=em.FixedPolicy(0), max_batch=4))
+    engine = grouped(em.Engine(TARGET, PROPOSERS[drafts](TARGET), policy=em.FixedPolicy(0), max_batch=4))
     engine.schedule.clock = lambda: now[0]
     rows = [engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=60, ignore_eos=True)) for i in (0, 1, 4)]
     for row in rows:

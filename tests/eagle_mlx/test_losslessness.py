@@ -22,12 +22,13 @@ from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
 from eagle_mlx.heads.block import BlockHead
+from eagle_mlx.heads.eagle3 import PEagleHead
 from eagle_mlx.plan import Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy import Policy
 from eagle_mlx.proposers.block import BlockDrafter
 from eagle_mlx.request_state import Pending, RequestState
 from eagle_mlx.sampling_params import SamplingParams
-from tests.eagle_mlx.heads import dflash2, dspark
+from tests.eagle_mlx.heads import dflash2, dspark, peagle
 from tests.eagle_mlx.test_filters import one_step_short
 from tests.fakes import randomize, tiny_config, tiny_target
 from tests.full import diagonal, in_full
@@ -98,26 +99,30 @@ class BlockToy(Toy):
     lengths: list[mx.array] = field(default_factory=list)
     """Each row's number of drafts in the latest round."""
 
-    @property
-    def head(self) -> BlockHead:
-        return block_head(self.kind, self.vocab)
-
     def propose(
         self, last: mx.array, depth: int, batch: SamplingBatch, position: mx.array, certain: bool
     ) -> tuple[mx.array, mx.array | None]:
-        states = self.head.block(last[:, None], None, depth)
-        drafter = BlockDrafter(self.head, states, depth, last[:, None], batch, position)
+        head, states = block_states(self.kind, self.vocab)
+        drafter = BlockDrafter(head, states[last], depth, last[:, None], batch, position)
         draft = drafter.draft(Plan(depth, stop_below=self.stop_below))
         self.lengths[:] = [draft.lengths]
         return draft.tokens, draft.probs
 
 
 @cache
-def block_head(kind: str, vocab: int) -> BlockHead:
-    target, shape = tiny_target(layers=1, vocab=vocab, hidden=16), {"mask_token_id": 0, "aux_layers": (0,)}
-    made = dspark(target, block_size=2, **shape) if kind == "dspark" else dflash2(target, block_size=3, **shape)
-    made.attach(target)
-    return made
+def block_states(kind: str, vocab: int) -> tuple[BlockHead | PEagleHead, mx.array]:
+    """Return a head, and the states [V, n, H] of its block after each token."""
+    target, fields = tiny_target(layers=1, vocab=vocab, hidden=16), {"mask_token_id": 0, "aux_layers": (0,)}
+    newest = mx.arange(vocab)[:, None]
+    if kind == "peagle":
+        reader = peagle(target, **fields)
+        reader.attach(target)
+        embedding, g = reader.mask_inputs(vocab, 2)
+        embeddings = mx.concatenate([reader.embed(newest), embedding[:, 1:]], axis=1)
+        return reader, reader(embeddings, g, mask="causal")
+    head = dspark(target, block_size=2, **fields) if kind == "dspark" else dflash2(target, block_size=3, **fields)
+    head.attach(target)
+    return head, head.block(newest, None, 2)
 
 
 def decode(
@@ -166,6 +171,30 @@ def decode(
 @cache
 def many(params: SamplingParams, rows: int = DRAWS) -> SamplingBatch:
     return SamplingBatch.of([params] * rows, range(rows))
+
+
+def threshold_law(toy: Toy, params: SamplingParams, length: int) -> Array:
+    """Return the probability of every text of `length` tokens, [V ** length], whose rounds draft two tokens from q."""
+    vocab = toy.vocab
+    p = np.array(distribution(toy.target[None], SamplingBatch.of([params], [0]))[0], np.float64)
+    last = mx.arange(1000 * vocab) % vocab
+    drafts, q = toy.propose(last, 2, many(replace(params, acceptance="rejection"), len(last)), 0 * last, certain=False)
+    slots = dict[tuple[int, ...], Array]()
+    for (first, _), after, (one, two) in zip(drafts.tolist(), last.tolist(), np.array(q, np.float64), strict=True):
+        slots[after,], slots[after, first] = one, two
+
+    def texts(left: int, *before: int) -> Array:
+        """Return the law of `left` tokens after a token and the drafts that were accepted since."""
+        own = p[before[-1]][:, None] * [texts(left - 1, token) for token in range(vocab)] if left else np.ones(1)
+        if not left or before not in slots:
+            return own.ravel()
+        kept = p[before[-1]] >= params.threshold
+        law = slots[before][~kept].sum() * own
+        for token in np.flatnonzero(kept):
+            law[token] += slots[before][token] * texts(left - 1, *before, token)
+        return np.asarray(law.ravel())
+
+    return texts(length, 0)
 
 
 def chi_square_p(counts: Array, law: Array) -> float:
@@ -279,7 +308,8 @@ def test_chains_over_a_larger_vocabulary_follow_the_target(params: SamplingParam
     ("kind", "params", "stop_below"),
     [
         *(("dspark", COUPLED, None), ("dspark", REJECTION, 0.3), ("dflash2", REJECTION, None)),
-        *in_full([("dspark", FILTERED, None), ("dspark", REJECTION, None), ("dflash2", COUPLED, 0.3)], []),
+        *(("dflash2", COUPLED, 0.3), ("peagle", REJECTION, 0.3), ("peagle", FILTERED, None)),
+        *in_full([("dspark", FILTERED, None), ("dspark", REJECTION, None), ("peagle", COUPLED, None)], []),
     ],
 )
 def test_texts_drafted_in_blocks_follow_the_target(kind: str, params: SamplingParams, stop_below: float | None) -> None:
@@ -293,7 +323,18 @@ def test_texts_drafted_in_blocks_follow_the_target(kind: str, params: SamplingPa
         assert len(set(np.array(toy.lengths[0]).tolist())) > 1
 
 
-@pytest.mark.parametrize(("kind", "stop_below"), [("dspark", None), ("dspark", 0.3), ("dflash2", None)])
+@pytest.mark.parametrize("kind", ["chain", "dspark", "dflash2", "peagle"])
+def test_threshold_texts_follow_their_own_law(kind: str) -> None:
+    toy, params = Toy.random(5, scale=1.0), replace(THRESHOLD, threshold=0.2)
+    toy = toy if kind == "chain" else BlockToy(toy.target, toy.draft, kind)
+    texts, _ = decode(toy, many(params), 3, 2)
+    assert follows(texts, threshold_law(toy, params, 3), 5)
+    assert misses(texts, toy.law(params, 3), 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop_below"), [("dspark", None), ("dspark", 0.3), ("dflash2", None), ("peagle", 0.3)]
+)
 def test_blocks_with_a_broken_q_miss_the_bar(kind: str, stop_below: float | None) -> None:
     table = Toy.random(5, scale=1.0)
     toy = BlockToy(table.target, table.draft, kind, stop_below)

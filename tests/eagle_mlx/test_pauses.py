@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
 from eagle_mlx.request_state import RequestState
-from tests.eagle_mlx.heads import IN_BLOCKS
+from tests.eagle_mlx.heads import PROPOSERS
 from tests.eagle_mlx.test_losslessness import misses
 from tests.fakes import generate, steps_of, tiny_head, tiny_target
 from tests.full import diagonal, in_full, some
@@ -56,20 +56,10 @@ ASKED = [PROMPTS[index % len(PROMPTS)] for index in range(len(KINDS))]
 ALONE = [em.Engine(TARGET).generate([prompt], p)[0] for prompt, p in zip(ASKED, PARAMS, strict=True)]
 
 
-def proposer(kind: str) -> Any:
-    made = {
-        "none": lambda: None,
-        "head": lambda: em.HeadProposer(tiny_head(TARGET)),
-        "draft model": lambda: em.DraftModelProposer(tiny_target(seed=3, layers=1)),
-        "hybrid": lambda: em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()),
-    }
-    return made[kind]() if kind in made else em.HeadProposer(IN_BLOCKS[kind](TARGET))
-
-
 @settings(max_examples=some(10), deadline=None)
 @given(
     st.integers(0, 999),
-    st.sampled_from(["none", "head", "draft model", "hybrid", *IN_BLOCKS]),
+    st.sampled_from([*PROPOSERS]),
     st.sampled_from([0.1, 0.4]),
     st.integers(1, 7),
     st.sampled_from([0, 1 << 20]),
@@ -79,7 +69,12 @@ def test_05_pauses_at_any_round_do_not_change_answers(
     seed: int, drafts: str, pauses: float, rows: int, kept: int, chunk: int
 ) -> None:
     engine = em.Engine(
-        TARGET, proposer(drafts), policy=em.FixedPolicy(3), max_batch=rows, prefill_chunk=chunk, prefix_cache_bytes=kept
+        TARGET,
+        PROPOSERS[drafts](TARGET),
+        policy=em.FixedPolicy(3),
+        max_batch=rows,
+        prefill_chunk=chunk,
+        prefix_cache_bytes=kept,
     )
     outputs = generate(engine, ASKED, PARAMS, pauses, seed)
     assert engine.pauses > 0
@@ -159,7 +154,9 @@ def test_05_a_client_with_all_rows_gives_one_back(drafts: str, kept: int) -> Non
     target = tiny_target()
     target.context_length = 100
     alone = [em.Engine(target).generate([prompt], OPEN)[0].tokens for prompt in PROMPTS]
-    engine = em.Engine(target, proposer(drafts), policy=em.FixedPolicy(2), max_batch=4, prefix_cache_bytes=kept)
+    engine = em.Engine(
+        target, PROPOSERS[drafts](target), policy=em.FixedPolicy(2), max_batch=4, prefix_cache_bytes=kept
+    )
     greedy = [submit(engine, "a", prompt) for prompt in PROMPTS]
     for turn in range(3):
         for _ in range(8):
@@ -298,10 +295,15 @@ def test_07_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int
     asked = [prompts[seed % len(prompts)] for seed in range(8)]
     alone = [em.Engine(target).generate([p], o)[0].tokens for p, o in zip(asked, each, strict=True)]
     with steps_of(8):
-        size = em.Engine(target, proposer(drafts)).kv_budget.size
+        size = em.Engine(target, PROPOSERS[drafts](target)).kv_budget.size
         allowed = size.nbytes(3, 100)
         engine = em.Engine(
-            target, proposer(drafts), policy=em.FixedPolicy(2), max_batch=8, prefix_cache_bytes=kept, kv_bytes=allowed
+            target,
+            PROPOSERS[drafts](target),
+            policy=em.FixedPolicy(2),
+            max_batch=8,
+            prefix_cache_bytes=kept,
+            kv_bytes=allowed,
         )
         engine.kv_budget.open_end = 12  # so that all eight begin, as if the context were much longer than the reserve
         rows = [engine.prepare(p, o) for p, o in zip(asked, each, strict=True)]

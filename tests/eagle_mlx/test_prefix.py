@@ -14,7 +14,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
 from eagle_mlx.engine.prefix_tree import Past
 from tests.architectures import tiny_model
-from tests.eagle_mlx.heads import IN_BLOCKS
+from tests.eagle_mlx.heads import PROPOSERS
 from tests.fakes import Oracle, tiny_head, tiny_target
 from tests.full import diagonal, in_full
 
@@ -22,8 +22,8 @@ TARGET = tiny_target(vocab=16)
 HEAD = tiny_head(TARGET)
 LONG = [(7 * i * i + 3 * i) % 16 for i in range(120)]
 MANY = 1 << 30
-HYBRID = em.HybridProposer(em.HeadProposer(HEAD), em.NgramProposer())
-HEADS = [em.HeadProposer(make(TARGET)) for make in IN_BLOCKS.values()]
+GREEDY = em.SamplingParams(max_tokens=20)
+THRESHOLD = replace(GREEDY, temperature=1.0, seed=1, acceptance="threshold", threshold=0.05)
 
 
 def engine(nbytes: int = MANY, proposer: object = "head", **settings: object) -> em.Engine:
@@ -36,11 +36,11 @@ def turns(first: list[int], answer: list[int], more: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("proposer", "chunk"),
-    diagonal(["head", None, em.NgramProposer(), em.DraftModelProposer(TARGET), HYBRID, *HEADS], [16, 512]),
+    ("drafts", "chunk", "params"), diagonal(PROPOSERS, [16, 512], [GREEDY, GREEDY, THRESHOLD, THRESHOLD])
 )
-def test_the_next_turn_reuses_the_cache(proposer: object, chunk: int) -> None:
-    params = em.SamplingParams(max_tokens=20)
+def test_the_next_turn_reuses_the_cache(drafts: str, chunk: int, params: em.SamplingParams) -> None:
+    """Also if drafts change the text, which then shows how they continue."""
+    proposer = PROPOSERS[drafts](TARGET)
     with_cache, without = engine(proposer=proposer, prefill_chunk=chunk), engine(0, proposer)
     prompt, known = LONG[:70], 0
     for extra in ([1, 2, 3], [4], [5, 6, 7, 8]):

@@ -14,7 +14,7 @@ from eagle_mlx.engine.prefill import stops
 from eagle_mlx.errors import PromptError
 from eagle_mlx.request_state import RequestState
 from tests.architectures import tiny_model
-from tests.eagle_mlx.heads import IN_BLOCKS
+from tests.eagle_mlx.heads import PROPOSERS
 from tests.fakes import randomize, tiny_head, tiny_target
 from tests.full import diagonal
 
@@ -24,7 +24,7 @@ CHAT = [*SYSTEM, *((5 * i * i + i) % 90 + 1 for i in range(40))]
 OPENING = [91, 92]
 """The template adds this before an answer, and leaves it out of the next turn's prompt."""
 KINDS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_5", "mamba2", "rwkv7", "llama4_text"]
-DRAFTS = ["none", "ngram", "head", *IN_BLOCKS]
+DRAFTS = [name for name in PROPOSERS if name not in ("draft model", "head, n-grams")]
 PARAMS = em.SamplingParams(max_tokens=8, ignore_eos=True)
 
 
@@ -43,20 +43,12 @@ def answered(engine: em.Engine, prompt: Sequence[int], boundaries: Sequence[int]
     return row
 
 
-def proposer(kind: str, which: em.Target) -> em.HeadProposer | em.NgramProposer | None:
-    if kind == "head":
-        return em.HeadProposer(tiny_head(which))
-    if kind in IN_BLOCKS:
-        return em.HeadProposer(IN_BLOCKS[kind](which))
-    return em.NgramProposer() if kind == "ngram" else None
-
-
 @pytest.mark.parametrize(("name", "drafts", "chunk"), diagonal(KINDS, DRAFTS, [16, 7, 512]))
 def test_the_next_turn_and_another_question_continue_from_a_boundary(name: str, drafts: str, chunk: int) -> None:
     which = target(name)
 
     def engine(nbytes: int) -> em.Engine:
-        drafting = proposer(drafts, which)
+        drafting = PROPOSERS[drafts](which)
         return em.Engine(
             which, drafting, policy=em.FixedPolicy(3), max_batch=1, prefill_chunk=chunk, prefix_cache_bytes=nbytes
         )

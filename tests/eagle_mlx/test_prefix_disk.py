@@ -28,6 +28,7 @@ from tests.disk_tier import (
     SEEDED,
     SYSTEM,
     TEXT,
+    THRESHOLD,
     answered,
     blocks,
     cold,
@@ -39,7 +40,7 @@ from tests.disk_tier import (
     with_text,
     written,
 )
-from tests.eagle_mlx.heads import IN_BLOCKS
+from tests.eagle_mlx.heads import PROPOSERS
 from tests.fakes import randomize, tiny_head
 from tests.full import diagonal, in_full, in_turn
 
@@ -69,13 +70,11 @@ def test_16_namespaces_do_not_share_files(tmp_path: Path, kind: str) -> None:
     assert [cached(again, each) > 20 for each in ("c", "b", "a", "")] == [False, True, True, True]
 
 
-@pytest.mark.parametrize(
-    ("kind", "drafts", "params"), diagonal(KINDS, ["none", "head", "draft", "hybrid", *IN_BLOCKS], [GREEDY, SEEDED])
-)
+@pytest.mark.parametrize(("kind", "drafts", "params"), diagonal(KINDS, PROPOSERS, [GREEDY, SEEDED, THRESHOLD]))
 def test_a_new_engine_continues_from_the_files_of_the_old_one(
     tmp_path: Path, kind: str, drafts: str, params: em.SamplingParams
 ) -> None:
-    drafts = "none" if kind != "full" and drafts == "draft" else drafts
+    drafts = "none" if kind != "full" and drafts == "draft model" else drafts
     first = engine(tmp_path, kind, drafts)
     said = answered(first, TEXT, params, (SYSTEM,)).tokens
     written(first)

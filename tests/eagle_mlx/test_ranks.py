@@ -28,8 +28,9 @@ from eagle_mlx.target import Target, digest_of, fingerprint, load_target, nbytes
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.train.config import TrainConfig
 from tests.architectures import tiny_model
+from tests.eagle_mlx.heads import WITH_HEADS
 from tests.eagle_mlx.rank_worker import Fault
-from tests.fakes import tiny_adapters, tiny_head, tiny_target, tiny_target_folder
+from tests.fakes import tiny_adapters, tiny_target, tiny_target_folder
 from tests.full import in_full
 from tests.processes import MPI, ended, needs_mpi, needs_ring, printed, printed_over_mpi, start
 from tests.serve.api.given import HEAD, TARGET
@@ -371,13 +372,14 @@ def test_layers_that_cannot_be_divided_are_refused(name: str, ranks: int, said: 
         shard_layers(tiny_model(name), Group(ranks))  # type: ignore[arg-type]
 
 
-def test_heads_are_refused_if_layers_are_on_other_machines() -> None:
+@pytest.mark.parametrize("drafts", WITH_HEADS)
+def test_heads_are_refused_if_layers_are_on_other_machines(drafts: str) -> None:
     whole = tiny_target()
     leading = LeadingTarget.of(tiny_target(), Silent(), layers=8)  # type: ignore[arg-type]
     assert leading.num_layers == 8
     em.Engine(leading, em.NgramProposer())
     with pytest.raises(TargetError, match="so a head cannot read them; draft with n-grams or a draft model"):
-        em.Engine(leading, em.HeadProposer(tiny_head(whole)))
+        em.Engine(leading, WITH_HEADS[drafts](whole))
     with pytest.raises(ConfigError, match="training needs them on one; use --shard tensor"):
         TrainConfig.of(target="a", shard="pipeline")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.proposers.base import Proposer
-from tests.eagle_mlx.heads import BLOCKS, IN_BLOCKS
+from tests.eagle_mlx.heads import BLOCKS, IN_BLOCKS, PROPOSERS
 from tests.fakes import generate, tiny_head, tiny_target
 from tests.full import diagonal, in_full
 from tests.grammars import END, LateSteps, Steps
@@ -47,33 +47,41 @@ def expected() -> list[list[int]]:
     return [plain.generate([p], each)[0].tokens for p, each in zip(PROMPTS, PARAMS, strict=True)]
 
 
-PROPOSERS: dict[str, Callable[[], Proposer | None]] = {
-    "none": lambda: None,
-    "ngram": em.NgramProposer,
-    "head": lambda: em.HeadProposer(tiny_head(TARGET)),
-    "narrow head": lambda: em.HeadProposer(tiny_head(TARGET, draft_vocab=40)),
-    **{kind: lambda make=make: em.HeadProposer(make(TARGET)) for kind, make in IN_BLOCKS.items()},  # type: ignore[misc]
-    "dspark, rnn, and n-grams": lambda: em.HybridProposer(em.HeadProposer(BLOCKS["dspark, rnn"](TARGET))),
-    "draft model": lambda: em.DraftModelProposer(tiny_target(seed=3, layers=1)),
-    "head and n-grams": lambda: em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer()),
-    "draft model and n-grams": lambda: em.HybridProposer(em.DraftModelProposer(TARGET), em.NgramProposer()),
-    "the target itself": lambda: em.DraftModelProposer(TARGET),
+DRAFTS: dict[str, Callable[[em.Target], Any]] = {
+    **PROPOSERS,
+    "narrow head": lambda t: em.HeadProposer(tiny_head(t, draft_vocab=40)),
+    "dspark, rnn, and n-grams": lambda t: em.HybridProposer(em.HeadProposer(BLOCKS["dspark, rnn"](t))),
+    "another model": lambda t: em.DraftModelProposer(tiny_target(seed=3, layers=1)),
+    "draft model, n-grams": lambda t: em.HybridProposer(em.DraftModelProposer(t), em.NgramProposer()),
 }
 
 
 @pytest.mark.parametrize(
-    ("proposer", "depth", "batch", "pauses"), diagonal(PROPOSERS, [0, 1, 3, 5], [1, 4, 8], [0.0, 0.2])
+    ("proposer", "depth", "batch", "pauses"), diagonal(DRAFTS, [0, 1, 3, 5], [1, 4, 8], [0.0, 0.2])
 )
 def test_the_same_tokens_every_time(proposer: str, depth: int, batch: int, pauses: float) -> None:
     prefixes = 1 << 20 if pauses and batch > 1 else 0
     engine = em.Engine(
-        TARGET, PROPOSERS[proposer](), policy=em.FixedPolicy(depth), max_batch=batch, prefix_cache_bytes=prefixes
+        TARGET, DRAFTS[proposer](TARGET), policy=em.FixedPolicy(depth), max_batch=batch, prefix_cache_bytes=prefixes
     )
     outputs = generate(engine, PROMPTS, PARAMS, pauses)
     assert (engine.pauses > 0) == (pauses > 0)
     assert [output.tokens for output in outputs] == expected()
-    if proposer == "the target itself" and depth:
+    if proposer == "draft model" and depth:
         assert sum(o.accepted for o in outputs) > 0.9 * sum(o.drafted for o in outputs)
+
+
+@pytest.mark.parametrize("kind", IN_BLOCKS)
+def test_threshold_texts_are_the_same_in_any_batch(kind: str) -> None:
+    """They depend on the drafts, but not on other rows."""
+    params = [replace(each, acceptance="threshold", threshold=0.02) for each in PARAMS]
+    head = em.HeadProposer(IN_BLOCKS[kind](TARGET))
+    texts = []
+    for batch in (1, 4):
+        outputs = em.Engine(TARGET, head, policy=em.FixedPolicy(3), max_batch=batch).generate(PROMPTS, params)
+        texts.append([output.tokens for output in outputs])
+        assert sum(output.accepted for output in outputs) > 0
+    assert texts[0] == texts[1] != expected()
 
 
 @cache
@@ -102,7 +110,7 @@ def expected_of_grammars(seeds: tuple[int, ...]) -> list[list[int]]:
     return [plain.generate([p], each)[0].tokens for p, each in zip(PROMPTS, asked, strict=True)]
 
 
-@pytest.mark.parametrize(("proposer", "depth", "seeded"), diagonal(PROPOSERS, [3, 5], [True, False, False]))
+@pytest.mark.parametrize(("proposer", "depth", "seeded"), diagonal(DRAFTS, [3, 5], [True, False, False]))
 def test_1_the_same_tokens_even_if_masks_are_late(proposer: str, depth: int, seeded: bool) -> None:
     """A request without a seed follows the seed that it gets when it is prepared."""
     made: list[Late] = []
@@ -111,7 +119,7 @@ def test_1_the_same_tokens_even_if_masks_are_late(proposer: str, depth: int, see
         made.append(Late(len(made)))
         return made[-1]
 
-    engine = em.Engine(TARGET, PROPOSERS[proposer](), policy=em.FixedPolicy(depth), max_batch=4)
+    engine = em.Engine(TARGET, DRAFTS[proposer](TARGET), policy=em.FixedPolicy(depth), max_batch=4)
     asked = [replace(each, grammar=late, stop_token_ids=(END,), seed=each.seed if seeded else None) for each in PARAMS]
     rows = [engine.prepare(prompt, each) for prompt, each in zip(PROMPTS, asked, strict=True)]
     for row in rows:
