@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -23,6 +24,7 @@ from . import stdlib as builtin
 from . import tables
 from .rows import choose, parse_row, place_of
 from .spec import Source, parse
+from .texts import text_files
 
 T = TypeVar("T")
 
@@ -178,14 +180,25 @@ class _Reading:
         if source.kind == "builtin":
             yield from builtin.iter_conversations(source.name, self.split or "train", self.config.seed)
             return
-        for origin, row in self._rows(source):
-            try:
-                conversation = parse_row(row(), origin, source.fields)
-            except DataError as e:
-                self._leave_out(e, source)
-                continue
+        for conversation in self._texts(source) if source.kind == "text" else self._parsed(source):
             if self.split in (None, "all") or conversation.is_held_out == (self.split == "heldout"):
                 yield conversation
+
+    def _texts(self, source: Source) -> Iterator[Conversation]:
+        """Yield the pieces of text files. Raises DataError if there are none."""
+        found = shuffled(text_files(Path(source.name).expanduser()), self.config.seed)
+        first = next(found, None)
+        if first is None:
+            raise DataError(f"{source.name} has no text files in UTF-8; name a folder with some")
+        yield from chain([first], found)
+
+    def _parsed(self, source: Source) -> Iterator[Conversation]:
+        """Yield the usable rows of a source as conversations."""
+        for origin, row in self._rows(source):
+            try:
+                yield parse_row(row(), origin, source.fields)
+            except DataError as e:
+                self._leave_out(e, source)
 
     def _rows(self, source: Source) -> Iterator[tuple[str, Callable[[], tables.Row]]]:
         """Yield each row's origin and a function that decodes the row."""

@@ -15,7 +15,7 @@ from eagle_mlx.files import read_yaml
 
 from .rows import FieldMap, nearest
 
-Kind = Literal["builtin", "file", "folder", "hub"]
+Kind = Literal["builtin", "text", "file", "folder", "hub"]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 SPECS = """\
@@ -23,6 +23,7 @@ SPECS = """\
   builtin:python-chat        only the conversations
   builtin:python-docstrings  only conversations about functions with a docstring
   builtin:python-files       only plain files, in pieces
+  text:PLACE                 a plain text file, or all text files under a folder, in pieces
   chats.jsonl, .jsonl.gz, .json, .parquet    a local file
   folder, folder:split, folder:config:split    a data set in a local folder, laid out as on the hub
   user/name, user/name:split, user/name:config:split    a data set on the hub; a split may be sliced: train[:10%]
@@ -76,6 +77,8 @@ def _parse(text: str) -> Source:
         )
     if text.startswith("builtin:"):
         return Source(text, "builtin", text)
+    if text.startswith("text:"):
+        return Source(text, "text", text.removeprefix("text:"))
     if text.startswith("preset:"):
         return _preset(text)
     if text.endswith(SUFFIXES):

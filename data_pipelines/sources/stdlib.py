@@ -19,6 +19,7 @@ from typing import Literal, get_args
 from eagle_mlx.errors import DataError
 
 from ..conversation import HELDOUT_ONE_IN, Conversation, Message
+from .texts import pieces
 
 Split = Literal["train", "heldout"]
 _GENERATED = ("encodings/", "pydoc_data/", "ensurepip/_bundled/", "lib2to3/tests/data/", "site-packages/")
@@ -111,7 +112,6 @@ Reader = Callable[[SourceFile], Iterator[Conversation]]
 
 MAX_DOC_CHARS = 400
 MAX_ANSWER_CHARS = 1200
-PIECE_CHARS = 1500
 _BUFFER = 1024
 """Number of conversations per kind in the shuffle buffer, so that a few can be drawn without reading every file."""
 
@@ -169,18 +169,6 @@ def _chats(documented: bool, file: SourceFile) -> Iterator[Conversation]:
             yield Conversation(messages, origin=f"builtin:python:{function.path}:{function.name}")
 
 
-def _pieces(file: SourceFile) -> Iterator[Conversation]:
-    """Yield pieces of the file of about `PIECE_CHARS`, cut at line ends."""
-    piece, first = "", 1
-    for number, line in enumerate(file.text.splitlines(keepends=True), 1):
-        if piece and len(piece) + len(line) > PIECE_CHARS:
-            yield Conversation(text=piece, origin=f"builtin:python:{file.path}:{first}")
-            piece, first = "", number
-        piece += line
-    if piece.strip():
-        yield Conversation(text=piece, origin=f"builtin:python:{file.path}:{first}")
-
-
 def _unique(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
     seen: set[str] = set()
     for conversation in conversations:
@@ -193,7 +181,7 @@ def _unique(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
 _KINDS: dict[str, tuple[float, Reader]] = {
     "docstrings": (0.3, partial(_chats, True)),
     "bare": (0.5, partial(_chats, False)),
-    "files": (0.2, _pieces),
+    "files": (0.2, lambda file: pieces(file.text, f"builtin:python:{file.path}")),
 }
 """Shares and readers of functions with a docstring, functions without one, and pieces of files. A kind that is used up
 drops out.

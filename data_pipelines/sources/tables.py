@@ -138,7 +138,8 @@ def _failure(source: Source, cause: str) -> str:
     if source.kind == "file":
         return f"{source.name} cannot be read as {Path(source.name).suffix[1:]}: {cause}"
     if source.kind == "folder":
-        return f"{source.spec}: {source.split!r} of the folder {source.name} cannot be read: {cause}"
+        advice = f"for its text files, name text:{source.name}"
+        return f"{source.spec}: {source.split!r} of the folder {source.name} cannot be read: {cause}; {advice}"
     if "disk space" in cause:
         return f"{source.spec}: {cause}; use --stream to read it without storing it"
     missing, advice = "there is no such file, and ", ""

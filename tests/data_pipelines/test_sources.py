@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_mlx.data_pipelines import Conversation, DataConfig, read_conversations
-from eagle_mlx.data_pipelines.sources import stdlib
+from eagle_mlx.data_pipelines.sources import stdlib, texts
 from eagle_mlx.data_pipelines.sources.stdlib import SourceFile, iter_files
 from eagle_mlx.errors import ConfigError, DataError
 
@@ -187,6 +187,47 @@ def test_pieces_of_a_file_are_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stdlib, "iter_files", lambda _: [SourceFile("m.py", text)])
     pieces = read("builtin:python-files")
     assert "".join(str(c.text) for c in pieces) == text
-    assert all(len(str(c.text)) <= stdlib.PIECE_CHARS for c in pieces)
+    assert all(len(str(c.text)) <= texts.PIECE_CHARS for c in pieces)
     lines = [int(c.origin.rsplit(":", 1)[1]) for c in pieces]
     assert [text.splitlines()[n - 1] for n in lines] == [str(c.text).splitlines()[0] for c in pieces]
+
+
+def test_a_folder_of_text_files_is_read_in_pieces(tmp_path: Path) -> None:
+    (tmp_path / "docs" / ".git").mkdir(parents=True)
+    (tmp_path / "docs" / ".git" / "config").write_text("hidden")
+    (tmp_path / "docs" / "empty.txt").write_text("")
+    (tmp_path / "docs" / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "docs" / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "docs" / "long.md").write_text("a line of a long text\n" * 200)
+    (tmp_path / "z.py").write_text("x = 1\n")
+    found = read(f"text:{tmp_path}")
+    assert "".join(str(c.text) for c in found) == "a line of a long text\n" * 200 + "x = 1\n"
+    assert max(len(str(c.text)) for c in found) <= 1500
+    assert [c.origin for c in found][-2:] == [f"{tmp_path}/docs/long.md:137", f"{tmp_path}/z.py:1"]
+    train, held_out = read(f"text:{tmp_path}", "train", seed=1), read(f"text:{tmp_path}", "heldout", seed=1)
+    assert sorted(map(str, said(train + held_out))) == sorted(map(str, said(found)))
+    assert said(read(f"text:{tmp_path}/z.py")) == ["x = 1\n"]
+    one_line = tmp_path / "one.txt"
+    one_line.write_text("word " * 1000)
+    assert "".join(map(str, said(read(f"text:{one_line}")))) == "word " * 1000
+
+
+def test_text_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "a.bin").write_bytes(b"\0")
+    for place, message in (
+        ("empty", "empty has no files"),
+        ("binary", "binary has no text files in UTF-8"),
+        ("binary/a.bin", "a.bin is empty, or not text in UTF-8"),
+        ("missing", "there is no file or folder"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read(f"text:{tmp_path}/{place}")
+
+    def refused(self: Path, *args: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(DataError, match=r"a\.bin cannot be read: Permission denied; make it readable"):
+        read(f"text:{tmp_path}/binary")
