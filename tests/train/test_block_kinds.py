@@ -23,7 +23,7 @@ from train.kinds import KINDS, resolved
 from train.kinds.block.unroll import unroll_blocks, with_latents
 from train.kinds.eagle3.peagle import share_of, unroll_masks
 from train.step.inputs import ANCHORS, make_anchor_plan
-from train.step.losses import confidence_loss, distribution_distance
+from train.step.losses import confidence_loss
 
 LENGTH = 24
 SHAPES: dict[str, dict[str, Any]] = {
@@ -184,16 +184,6 @@ def test_fewer_anchors_keep_each_later_slot_and_come_first() -> None:
         assert (kept[slot].sum(axis=1) <= share_of(slot) * anchors).all()
         assert (kept[slot].sum(axis=1) > share_of(slot) * anchors - 2).all()
         assert not kept[slot][:, int(np.ceil(share_of(slot) * plan.positions.shape[1])) :].any()
-
-
-def test_the_distance_is_that_of_the_distributions() -> None:
-    rng = np.random.default_rng(0)
-    logits, p = rng.normal(size=(5, 7)), rng.dirichlet(np.ones(7), 5)
-    q = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    found = distribution_distance(mx.array(logits, mx.float32), mx.array(p, mx.float32))
-    np.testing.assert_allclose(found, np.abs(p - q).sum(axis=1), atol=1e-6)
-    accepted = 1 - np.abs(p - q).sum(axis=1) / 2
-    np.testing.assert_allclose(accepted, np.minimum(p, q).sum(axis=1), atol=1e-6)
 
 
 def test_the_confidence_is_best_at_the_probability_of_acceptance() -> None:

@@ -56,7 +56,7 @@ def test_errors_name_the_file(tmp_path: Path, line: str, said: str) -> None:
         ({"decay": 1.5}, "--decay must be between 0 and 1"),
         ({"length": 6, "unroll": 7}, "--length 6 is too short"),
         ({"head": "medusa"}, "--head must be one of mtp, "),
-        ({"loss": "l1"}, "--loss must be one of auto, soft, hard"),
+        ({"loss": "l1"}, "--loss must be one of auto, soft, hard, tv, lk"),
         ({"step_weights": [1, 0]}, "--step-weights must be above 0, but are 1 0"),
         ({"step_weights": [1, 1], "unroll": 3}, "has 2 draft steps, but --unroll is 3"),
         ({"step_weights": [1, 1], "decay": 0.5}, "--step-weights and --decay are both given"),

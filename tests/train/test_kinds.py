@@ -67,6 +67,7 @@ LEARNT_FROM = [
     ("eagle", {"loss_weights": [0.1, 1.0], "unroll": 2}),
     ("mtp", {}),
     ("mtp", {"loss": "hard"}),
+    ("eagle3", {"loss": "lk"}),
     ("peagle", {"unroll": 4}),
 ]
 
@@ -172,7 +173,7 @@ def test_the_loss_of_eagle_is_the_sum_of_its_parts(target: Target) -> None:
     rows = batch(target, head)
     arrays = part_arrays(head, target, rows, make_plan(rows, 2), np.full(2, 1 / 100, np.float32))
     token = part_loss(head, target, arrays)
-    both = part_loss(head, target, arrays, Objective(False, 0.1, feature_weight=2.0))
+    both = part_loss(head, target, arrays, Objective("soft", 0.1, feature_weight=2.0))
     assert len(token) == 3
     assert both[0].item() == pytest.approx(0.1 * token[0].item() + 2.0 * mx.sum(both[3]).item(), rel=1e-5)
     np.testing.assert_allclose(both[1], 0.1 * token[1] + 2.0 * both[3], rtol=1e-5)

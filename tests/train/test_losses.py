@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.train.step.losses import ChunkedLoss, soft_cross_entropy, soft_labels, step_weights
+from eagle_mlx.train.step.losses import LOSSES, ChunkedLoss, Labels, soft_cross_entropy, soft_labels, step_weights
 from tests.fakes import tiny_head, tiny_target
 
 
@@ -43,14 +45,29 @@ def test_labels_over_a_draft_vocabulary() -> None:
     np.testing.assert_array_equal(kept[np.array(labels.best)][inside], best[inside])
 
 
-def test_cross_entropy_and_its_gradient() -> None:
+def in_numpy(loss: str, logits: Any, probs: Any, frozen: Any) -> Any:
+    """Return a loss [U] as its source defines it, in float64. LK's shares are those of the logits `frozen`."""
+    log_q, log_frozen = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (logits, frozen))
+    accepted, accepted_before = (np.minimum(probs, np.exp(x)).sum(-1) for x in (log_q, log_frozen))
+    share = np.exp(-3 * accepted_before)
+    soft = -(probs * log_q).sum(-1)
+    hard = -np.take_along_axis(log_q, probs.argmax(-1)[:, None], -1)[:, 0]
+    return {"soft": soft, "hard": hard, "tv": 1 - accepted, "lk": share * soft + (1 - share) * (1 - accepted)}[loss]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_and_their_gradients(loss: str) -> None:
     rng = np.random.default_rng(0)
-    logits = mx.array(rng.normal(0, 5, (6, 20)), mx.float32)
-    probs = mx.softmax(mx.array(rng.normal(0, 2, (6, 20)), mx.float32), axis=-1)
-    log_q = np.array(logits) - np.log(np.exp(np.array(logits, np.float64)).sum(-1, keepdims=True))
-    np.testing.assert_allclose(soft_cross_entropy(logits, probs), -(np.array(probs) * log_q).sum(-1), rtol=1e-5)
-    gradient = mx.grad(lambda z: mx.sum(soft_cross_entropy(z, probs)))(logits)
-    np.testing.assert_allclose(gradient, mx.softmax(logits, axis=-1) - probs, atol=2e-6)
+    z, p = rng.normal(0, 2, (6, 20)), rng.dirichlet(np.full(20, 0.3), 6)
+    z[:2] += 3 * np.log(p[:2] + 1e-3)  # two good drafts
+    logits, probs = mx.array(z, mx.float32), mx.array(p, mx.float32)
+    labels = Labels(probs, mx.argmax(probs, axis=-1), mx.ones(6))
+    np.testing.assert_allclose(LOSSES[loss](logits, labels), in_numpy(loss, z, p, z), rtol=1e-4, atol=1e-6)
+    gradient = np.array(mx.grad(lambda x: mx.sum(LOSSES[loss](x, labels)))(logits))
+    for token in range(20):
+        moved = 1e-6 * (np.arange(20) == token)
+        wanted = (in_numpy(loss, z + moved, p, z) - in_numpy(loss, z - moved, p, z)) / 2e-6
+        np.testing.assert_allclose(gradient[:, token], wanted, atol=2e-5)
 
 
 def test_only_weighted_positions_whose_best_token_can_be_drafted_count() -> None:

@@ -16,7 +16,7 @@ from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS, Head, resolved
 from eagle_mlx.train.step.inputs import make_anchor_plan, make_plan
-from eagle_mlx.train.step.losses import ChunkedLoss, soft_labels, step_loss
+from eagle_mlx.train.step.losses import LOSSES, ChunkedLoss, soft_labels, step_loss
 from eagle_mlx.train.step.step import Stepper, StepResult, objective_of, part_arrays, part_loss
 from eagle_mlx.train.unroll import recomputed
 from tests.fakes import tiny_head, tiny_target
@@ -90,7 +90,7 @@ def test_more_parts_than_rows_and_parts_without_loss(target: Target) -> None:
     assert_same(one, after(target, CONFIG.changed(accumulate=16), rows))
 
 
-@pytest.mark.parametrize(("head", "loss"), diagonal(HEADS, ["soft", "hard"]))
+@pytest.mark.parametrize(("head", "loss"), diagonal(HEADS, [*LOSSES]))
 def test_gradients_agree(target: Target, head: str, loss: str) -> None:
     config = resolved(CONFIG.changed(head=head, loss=loss))
     trained, rows = new(target, config), random_rows(3, 24)

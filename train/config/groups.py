@@ -151,13 +151,14 @@ class OptimizationConfig(Group):
     unroll: int = setting(0, "draft steps in the loss", AT_LEAST_0)
     decay: float = setting(0.0, "weight of a draft step's loss relative to the one before", SHARE)
     step_weights: tuple[float, ...] = setting((), "weight of each draft step's loss, instead of --decay")
-    loss: Literal["auto", "soft", "hard"] = setting(
-        "auto", "soft or hard cross-entropy: with the target's distribution, or with its most likely token"
+    loss: Literal["auto", "soft", "hard", "tv", "lk"] = setting(
+        "auto",
+        "cross-entropy with the target's distribution (soft) or its most likely token (hard), total variation (tv), "
+        "or LK, which is soft for poor drafts and tv for good ones",
     )
     loss_weights: tuple[float, ...] = setting(
         (),
-        "weights of the distance and the cross-entropy; the distance is one of features (eagle) or of "
-        "distributions (dspark)",
+        "weights of the distance and of --loss; the distance is one of features (eagle) or of distributions (dspark)",
     )
     feature_noise: float = setting(
         -1.0,

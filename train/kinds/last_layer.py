@@ -71,7 +71,7 @@ class MTPKind(Kind[MTPHead]):
     foreign: ClassVar[Mapping[str, str]] = {
         **_FOREIGN,
         **dict.fromkeys(("intermediate_size", "heads", "kv_heads"), "its layer has the shape of the target's"),
-        "loss_weights": "its loss is only the cross-entropy",
+        "loss_weights": "--loss is its only loss",
     }
 
     def head_config(self, target: Target, config: TrainConfig, *_: Any) -> MTPConfig:

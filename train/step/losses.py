@@ -1,8 +1,8 @@
-"""Losses per draft step: cross-entropy with the target's distribution or best token, and feature distance."""
+"""Losses per draft step: cross-entropy, total variation or LK with the target's distribution, and feature distance."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,18 @@ from ..unroll import holding, weights_but
 
 _LOGITS = 1 << 25
 """Number of target logits in memory at once."""
+_LK_DECAY = 3.0
+"""Samarin et al. find 3 to be the best."""
 IN_LOGITS = ("norm", "lm_head", "markov_head", "confidence_head")
 """Parts of a head that compute logits."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    hard: bool = False
-    """Use cross-entropy with the target's most likely token instead of its distribution."""
+    loss: str = "soft"
+    """The loss of tokens, one of `LOSSES`."""
     token_weight: float = 1.0
-    """Weight of the cross-entropy."""
+    """Weight of the loss of tokens."""
     variation_weight: float = 0.0
     """Weight of the distance |p - q| between the target's and the head's distribution."""
     confidence_weight: float = 0.0
@@ -77,21 +79,38 @@ def soft_cross_entropy(logits: mx.array, probs: mx.array) -> mx.array:
     return fastmath.log_sum_exp(logits)[..., 0] - mx.sum(probs * logits, axis=-1)
 
 
-def cross_entropy(logits: mx.array, labels: Labels, hard: bool) -> mx.array:
-    """Return the soft or hard cross-entropy, [U, Vd] -> [U]."""
-    if not hard:
-        return soft_cross_entropy(logits, labels.probs)
-    chosen = mx.take_along_axis(logits, labels.best[:, None], axis=-1)
-    return (fastmath.log_sum_exp(logits) - chosen)[..., 0]
+def hard_cross_entropy(logits: mx.array, best: mx.array) -> mx.array:
+    """Return -log_softmax(logits) at the target's most likely tokens, [U, V] and [U] -> [U]."""
+    return (fastmath.log_sum_exp(logits) - mx.take_along_axis(logits, best[:, None], axis=-1))[..., 0]
 
 
-def distribution_distance(logits: mx.array, probs: mx.array) -> mx.array:
-    """Return sum |p - q| of the target's p [U, V] and the head's q = softmax(logits), [U], from 0 to 2.
+def total_variation(logits: mx.array, probs: mx.array) -> mx.array:
+    """Return sum |p - q| / 2 of the target's p [U, V] and the head's q = softmax(logits), [U].
 
-    One minus half of it is the probability that rejection sampling accepts a token of q (Leviathan et al. 2023,
-    theorem 3.5).
+    It is the probability that rejection sampling rejects a token of q (Leviathan et al. 2023, theorem 3.5).
     """
-    return mx.sum(mx.abs(probs - fastmath.softmax(logits)), axis=-1)
+    return mx.sum(mx.abs(probs - fastmath.softmax(logits)), axis=-1) / 2
+
+
+def lk_loss(logits: mx.array, probs: mx.array) -> mx.array:
+    """Return the hybrid LK loss [U]: s KL(p, q) + (1 - s) TV(p, q) with s = exp(-3 acceptance), a constant.
+
+    A poor draft learns from the divergence, whose gradients are larger, and a good one from the acceptance. Source:
+    Samarin et al. 2026, arXiv 2602.23881, sections 4.2 and 4.4; per position as in vllm-project/speculators,
+    `lk_hybrid_loss`. The cross-entropy stands for the divergence: their gradients are equal.
+    """
+    rejected = total_variation(logits, probs)
+    share = mx.stop_gradient(mx.exp(-_LK_DECAY * (1 - rejected)))
+    return share * soft_cross_entropy(logits, probs) + (1 - share) * rejected
+
+
+LOSSES: dict[str, Callable[[mx.array, Labels], mx.array]] = {
+    "soft": lambda logits, labels: soft_cross_entropy(logits, labels.probs),
+    "hard": lambda logits, labels: hard_cross_entropy(logits, labels.best),
+    "tv": lambda logits, labels: total_variation(logits, labels.probs),
+    "lk": lambda logits, labels: lk_loss(logits, labels.probs),
+}
+"""Losses of tokens by the value of `--loss`, [U, Vd] -> [U]."""
 
 
 def confidence_loss(logits: mx.array, acceptance: mx.array) -> mx.array:
@@ -119,12 +138,12 @@ def step_loss(
     if previous is not None:
         logits = logits + head.markov_head.markov_w2(latent)
     logits = logits.astype(mx.float32)
-    each = objective.token_weight * cross_entropy(logits, labels, objective.hard)
-    if objective.variation_weight:
-        apart = distribution_distance(logits, labels.probs)
-        each = each + objective.variation_weight * apart
+    each = objective.token_weight * LOSSES[objective.loss](logits, labels)
+    if objective.variation_weight or objective.confidence_weight:
+        rejected = total_variation(logits, labels.probs)
+        each = each + objective.variation_weight * 2 * rejected
         if objective.confidence_weight and head.config.confidence_head:
-            sure = confidence_loss(head.confidence(h, previous), 1 - apart / 2)
+            sure = confidence_loss(head.confidence(h, previous), 1 - rejected)
             each = each + objective.confidence_weight * sure
     loss = mx.sum(weights * labels.inside * each)
     logits = mx.stop_gradient(logits)

@@ -332,7 +332,7 @@ def objective_of(config: TrainConfig) -> Objective:
     kind = KINDS[config.head.kind]
     apart, token = config.optimization.loss_weights or (0.0, 1.0)
     feature, variation = (0.0, apart) if kind.in_blocks else (apart, 0.0)
-    return Objective(config.optimization.loss == "hard", token, variation, kind.confidence_weight, feature)
+    return Objective(config.optimization.loss, token, variation, kind.confidence_weight, feature)
 
 
 def in_pass_type(head: nn.Module, dtype: mx.Dtype) -> contextlib.AbstractContextManager[None]:

@@ -34,7 +34,7 @@ B = TypeVar("B", bound=BlockHead)
 class BlockKind(Kind[B]):
     """What DFlash and DSpark share. `--unroll` is the number of drafts of a block.
 
-    `--loss-weights` are those of the distance |p - q| between the distributions, and of the cross entropy.
+    `--loss-weights` are those of the distance |p - q| between the distributions, and of `--loss`.
     """
 
     in_blocks = True

@@ -41,7 +41,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
         "feature_norm": "each",
         "recycle": "normed",
     }
-    foreign: ClassVar[Mapping[str, str]] = {"loss_weights": "its loss is only the cross-entropy"}
+    foreign: ClassVar[Mapping[str, str]] = {"loss_weights": "--loss is its only loss"}
 
     def head_config(
         self, target: Target, config: TrainConfig, draft_vocab_size: int, aux_layers: tuple[int, ...]
