@@ -113,7 +113,7 @@ class MakeOptions(Group):
     tokens: int | None = setting(None, "tokens to make, template included", AT_LEAST_1)
     seed: int = setting(_DEFAULT.seed, "seed of everything random")
     overwrite: bool = setting(False, "replace an existing output")
-    finish: bool = setting(False, "finish the output of an interrupted command; make no more")
+    finish: bool = setting(False, "finish the output of an interrupted command, without making more")
     capture: Path | None = setting(None, "folder for shards with the hidden states", metavar="DIR")
     aux_layers: str | None = setting(None, AUX_LAYERS, metavar="A,B,C")
     bits: Literal[16, 8] = setting(16, "bits per value in the shards")

@@ -41,7 +41,7 @@ INTRODUCTION = """# Flags
 are under a heading that names the commands. `--no-` before a switch, as in `--no-ngram`, turns it off.
 """
 Row = tuple[str, str, str]
-"""Flag, default, and the first clause of its help."""
+"""Flag, default, and what it does."""
 
 
 def help_of(command: tuple[str, ...]) -> str:
@@ -81,10 +81,12 @@ def names(flag: str) -> str:
 
 
 def default_and_clause(meaning: str) -> tuple[str, str]:
-    """Split a help text into the default and what the flag does, without explanations after that."""
-    default = re.search(r" ?\(default: (.*?)\)(?=$|;)", meaning)
-    rest = meaning.replace(default[0], "") if default else meaning
-    return default[1] if default else "", re.split(r"; |\. (?=[A-Z])", rest)[0]
+    """Split a help text into the default and what the flag does, with the meaning of a 0 but no other explanation."""
+    found = re.search(r" ?\(default: (.*?)\)(?=$|;)", meaning)
+    default = found[1] if found else ""
+    clause, *others = re.split(r"; |\. (?=[A-Z])", meaning.replace(found[0], "") if found else meaning)
+    zero = [other for other in others if other.startswith(("0 ", "with 0,"))] if default == "0" else []
+    return default, "; ".join([clause, *zero])
 
 
 def page() -> str:

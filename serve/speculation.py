@@ -115,7 +115,9 @@ class Speculation(Group):
         "draft_tree_nodes",
         shown="",
     )
-    draft_model: str | None = setting(None, "folder or hub id of a model with the same tokenizer", metavar="MODEL")
+    draft_model: str | None = setting(
+        None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL"
+    )
     draft_bits: Bits | None = setting(None, "quantize the draft model on load", name="draft_model_quantize")
     ngrams: bool = setting(
         True,

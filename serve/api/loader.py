@@ -71,7 +71,7 @@ class LoadConfig(Group):
     kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
     volatile: tuple[str, ...] = setting(
         (),
-        "also remove this from system prompts; for text that changes with every request; repeatable",
+        "also remove this from system prompts, if it changes with every request; repeatable",
         metavar="REGEX",
         repeat=True,
     )

@@ -73,7 +73,9 @@ class BenchOptions(Group):
         "random is the worst case",
     )
     head_bits: HeadBits | None = setting(None, HEAD_BITS)
-    draft_model: str | None = setting(None, "folder or hub id of a model with the same tokenizer", metavar="MODEL")
+    draft_model: str | None = setting(
+        None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL"
+    )
     modes: tuple[ModeName, ...] | None = setting(
         None, f"ways to decode (default: every way whose model is given, except {STOCK})"
     )
@@ -88,11 +90,13 @@ class BenchOptions(Group):
         (0,), "tokens in a draft tree of up to --depth levels; 0 drafts chains; --nodes 0 16 compares both"
     )
     policy: tuple[PolicyName, ...] = setting(
-        ("fixed",), "how to choose the number of draft tokens; fixed always drafts --depth tokens"
+        ("fixed",), "how to choose the number of draft tokens, up to --depth; fixed always drafts --depth tokens"
     )
-    temperature: tuple[float, ...] = setting((BenchConfig.temperature,), "0 is greedy", metavar="T")
+    temperature: tuple[float, ...] = setting(
+        (BenchConfig.temperature,), "sampling temperature; 0 is greedy", metavar="T"
+    )
     prompts: Path | None = setting(
-        None, "rows with `messages`, `prompt` or `turns`, as jsonl (default: held-out functions)"
+        None, "jsonl file of rows with `messages`, `prompt` or `turns` (default: held-out functions)"
     )
     limit: int = setting(100, "number of prompts, spread evenly over categories", AT_LEAST_1)
     filler: int | None = setting(

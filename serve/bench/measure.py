@@ -43,7 +43,7 @@ class BenchConfig(Group):
     max_tokens: int = setting(128, "maximum number of new tokens", AT_LEAST_1)
     temperature: float = 0.0
     repeats: int = setting(3, "number of measurements", AT_LEAST_1)
-    seed: int = setting(0, "seed of the first prompt; if the temperature is above 0, later prompts count up from it")
+    seed: int = setting(0, "seed of the first prompt if the temperature is above 0; later prompts count up from it")
     least_distinct: float = setting(
         LEAST_DISTINCT,
         "minimum share of distinct 4-grams in a reference continuation; prompts below it loop and are left out",

@@ -55,11 +55,14 @@ PARAMS = [em.SamplingParams(max_tokens=COUNT, **kind) for kind in KINDS.values()
 ASKED = [PROMPTS[index % len(PROMPTS)] for index in range(len(KINDS))]
 ALONE = [em.Engine(TARGET).generate([prompt], p)[0] for prompt, p in zip(ASKED, PARAMS, strict=True)]
 
+DRAFTS = {**PROPOSERS, "draft model": lambda _: em.DraftModelProposer(tiny_target(seed=3, layers=1))}
+"""Ways to draft. The draft model is not the target, so some of its drafts are rejected."""
+
 
 @settings(max_examples=some(10), deadline=None)
 @given(
     st.integers(0, 999),
-    st.sampled_from([*PROPOSERS]),
+    st.sampled_from([*DRAFTS]),
     st.sampled_from([0.1, 0.4]),
     st.integers(1, 7),
     st.sampled_from([0, 1 << 20]),
@@ -70,7 +73,7 @@ def test_05_pauses_at_any_round_do_not_change_answers(
 ) -> None:
     engine = em.Engine(
         TARGET,
-        PROPOSERS[drafts](TARGET),
+        DRAFTS[drafts](TARGET),
         policy=em.FixedPolicy(3),
         max_batch=rows,
         prefill_chunk=chunk,
@@ -154,9 +157,7 @@ def test_05_a_client_with_all_rows_gives_one_back(drafts: str, kept: int) -> Non
     target = tiny_target()
     target.context_length = 100
     alone = [em.Engine(target).generate([prompt], OPEN)[0].tokens for prompt in PROMPTS]
-    engine = em.Engine(
-        target, PROPOSERS[drafts](target), policy=em.FixedPolicy(2), max_batch=4, prefix_cache_bytes=kept
-    )
+    engine = em.Engine(target, DRAFTS[drafts](target), policy=em.FixedPolicy(2), max_batch=4, prefix_cache_bytes=kept)
     greedy = [submit(engine, "a", prompt) for prompt in PROMPTS]
     for turn in range(3):
         for _ in range(8):
@@ -295,11 +296,11 @@ def test_07_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int
     asked = [prompts[seed % len(prompts)] for seed in range(8)]
     alone = [em.Engine(target).generate([p], o)[0].tokens for p, o in zip(asked, each, strict=True)]
     with steps_of(8):
-        size = em.Engine(target, PROPOSERS[drafts](target)).kv_budget.size
+        size = em.Engine(target, DRAFTS[drafts](target)).kv_budget.size
         allowed = size.nbytes(3, 100)
         engine = em.Engine(
             target,
-            PROPOSERS[drafts](target),
+            DRAFTS[drafts](target),
             policy=em.FixedPolicy(2),
             max_batch=8,
             prefix_cache_bytes=kept,

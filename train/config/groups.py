@@ -30,7 +30,7 @@ class HeadConfig(Group):
     target: str = setting("", "folder or hub id of the model", metavar="MODEL")
     kind: str = setting(
         "eagle3",
-        "kind of head; mtp is a multi-token-prediction layer, dflash and dspark are block drafters",
+        "kind of head: EAGLE-3, P-EAGLE, EAGLE-1 and 2, multi-token prediction, or a block drafter",
         _KNOWN,
         name="head",
         metavar=f"{{{','.join(_TRAINED)}}}",
@@ -112,7 +112,7 @@ class DataConfig(Group):
     max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
     states: Literal["auto", "memory", "disk", "online"] = setting(
         "auto",
-        "where to keep hidden states; captured once in memory or on disk, or again for each batch (online); "
+        "where to keep hidden states: captured once, in memory or on disk, or again for each batch (online); "
         "auto chooses by --cache-gb",
     )
     cache_gb: float = setting(
@@ -171,8 +171,8 @@ class OptimizationConfig(Group):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        "type of numbers in a step; weights and moments stay in float32. auto: bfloat16 on a GPU, float32 on "
-        "a CPU, and bfloat16 for the saved head",
+        "type of numbers in a step and in the saved head; weights and moments stay in float32. auto: bfloat16 on a "
+        "GPU, float32 on a CPU, and bfloat16 for the saved head",
     )
     grad_checkpoint: bool = setting(
         False, "recompute draft steps for the gradient; far less memory, slightly more time"
@@ -192,7 +192,7 @@ class OptimizationConfig(Group):
         AT_LEAST_0,
     )
     optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", "adamw, or muon for the matrices inside the head; adamw then updates the rest"
+        "adamw", "adamw for all weights, or muon for the matrices inside the head and adamw for the rest"
     )
     lr: float = setting(
         0.0,
@@ -259,7 +259,7 @@ class RunConfig(Group):
     """The output of a run, its checkpoints and its seed."""
 
     output: str = setting("out/head", "folder for heads, metrics, plots and report; must not exist", metavar="DIR")
-    overwrite: bool = setting(False, "replace an existing output; only once the new one is complete")
+    overwrite: bool = setting(False, "replace an existing output; it stays until the new one is complete")
     seed: int = setting(0, "seed of everything random")
     checkpoints: int = setting(
         2,

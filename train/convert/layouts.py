@@ -44,8 +44,8 @@ class Conversion(Group):
     target: str | None = setting(None, "folder or hub id of the model", metavar="MODEL")
     base_model: str | None = setting(
         None,
-        "model that speculators and vLLM load in place of the target; a folder or hub id (default: the base "
-        "model on the target's card, or the target); the target only if MLX has not quantized it",
+        "folder or hub id of the model that speculators and vLLM load in place of the target (default: the base "
+        "model on a quantized target's card; otherwise the target, unless MLX has quantized it)",
         metavar="MODEL",
     )
     dtype: Dtype | None = setting(None, "dtype of the weights (default: unchanged)")

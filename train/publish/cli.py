@@ -56,7 +56,7 @@ class CardOptions(Group):
     """What the model card says."""
 
     license: str | None = setting(
-        None, "required license id on the hub (such as apache-2.0, mit or llama3.1)", metavar="ID"
+        None, "license id on the hub, such as apache-2.0, mit or llama3.1 (required)", metavar="ID"
     )
     license_name: str | None = setting(None, "with --license other: its name")
     license_link: str | None = setting(None, "with --license other: its address", metavar="URL")
@@ -78,11 +78,9 @@ class CardOptions(Group):
 class UploadOptions(Group):
     """How to upload."""
 
-    bits: Literal[4, 8] | None = setting(
-        None, "also publish a copy in this many bits; for MLX, as USER/NAME-4bit or -8bit"
-    )
+    bits: Literal[4, 8] | None = setting(None, "also publish a quantized copy for MLX, as USER/NAME-4bit or -8bit")
     dry_run: bool = setting(False, "show the files and the card, without the network")
-    private: bool = setting(False, "make the repository private")
+    private: bool = setting(False, "make the repository private (default: public)")
     overwrite: bool = setting(False, "replace a head that the repository has already")
     message: str | None = setting(None, "commit message", metavar="TEXT")
     token: str | None = setting(
