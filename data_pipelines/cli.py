@@ -67,7 +67,7 @@ class CollectOptions(ReadOptions):
     aux_layers: str | None = setting(None, AUX_LAYERS, metavar="A,B,C")
     batch_tokens: int = setting(2048, "tokens per forward", AT_LEAST_1)
     bits: Literal[16, 8] = setting(16, "bits per value in the shards")
-    resume: bool = setting(False, "capture damaged shards again, if DIR exists")
+    resume: bool = setting(False, "capture the damaged shards of a complete DIR again")
     choice: CollectChoice = field(default_factory=CollectChoice)
 
 

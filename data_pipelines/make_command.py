@@ -61,7 +61,9 @@ class WritingOptions(Group):
     """What to write, and how to sample it."""
 
     domains: Path = setting(
-        FILE, "file of your domains; each has a name, and under it weight, system and openings", metavar="FILE.yaml"
+        FILE,
+        "file of domains (subjects) to write about; each name has the keys weight, system and openings",
+        metavar="FILE.yaml",
     )
     domain: tuple[str, ...] = setting((), "only these domains; repeatable", metavar="NAME[=WEIGHT]", repeat=True)
     turns: str = setting(

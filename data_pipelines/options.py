@@ -54,7 +54,7 @@ class ChoiceOptions(Group):
         "", "keep conversations with this many tokens; either number may be left out", metavar="MIN:MAX"
     )
     dedupe: Dedupe = setting(
-        DataConfig.dedupe, "keep only the first conversation of those with the same prompt, or of identical ones"
+        DataConfig.dedupe, "remove conversations with the prompt or the whole text of an earlier one"
     )
 
     def config(self, sources: Sequence[str], limit: int | None) -> DataConfig:
@@ -89,7 +89,7 @@ class DraftingOptions(Group):
 
     batch: int | None = setting(
         None,
-        f"batch size (default: {FIRST_ROWS}); without the flag, it doubles while that is faster, up to {MOST_ROWS}",
+        f"batch size (default: {FIRST_ROWS}, doubled while that is faster, up to {MOST_ROWS})",
         AT_LEAST_1,
     )
     head: str | None = setting(

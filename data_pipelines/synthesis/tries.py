@@ -99,7 +99,7 @@ class Try(Task):
 
     @abstractmethod
     def result(self) -> tuple[Conversation | None, int]:
-        """Return the conversation, or None if the try failed, and a hash of its beginning to find duplicates."""
+        """Return a pair: the conversation (None if the try failed), and a hash of its beginning to find duplicates."""
 
     def fail(self, why: str) -> None:
         """End the try; `why` is a field of `MakeReport`."""

@@ -145,7 +145,7 @@ class RaggedKV:
         return scattered(buffer, moving, moves.new)
 
     def append(self, other: RaggedKV) -> None:
-        """Append the other's rows; call this before the lengths are joined.
+        """Append the other's rows. Call this before `lengths.append`, because it needs the old number of rows.
 
         The rest of their slots is zeroed, because a row that left may have kept NaN there.
         """

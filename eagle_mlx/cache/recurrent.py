@@ -153,7 +153,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         return value
 
     def append(self, other: RecurrentState) -> None:
-        """Append the other's rows; call this before the lengths are joined."""
+        """Append the other's rows. Call this before `rows.append`, because it needs the old number of rows."""
         if not self.rows.rows:
             self.cache = list(other.cache)
             return

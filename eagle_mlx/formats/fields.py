@@ -134,7 +134,7 @@ def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Return a head's quantization from the field that mlx-lm writes, or None.
 
-    Raises ConfigError if it has another mode. The head's config checks the values.
+    Raises ConfigError if its mode is not supported. The head's config checks the values.
     """
     how = config.get("quantization")
     if how is None:

@@ -60,7 +60,7 @@ class NgramIndex:
         return next(self.matches(count), [])
 
     def matches(self, count: int) -> Iterator[list[int]]:
-        """Yield up to `count` tokens after each match: longest n-grams first, and latest first among these."""
+        """Yield up to `count` tokens after each match: longest n-grams first; for each length, latest match first."""
         for n in range(min(self.max_ngram, len(self.tokens)), self.min_ngram - 1, -1):
             end, seen = self.ends.get(tuple(self.tokens[-n:]), 0), 0
             while end and seen < _MAX_MATCHES:

@@ -116,7 +116,9 @@ class ShardWriter:
         known = (UNFINISHED, MANIFEST)
         strange = [p.name for p in self.part.iterdir() if p.name not in known and not p.name.endswith((PART, SUFFIX))]
         if strange:
-            raise OutputError(f"{self.part} is not an unfinished capture, since it has {strange[0]}; move it away")
+            raise OutputError(
+                f"{self.part} also contains {strange[0]}, which is not part of a capture; move the folder away"
+            )
         try:
             self.files = self._kept(self.part)
         except OutputError:

@@ -71,12 +71,12 @@ class LoadConfig(Group):
     kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
     volatile: tuple[str, ...] = setting(
         (),
-        "also remove this from system prompts, if it changes with every request; repeatable",
+        "changing text to remove from system prompts; repeatable",
         metavar="REGEX",
         repeat=True,
     )
     keep_volatile: bool = setting(
-        False, "do not remove agents' billing headers from system prompts; they change with every request"
+        False, "keep Claude Code's billing header in system prompts; it changes with every request"
     )
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)

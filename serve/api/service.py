@@ -127,7 +127,7 @@ class Settings(Group):
     allow_origin: tuple[str, ...] = setting((), "web origin to allow (CORS); repeatable", metavar="URL", repeat=True)
     allowed_host: tuple[str, ...] = setting(
         (),
-        "host name to accept besides localhost; repeatable (default: any, but none at 127.0.0.1)",
+        "host name to accept besides localhost; repeatable (default: none if --host is local, otherwise any)",
         metavar="NAME",
         repeat=True,
     )

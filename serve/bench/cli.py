@@ -77,7 +77,7 @@ class BenchOptions(Group):
         None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL"
     )
     modes: tuple[ModeName, ...] | None = setting(
-        None, f"ways to decode (default: every way whose model is given, except {STOCK})"
+        None, f"ways to decode (default: all for which you give a model, except {STOCK})"
     )
     batch: tuple[int, ...] = setting((1,), "rows that decode together", AT_LEAST_1)
     depth: tuple[int, ...] | None = setting(
@@ -96,7 +96,7 @@ class BenchOptions(Group):
         (BenchConfig.temperature,), "sampling temperature; 0 is greedy", metavar="T"
     )
     prompts: Path | None = setting(
-        None, "jsonl file of rows with `messages`, `prompt` or `turns` (default: held-out functions)"
+        None, "jsonl file of rows with `messages`, `prompt` or `turns` (default: held-out Python functions)"
     )
     limit: int = setting(100, "number of prompts, spread evenly over categories", AT_LEAST_1)
     filler: int | None = setting(

@@ -152,7 +152,9 @@ def test_somebody_s_files_are_left_alone(tmp_path: Path) -> None:
     part.mkdir()
     (part / "thesis.txt").write_text("mine")
     for overwrite in (False, True):
-        with pytest.raises(OutputError, match=r"s\.unfinished is not an unfinished capture.*thesis\.txt; move it away"):
+        with pytest.raises(
+            OutputError, match=r"s\.unfinished also contains .*thesis\.txt, which is not part of a capture; move"
+        ):
             writer(tmp_path / "s", overwrite=overwrite).__enter__()
     assert content(part) == {"thesis.txt": b"mine"}
 

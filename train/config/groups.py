@@ -40,7 +40,7 @@ class HeadConfig(Group):
     )
     lora_rank: int = setting(
         0,
-        "with --init-from: train only additions of this rank; they are merged into the head's matrices when "
+        "with --init-from: train only LoRA adapters of this rank; they are merged into the head's matrices when "
         "it is written; 0 to train all weights",
         AT_LEAST_0,
     )
@@ -74,7 +74,7 @@ class HeadConfig(Group):
     norm_before_residual: bool = setting(False, "use the normed feature as the residual; otherwise the feature itself")
     start: Literal["linear", "random"] = setting(
         "linear",
-        "how a new head starts; linear is the best linear prediction of the target's next state, found by "
+        "initial weights of a new head; linear is the best linear prediction of the target's next state, found by "
         "least squares in one pass over some of the data",
     )
 
@@ -103,10 +103,12 @@ class DataConfig(Group):
         "", "keep conversations with this many tokens; either number may be left out", metavar="MIN:MAX"
     )
     dedupe: Literal["none", "prompt", "conversation"] = setting(
-        "none", "keep only the first conversation of those with the same prompt, or of identical ones"
+        "none", "remove conversations with the prompt or the whole text of an earlier one"
     )
     shards: tuple[str, ...] = setting(
-        (), "folders of hidden states from `eagle-data`, instead of --data; any of their layers", metavar="DIR"
+        (),
+        "folders of hidden states from `eagle-data`, instead of --data; a head may read any of the stored layers",
+        metavar="DIR",
     )
     limit: int = setting(0, "maximum number of conversations from all sources; 0 for all", AT_LEAST_0)
     max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
@@ -117,7 +119,7 @@ class DataConfig(Group):
     )
     cache_gb: float = setting(
         4.0,
-        "gigabytes of memory, or else of disk, for hidden states; if they do not fit, they are captured for each batch",
+        "gigabytes for hidden states, in memory or on disk; if they fit neither, they are captured for each batch",
         AT_LEAST_0,
     )
     cache_bits: int = setting(16, "bits per value on disk, 16 or 8")
@@ -158,7 +160,7 @@ class OptimizationConfig(Group):
     )
     loss_weights: tuple[float, ...] = setting(
         (),
-        "weights of the distance and of --loss; the distance is one of features (eagle) or of distributions (dspark)",
+        "weights of the distance between features (eagle) or distributions (dspark), and of --loss",
     )
     feature_noise: float = setting(
         -1.0,
@@ -171,7 +173,7 @@ class OptimizationConfig(Group):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        "type of numbers in a step and in the saved head; weights and moments stay in float32. auto: bfloat16 on a "
+        "dtype of training steps and of the saved head; weights and moments stay in float32. auto: bfloat16 on a "
         "GPU, float32 on a CPU, and bfloat16 for the saved head",
     )
     grad_checkpoint: bool = setting(
@@ -186,9 +188,9 @@ class OptimizationConfig(Group):
     )
     hours: float = setting(
         0.0,
-        "time limit of the whole run: the target writes data, the head learns, and then drafts the next data;"
-        " the time is divided by measured speeds, so that each token is learned --epochs times; 0 to make all"
-        " data first",
+        "time limit of the whole run: writing data and training alternate;"
+        " each phase's head drafts the next data; measured speeds divide the time, so that each token is learned"
+        " --epochs times; 0 to have all data before training",
         AT_LEAST_0,
     )
     optimizer: Literal["adamw", "muon"] = setting(

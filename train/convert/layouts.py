@@ -44,12 +44,14 @@ class Conversion(Group):
     target: str | None = setting(None, "folder or hub id of the model", metavar="MODEL")
     base_model: str | None = setting(
         None,
-        "folder or hub id of the model that speculators and vLLM load in place of the target (default: the base "
-        "model on a quantized target's card; otherwise the target, unless MLX has quantized it)",
+        "folder or hub id of the model that speculators and vLLM load in place of the target (default: the "
+        "target or, if MLX has quantized it, the base model on its card)",
         metavar="MODEL",
     )
     dtype: Dtype | None = setting(None, "dtype of the weights (default: unchanged)")
-    depth: int | None = setting(None, "speculators: tokens to draft (default: as in SOURCE, or 3)", AT_LEAST_1)
+    depth: int | None = setting(
+        None, "with --to speculators: draft tokens per round (default: as in SOURCE, or 3)", AT_LEAST_1
+    )
     check: bool = setting(True, "test the head on the target; this takes a while")
     overwrite: bool = setting(False, OVERWRITE)
 

@@ -47,7 +47,7 @@ def self_file(config: TrainConfig) -> Path:
 
 
 def sources_of(config: TrainConfig) -> tuple[str, ...]:
-    """Return the data sources, with that file in place of `self`."""
+    """Return the data sources; `self` is replaced by the file of the target's conversations."""
     return (str(self_file(config)),) if config.data.is_self else config.data.sources
 
 
