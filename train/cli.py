@@ -23,7 +23,18 @@ from .data import data_config, heldout_prompts, make_data, training_data
 from .distributed import SINGLE_PROCESS, World
 from .hours import HoursPhases
 from .kinds import KINDS, parameters_of, resolved
-from .plan import Recipe, bound_of, load_recipe, plan_of, probe, recipe_for, recipe_names
+from .plan import (
+    Plan,
+    Recipe,
+    batches_for,
+    bound_of,
+    load_recipe,
+    plan_of,
+    probe,
+    recipe_for,
+    recipe_names,
+    typical,
+)
 from .report import command as report_command
 from .run import BEST, OnePhase, check_incomplete, check_wandb, claim, existing_head, resumed_config, run_worker, train
 
@@ -183,16 +194,27 @@ def _run(
     if world.is_rank_zero:
         print(f"measured: {measured}", file=sys.stderr)
     if config.optimization.hours:
+        config = _chosen(batches_for(config, target.hidden_size, config.data.self_tokens, speed=measured))
         return target, train(target, HoursPhases(measured.learned), config, head, resume, stop, claimed=folder)
     prompts = _prompts(target, config, world)
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
+    lengths = data.samples.lengths
+    plan = batches_for(config, target.hidden_size, sum(lengths), typical(lengths), measured, world.size)
+    config = TrainConfig.of(**world.broadcast(plan.config.flat()))  # measured speeds differ between machines
     if not world.is_rank_zero:
         run_worker(target, data, config, head, world, stop)
         return None
-    config = config if config.data.shards else config.changed(states=data.place)  # for resumed runs too
+    config = _chosen(plan) if config.data.shards else _chosen(plan).changed(states=data.place)  # for resumed runs too
     print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
-    phases = OnePhase(data, prompts)
+    phases = OnePhase(data, prompts, plan.seen / measured.learned)
     return target, train(target, phases, config, head, resume, stop, world, claimed=folder)
+
+
+def _chosen(plan: Plan) -> TrainConfig:
+    """Print what a plan has chosen, and return its settings."""
+    if plan.about:
+        print(f"chosen: {plan.about}", file=sys.stderr)
+    return plan.config
 
 
 def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mapping[str, Any]) -> None:

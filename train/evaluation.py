@@ -26,6 +26,12 @@ from .report import Row
 FILE = "generations.md"
 COUNT = 3
 """Sample texts per evaluation."""
+_ENOUGH, _FEWEST = 48, 8
+"""Prompts of a measurement. With less than 48, the interval of τ is wider than the difference between checkpoints."""
+TIMES = 10
+"""Maximum number of measurements during a run, unless the user sets it."""
+SHARE = 1 / 10
+"""Share of a run's time for measurements."""
 _PROMPT_CHARACTERS = 600
 
 
@@ -72,19 +78,45 @@ class Evaluator:
         self.generations: list[Generation] = []
         """Some texts of the last measurement, if the target has a tokenizer."""
 
+    def fit(self, head: DraftHead, seconds: float, times: int = 0) -> tuple[int, int]:
+        """Keep as many prompts as `affordable` says, after a batch is measured; return its result."""
+        begin = time.monotonic()
+        some = self._prompts[: self._max_batch]
+        usable = sum(not is_loop(output.tokens) for output in self._decode(head, some))
+        each = (time.monotonic() - begin) / max(1, len(some))
+        enough = _ENOUGH * len(some) // max(1, usable)  # those that loop will be left out
+        found = affordable(seconds, each, self._all, times, enough)
+        self._all = found[0]
+        del self._prompts[self._all :]
+        return found
+
     def measure(self, head: DraftHead) -> Acceptance:
         """Decode every prompt with the head and return its acceptance."""
         begin = time.monotonic()
-        engine = Engine(
-            self._target, proposer=HeadProposer(head), policy=FixedPolicy(self._depth), max_batch=self._max_batch
-        )
-        outputs = engine.generate(self._prompts, self._params)
+        outputs = self._decode(head, self._prompts)
         kept = [i for i, output in enumerate(outputs) if not is_loop(output.tokens)]
         self._prompts = [self._prompts[i] for i in kept]
         left_out = self._all - len(kept)
         outputs = [outputs[i] for i in kept]
         self.generations = generations_of(self._target, self._prompts, outputs)
         return summarize(outputs, self._depth, left_out, time.monotonic() - begin)
+
+    def _decode(self, head: DraftHead, prompts: list[Prompt]) -> list[Output]:
+        engine = Engine(
+            self._target, proposer=HeadProposer(head), policy=FixedPolicy(self._depth), max_batch=self._max_batch
+        )
+        return engine.generate(prompts, self._params)
+
+
+def affordable(seconds: float, each: float, prompts: int, times: int = 0, enough: int = _ENOUGH) -> tuple[int, int]:
+    """Return how many of `prompts` to decode per measurement, and the number of measurements.
+
+    `seconds`: for all measurements. `each`: seconds per prompt. `times`: number of measurements; 0 for as many as allow
+    `enough` prompts each.
+    """
+    total = int(seconds / max(each, 1e-9))
+    times = times or max(1, min(TIMES, total // max(1, min(enough, prompts))))
+    return min(prompts, max(_FEWEST, total // times)), times
 
 
 def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds: float = 0.0) -> Acceptance:

@@ -115,7 +115,7 @@ def test_the_same_seed_gives_the_same_head(target: Path, chats: Path, tmp_path: 
     [
         (("--aux-layers", "1", "9"), "the target has layers 0 to 3"),
         (("--kv-heads", "3"), "not a multiple"),
-        (("--rows", "0"), "rows must be at least 1"),
+        (("--rows", "-1"), "rows must be at least 0"),
         (("--data", "no/such.jsonl"), "no/such.jsonl"),
         (("--shards", "no/such/folder"), "not a folder of shards"),
         (("--target", "no/such/model/anywhere"), "there is no folder"),

@@ -33,7 +33,7 @@ def test_an_unknown_key_names_the_nearest() -> None:
         TrainConfig.of(**{"draft-vocabulary": 3})
 
 
-@pytest.mark.parametrize(("line", "said"), [("unrol: 3", "unknown setting 'unrol'"), ("rows: 0", "at least 1")])
+@pytest.mark.parametrize(("line", "said"), [("unrol: 3", "unknown setting 'unrol'"), ("rows: -1", "at least 0")])
 def test_errors_name_the_file(tmp_path: Path, line: str, said: str) -> None:
     (tmp_path / "c.yaml").write_text(line)
     with pytest.raises(ConfigError, match=f"c.yaml: .*{said}"):
@@ -50,7 +50,7 @@ def test_errors_name_the_file(tmp_path: Path, line: str, said: str) -> None:
         ({"wandb": "yes"}, "--wandb must be true or false"),
         ({"optimizer": "sgd"}, "--optimizer must be one of adamw, muon"),
         ({"aux_layers": ["a"]}, "--aux-layers must be a list, each a whole number"),
-        ({"rows": 0}, "--rows must be at least 1"),
+        ({"rows": -1}, "--rows must be at least 0"),
         ({"muon_lr": -0.1}, "--muon-lr must be at least 0"),
         ({"limit": -1}, "--limit must be at least 0"),
         ({"decay": 1.5}, "--decay must be between 0 and 1"),

@@ -52,7 +52,11 @@ def test_maps_and_filters_reach_training_and_held_out_prompts(tmp_path: Path) ->
     report = training_data(TARGET, mapped).report
     assert report["conversations"] > 180
     assert report["left_out"] == 0
-    assert 0 < len(heldout_prompts(TARGET, mapped)) < 20  # of the first source, one in 25
+    prompts = heldout_prompts(TARGET, mapped)
+    assert 0 < len(prompts) < 20  # one in 25
+    assert TARGET.tokenizer is not None
+    texts = [TARGET.tokenizer.decode(prompt) for prompt in prompts]
+    assert ["odd:" in text for text in texts[:2]] == [True, False], "from both sources in turn"
     assert len(heldout_prompts(TARGET, config(usual, eval_data=odd, map=("prompt=q,completion=a",)))) == 100
     with pytest.raises(DataError, match="no usable conversations"):
         training_data(TARGET, config(usual, keep_tokens="500:"))

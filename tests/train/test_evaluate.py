@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eagle_mlx.request import Output
-from eagle_mlx.train.evaluation import Evaluator, summarize
+from eagle_mlx.train.evaluation import Evaluator, affordable, summarize
 from tests.fakes import tiny_head, tiny_target
 
 
@@ -38,6 +38,23 @@ def test_a_head_is_measured_by_decoding() -> None:
     again = evaluator.measure(tiny_head(target))
     assert again.left_out == first.left_out
     assert again.acceptance_length == pytest.approx(first.acceptance_length, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "times", "expected"),
+    [
+        (10_000, 0, (100, 10)),
+        (600, 0, (60, 10)),
+        (200, 0, (50, 4)),
+        (60, 0, (60, 1)),
+        (20, 0, (20, 1)),
+        (1, 0, (8, 1)),
+        (600, 6, (100, 6)),
+        (60, 6, (10, 6)),
+    ],
+)
+def test_48_prompts_come_before_many_measurements(seconds: float, times: int, expected: tuple[int, int]) -> None:
+    assert affordable(seconds, each=1.0, prompts=100, times=times) == expected
 
 
 def test_some_texts_are_kept_for_people_to_read() -> None:

@@ -90,7 +90,7 @@ def _short_turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def config_of(output: Path, **more: Any) -> TrainConfig:
     values: dict[str, Any] = {
         **{"target": "tiny", "data": ("self",), "hours": HOURS, "states": "disk", "head": "eagle", "lr": 3e-3},
-        **{"rows": 2, "length": 64, "eval_prompts": 8, "eval_tokens": 6, "eval_depth": 2, "lanes": 1},
+        **{"rows": 2, "length": 64, "epochs": 2, "eval_prompts": 8, "eval_tokens": 6, "eval_depth": 2, "lanes": 1},
     }
     return TrainConfig.of(output=str(output), **{**values, **more})
 

@@ -100,7 +100,21 @@ def test_a_plan_is_printed_without_a_network(capsys: pytest.CaptureFixture[str])
     assert main(["--recipe", "qwen3-32b", "--dry-run"]) == 0
     plan = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert list(plan) == [
-        *("target", "head", "layers", "vocabulary", "data", "tokens", "run", "memory", "states", "disk", "time", "here")
+        *(
+            "target",
+            "head",
+            "layers",
+            "vocabulary",
+            "data",
+            "tokens",
+            "run",
+            "chosen",
+            "memory",
+            "states",
+            "disk",
+            "time",
+            "here",
+        )
     ]
     assert plan["target"].startswith("mlx-community/Qwen3-32B-4bit: 64 layers of 5,120, vocabulary 151,936, 32.8 b")
     assert plan["layers"].startswith("1, 31, 60, 63")

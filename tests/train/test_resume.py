@@ -23,6 +23,7 @@ from eagle_mlx.heads import load_head
 from eagle_mlx.progress import counted
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import main
+from eagle_mlx.train.config import flag
 from eagle_mlx.train.kinds import KINDS
 from eagle_mlx.train.run import state
 from tests.eagle_mlx.heads import eagle3
@@ -70,7 +71,12 @@ def published(target: Path, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", in_full(["eagle3", "eagle", "mtp", "peagle", "adapted"], ["eagle3", "mtp", "adapted"]))
+CHOSEN = ("rows", "length", "epochs", "lr", "eval_prompts")
+
+
+@pytest.mark.parametrize(
+    "kind", in_full(["eagle3", "eagle", "mtp", "peagle", "adapted", "open"], ["eagle3", "mtp", "adapted", "open"])
+)
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
     kind: str, target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +86,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
         "mtp": ("--head", "mtp", "--draft-vocab", "0"),
         "peagle": ("--head", "peagle"),
         "adapted": ("--init-from", str(published(target, tmp_path / "head")), "--lora-rank", "2"),
+        "open": tuple(part for name in CHOSEN for part in (flag(name), "0")),
     }[kind]
     more = (*own, "--max-steps", str(STEPS), "--eval-steps", "4", "--checkpoints", "1")
     arrays: list[state.Arrays] = []
@@ -102,6 +109,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
                 stop_at(inner, at)
                 assert main(flags(target, chats, out, *more)) == 143
             assert not (out / "report.json").exists()
+            assert all(json.loads((out / "run.json").read_text())["config"][name] for name in CHOSEN)
             assert main(["--resume", str(out)]) == 0
             assert lines(out) == lines(tmp_path / "whole")
             assert weights(out) == weights(tmp_path / "whole")

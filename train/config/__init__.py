@@ -11,6 +11,7 @@ from eagle_mlx.files import read_yaml
 from eagle_mlx.setting import flag
 
 from .groups import (
+    MOST_PROMPTS,
     NOT_WITH_HOURS,
     SELF,
     DataConfig,
@@ -22,6 +23,7 @@ from .groups import (
 )
 
 __all__ = [
+    "MOST_PROMPTS",
     "NOT_WITH_HOURS",
     "SELF",
     "DataConfig",

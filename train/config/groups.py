@@ -166,8 +166,13 @@ class OptimizationConfig(Group):
         -1.0,
         "maximum uniform noise on the features that the head reads; less in conversations of more than 512 tokens",
     )
-    rows: int = setting(4, "rows of a batch; with several processes (mlx.launch), rows per process", AT_LEAST_1)
-    length: int = setting(1024, "tokens of a row; short conversations share a row, long ones are cut", AT_LEAST_1)
+    rows: int = setting(
+        0,
+        "rows of a batch; with several processes (mlx.launch), rows per process. 0: choose rows, length, epochs and lr "
+        "by the amount of data, each only if it is 0",
+        AT_LEAST_0,
+    )
+    length: int = setting(0, "tokens of a row; short conversations share a row, long ones are cut", AT_LEAST_0)
     accumulate: int = setting(
         1, "parts of a batch, computed one after another; the same update with less memory", AT_LEAST_1
     )
@@ -179,7 +184,9 @@ class OptimizationConfig(Group):
     grad_checkpoint: bool = setting(
         False, "recompute draft steps for the gradient; far less memory, slightly more time"
     )
-    epochs: int = setting(2, "passes over the data, unless --max-steps or --minutes is given", AT_LEAST_1)
+    epochs: int = setting(
+        0, "passes over the data, unless --max-steps or --minutes is given; 0 for up to four", AT_LEAST_0
+    )
     max_steps: int = setting(0, "number of optimizer steps; with 0, --minutes or --epochs decides", AT_LEAST_0)
     minutes: float = setting(
         0.0,
@@ -198,7 +205,8 @@ class OptimizationConfig(Group):
     )
     lr: float = setting(
         0.0,
-        "peak learning rate of AdamW; 0 to derive it from the target's hidden size: 1e-4 at 4,096, 2e-4 at 2,048",
+        "peak learning rate of AdamW; 0 to derive it from the target's hidden size (1e-4 at 4,096, 2e-4 at 2,048) and "
+        "the batch size",
         AT_LEAST_0,
     )
     muon_lr: float = setting(
@@ -212,7 +220,7 @@ class OptimizationConfig(Group):
     clip: float = setting(0.5, "maximum norm of the gradient", ABOVE_0)
 
     def _check(self) -> None:
-        if self.length < self.unroll + 2:
+        if 0 < self.length < self.unroll + 2:
             raise ConfigError(f"--length {self.length} is too short for {self.unroll} draft steps; make it longer")
         if not all(0 < weight < math.inf for weight in self.step_weights):
             raise ConfigError(f"--step-weights must be above 0, but are {_list(self.step_weights)}")
@@ -233,14 +241,24 @@ class OptimizationConfig(Group):
             raise ConfigError(f"--feature-noise must be at least 0, not {self.feature_noise}")
 
 
+MOST_PROMPTS = 100
+"""Maximum number of prompts of a measurement, unless the user sets it."""
+
+
 @dataclass(frozen=True)
 class EvaluationConfig(Group):
     """How acceptance is measured, by decoding held-out prompts."""
 
     data: str = setting(
-        "", "source of held-out prompts (default: the held-out part of the first --data)", name="eval_data"
+        "", "source of held-out prompts (default: the held-out parts of all --data, in turn)", name="eval_data"
     )
-    prompts: int = setting(100, "held-out prompts per measurement of acceptance", AT_LEAST_1, name="eval_prompts")
+    prompts: int = setting(
+        0,
+        "held-out prompts per measurement of acceptance; 0 for as many as a tenth of the time allows, up to 100, and "
+        "at least 48 if need be less often",
+        AT_LEAST_0,
+        name="eval_prompts",
+    )
     tokens: int = setting(128, "tokens decoded per prompt", AT_LEAST_1, name="eval_tokens")
     depth: int = setting(4, "draft tokens per round in measurements", ABOVE_0, name="eval_depth")
     batch: int = setting(8, "prompts decoded together", ABOVE_0, name="eval_batch")
@@ -249,7 +267,7 @@ class EvaluationConfig(Group):
     )
     minutes: float = setting(
         0.0,
-        "measure and save every N minutes; without this and --eval-steps, ten times per run",
+        "measure and save every N minutes; without this and --eval-steps, up to ten times per run",
         AT_LEAST_0,
         name="eval_minutes",
         metavar="N",
@@ -311,7 +329,7 @@ class TrainConfig(Group):
 
     @property
     def prompts_are_heldout(self) -> bool:
-        """Whether acceptance is measured on the held-out part of the first source."""
+        """Whether acceptance is measured on held-out parts of the data."""
         return self.evaluation.data in ("", *self.data.sources[:1])
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from eagle_mlx.data_pipelines import (
     Conversation,
+    DataConfig,
     ReadReport,
     Rendered,
     capture,
@@ -28,7 +30,7 @@ from eagle_mlx.hidden_states import Example, read_states
 from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig
+from ..config import MOST_PROMPTS, TrainConfig
 from ..kinds import aux_layers_of, resolved
 from .batches import Rows
 from .draft_vocab import count_tokens, draft_vocabulary
@@ -114,26 +116,30 @@ def _samples(
 def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
     """Return prompts to measure acceptance: held-out conversations up to the last answer, or beginnings of texts.
 
-    A source in `eval_data` that is not trained on is used entirely. Raises DataError if there are none.
+    They come from all sources in turn, or from the one in `eval_data`, which is used entirely if it is not trained on.
+    Raises DataError if there are none.
     """
-    learned = data_config(config)
-    source = learned.sources[0] if config.prompts_are_heldout else config.evaluation.data
+    learned, named = data_config(config), config.evaluation.data
+    sources = (learned.sources[0] if config.prompts_are_heldout else named,) if named else learned.sources
+    in_turn = zip_longest(*(_prompts_of(target, config, learned, source) for source in sources))
+    found = (prompt for prompts in in_turn for prompt in prompts if prompt is not None)
+    prompts = list(islice(found, config.evaluation.prompts or MOST_PROMPTS))
+    if not prompts:
+        raise DataError(
+            f"{', '.join(sources)}: no held-out conversations to measure acceptance (one in 25 is held out); choose "
+            "other prompts with --eval-data"
+        )
+    return prompts
+
+
+def _prompts_of(target: Target, config: TrainConfig, learned: DataConfig, source: str) -> Iterator[list[int]]:
     wanted = learned.alone(source)
     [spec] = wanted.sources
     split: Literal["heldout", "all"] = "heldout" if spec in learned.specs or spec.startswith("builtin:") else "all"
-    prompts: list[list[int]] = []
     for conversation in read_conversations(wanted, split, target.tokenizer):
         prompt = _prompt(target, conversation, config.evaluation.tokens)
         if prompt is not None:
-            prompts.append(prompt)
-        if len(prompts) == config.evaluation.prompts:
-            break
-    if not prompts:
-        raise DataError(
-            f"{source} has no held-out conversations to measure acceptance (one in 25 is held out); choose other "
-            "prompts with --eval-data"
-        )
-    return prompts
+            yield prompt
 
 
 def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[Rendered], dict[str, int]]:

@@ -53,8 +53,6 @@ class Portion:
 @dataclass(frozen=True)
 class Journal:
     elapsed: float = 0.0
-    prompts: int = 0
-    """Number of held-out prompts; 0 until it is known."""
     portions: tuple[Portion, ...] = ()
 
     @property

@@ -30,12 +30,9 @@ portions, each doubling the data, fill all of it."""
 HELD_OUT = 1 / 100
 """Share of the time for making the held-out prompts."""
 EVALUATION = 1 / 100
-"""Share of the time for one measurement of acceptance. There are about six."""
-_MEASURED = 1 / 4
-"""Speed of a measurement relative to making data without drafts. On two cores a forward of SmolLM2 takes 88 ms for 8
-tokens and 138 ms for 32, so 8 rows instead of 32 give 0.39 of the tokens. Useless drafts of 4 leave 0.6 of these."""
-_FEWEST_PROMPTS = 8
-"""Minimum prompts of a measurement."""
+"""Share of the time for a measurement of acceptance, before one is timed."""
+_MEASUREMENTS = 6
+"""Usual number of measurements."""
 WRITING = 1 / 500
 """Share of the time for writing the last files, report and plots."""
 LONGEST = 1 / 4
@@ -153,16 +150,10 @@ class HoursPhases(Phases):
 
     def _begin(self) -> None:
         """Start or restore training, once there is a portion."""
-        first, saved = self._journal.portions[0], self._run.saved
-        if not self._journal.prompts:
-            how = self._config.evaluation
-            rate = _MEASURED * (first.tokens or 0) / max(first.made_seconds, 1e-9)
-            fit = int(EVALUATION * self._total * rate / how.tokens)
-            self._write(replace(self._journal, prompts=max(_FEWEST_PROMPTS, min(how.prompts, fit))))
-        prompts = self._portions.prompts()[: self._journal.prompts]
+        saved = self._run.saved
         whole = sum(1 for portion in self._journal.portions if portion.tokens)
         begin = self._watch.elapsed
-        self._run.begin(self._portions.data(whole), prompts)
+        self._run.begin(self._portions.data(whole), self._portions.prompts(), self._total, _MEASUREMENTS)
         if saved is None:
             self._evaluation = self._watch.elapsed - begin
         else:

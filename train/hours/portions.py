@@ -29,7 +29,7 @@ from eagle_mlx.progress import counted
 from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, bytes_per_token
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig
+from ..config import MOST_PROMPTS, TrainConfig
 from ..data import InMemory, Joined, OnDisk, TrainData, data_on_disk, free_disk, heldout_prompts
 from ..kinds import Head, aux_layers_of
 from ..run import MADE
@@ -62,7 +62,7 @@ class Portions:
         if file.exists() or not self._config.prompts_are_heldout:
             return
         making = replace(self._making(_SEEDS - 1), turns=(1.0,), max_tokens=_ANSWER)
-        wanted = Wanted(rows=self._config.evaluation.prompts)
+        wanted = Wanted(rows=self._config.evaluation.prompts or MOST_PROMPTS)
         make_to_file(growing_engine(self._target), making, wanted, file, limits=Limits(enough=enough))
 
     def prompts(self) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """What a run needs: a lower bound before the target is loaded, measured steps afterward, and recipes."""
 
+from .batch_size import Plan, batches_for, typical
 from .bound import Bound, bound_of
 from .dry_run import plan_of
 from .probe import Probe, probe
@@ -7,12 +8,15 @@ from .recipe import Recipe, load_recipe, recipe_for, recipe_names
 
 __all__ = [
     "Bound",
+    "Plan",
     "Probe",
     "Recipe",
+    "batches_for",
     "bound_of",
     "load_recipe",
     "plan_of",
     "probe",
     "recipe_for",
     "recipe_names",
+    "typical",
 ]

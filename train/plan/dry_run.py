@@ -16,10 +16,12 @@ from eagle_mlx.data_pipelines import shard_meta
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.progress import counted
+from eagle_mlx.shards import ShardReader
 
 from ..config import TrainConfig, pass_type
 from ..data import choose_states, free_disk, self_file
-from ..kinds import KINDS, resolved
+from ..kinds import KINDS, RATE_WIDTH, resolved
+from .batch_size import batches_for
 from .bound import PROGRAM, Bound, bound_of, described_target
 from .probe import Probe, probe
 from .recipe import Recipe, described_by_name
@@ -33,7 +35,9 @@ Tokens = tuple[int, str]
 
 
 def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
-    """Return the assumed amount of data, without reading it."""
+    """Return the amount of data: that of shards, else assumed without reading it."""
+    if config.data.shards:
+        return sum(ShardReader(folder).tokens for folder in config.data.shards), "in the shards"
     count = config.data.limit or _COUNT
     each = min(tokens_each, config.data.max_length)
     if config.data.is_self:
@@ -59,7 +63,8 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
         return _unknown(resolved(config), tokens, e)
     try:
         bound.check()
-        measured = probe(config.loading.load(config.head.target), config) if here else None
+        planned = batches_for(config, bound.target.hidden_size, tokens[0]).config
+        measured = probe(config.loading.load(config.head.target), planned) if here else None
     except EagleError as e:
         return f"{as_text(bound, tokens)}\nhere        {e}"
     room = f"{gb(free_memory())} of memory and {gb(free_disk(config.run.output))} of disk free"
@@ -68,7 +73,11 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
 
 def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: int | None = None) -> str:
     """Return the plan as text, one line per topic. `free` is in bytes and defaults to this machine's free memory."""
-    target, head, config = bound.target, bound.head, bound.config
+    target, head = bound.target, bound.head
+    plan = batches_for(bound.config, target.hidden_size, tokens[0], speed=measured)
+    config = plan.config
+    if plan.tokens != tokens[0]:
+        tokens = plan.tokens, f"what {config.optimization.hours:g} hours allow at the measured speeds"
     kind, how = KINDS[config.head.kind], config.optimization
     drafted = target.vocab_size if head.token_ids is None else head.token_ids.size
     read = ", ".join(map(str, (*head.named_layers, f"{target.num_layers - 1} (for labels)")))
@@ -82,6 +91,7 @@ def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: i
         "layers": f"{read}, counted from 0",
         "vocabulary": f"drafts {drafted:,} of {target.vocab_size:,} tokens",
         **_run_rows(config, tokens),
+        **({"chosen": plan.about} if plan.about else {}),
         "memory": _memory(bound, measured),
         "states": states,
         "disk": f"{gb(heads + checkpoints + on_disk)}: heads {gb(heads)}, states to resume from {gb(checkpoints)}"
@@ -114,7 +124,7 @@ def _run_rows(config: TrainConfig, tokens: Tokens) -> dict[str, str]:
     return {
         "data": ", ".join(config.data.shards or config.data.sources),
         "tokens": f"{tokens[0]:,}: {tokens[1]}",
-        "run": f"{span}, {how.rows} rows of {how.length:,} tokens{parts}, in {dtype}",
+        "run": f"{span}, {counted(how.rows, 'row')} of {how.length:,} tokens{parts}, in {dtype}",
     }
 
 
@@ -183,6 +193,7 @@ def _published(repo: str) -> Mapping[str, Any]:
 
 def _unknown(config: TrainConfig, tokens: Tokens, error: EagleError) -> str:
     """Return the plan for a target if only its name is known."""
+    config = batches_for(config, RATE_WIDTH, tokens[0]).config
     return _lines(
         {
             "target": f"{hub.hub_id(config.head.target)}, which is not known here: {error}",

@@ -14,9 +14,12 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.cpu import default_streams, use_shortcuts
+from eagle_mlx.data_pipelines import FIRST_ROWS
+from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.progress import tokens_per_second
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig
@@ -27,6 +30,8 @@ from .bound import FLOAT, MOST, leaves
 
 _LONG = 1.0
 """Seconds after which a step is long enough to measure."""
+_WRITTEN = 16
+"""Tokens per row to measure how fast the target writes."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Probe:
     """Tokens per second that a step learns from."""
     memory: int
     """Peak bytes of a step, without the target's weights."""
+    written: float = 0.0
+    """Tokens per second that the target writes; measured only for runs with `hours`."""
 
     def seconds(self, tokens: int, passes: int, online: bool) -> float:
         """Return the seconds to learn from `tokens` tokens. With `online`, each pass captures hidden states again."""
@@ -48,6 +55,7 @@ class Probe:
         return (
             f"a step learns from {tokens_per_second(self.learned)} and needs {gb(self.memory)} in addition to the "
             f"target, which reads {tokens_per_second(self.captured)}"
+            + (f" and writes {tokens_per_second(self.written)}" if self.written else "")
         )
 
 
@@ -92,7 +100,8 @@ def probe(target: Target, config: TrainConfig, head: Head | None = None, free: i
     mx.clear_cache()
     mx.reset_peak_memory()
     tokens = count * config.optimization.length
-    return Probe(tokens / reading, tokens / learning, max(reading_peak, fixed + at_once * each))
+    written = _written(target) if config.optimization.hours else 0.0
+    return Probe(tokens / reading, tokens / learning, max(reading_peak, fixed + at_once * each), written)
 
 
 def check_memory(config: TrainConfig, fixed: int, each: int, free: int) -> None:
@@ -129,6 +138,20 @@ def _measured(work: Callable[[], object], begin: int) -> tuple[int, float]:
         if seconds > _LONG and use_shortcuts():  # otherwise, the first call compiles
             break
     return max(0, mx.get_peak_memory() - begin), seconds
+
+
+def _written(target: Target) -> float:
+    """Return the tokens per second that the target writes in the first batch of conversations."""
+    prompts = np.random.default_rng(0).integers(0, target.vocab_size, (FIRST_ROWS, 8)).tolist()
+    written = 0
+
+    def write() -> None:
+        nonlocal written
+        outputs = Engine(target, max_batch=FIRST_ROWS).generate(prompts, SamplingParams(max_tokens=_WRITTEN))
+        written = sum(len(output.tokens) for output in outputs)
+
+    _, seconds = _measured(write, 0)
+    return written / seconds
 
 
 def _random_rows(target: Target, config: TrainConfig) -> Rows:

@@ -22,12 +22,12 @@ from eagle_mlx.target import Target, digest_of, fingerprint
 from ..config import TrainConfig, file_type
 from ..data import Batches, Rows, TrainData, count_learned
 from ..distributed import SINGLE_PROCESS, World
-from ..evaluation import Acceptance, Evaluator
+from ..evaluation import SHARE, TIMES, Acceptance, Evaluator
 from ..kinds import Head, kind_of, merged, resolved
 from ..report import write_plots
-from ..step import NotFiniteError, Schedule, Stepper, StepResult
+from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of
 from . import state
-from .folder import Identity, check_same, run_folder, write_identity
+from .folder import Identity, check_same, read_identity, run_folder, write_identity
 from .phases import Phase, Phases
 from .progress import Progress, Stopwatch, mean, means
 from .start import new_head
@@ -36,8 +36,6 @@ from .tracker import Tracker, outcome
 from .workers import Workers
 
 BEST, LAST, REPORT = "best", "last", "report.json"
-_DEFAULT_EVALS = 10
-"""Default number of evaluations of a run."""
 
 
 def train(
@@ -149,10 +147,11 @@ class Run:
         phases.ended(report)
         return report
 
-    def begin(self, data: TrainData, prompts: list[list[int]]) -> None:
+    def begin(self, data: TrainData, prompts: list[list[int]], seconds: float = 0.0, times: int = 0) -> None:
         """Create the head for this data and measure it, or restore the saved state.
 
-        `prompts`: tokens of the prompts for acceptance. Raises DataError as `learn_from` does.
+        `prompts`: tokens of the prompts for acceptance. `seconds`: expected for the run, to choose the number of
+        prompts; 0 for all. `times`: number of measurements, if it is fixed. Raises DataError as `learn_from` does.
         """
         self.begun = True
         self.learn_from(data)
@@ -163,7 +162,25 @@ class Run:
         if self.saved:
             self._restore(self.saved)
         else:
+            if seconds and not how.prompts:
+                self._choose_evaluations(seconds, times)
             self.untrained = self._measure()
+
+    def _choose_evaluations(self, seconds: float, times: int) -> None:
+        """Choose the number of prompts and of measurements by their measured cost, and record both for resumed runs."""
+        how, span = self.config.evaluation, span_of(self.config, self.batches.steps_per_epoch())
+        if how.minutes:
+            times = math.ceil(seconds / 60 / how.minutes)
+        elif how.steps:
+            times = math.ceil(span.steps / how.steps)
+        with self.stop.immediate():
+            prompts, chosen = self.evaluator.fit(merged(self.head), SHARE * seconds, times)
+        every: dict[str, float] = {}
+        if not times:
+            minutes = self.config.optimization.minutes
+            every = {"eval_minutes": minutes / chosen} if minutes else {"eval_steps": math.ceil(span.steps / chosen)}
+        self.config = self.config.changed(eval_prompts=prompts, **every)
+        write_identity(self.folder, dataclasses.replace(read_identity(self.folder), config=self.config))
 
     def learn_from(self, data: TrainData) -> None:
         """Take batches from this data from now on. Raises DataError if it has no batches."""
@@ -341,7 +358,7 @@ class Run:
             return self.progress.step, how.steps
         if how.minutes:
             return self.elapsed, 60 * how.minutes
-        return self.schedule.progress(self.progress.step, self.elapsed), 1 / _DEFAULT_EVALS
+        return self.schedule.progress(self.progress.step, self.elapsed), 1 / TIMES
 
     def _plan_next_save(self) -> None:
         minutes = self.config.run.checkpoint_minutes

@@ -53,13 +53,13 @@ class Phases(ABC):
 class OnePhase(Phases):
     """A plain run, which trains on all data until its time, steps or epochs are over."""
 
-    def __init__(self, data: TrainData, prompts: list[list[int]]):
-        """`prompts`: tokens of the prompts for acceptance."""
-        self._data, self._prompts = data, prompts
+    def __init__(self, data: TrainData, prompts: list[list[int]], seconds: float = 0.0):
+        """`prompts`: tokens of the prompts for acceptance. `seconds`: expected for training, 0 if unknown."""
+        self._data, self._prompts, self._seconds = data, prompts, seconds
         self.fingerprint = fingerprint_of(data.samples)
 
     def of(self, run: Run) -> Generator[Phase, None, None]:
-        run.begin(self._data, self._prompts)
+        run.begin(self._data, self._prompts, self._seconds)
         if run.saved is None:
             run.watch.restart()
         schedule = span_of(run.config, run.batches.steps_per_epoch())
