@@ -194,12 +194,12 @@ def _run(
     if world.is_rank_zero:
         print(f"measured: {measured}", file=sys.stderr)
     if config.optimization.hours:
-        config = _chosen(batches_for(config, target.hidden_size, config.data.self_tokens, speed=measured))
+        config = _chosen(batches_for(config, config.data.self_tokens, speed=measured))
         return target, train(target, HoursPhases(measured.learned), config, head, resume, stop, claimed=folder)
     prompts = _prompts(target, config, world)
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
     lengths = data.samples.lengths
-    plan = batches_for(config, target.hidden_size, sum(lengths), typical(lengths), measured, world.size)
+    plan = batches_for(config, sum(lengths), typical(lengths), measured, world.size)
     config = TrainConfig.of(**world.broadcast(plan.config.flat()))  # measured speeds differ between machines
     if not world.is_rank_zero:
         run_worker(target, data, config, head, world, stop)

@@ -168,11 +168,12 @@ class OptimizationConfig(Group):
     )
     rows: int = setting(
         0,
-        "rows of a batch; with several processes (mlx.launch), rows per process. 0: choose rows, length, epochs and lr "
-        "by the amount of data, each only if it is 0",
+        "rows of a batch; with several processes (mlx.launch), rows per process; 0 to choose by the data",
         AT_LEAST_0,
     )
-    length: int = setting(0, "tokens of a row; short conversations share a row, long ones are cut", AT_LEAST_0)
+    length: int = setting(
+        0, "tokens of a row; short conversations share a row, long ones are cut; 0 to choose by the data", AT_LEAST_0
+    )
     accumulate: int = setting(
         1, "parts of a batch, computed one after another; the same update with less memory", AT_LEAST_1
     )
@@ -185,7 +186,7 @@ class OptimizationConfig(Group):
         False, "recompute draft steps for the gradient; far less memory, slightly more time"
     )
     epochs: int = setting(
-        0, "passes over the data, unless --max-steps or --minutes is given; 0 for up to four", AT_LEAST_0
+        0, "passes over the data, unless --max-steps or --minutes is given; 0 to choose 1 to 4 by the data", AT_LEAST_0
     )
     max_steps: int = setting(0, "number of optimizer steps; with 0, --minutes or --epochs decides", AT_LEAST_0)
     minutes: float = setting(
@@ -205,8 +206,7 @@ class OptimizationConfig(Group):
     )
     lr: float = setting(
         0.0,
-        "peak learning rate of AdamW; 0 to derive it from the target's hidden size (1e-4 at 4,096, 2e-4 at 2,048) and "
-        "the batch size",
+        "peak learning rate of AdamW; 0 to derive it from the target's hidden size: 1e-4 at 4,096, 2e-4 at 2,048",
         AT_LEAST_0,
     )
     muon_lr: float = setting(
@@ -254,8 +254,7 @@ class EvaluationConfig(Group):
     )
     prompts: int = setting(
         0,
-        "held-out prompts per measurement of acceptance; 0 for as many as a tenth of the time allows, up to 100, and "
-        "at least 48 if need be less often",
+        "held-out prompts per measurement of acceptance; 0 for 48 to 100, as a tenth of the time allows",
         AT_LEAST_0,
         name="eval_prompts",
     )

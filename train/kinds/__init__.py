@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from eagle_mlx.errors import ConfigError
@@ -23,10 +22,8 @@ KINDS: dict[str, Kind[Any]] = {
 """The kinds, by name."""
 OPEN = TrainConfig().flat()
 """Default values of all settings. A setting with its default value counts as open."""
-RATE, RATE_WIDTH = 1e-4, 4096
+_RATE, _RATE_WIDTH = 1e-4, 4096
 """Peak learning rate of AdamW for heads of targets with this hidden size."""
-RATE_STEP = 1024
-"""Tokens of a step that this rate suits."""
 _LARGEST = {"rows": 4, "length": 1024, "epochs": 1}
 """The open settings of batches that suit the most data; `plan.batches_for` chooses those for less."""
 LARGEST_STEP = _LARGEST["rows"] * _LARGEST["length"]
@@ -36,7 +33,6 @@ __all__ = [
     "KINDS",
     "LARGEST_STEP",
     "OPEN",
-    "RATE_WIDTH",
     "Head",
     "Kind",
     "aux_layers_of",
@@ -45,7 +41,6 @@ __all__ = [
     "merged",
     "parameters_of",
     "resolved",
-    "usual_rate",
 ]
 
 
@@ -62,23 +57,13 @@ def aux_layers_of(target: Target, config: TrainConfig, head: Head | None = None)
     return KINDS[config.head.kind].aux_layers(target, config) if head is None else head.named_layers
 
 
-def usual_rate(width: int, step: int = RATE_STEP) -> float:
-    """Return AdamW's peak learning rate for heads of targets with hidden size `width`, in steps of `step` tokens.
-
-    Adam's best rate is inversely proportional to a network's width (Yang et al. 2022, arXiv 2203.03466, table 3), and
-    proportional to the square root of the batch size (Malladi et al. 2022, On the SDEs and Scaling Rules for Adaptive
-    Gradient Algorithms, arXiv 2205.10287). The usual rate is 1e-4 for heads of targets with 8 billion parameters, which
-    are 4,096 wide, in steps of one conversation of up to 2,048 tokens (SpecForge's run_qwen3_dense_eagle3_online.sh),
-    about 1,024 on average. It does not rise for larger steps, because its scripts use it for those too.
-    """
-    return RATE * RATE_WIDTH / width * math.sqrt(min(1.0, step / RATE_STEP))
-
-
 def resolved(config: TrainConfig, target: Target | None = None) -> TrainConfig:
     """Return the config with the kind's defaults for open settings. A resolved config does not change.
 
-    Without a target, the batches and the learning rate stay open; with one, they are those for much data, unless
-    `plan.batches_for` has chosen others.
+    The learning rate depends on the target's hidden size, and stays open without a target. Adam's best learning rate is
+    inversely proportional to a network's width (Yang et al. 2022, arXiv 2203.03466, table 3). The usual rate is 1e-4
+    for heads of targets with 8 billion parameters, which are 4,096 wide (SpecForge's scripts). Batches stay open too;
+    with a target they are those for much data, unless `plan.batches_for` has chosen others.
 
     Raises ConfigError if the kind does not support a setting.
     """
@@ -101,6 +86,5 @@ def resolved(config: TrainConfig, target: Target | None = None) -> TrainConfig:
         own["states"] = "disk"  # hidden states are saved while data is made
     if target is not None:
         own |= {name: value for name, value in _LARGEST.items() if not config.value(name)}
-        step = (config.optimization.rows or own["rows"]) * (config.optimization.length or own["length"])
-        own["lr"] = config.optimization.lr or usual_rate(target.hidden_size, step)
+        own["lr"] = config.optimization.lr or _RATE * _RATE_WIDTH / target.hidden_size
     return config.changed(**own)

@@ -1,4 +1,4 @@
-"""Choose the batch size, the number of passes and the learning rate from the amount of data.
+"""Choose the batch size and the number of passes from the amount of data.
 
 A head needs updates more than large batches. Below the critical batch size, twice the batch saves no tokens, only
 updates (McCandlish et al. 2018, An Empirical Model of Large-Batch Training, arXiv 1812.06162). So a step is as large as
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config import TrainConfig, flag
-from ..kinds import LARGEST_STEP, usual_rate
+from ..kinds import LARGEST_STEP
 from .probe import Probe
 
 UPDATES = 1000
@@ -42,17 +42,15 @@ class Plan:
 
 def batches_for(
     config: TrainConfig,
-    width: int,
     tokens: int,
     long: int = LONGEST_ROW,
     speed: Probe | None = None,
     processes: int = 1,
 ) -> Plan:
-    """Return the settings with rows, length, passes and learning rate for this much data, unless the user set them.
+    """Return the settings with rows, length and passes for this much data, unless the user set them.
 
-    `width`: hidden size of the target. `tokens`: of training data; for a run with `hours`, they are planned from
-    `speed` instead. `long`: a length that nine of ten conversations do not exceed. A time limit without a known `speed`
-    counts as no limit.
+    `tokens`: of training data; for a run with `hours`, they are planned from `speed` instead. `long`: a length that
+    nine of ten conversations do not exceed. A time limit without a known `speed` counts as no limit.
     """
     how = config.optimization
     passes = how.epochs or min(PASSES, max(1, math.ceil(2 * UPDATES * LARGEST_STEP / tokens)))
@@ -66,9 +64,9 @@ def batches_for(
     fewest = how.max_steps or UPDATES
     rows, length = shape(seen // fewest // processes, long, how.rows, how.length)
     step = rows * length * processes
-    chosen = {"rows": rows, "length": length, "epochs": passes, "lr": how.lr or usual_rate(width, step)}
+    chosen = {"rows": rows, "length": length, "epochs": passes}
     updates = how.max_steps or max(1, round(seen / step))
-    opened = [f"{flag(name)} {_short(value)}" for name, value in chosen.items() if not config.value(name)]
+    opened = [f"{flag(name)} {value}" for name, value in chosen.items() if not config.value(name)]
     wanted = f"; {UPDATES:,} to {2 * UPDATES:,} are best" if not how.max_steps else ""
     about = f"{' '.join(opened)}: about {updates:,} updates from {tokens:,} tokens{wanted}"
     return Plan(config.changed(**chosen), tokens, updates * step, about if opened else "")
@@ -77,10 +75,6 @@ def batches_for(
 def typical(lengths: Sequence[int]) -> int:
     """Return a length that nine of ten conversations do not exceed."""
     return math.ceil(np.quantile(lengths, 0.9))
-
-
-def _short(value: float) -> str:
-    return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
 def shape(room: int, long: int, rows: int = 0, length: int = 0) -> tuple[int, int]:

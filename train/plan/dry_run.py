@@ -20,7 +20,7 @@ from eagle_mlx.shards import ShardReader
 
 from ..config import TrainConfig, pass_type
 from ..data import choose_states, free_disk, self_file
-from ..kinds import KINDS, RATE_WIDTH, resolved
+from ..kinds import KINDS, resolved
 from .batch_size import batches_for
 from .bound import PROGRAM, Bound, bound_of, described_target
 from .probe import Probe, probe
@@ -63,7 +63,7 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
         return _unknown(resolved(config), tokens, e)
     try:
         bound.check()
-        planned = batches_for(config, bound.target.hidden_size, tokens[0]).config
+        planned = batches_for(config, tokens[0]).config
         measured = probe(config.loading.load(config.head.target), planned) if here else None
     except EagleError as e:
         return f"{as_text(bound, tokens)}\nhere        {e}"
@@ -74,7 +74,7 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
 def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: int | None = None) -> str:
     """Return the plan as text, one line per topic. `free` is in bytes and defaults to this machine's free memory."""
     target, head = bound.target, bound.head
-    plan = batches_for(bound.config, target.hidden_size, tokens[0], speed=measured)
+    plan = batches_for(bound.config, tokens[0], speed=measured)
     config = plan.config
     if plan.tokens != tokens[0]:
         tokens = plan.tokens, f"what {config.optimization.hours:g} hours allow at the measured speeds"
@@ -193,7 +193,7 @@ def _published(repo: str) -> Mapping[str, Any]:
 
 def _unknown(config: TrainConfig, tokens: Tokens, error: EagleError) -> str:
     """Return the plan for a target if only its name is known."""
-    config = batches_for(config, RATE_WIDTH, tokens[0]).config
+    config = batches_for(config, tokens[0]).config
     return _lines(
         {
             "target": f"{hub.hub_id(config.head.target)}, which is not known here: {error}",
