@@ -19,7 +19,15 @@ from eagle_mlx.setting import Group, Setting, setting, settings_of
 from eagle_mlx.target import Target, fingerprint
 
 from .config import NOT_WITH_HOURS, SELF, TrainConfig, named_settings
-from .data import data_config, heldout_prompts, make_data, training_data
+from .data import (
+    check_warmup,
+    data_config,
+    heldout_prompts,
+    make_data,
+    training_data,
+    warmup_data,
+    with_warmup_tokens,
+)
 from .distributed import SINGLE_PROCESS, World
 from .hours import HoursPhases
 from .kinds import KINDS, parameters_of, resolved
@@ -36,7 +44,17 @@ from .plan import (
     typical,
 )
 from .report import command as report_command
-from .run import BEST, OnePhase, check_incomplete, check_wandb, claim, existing_head, resumed_config, run_worker, train
+from .run import (
+    BEST,
+    PlainPhases,
+    check_incomplete,
+    check_wandb,
+    claim,
+    existing_head,
+    resumed_config,
+    run_worker,
+    train,
+)
 
 OWN_RECIPE = ""
 """The value of `--recipe` without a name: use the target's recipe."""
@@ -193,28 +211,32 @@ def _run(
     measured = probe(target, config, head)
     if world.is_rank_zero:
         print(f"measured: {measured}", file=sys.stderr)
+    check_warmup(target, config)
     if config.optimization.hours:
-        config = _chosen(batches_for(config, config.data.self_tokens, speed=measured))
-        return target, train(target, HoursPhases(measured.learned), config, head, resume, stop, claimed=folder)
+        config = _chosen(batches_for(config, config.data.self_tokens, speed=measured), world)
+        config = with_warmup_tokens(config, 0, measured.read, world)
+        over_time = HoursPhases(measured.learned, measured.read)
+        return target, train(target, over_time, config, head, resume, stop, claimed=folder)
     prompts = _prompts(target, config, world)
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
     lengths = data.samples.lengths
     plan = batches_for(config, sum(lengths), typical(lengths), measured, world.size)
-    config = TrainConfig.of(**world.broadcast(plan.config.flat()))  # measured speeds differ between machines
+    config = with_warmup_tokens(_chosen(plan, world), sum(lengths), measured.read, world)
+    warmup = world.in_turn(lambda: warmup_data(target, config, data))
     if not world.is_rank_zero:
-        run_worker(target, data, config, head, world, stop)
+        run_worker(target, data, config, head, world, stop, warmup)
         return None
-    config = _chosen(plan) if config.data.shards else _chosen(plan).changed(states=data.place)  # for resumed runs too
+    config = config if config.data.shards else config.changed(states=data.place)  # for resumed runs too
     print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
-    phases = OnePhase(data, prompts, plan.seen / measured.learned)
+    phases = PlainPhases(data, prompts, warmup, plan.seen / measured.learned)
     return target, train(target, phases, config, head, resume, stop, world, claimed=folder)
 
 
-def _chosen(plan: Plan) -> TrainConfig:
-    """Print what a plan has chosen, and return its settings."""
-    if plan.about:
+def _chosen(plan: Plan, world: World) -> TrainConfig:
+    """Print what a plan has chosen, and return rank 0's settings, since measured speeds differ between machines."""
+    if plan.about and world.is_rank_zero:
         print(f"chosen: {plan.about}", file=sys.stderr)
-    return plan.config
+    return TrainConfig.of(**world.broadcast(plan.config.flat()))
 
 
 def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import Batches, InMemory, TrainData, training_data
 from eagle_mlx.train.evaluation import Acceptance, Evaluator
 from eagle_mlx.train.kinds import KINDS, aux_layers_of, resolved
-from eagle_mlx.train.run import LAST, OnePhase, train
+from eagle_mlx.train.run import LAST, PlainPhases, train
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 RECIPES = {
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
             output = folder / f"{kind}-{budget}"
             print(f"\n== {KINDS[kind].title}, equal {budget}", flush=True)
             config = config_of(kind, args, budget, output, steps)
-            report = train(target, OnePhase(data_of(config, captured, target), prompts), config)
+            report = train(target, PlainPhases(data_of(config, captured, target), prompts), config)
             heads.append(head := load_head(output / LAST, target))
             found = {depth: measure(target, head, prompts, depth, args.max_tokens) for depth in args.depths}
             size = sum(weight.size for weight in weights_of(head).values())

@@ -21,7 +21,7 @@ from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.data.sources import TrainData
 from eagle_mlx.train.distributed import World
 from eagle_mlx.train.kinds import KINDS, resolved
-from eagle_mlx.train.run import OnePhase, train
+from eagle_mlx.train.run import PlainPhases, train
 from eagle_mlx.train.run.workers import run_worker
 from eagle_mlx.train.step.step import Stepper
 from tests.fakes import tiny_target
@@ -88,7 +88,7 @@ def whole_run(
     if not world.is_rank_zero:
         run_worker(target, data, config, None, world, stop)
         return []
-    phases = OnePhase(data, [[1, 2, 3], [4, 5, 6]])
+    phases = PlainPhases(data, [[1, 2, 3], [4, 5, 6]])
     train(target, phases, config, resume=out if out.exists() else None, stop=stop, world=world)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == "train"]

@@ -105,6 +105,19 @@ class DataConfig(Group):
     dedupe: Literal["none", "prompt", "conversation"] = setting(
         "none", "remove conversations with the prompt or the whole text of an earlier one"
     )
+    warmup_data: tuple[str, ...] = setting(
+        (),
+        "sources to learn from first, such as text:FOLDER: any text, since the target only reads it (docs/training.md)",
+        metavar="SOURCE",
+    )
+    warmup_share: float = setting(
+        0.5,
+        "with --warmup-data: its share of the training; with --hours, its maximum share of the time",
+        Limit(lambda value: 0 < value < 1, "must be above 0 and below 1, not {}"),
+    )
+    warmup_tokens: int = setting(
+        0, "with --warmup-data: read at most this many of its tokens; 0 for as many as its share needs", AT_LEAST_0
+    )
     shards: tuple[str, ...] = setting(
         (),
         "folders of hidden states from `eagle-data`, instead of --data; a head may read any of the stored layers",

@@ -51,8 +51,21 @@ class Portion:
 
 
 @dataclass(frozen=True)
+class Warmup:
+    """The learning phase on text, before the one after the first portion."""
+
+    schedule: WarmupStableDecay
+    tokens: int = 0
+    """Tokens learned."""
+    acceptance_length: float | None = None
+    """τ after the phase; None until it is measured."""
+
+
+@dataclass(frozen=True)
 class Journal:
     elapsed: float = 0.0
+    warmup: Warmup | None = None
+    """None before it begins, and in runs without one."""
     portions: tuple[Portion, ...] = ()
 
     @property

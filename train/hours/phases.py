@@ -5,6 +5,7 @@ The division of time between the two is computed from measured speeds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +18,11 @@ from eagle_mlx.data_pipelines import Limits
 from eagle_mlx.errors import DataError
 from eagle_mlx.target import fingerprint
 
-from ..data import Piece
+from ..data import Piece, reading_share, warmup_data
 from ..run import BEST, Bar, Phase, Phases, Run
 from ..step import WarmupStableDecay
 from . import journal as journals
-from .journal import Journal, Portion
+from .journal import Journal, Portion, Warmup
 from .portions import Portions
 
 FIRST = 1 / 40
@@ -91,9 +92,12 @@ class HoursPhases(Phases):
 
     fingerprint = "made in the run"
 
-    def __init__(self, rate: float = 0.0):
-        """`rate`: measured training speed in tokens per second, used until the run has timed a step."""
-        self._rate = rate
+    def __init__(self, rate: float = 0.0, reading: float = math.inf):
+        """`rate`: measured training speed in tokens per second, used until the run has timed a step.
+
+        `reading`: speed of reading text and learning it once.
+        """
+        self._rate, self._reading = rate, reading
 
     def of(self, run: Run) -> Generator[Phase, None, None]:
         self._run, self._config, self._folder = run, run.config, run.folder
@@ -114,6 +118,8 @@ class HoursPhases(Phases):
                 self._make(number)
                 if not run.begun:
                     self._begin()
+                if not number:
+                    yield from self._warm_up()
                 yield self._phase(number)
                 self._end_phase(number)
 
@@ -121,7 +127,10 @@ class HoursPhases(Phases):
         names = ("tokens", "made_seconds", "acceptance_length")
         portions = [{name: getattr(one, name) for name in names} for one in self._journal.portions]
         hours = round(self._watch.elapsed / 3600, 4)
-        return {**run.data.report, "portions": portions, "hours": hours}, self._learned()
+        found = {**run.data.report, "portions": portions, "hours": hours}
+        if self._journal.warmup is not None:
+            found["warmup_tokens"] = self._journal.warmup.tokens
+        return found, self._learned()
 
     def ended(self, report: Mapping[str, Any] | None) -> None:
         if report is None:
@@ -159,6 +168,34 @@ class HoursPhases(Phases):
         else:
             self._watch.restart(max(begin, saved.state.elapsed))
 
+    def _warm_up(self) -> Generator[Phase, None, None]:
+        """Yield the phase on the warm-up's text, unless it is complete or has no time."""
+        run, warmup, passes = self._run, self._journal.warmup, self._config.optimization.epochs
+        rates = self._rates()
+        writing = 1 / (1 / rates.made + passes / rates.learned)
+        share = reading_share(self._config.data.warmup_share, self._reading, writing)
+        if not (warmup.acceptance_length is None if warmup else share):
+            return
+        data = warmup_data(run.target, self._config, self._portions.data(1))
+        if data is None:
+            return
+        run.learn_from(data)
+        if warmup is None:
+            now, steps = self._watch.elapsed, passes * run.batches.steps_per_epoch()
+            warmup = Warmup(WarmupStableDecay(now, now + share * self._left, steps, total=self._total))
+            self._write(replace(self._journal, warmup=warmup))
+        self._bar.bar.set_description_str("warm-up learns", refresh=False)
+        yield Phase(warmup.schedule, self._bar)
+        run.save_state()
+        tau, tokens = run.latest.acceptance_length, run.progress.tokens
+        self._write(replace(self._journal, warmup=replace(warmup, tokens=tokens, acceptance_length=tau)))
+        self._register()
+
+    @property
+    def _learned_tokens(self) -> int:
+        """Tokens learned of the portions, including repetitions."""
+        return self._run.progress.tokens - (self._journal.warmup.tokens if self._journal.warmup else 0)
+
     def _next(self) -> int | None:
         """Return the number of the portion to continue with, or None after the last phase."""
         portions, now = self._journal.portions, self._watch.elapsed
@@ -179,7 +216,7 @@ class HoursPhases(Phases):
         return next_portion(
             left,
             self._journal.made,
-            progress.tokens + round(learning * rates.learned),
+            self._learned_tokens + round(learning * rates.learned),
             self._config.optimization.epochs,
             rates,
             COOLDOWN * (progress.train_seconds + learning),
@@ -222,7 +259,7 @@ class HoursPhases(Phases):
         if not number:
             return self._first_limits(portion)
         rates = self._rates()
-        learned, passes = self._run.progress.tokens, self._config.optimization.epochs
+        learned, passes = self._learned_tokens, self._config.optimization.epochs
         cooldown = max(COOLDOWN * self._run.progress.train_seconds, EVALUATION * self._total)
         fresh = sum(one.tokens or 0 for one in self._journal.portions[self._fresh(number) : number])
 
@@ -259,7 +296,7 @@ class HoursPhases(Phases):
         run.learn_from(self._portions.data(number + bool(self._journal.portions[number].makes)))
         if self._journal.portions[number].schedule is None:
             schedule = self._schedule(number)
-            epoch = run.progress.epoch + bool(number)
+            epoch = run.progress.epoch + bool(number or self._journal.warmup)
             begun = {"schedule": schedule, "epoch": epoch, "fresh": self._fresh(number), "last": schedule.last}
             self._write(self._journal.changed(number, **begun))
         portion = self._journal.portions[number]
@@ -272,16 +309,21 @@ class HoursPhases(Phases):
         """Save the state after a measured phase, and register the best head so far."""
         run, schedule = self._run, self._journal.portions[number].schedule
         assert schedule is not None
-        assert run.best is not None
         self._evaluation = self._watch.elapsed - run.learned_until
         run.save_state()
         done = {
-            "learned": run.progress.tokens - sum(one.learned for one in self._journal.portions[:number]),
+            "learned": self._learned_tokens - sum(one.learned for one in self._journal.portions[:number]),
             "learned_seconds": run.learned_until - schedule.begins,
             "until": (run.progress.epoch, run.progress.batch),
             "acceptance_length": run.latest.acceptance_length,
         }
         self._write(self._journal.changed(number, **done))
+        self._register()
+
+    def _register(self) -> None:
+        """Register the best head so far for the commands that serve the target."""
+        run = self._run
+        assert run.best is not None
         if self._folder.resolve() == Path(self._config.run.output).resolve():
             name, mark, best = self._config.head.target, fingerprint(run.target), run.best[1]
             register(self._folder / BEST, name, "trained", mark, best.acceptance_length, best.prompts)
@@ -297,7 +339,7 @@ class HoursPhases(Phases):
     def _schedule(self, number: int) -> WarmupStableDecay:
         """Return the schedule of the phase after a portion, long enough for its share of the passes."""
         run, passes, now = self._run, self._config.optimization.epochs, self._watch.elapsed
-        made, learned, left = self._journal.made, self._run.progress.tokens, max(0.0, self._left)
+        made, learned, left = self._journal.made, self._learned_tokens, max(0.0, self._left)
         last = self._journal.portions[number].last or self._is_last(number, left)
         # The learning rate always falls at the end, if necessary in the extra time of one measurement.
         longest = max(left, EVALUATION * self._total) if last else LONGEST * left
@@ -315,7 +357,7 @@ class HoursPhases(Phases):
         """Return whether this is the last phase: with `left` seconds, no other portion could be made and learned."""
         if not number:
             return left * (1 - LONGEST) <= 2 * self._evaluation
-        made, learned, passes = self._journal.made, self._run.progress.tokens, self._config.optimization.epochs
+        made, learned, passes = self._journal.made, self._learned_tokens, self._config.optimization.epochs
         needed = seconds_to_learn(made, learned, passes, self._learned_rate)
         seconds = min(needed, LONGEST * left)
         return not self._following(left - seconds - self._evaluation, seconds).tokens

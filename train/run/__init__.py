@@ -3,7 +3,7 @@
 from . import state
 from .folder import MADE, claim, resumed_config
 from .loop import BEST, LAST, REPORT, Run, check_incomplete, train
-from .phases import OnePhase, Phase, Phases
+from .phases import Phase, Phases, PlainPhases
 from .progress import Bar, Stopwatch
 from .start import existing_head, new_head
 from .tracker import check_wandb
@@ -15,9 +15,9 @@ __all__ = [
     "MADE",
     "REPORT",
     "Bar",
-    "OnePhase",
     "Phase",
     "Phases",
+    "PlainPhases",
     "Run",
     "Stopwatch",
     "check_incomplete",

@@ -7,8 +7,9 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..data import Piece, TrainData
-from ..step import Schedule, span_of
+from ..config import TrainConfig
+from ..data import Joined, Piece, TrainData
+from ..step import Schedule, span_of, with_warmup
 from .folder import fingerprint_of
 from .progress import Bar
 
@@ -50,25 +51,45 @@ class Phases(ABC):
         """Clean up after the report is written. If the run was interrupted (None), save what a resume needs."""
 
 
-class OnePhase(Phases):
-    """A plain run, which trains on all data until its time, steps or epochs are over."""
+class PlainPhases(Phases):
+    """A plain run, which trains on all data until its time, steps or epochs are over; first on the warm-up's text."""
 
-    def __init__(self, data: TrainData, prompts: list[list[int]], seconds: float = 0.0):
-        """`prompts`: tokens of the prompts for acceptance. `seconds`: expected for training, 0 if unknown."""
-        self._data, self._prompts, self._seconds = data, prompts, seconds
-        self.fingerprint = fingerprint_of(data.samples)
+    def __init__(
+        self, data: TrainData, prompts: list[list[int]], warmup: TrainData | None = None, seconds: float = 0.0
+    ):
+        """`prompts`: tokens of the prompts for acceptance. `warmup`: text to learn from first.
+
+        `seconds`: expected for training, 0 if unknown.
+        """
+        self._data, self._prompts, self._warmup, self._seconds = data, prompts, warmup, seconds
+        whole = data.samples if warmup is None else Joined([warmup.samples, data.samples])
+        self.fingerprint = fingerprint_of(whole)
 
     def of(self, run: Run) -> Generator[Phase, None, None]:
         run.begin(self._data, self._prompts, self._seconds)
         if run.saved is None:
             run.watch.restart()
-        schedule = span_of(run.config, run.batches.steps_per_epoch())
+        schedule, warmup = span_of(run.config, run.batches.steps_per_epoch()), None
+        if self._warmup is not None:
+            run.learn_from(self._warmup)
+            warmup, schedule = with_warmup(schedule, run.config, run.batches.steps_per_epoch())
+        begin = first_epoch(run.config)
         done = run.watch.elapsed if schedule.seconds else run.progress.step
         with Bar(schedule.seconds, schedule.steps, done) as bar:
-            yield Phase(schedule, bar)
+            if warmup is not None:
+                if run.progress.epoch < begin:
+                    yield Phase(warmup, bar)
+                run.learn_from(self._data)
+            yield Phase(schedule, bar, begin)
 
     def summary(self, run: Run) -> tuple[Mapping[str, Any], set[Piece]]:
-        return self._data.report, run.batches.learned(0, (run.progress.epoch, run.progress.batch))
+        report = {**self._data.report, **(self._warmup.report if self._warmup is not None else {})}
+        return report, run.batches.learned(first_epoch(run.config), (run.progress.epoch, run.progress.batch))
 
     def ended(self, report: Mapping[str, Any] | None) -> None:
         return
+
+
+def first_epoch(config: TrainConfig) -> int:
+    """Return a plain run's first epoch on its own data. The warm-up has all epochs before."""
+    return config.optimization.epochs + 1 if config.data.warmup_data else 0

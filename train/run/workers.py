@@ -13,6 +13,7 @@ from ..data import Batches, TrainData
 from ..distributed import World
 from ..kinds import Head, resolved
 from ..step import Stepper
+from .phases import first_epoch
 from .start import new_head
 
 _SYNC = "sync"
@@ -52,15 +53,22 @@ class Workers:
 
 
 def run_worker(
-    target: Target, data: TrainData, config: TrainConfig, head: Head | None, world: World, stop: Stop
+    target: Target,
+    data: TrainData,
+    config: TrainConfig,
+    head: Head | None,
+    world: World,
+    stop: Stop,
+    warmup: TrainData | None = None,
 ) -> None:
     """Train together with rank 0 until it ends the run. Only rank 0 evaluates, saves and writes."""
     config = resolved(config, target)
     head = head or new_head(target, data, config, begin=False)  # rank 0 sends its weights before the first step
     with stop.deferred():
-        batches = Batches(data.samples, config.optimization.rows, config.optimization.length, config.run.seed, world)
+        how, begin = config.optimization, first_epoch(config)
+        parts = [Batches(one.samples, how.rows, how.length, config.run.seed, world) for one in (warmup, data) if one]
         stepper = Stepper(head, target, config, world)
-        position, stream = (0, 0), batches.epoch(0)
+        position, stream = (0, 0), parts[0].epoch(0)
         try:
             while not world.any(stop.asked):
                 command = world.broadcast()
@@ -70,7 +78,7 @@ def run_worker(
                 epoch, batch, factor = command
                 if position != (epoch, batch):
                     stream.close()
-                    stream = batches.epoch(epoch, batch)
+                    stream = parts[0 if epoch < begin else -1].epoch(epoch, batch)
                 stepper(next(stream), factor)
                 position = (epoch, batch + 1)
         finally:

@@ -1,6 +1,6 @@
 """The optimizer step: losses, gradients over all streams, optimizers and learning rate schedules."""
 
-from .optimizers import Cosine, Schedule, WarmupStableDecay, learning_rate_factor, span_of
+from .optimizers import Cosine, Schedule, WarmupStableDecay, learning_rate_factor, span_of, with_warmup
 from .step import NotFiniteError, Stepper, StepResult
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "WarmupStableDecay",
     "learning_rate_factor",
     "span_of",
+    "with_warmup",
 ]
