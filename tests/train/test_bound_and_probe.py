@@ -122,7 +122,18 @@ def test_the_time_of_a_run_follows_from_measured_speeds() -> None:
     assert "at 0 " not in str(dataclasses.replace(measured, learned=0.03))
 
 
-@pytest.mark.parametrize(("more", "row"), [([], "time"), (["--hours", "8"], "speed")])
+TEXT = ["--warmup-data", "builtin:python"]
+
+
+@pytest.mark.parametrize(
+    ("more", "row"),
+    [
+        ([], "time"),
+        (["--hours", "8"], "speed"),
+        (["--hours", "8", *TEXT], "warm-up"),
+        (["--minutes", "1", *TEXT], "speed"),
+    ],
+)
 def test_a_dry_run_measures_a_local_target(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], row: str
 ) -> None:

@@ -175,6 +175,10 @@ class HoursPhases(Phases):
         writing = 1 / (1 / rates.made + passes / rates.learned)
         share = reading_share(self._config.data.warmup_share, self._reading, writing)
         if not (warmup.acceptance_length is None if warmup else share):
+            if self._config.data.warmup_data and warmup is None:
+                tqdm.write(
+                    "--warmup-data gets no time: the target writes and learns about as fast as it reads and learns"
+                )
             return
         data = warmup_data(run.target, self._config, self._portions.data(1))
         if data is None:

@@ -102,6 +102,7 @@ def probe(target: Target, config: TrainConfig, head: Head | None = None, free: i
         if count == at_once or learning > _LONG:
             break
         count = min(at_once, 2 * count)
+    written = _written(target) if config.optimization.hours and config.data.warmup_data else 0.0
     mx.clear_cache()
     mx.reset_peak_memory()
     tokens = count * config.optimization.length
