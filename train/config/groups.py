@@ -169,7 +169,7 @@ class OptimizationConfig(Group):
     loss: Literal["auto", "soft", "hard", "tv", "lk"] = setting(
         "auto",
         "cross-entropy with the target's distribution (soft) or its most likely token (hard), total variation (tv), "
-        "or LK, which is soft for poor drafts and tv for good ones",
+        "or lk: soft for poor drafts, tv for good ones",
     )
     loss_weights: tuple[float, ...] = setting(
         (),
