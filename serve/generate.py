@@ -62,7 +62,8 @@ class SamplingOptions(Group):
 class GenerateOptions(Group):
     """Prompts, and how to answer them."""
 
-    prompt: str | None = setting(None, "prompt for the model; `-` reads standard input", positional=True)
+    text: str | None = setting(None, "prompt for the model; `-` reads standard input", name="PROMPT", positional=True)
+    flagged: str | None = setting(None, "the same as PROMPT", name="prompt", metavar="TEXT")
     file: Path | None = setting(None, "prompts: rows with `messages`, `prompt` or `turns`", metavar="FILE.jsonl")
     output: Path | None = setting(None, "file for answers (default: standard output)", metavar="FILE.jsonl")
     batch: int = setting(8, "prompts to decode together, with --file")
@@ -77,12 +78,16 @@ class GenerateOptions(Group):
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
 
     def _check(self) -> None:
-        if (self.prompt is None) == (self.file is None):
-            raise PromptError("give a prompt, `-` to read it from standard input, or a --file of prompts")
+        if [self.text, self.flagged, self.file].count(None) != 2:
+            raise PromptError("give one prompt, `-` to read it from standard input, or a --file of prompts")
         if self.file is None and self.output is not None:
             raise OutputError("--output needs --file; the answer to a single prompt is printed")
         if self.output is not None and self.output.exists():
             raise OutputError(f"{self.output} exists already; name another file")
+
+    @property
+    def prompt(self) -> str:
+        return self.text or self.flagged or ""
 
     def say(self, text: str) -> None:
         """Print a line about the run to stderr, unless quiet."""
@@ -111,7 +116,7 @@ def _generate(options: GenerateOptions) -> None:
 
 
 def _one(engine: Engine, options: GenerateOptions, params: SamplingParams) -> list[Output]:
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt or ""
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
     outputs = []
     for chunk in engine.stream(prompt_of(text, engine.target, options), params):
         print(chunk.text, end="", flush=True)

@@ -91,7 +91,12 @@ def bytes_of(gigabytes: float | None) -> int | None:
 class Speculation(Group):
     """How tokens are drafted, and how many."""
 
-    mode: Mode | None = setting(None, "how to draft (default: with the given head or draft model)", name="spec_decode")
+    mode: Mode | None = setting(
+        None,
+        "how to draft (default: with the given head or draft model)",
+        name="spec_decode",
+        also=("speculative_decoding",),
+    )
     head: str | None = setting(
         None,
         "folder or hub id of the head, or none; auto uses a head trained or downloaded here, the model's own "
@@ -106,7 +111,7 @@ class Speculation(Group):
         AT_LEAST_0,
         "num_speculative_tokens",
         "K",
-        also=("num_draft_tokens",),
+        also=("num_draft_tokens", "spec_length"),
     )
     tree_nodes: int = setting(
         0,
@@ -116,7 +121,10 @@ class Speculation(Group):
         shown="",
     )
     draft_model: str | None = setting(
-        None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL"
+        None,
+        "folder or hub id of a small model with the same tokenizer",
+        metavar="MODEL",
+        also=("draft_model_path",),
     )
     draft_bits: Bits | None = setting(None, "quantize the draft model on load", name="draft_model_quantize")
     ngrams: bool = setting(
@@ -134,13 +142,19 @@ class Speculation(Group):
         name="speculative_config",
         metavar="JSON",
     )
-    policy: PolicyName = setting("throughput", "policy that sets the draft depth of each round", name="spec_policy")
+    policy: PolicyName = setting(
+        "throughput",
+        "policy that sets the draft depth of each round; a flag of acceptance-ema chooses that one",
+        name="spec_policy",
+    )
     keep: bool = setting(
         True,
         "with --spec-policy throughput: start from the target's cost curve; it is measured once and saved",
         name="prior",
     )
-    disable_at_rows: int | None = setting(None, f"{_EMA}no drafts for N or more requests", name="disable_by_batch_size")
+    disable_at_rows: int = setting(
+        0, f"{_EMA}no drafts for N or more requests; 0 for drafts always", AT_LEAST_0, "disable_by_batch_size"
+    )
     threshold: float = setting(
         0.3, f"{_EMA}no drafts below this acceptance", name="acceptance_rate_threshold", metavar="R"
     )
@@ -175,13 +189,18 @@ class Speculation(Group):
 
     @classmethod
     def of(cls, **settings: Any) -> Self:
-        """Return the settings, including those of `--speculative-config`. Raises ConfigError for duplicates."""
+        """Return the settings, including those of `--speculative-config` and the policy that they imply.
+
+        Raises ConfigError for duplicates.
+        """
         text = settings.pop("speculative_config", None)
         known = {} if text is None else _from_json(text)
         given = {find(cls, name).field for name, value in settings.items() if value is not None}
         if clash := sorted(known.keys() & given):
             raise ConfigError(f"{', '.join(clash)}: set by both --speculative-config and a flag; give one of them")
         own = {find(cls, name).field: value for name, value in settings.items()}
+        if "policy" not in given and given.intersection(_OF_EMA):
+            own["policy"] = "acceptance-ema"
         return cls(**own, **known)
 
     def for_target(self, target: str | None) -> tuple[str | Path, Self]:
@@ -259,7 +278,7 @@ class Speculation(Group):
         if self.policy == "throughput":
             return ThroughputPolicy(self.depth, max_nodes=self.tree_nodes)
         threshold = self.threshold if self.dynamic else 0.0
-        return AcceptancePolicy(self.depth, self.alpha, threshold, self.disable_at_rows, self.adaptive)
+        return AcceptancePolicy(self.depth, self.alpha, threshold, self.disable_at_rows or None, self.adaptive)
 
     def engine(self, target: Target, proposer: Proposer | None, memory: MemoryOptions, **more: Any) -> Engine:
         """Return an engine with a new policy, which starts from the target's cost curve unless that is off.

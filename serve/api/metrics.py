@@ -160,7 +160,7 @@ def speculation_summary(totals: Totals, mode: str, most: int) -> SpeculationSumm
         total_fallback_steps=steps - totals.drafts,
         total_proposed=totals.drafted,
         total_accepted=totals.accepted,
-        total_bonus_tokens=totals.emitted - totals.accepted,
+        total_bonus_tokens=totals.bonus,
         current_k=most,
         adaptive_k_current=totals.depth,
     )

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import RoundResult
+from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.setting import Group, setting
 
@@ -61,6 +62,8 @@ class Totals:
     drafted: int = 0
     accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    bonus: int = 0
+    """Tokens that the target added after drafts of which every token was accepted."""
     emitted: int = 0
     """Emitted tokens."""
     verify_seconds: float = 0.0
@@ -95,6 +98,8 @@ class Totals:
         self.drafts += sum(count > 0 for count in result.drafted)
         self.drafted += drafted
         self.accepted += sum(accepted)
+        rows = zip(result.drafted, result.accepted, result.taken, strict=True)
+        self.bonus += sum(0 < drafts == kept < taken for drafts, kept, taken in rows)
         new = result.depth - len(self.accepted_by_position)
         self.accepted_by_position += [0] * max(0, new)
         for count in accepted:
@@ -136,6 +141,7 @@ class Settings(Group):
         "proxies to trust for X-Forwarded-For: addresses or networks, separated by commas, or * (default: none)",
         metavar="LIST",
     )
+    log_requests: bool = setting(False, "log one line per request: tokens, accepted drafts and seconds, never text")
     ignore_unknown_fields: bool = setting(False, "ignore unknown request fields; otherwise they are refused")
     limits: Limits = field(default_factory=Limits)
     drain_seconds: float = 30.0
@@ -269,6 +275,8 @@ class Call(Job):
         self.created = int(time.time())
         self.arrived = perf_counter()
         self.first_token: float | None = None
+        self.outputs: list[Output] = []
+        """Those that have ended."""
         self.failed = False
         self.beginning: asyncio.Future[Any] | None = None
         """The task that prepares the requests."""
@@ -298,7 +306,9 @@ class Call(Job):
         if self.first_token is None and any(event.tokens for event in found):
             self.first_token = perf_counter()
             self.service.totals.first_token.add(self.first_token - self.arrived)
-        for output in (event.output for event in found if event.output is not None):
+        ended = [event.output for event in found if event.output is not None]
+        self.outputs += ended
+        for output in ended:
             self.service.totals.prompt_tokens += output.prompt_tokens
             self.service.totals.cached_tokens += output.cached_tokens
         if self.service.settings.cache_report:
@@ -316,6 +326,17 @@ class Call(Job):
         if self.requests:
             how = "cancelled" if self.unfinished else "failed" if self.failed else "finished"
             self.service.worker.cancel(self)
+        seconds = perf_counter() - self.arrived
         self.service.totals.requests[how] += 1
-        self.service.totals.whole.add(perf_counter() - self.arrived)
+        self.service.totals.whole.add(seconds)
+        if self.service.settings.log_requests:
+            log.info("request %s to model %s %s: %s", self.id, self.service.name, how, self._summary(seconds))
         self.service.release(self)
+
+    def _summary(self, seconds: float) -> str:
+        prompt, cached = sum(o.prompt_tokens for o in self.outputs), sum(o.cached_tokens for o in self.outputs)
+        tokens, drafted = sum(len(o.tokens) for o in self.outputs), sum(o.drafted for o in self.outputs)
+        return (
+            f"{prompt} prompt tokens ({cached} cached), {tokens} tokens, "
+            f"{sum(o.accepted for o in self.outputs)} of {drafted} drafts accepted, {seconds:.3f} s"
+        )

@@ -74,7 +74,10 @@ class BenchOptions(Group):
     )
     head_bits: HeadBits | None = setting(None, HEAD_BITS)
     draft_model: str | None = setting(
-        None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL"
+        None,
+        "folder or hub id of a small model with the same tokenizer",
+        metavar="MODEL",
+        also=("draft_model_path",),
     )
     modes: tuple[ModeName, ...] | None = setting(
         None, f"ways to decode (default: all for which you give a model, except {STOCK})"

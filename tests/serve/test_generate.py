@@ -100,8 +100,9 @@ def test_rows_of_turns_are_answered_turn_by_turn(models: tuple[str, str], tmp_pa
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ([], "give a prompt"),
-        (["x", "--file", "p.jsonl"], "give a prompt"),
+        ([], "give one prompt"),
+        (["x", "--file", "p.jsonl"], "give one prompt"),
+        (["x", "--prompt", "y"], "give one prompt"),
         (["x", "--output", "a.jsonl"], "--output needs --file"),
         ([""], "the prompt is empty"),
         (["x", "--raw", "--system", "y"], "--system needs a chat template"),

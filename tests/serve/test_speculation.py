@@ -93,6 +93,18 @@ def test_speculative_config_equals_the_separate_flags(config: dict[str, object],
 
 
 @pytest.mark.parametrize(
+    ("other", "own"),
+    [
+        ("--speculative-decoding ngram --spec-length 3", "--spec-decode ngram --num-speculative-tokens 3"),
+        ("--draft-model-path D --num-draft-tokens 2", "--draft-model D --num-speculative-tokens 2"),
+        ("--eagle-head-path H", "--head H"),
+    ],
+)
+def test_flags_of_other_servers_are_known(other: str, own: str) -> None:
+    assert parse(other) == parse(own)
+
+
+@pytest.mark.parametrize(
     ("line", "said"),
     [
         ("--spec-decode draft", "--draft-model"),
@@ -115,7 +127,7 @@ def test_speculative_config_equals_the_separate_flags(config: dict[str, object],
             """--num-draft-tokens 2 --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""",
             "num_tokens",
         ),
-        ("--no-adaptive-k", "only --spec-policy acceptance-ema uses --adaptive-k"),
+        ("--spec-policy throughput --no-adaptive-k", "only --spec-policy acceptance-ema uses --adaptive-k"),
         ("--spec-policy fixed --acceptance-rate-threshold 0.2", "--spec-policy acceptance-ema"),
         ("--draft-tree-nodes -1", "--draft-tree-nodes must be at least 0"),
         ("--draft-tree-nodes 8 --spec-policy acceptance-ema", "only drafts chains"),
@@ -141,6 +153,8 @@ def test_each_policy_gets_its_settings() -> None:
         "--acceptance-rate-ema-alpha 0.2"
     ).make_policy()
     assert policy == AcceptancePolicy(4, alpha=0.2, threshold=0.0, disable_at_rows=8, adaptive=False)
+    assert parse("--no-adaptive-k").make_policy() == AcceptancePolicy(4, adaptive=False), "its flags imply the policy"
+    assert parse("--dynamic-spec-decode --disable-by-batch-size 0").make_policy() == AcceptancePolicy(4)
     with pytest.raises(ConfigError, match="alpha"):
         parse("--spec-policy acceptance-ema --acceptance-rate-ema-alpha 2").make_policy()
 

@@ -7,8 +7,10 @@ from importlib import metadata
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from eagle_mlx.plan import Plan, RoundResult
 from eagle_mlx.serve.api.model import Loaded
-from tests.serve.api.live import DEPTH, NAME, Live, engine, live
+from eagle_mlx.serve.api.service import Totals
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 
 COMPLETIONS = "/v1/completions"
 PROMPT = "def f(x):\n    return x\n" * 6
@@ -86,11 +88,31 @@ def test_the_numbers_add_up() -> None:
         assert summary["spec_decode_mode"] == "ngram"
         assert summary["total_proposed"] == now["vllm:spec_decode_num_draft_tokens_total"]
         assert summary["total_accepted"] == accepted
-        assert summary["total_accepted"] + summary["total_bonus_tokens"] == 120
+        assert 0 <= summary["total_bonus_tokens"] <= 120 - accepted
         assert summary["total_steps"] == now["eagle:row_rounds_total"]
         assert summary["avg_tokens_per_step"] == round(120 / summary["total_steps"], 4)
         assert 0 < summary["acceptance_rate_ema"] <= 1
         assert summary["current_k"] == DEPTH
+
+
+def test_bonus_tokens_come_after_fully_accepted_drafts() -> None:
+    totals = Totals()
+    # a whole draft, a part of one, none, and a whole one whose row ended with its last token
+    totals.observe(RoundResult(Plan(2), drafted=[2, 2, 0, 1], accepted=[2, 1, 0, 1], taken=[3, 2, 1, 1], seconds=0.1))
+    assert (totals.bonus, totals.accepted, totals.emitted) == (1, 4, 7)
+
+
+def test_a_request_is_logged_in_one_line_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "eagle_mlx.serve")
+    with live(settings=wide(log_requests=True)) as server:
+        body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        answer = server.http.post(COMPLETIONS, json=body).json()
+    [said] = [each.getMessage() for each in caplog.records if each.getMessage().startswith("request ")]
+    usage, timings = answer["usage"], answer["timings"]
+    assert f"to model {NAME} finished: {usage['prompt_tokens']} prompt tokens (0 cached), 30 tokens" in said
+    assert f"{timings['draft_n_accepted']} of {timings['draft_n']} drafts accepted" in said
+    assert PROMPT not in said
+    assert answer["choices"][0]["text"] not in said
 
 
 def test_memory_is_counted_and_requests_that_never_fit_get_400() -> None:
