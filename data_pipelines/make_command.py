@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ from .jsonl import check_idle, check_new, partial_path
 from .options import AUX_LAYERS, TARGET_HELP, DraftingOptions, aux_layers_of, engine_of, tokenizer_of
 from .synthesis.file import Limits, Wanted, make_to_file
 from .synthesis.shards import ShardPlace
-from .synthesis.tries import MakeConfig, beginning
+from .synthesis.tries import MakeConfig, SamplingOptions, beginning
 from .synthesis.user_turns import DOMAINS, FILE, choose_domains, steerable
 
 _SHARES = textwrap.indent(textwrap.fill(", ".join(f"{domain.name}={domain.weight:g}" for domain in DOMAINS), 110), "  ")
@@ -57,7 +57,7 @@ _DEFAULT = MakeConfig()
 
 
 @dataclass(frozen=True)
-class WritingOptions(Group):
+class WritingOptions(SamplingOptions):
     """What to write, and how to sample it."""
 
     domains: Path = setting(
@@ -71,38 +71,12 @@ class WritingOptions(Group):
         "shares of conversations with one user turn, two, …",
         metavar="A,B,…",
     )
-    temperature: tuple[float, ...] = setting(
-        _DEFAULT.temperatures,
-        "temperature of answers; if there are several, the seed chooses one per conversation",
-        metavar="T",
-    )
-    top_p: float = setting(_DEFAULT.top_p, "top-p of answers")
-    max_tokens: int = setting(_DEFAULT.max_tokens, "maximum tokens of an answer", AT_LEAST_1)
-    user_temperature: float = setting(_DEFAULT.user_temperature, "temperature of user turns", metavar="T")
-    user_top_p: float = setting(_DEFAULT.user_top_p, "top-p of user turns", metavar="P")
-    user_tokens: int = setting(
-        _DEFAULT.user_tokens, "maximum tokens of a user turn; longer ones are dropped", AT_LEAST_1
-    )
-    system: tuple[str, ...] = setting(
-        (),
-        "system prompt for answers; '' for the template's own; if repeated, each conversation gets one",
-        repeat=True,
-    )
 
     def config(self, seed: int) -> MakeConfig:
         """Return the configuration for this seed. Raises ConfigError if a setting is invalid."""
-        return MakeConfig(
-            seed=seed,
-            domains=choose_domains(self.domain, self.domains),
-            turns=_shares(self.turns),
-            user_temperature=self.user_temperature,
-            user_top_p=self.user_top_p,
-            user_tokens=self.user_tokens,
-            temperatures=self.temperature,
-            top_p=self.top_p,
-            max_tokens=self.max_tokens,
-            systems=self.system or ("",),
-        )
+        sampling = {field.name: getattr(self, field.name) for field in fields(SamplingOptions)}
+        domains = choose_domains(self.domain, self.domains)
+        return MakeConfig(seed=seed, domains=domains, turns=_shares(self.turns), **sampling)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from .conversation import Conversation
-from .sources.reading import DataConfig, Dedupe, ReadReport, Split, read_conversations
+from .sources.reading import DataConfig, FilterOptions, ReadReport, Split, read_conversations
 from .synthesis.loop import FIRST_ROWS, MOST_ROWS, growing_engine
 from .synthesis.shards import ShardPlace
 
@@ -33,7 +33,7 @@ SPLIT_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoiceOptions(Group):
+class ChoiceOptions(FilterOptions):
     """Which conversations to use, and in which order."""
 
     split: Split | None = setting(None, SPLIT_HELP, shown="train of builtin:, all of anything else")
@@ -44,17 +44,6 @@ class ChoiceOptions(Group):
         "one for each SPEC",
         metavar="[SPEC:]FIELD=NAME,…",
         repeat=True,
-    )
-    stream: bool = setting(False, "read rows as they arrive, without storing them; for data sets larger than the disk")
-    skip_bad: bool = setting(False, "skip and count unusable rows; otherwise they are errors")
-    keep_turns: str = setting(
-        "", "keep conversations with this many user turns; either number may be left out", metavar="MIN:MAX"
-    )
-    keep_tokens: str = setting(
-        "", "keep conversations with this many tokens; either number may be left out", metavar="MIN:MAX"
-    )
-    dedupe: Dedupe = setting(
-        DataConfig.dedupe, "remove conversations with the prompt or the whole text of an earlier one"
     )
 
     def config(self, sources: Sequence[str], limit: int | None) -> DataConfig:

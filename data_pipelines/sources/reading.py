@@ -17,6 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.progress import counted
+from eagle_mlx.setting import Group, setting
 
 from ..conversation import Conversation
 from ..rendering import all_tokens
@@ -28,14 +29,42 @@ from .texts import text_files
 
 T = TypeVar("T")
 
-Dedupe = Literal["none", "prompt", "conversation"]
 Split = builtin.Side
 BLOCK = 10_000
 """Number of rows of a stream that are shuffled at a time."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FilterOptions(Group):
+    """How to read rows, and which conversations to keep."""
+
+    stream: bool = setting(False, "read rows as they arrive, without storing them; for data sets larger than the disk")
+    skip_bad: bool = setting(False, "skip and count unusable rows; otherwise they are errors")
+    keep_turns: str = setting(
+        "", "keep conversations with this many user turns; either number may be left out", metavar="MIN:MAX"
+    )
+    keep_tokens: str = setting(
+        "", "keep conversations with this many tokens; either number may be left out", metavar="MIN:MAX"
+    )
+    dedupe: Literal["none", "prompt", "conversation"] = setting(
+        "none", "remove conversations with the prompt or the whole text of an earlier one"
+    )
+
+    def _check(self) -> None:
+        _ = self.turns, self.tokens  # report errors at once
+
+    @property
+    def turns(self) -> range | None:
+        return parse_range(self.keep_turns, "--keep-turns")
+
+    @property
+    def tokens(self) -> range | None:
+        """Tokens of the whole conversation, including the template."""
+        return parse_range(self.keep_tokens, "--keep-tokens")
+
+
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(FilterOptions):
     """What to read and what to keep. Raises ConfigError or DataError on creation if a setting or source is invalid.
 
     With weights, sources are mixed so that each has its share at any point, until one runs out. Without weights, they
@@ -50,33 +79,14 @@ class DataConfig:
     """Maximum number of conversations from all sources together; 0 for no limit."""
     seed: int | None = 0
     """Seed of the order; None keeps the sources' own order."""
-    stream: bool = False
-    """Read rows as they arrive and store none, for sets that are larger than the disk."""
-    skip_bad: bool = False
-    """Leave out and count unusable rows instead of raising an error."""
-    keep_turns: str = ""
-    """MIN:MAX user turns; either may be omitted."""
-    keep_tokens: str = ""
-    """MIN:MAX tokens of the whole conversation, including the template; either may be omitted."""
-    dedupe: Dedupe = "none"
-    """Keep only the first conversation with the same prompt, or with the same text. Case and spaces are ignored."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
+        super()._check()
         if not self.sources:
             raise ConfigError("--data is empty; give at least one source of conversations")
-        if self.dedupe not in get_args(Dedupe):
-            raise ConfigError(f"--dedupe {self.dedupe}: it must be one of {', '.join(get_args(Dedupe))}")
         if self.limit < 0:
             raise ConfigError(f"--limit {self.limit}: it must be 0 or more")
-        _ = self.turns, self.tokens, self.parsed  # report errors at once
-
-    @property
-    def turns(self) -> range | None:
-        return parse_range(self.keep_turns, "--keep-turns")
-
-    @property
-    def tokens(self) -> range | None:
-        return parse_range(self.keep_tokens, "--keep-tokens")
+        _ = self.parsed  # report errors at once
 
     @cached_property
     def parsed(self) -> list[Source]:

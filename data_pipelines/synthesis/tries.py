@@ -22,6 +22,7 @@ from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.setting import AT_LEAST_1, Group, setting
 
 from ..conversation import Conversation, Message
 from ..rendering import common_prefix, prompt_tokens, render
@@ -33,28 +34,41 @@ A = TypeVar("A")
 
 
 @dataclass(frozen=True)
-class MakeConfig:
+class SamplingOptions(Group):
+    """How answers and user turns are sampled.
+
+    Magpie's scripts use a temperature of 1 for user turns and 0 for answers, SpecForge's 0.8; heads serve both.
+    """
+
+    temperatures: tuple[float, ...] = setting(
+        (0.0, 0.8),
+        "temperature of answers; if there are several, the seed chooses one per conversation",
+        name="temperature",
+        metavar="T",
+    )
+    top_p: float = setting(1.0, "top-p of answers")
+    max_tokens: int = setting(512, "maximum tokens of an answer", AT_LEAST_1)
+    user_temperature: float = setting(1.0, "temperature of user turns", metavar="T")
+    user_top_p: float = setting(1.0, "top-p of user turns", metavar="P")
+    user_tokens: int = setting(256, "maximum tokens of a user turn; longer ones are dropped", AT_LEAST_1)
+    systems: tuple[str, ...] = setting(
+        ("",),
+        "system prompt for answers; '' for the template's own; if repeated, each conversation gets one",
+        name="system",
+        repeat=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeConfig(SamplingOptions):
     """How to make up conversations. Raises ConfigError on creation if a setting is invalid."""
 
     seed: int = 0
     domains: tuple[Domain, ...] = DOMAINS
     turns: tuple[float, ...] = (0.7, 0.2, 0.1)
     """Shares of conversations with one planned user turn, two, and so on."""
-    user_temperature: float = 1.0
-    """For user turns; Magpie's scripts use 1."""
-    user_top_p: float = 1.0
-    user_tokens: int = 256
-    """Maximum tokens of a user turn; longer ones are unusable."""
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    """For answers; each conversation gets one. Magpie's scripts use 0, SpecForge's 0.8; heads serve both."""
-    top_p: float = 1.0
-    """For answers."""
-    max_tokens: int = 512
-    """Maximum tokens of an answer."""
-    systems: tuple[str, ...] = ("",)
-    """System prompts for answers; each conversation gets one. "" keeps the template's own."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         for name in ("domains", "turns", "temperatures", "systems"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} must have at least one value")
