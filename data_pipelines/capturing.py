@@ -41,17 +41,15 @@ def capture(
     """
     total = sum(len(tokens) for tokens, _ in samples) if isinstance(samples, Sequence) else None
     with _bar(total, progress) as bar:
-        for sample in capture_batches(target, aux_layers, make_batches(samples, batch_tokens)):
-            yield sample
-            bar.update(len(sample.tokens))
+        yield from capture_batches(target, aux_layers, make_batches(samples, batch_tokens), bar)
 
 
 def capture_batches(
-    target: Target, aux_layers: Sequence[int], batches: Iterable[list[TokensAndMask]]
+    target: Target, aux_layers: Sequence[int], batches: Iterable[list[TokensAndMask]], bar: tqdm[NoReturn]
 ) -> Iterator[Example]:
     """Capture prepared batches in order. The result for a batch does not depend on the other batches.
 
-    Raises TargetError if a hidden state is NaN.
+    `bar` counts the tokens. Raises TargetError if a hidden state is NaN.
     """
     streams = make_streams(default_streams())
     remaining = iter(batches)
@@ -64,6 +62,7 @@ def capture_batches(
                     f"{target.name} gives hidden states that are NaN for a conversation of {len(tokens)} tokens; its "
                     "weights are damaged, or its dtype is too narrow: load it in float32"
                 )
+            bar.update(len(tokens))
             yield Example.of(tokens, mask, HiddenStates.split(aux_layers, states))
 
 
@@ -162,14 +161,10 @@ class ShardCapture:
         if not missing:
             return
         batches = chain.from_iterable(self._shards[index] for index in missing)
-        captured = capture_batches(self.target, self.aux_layers, batches)
         with _bar(total, progress, total - self.tokens(missing)) as bar:
+            captured = capture_batches(self.target, self.aux_layers, batches, bar)
             for index in missing:
-                examples = []
-                for example in islice(captured, sum(map(len, self._shards[index]))):
-                    examples.append(example)
-                    bar.update(len(example))
-                shards.write(index, examples)
+                shards.write(index, list(islice(captured, sum(map(len, self._shards[index])))))
 
 
 def capture_to_shards(
@@ -177,9 +172,7 @@ def capture_to_shards(
     aux_layers: Sequence[int],
     samples: Sequence[TokensAndMask],
     folder: str | Path,
-    batch_tokens: int = 2048,
     progress: bool = False,
-    overwrite: bool = False,
     bits: int = 16,
     resume: bool = False,
 ) -> None:
@@ -188,8 +181,8 @@ def capture_to_shards(
     Raises OutputError if the folder exists or cannot be written; shards made so far are kept for the next call. With
     `resume`, damaged shards of an existing folder are captured again.
     """
-    plan = ShardCapture(target, aux_layers, samples, bits, batch_tokens)
-    with plan.open(folder, overwrite, resume) as shards:
+    plan = ShardCapture(target, aux_layers, samples, bits)
+    with plan.open(folder, resume=resume) as shards:
         plan.run(shards, progress)
 
 

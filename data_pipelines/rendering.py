@@ -144,8 +144,8 @@ def render_all(
     return kept, report
 
 
-def render(tokenizer: TokenizerWrapper, conversation: Conversation, max_length: int | None = None) -> Rendered:
-    """Return the tokens and the loss mask of one conversation, cut to `max_length`.
+def render(tokenizer: TokenizerWrapper, conversation: Conversation) -> Rendered:
+    """Return the tokens and the loss mask of one conversation.
 
     Plain text is learned from end to end. Messages go through the chat template. Its `{% generation %}` tags mark the
     assistant's part; without them, that part is found by rendering the conversation up to each answer. Answers that
@@ -154,8 +154,7 @@ def render(tokenizer: TokenizerWrapper, conversation: Conversation, max_length: 
     Raises DataError with the conversation's origin if there is no assistant turn or no template, if the template
     refuses the conversation, or if the assistant's part cannot be found.
     """
-    whole, _ = _learned(tokenizer, conversation)
-    return Rendered(whole.tokens[:max_length], whole.loss_mask[:max_length])
+    return _learned(tokenizer, conversation)[0]
 
 
 def _learned(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:

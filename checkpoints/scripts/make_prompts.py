@@ -13,14 +13,15 @@ import json
 import random
 from pathlib import Path
 
-from eagle_mlx.data_pipelines.sources.stdlib import Function, iter_functions
+from eagle_mlx.data_pipelines.sources.stdlib import Function, functions_of, iter_files
 
 
 def heldout_prompts(count: int, seed: int) -> list[Function]:
     """Return documented held-out functions without duplicate prompts or bodies, in an order that the seed decides."""
-    trained = {text for function in iter_functions("train") for text in (function.prompt, function.code)}
+    learned = (function for file in iter_files("train") for function in functions_of(file))
+    trained = {text for function in learned for text in (function.prompt, function.code)}
     unique: dict[str, Function] = {}
-    for function in iter_functions("heldout"):
+    for function in (function for file in iter_files("heldout") for function in functions_of(file)):
         if function.docstring and not {function.prompt, function.code} & trained:
             unique.setdefault(function.prompt, function)
     functions = sorted(unique.values(), key=lambda function: (function.path, function.name, function.prompt))
@@ -35,7 +36,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     functions = heldout_prompts(args.count, args.seed)
-    rows = [{"messages": function.messages()[:1], "source": function.path} for function in functions]
+    rows = [
+        {"messages": [{"role": "user", "content": function.prompt}], "source": function.path} for function in functions
+    ]
     args.output.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     print(f"{args.output}: {len(rows)} prompts from {len({row['source'] for row in rows})} files")
 

@@ -92,8 +92,7 @@ def use_fast_cpu_math() -> None:
 
 
 def chat_text(function: Function) -> str:
-    user, assistant = (m["content"] for m in function.messages())
-    return f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n{assistant}<|im_end|>\n"
+    return f"<|im_start|>user\n{function.prompt}<|im_end|>\n<|im_start|>assistant\n{function.code}<|im_end|>\n"
 
 
 def token_streams(tokenizer: Tokenizer, split: Split, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:

@@ -36,7 +36,7 @@ from train_target import (
 )
 
 from eagle_mlx.cpu import fastmath
-from eagle_mlx.data_pipelines.sources.stdlib import iter_functions
+from eagle_mlx.data_pipelines.sources.stdlib import functions_of, iter_files
 
 N = 4
 CONTINUATION = 128
@@ -46,7 +46,8 @@ def training_prompts(tokenizer: Tokenizer, seed: int, limit: int = 200) -> list[
     """Return chat prompts for the training split's functions with a docstring, of at most `limit` tokens."""
     texts = [
         f"<|im_start|>user\n{f.prompt}<|im_end|>\n<|im_start|>assistant\n"
-        for f in iter_functions("train")
+        for file in iter_files("train")
+        for f in functions_of(file)
         if f.docstring
     ]
     prompts = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

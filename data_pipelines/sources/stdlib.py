@@ -62,11 +62,8 @@ class Function:
 
     @property
     def prompt(self) -> str:
+        """Signature and docstring: what the user says. The assistant answers with the code."""
         return f'{self.signature}\n    """{self.docstring}"""' if self.docstring else self.signature
-
-    def messages(self) -> list[dict[str, str]]:
-        """Return the function as a conversation: signature and docstring from the user, code from the assistant."""
-        return [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.code}]
 
 
 def functions_of(file: SourceFile) -> Iterator[Function]:
@@ -100,11 +97,6 @@ def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunc
     code = textwrap.dedent("\n".join(head + lines[body_start - 1 : end])).rstrip()
     paragraph = inspect.cleandoc(doc).split("\n\n")[0][:MAX_DOC_CHARS].rstrip()
     return Function(path, node.name, signature, paragraph, code) if signature.endswith(":") else None
-
-
-def iter_functions(split: Split) -> Iterator[Function]:
-    """Yield every function of a split, file by file."""
-    return chain.from_iterable(map(functions_of, iter_files(split)))
 
 
 Side = Literal["train", "heldout", "all"]

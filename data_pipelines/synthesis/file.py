@@ -158,7 +158,6 @@ def make_to_file(
     overwrite: bool = False,
     progress: bool = False,
     place: ShardPlace | None = None,
-    note: Path | None = None,
     limits: Limits | None = None,
 ) -> MakeReport:
     """Have the target make up conversations into a jsonl file; return counts of the tries.
@@ -168,8 +167,7 @@ def make_to_file(
     target's arithmetic does not depend on them.
 
     With a `place`, the engine must have a CapturingProposer; the hidden states of the training conversations go into
-    shards there, and `wanted` must not change. With a `note`, a file of that name gets `settings_of` the output, before
-    the output appears. `limits` may end the file early.
+    shards there, and `wanted` must not change. `limits` may end the file early.
 
     Raises OutputError if the output exists and `overwrite` is not set, if it cannot be written, or if the partial file
     has other settings or is in use; DataError if nothing usable is made.
@@ -188,8 +186,6 @@ def make_to_file(
                     f"none of {counted(selection.settled, 'try')} has given a conversation yet; they failed: "
                     f"{selection.report.failures()}; allow more time"
                 )
-        if note is not None:
-            write_output(note, json.dumps(settings_of(engine.target, config, wanted), indent=2) + "\n")
         part.finish_with(selection.rows, overwrite)
     return selection.report
 
@@ -270,23 +266,20 @@ def settings_of(target: Target, config: MakeConfig, wanted: Wanted | None = None
 
 
 def make_once(
-    target: Target,
-    config: MakeConfig,
-    wanted: Wanted,
-    output: str | Path,
-    progress: bool = False,
+    target: Target, config: MakeConfig, wanted: Wanted, output: Path, progress: bool = False
 ) -> MakeReport | None:
     """Make a file as `make_to_file` does, or return None if it exists.
 
     The settings are written to `OUTPUT.from.json`. Raises OutputError if the file exists with other settings; other
     errors as `make_to_file`.
     """
-    output = Path(output)
-    note = output.with_name(f"{output.name}.from.json")
+    note, settings = output.with_name(f"{output.name}.from.json"), settings_of(target, config, wanted)
     if output.exists():
-        _compare(output, note, settings_of(target, config, wanted))
+        _compare(output, note, settings)
         return None
-    return make_to_file(growing_engine(target), config, wanted, output, progress=progress, note=note)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    write_output(note, json.dumps(settings, indent=2) + "\n")
+    return make_to_file(growing_engine(target), config, wanted, output, progress=progress)
 
 
 def prompt_keys(file: Path) -> set[int]:

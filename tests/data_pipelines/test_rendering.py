@@ -254,4 +254,4 @@ def test_cutting_and_dropping_are_counted() -> None:
     assert [len(r.tokens) for r in kept] == [len(render(base(), short).tokens), 30]
     assert report.tokens == sum(len(r.tokens) for r in kept)
     assert report.loss_tokens == sum(sum(r.loss_mask) for r in kept)
-    assert render(base(), partly, max_length=30) == kept[1]
+    assert render(base(), partly).tokens[:30] == kept[1].tokens
