@@ -8,7 +8,7 @@ from __future__ import annotations
 from .capturing import capture, capture_to_shards, shard_meta
 from .conversation import Conversation, Message
 from .rendering import Rendered, prompt_tokens, render_all
-from .sources.reading import DataConfig, ReadReport, read_conversations
+from .sources.reading import DataConfig, FilterOptions, ReadReport, read_conversations
 from .synthesis.file import Enough, Limits, Wanted, make_once, make_to_file, prompt_keys
 from .synthesis.loop import FIRST_ROWS, growing_engine
 from .synthesis.shards import ShardPlace
@@ -20,6 +20,7 @@ __all__ = [
     "Conversation",
     "DataConfig",
     "Enough",
+    "FilterOptions",
     "Limits",
     "MakeConfig",
     "Message",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,10 +19,17 @@ Step = Callable[..., list[mx.array]]
 """A function from arrays to arrays."""
 NOT_IN_A_STEP = ("fc_norm", "input_norm", "lm_head", "embed_tokens")
 """Parts of heads that are never used in a draft step."""
-
-
 HIDDEN = -1e9
 """Added to the scores of masked keys."""
+
+
+class Inputs(NamedTuple):
+    """What the draft steps of B rows read, at P indices each."""
+
+    embeddings: mx.array  # [B, L, Ht] of the tokens 0..L-1
+    features: mx.array  # [B, L, H]
+    segments: mx.array  # [B, L] int32
+    positions: mx.array  # [B, P] int32: for block drafters the anchors, which are the blocks' newest tokens
 
 
 class UnrolledCache:
@@ -71,20 +78,13 @@ class UnrolledCache:
         return self._keys[-1], self._values[-1]
 
 
-def unroll_feedback(
-    head: Any,
-    embeddings: mx.array,
-    g: mx.array,
-    segments: mx.array,
-    positions: mx.array,
-    steps: int,
-    recompute: bool = False,
-) -> list[mx.array]:
+def unroll_feedback(head: Any, inputs: Inputs, steps: int, recompute: bool = False) -> list[mx.array]:
     """Return a head's output at the given positions for each draft step: `steps` times [B, P, H].
 
-    Arguments are as in `kinds/eagle3/unroll.py`. The outputs are the head's own, used as the next step's feature and by
-    `head.logits`. Every step computes all L positions.
+    The draft steps and `recompute` are as in `kinds/eagle3/unroll.py`. The outputs are the head's own, used as the next
+    step's feature and by `head.logits`. Every step computes all L positions.
     """
+    embeddings, g, segments, positions = inputs
     layers = head.cache_layers
 
     def draft(step: int, h: mx.array, *past: mx.array) -> list[mx.array]:

@@ -24,6 +24,7 @@ from train.kinds.block.unroll import unroll_blocks, with_latents
 from train.kinds.eagle3.peagle import share_of, unroll_masks
 from train.step.inputs import ANCHORS, make_anchor_plan
 from train.step.losses import confidence_loss
+from train.unroll import Inputs
 
 LENGTH = 24
 SHAPES: dict[str, dict[str, Any]] = {
@@ -58,9 +59,8 @@ def test_slots_are_those_of_drafting(shape: str, recompute: bool) -> None:
     segments[0, 10:] = 2
     g = head.features([mx.array(rng.normal(size=(2, LENGTH, model.hidden_size)), mx.float32) for _ in head.aux_layers])
     anchors, drafts = np.array([[3, 9, 15, 20], [1, 2, 11, 23]], np.int32), head.config.drafts
-    found = unroll_blocks(
-        head, head.embed(tokens), g, mx.array(segments), mx.array(anchors), drafts, recompute=recompute
-    )
+    inputs = Inputs(head.embed(tokens), g, mx.array(segments), mx.array(anchors))
+    found = unroll_blocks(head, inputs, drafts, recompute)
     assert len(found) == drafts
     first = 0 if head.config.first_slot_drafts else 1
     for row in range(2):
@@ -86,7 +86,8 @@ def test_mask_tokens_are_those_of_drafting(name: str, recompute: bool) -> None:
     segments[0, 10:] = 2
     g = head.features([mx.array(rng.normal(size=(2, LENGTH, model.hidden_size)), mx.float32) for _ in head.aux_layers])
     anchors, drafts = np.array([[3, 9, 15, 20], [1, 2, 11, 23]], np.int32), 4
-    found = unroll_masks(head, head.embed(tokens), g, mx.array(segments), mx.array(anchors), drafts, recompute)
+    inputs = Inputs(head.embed(tokens), g, mx.array(segments), mx.array(anchors))
+    found = unroll_masks(head, inputs, drafts, recompute)
     assert len(found) == drafts
     for row in range(2):
         for index, anchor in enumerate(anchors[row].tolist()):

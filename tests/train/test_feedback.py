@@ -14,7 +14,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target
 from eagle_mlx.train.kinds import kind_of
 from eagle_mlx.train.kinds.eagle3.unroll import unroll
-from eagle_mlx.train.unroll import UnrolledCache, unroll_feedback
+from eagle_mlx.train.unroll import Inputs, UnrolledCache, unroll_feedback
 from tests.eagle_mlx.heads import KINDS, eagle3
 from tests.fakes import tiny_target
 from tests.full import some
@@ -63,7 +63,7 @@ def test_every_kind_is_trained_on_what_it_drafts_with(name: str) -> None:
     wanted = [(0, 0, 0, 3), (0, 1, 9, 2), (0, 1, 9, 6), (1, 0, 0, 0), (1, 0, 0, 5), (1, 0, 0, 11)]  # row, text, at
     positions = mx.array([[3, 11, 15], [0, 5, 11]])
     g = kind_of(head).features(head, TARGET, mx.stack(states), lambda x: x)
-    found = kind_of(head).unroll(head, head.embed(tokens), g, mx.array(segments), positions, STEPS)
+    found = kind_of(head).unroll(head, Inputs(head.embed(tokens), g, mx.array(segments), positions), STEPS)
     assert [h.shape for h in found] == [(2, 3, head.hidden_size)] * STEPS
     for place, (row, text, _, index) in enumerate(wanted):
         expected = drafted(head, TARGET, parts[row][text], index, STEPS)
@@ -80,10 +80,9 @@ def test_it_equals_the_unroll_that_knows_eagle3(seed: int, steps: int, length: i
     g = mx.array(rng.normal(size=(2, length, head.hidden_size)), mx.float32)
     segments = mx.array(np.sort(rng.integers(1, 4, (2, length)), axis=1), mx.int32)
     positions = mx.array(np.sort(rng.integers(0, length - steps, (2, 3)), axis=1), mx.int32)
-    known = unroll(head, TARGET.embed(tokens), g, segments, positions, steps)
-    for ours, theirs in zip(
-        unroll_feedback(head, TARGET.embed(tokens), g, segments, positions, steps), known, strict=True
-    ):
+    inputs = Inputs(TARGET.embed(tokens), g, segments, positions)
+    known = unroll(head, inputs, steps)
+    for ours, theirs in zip(unroll_feedback(head, inputs, steps), known, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
@@ -98,7 +97,8 @@ def test_the_gradient_reaches_the_keys_of_earlier_steps(name: str) -> None:
 
     def last_key(start: mx.array) -> mx.array:
         """At index 1 only the first step's keys differ, and only they affect index 4."""
-        return mx.sum(unroll_feedback(head, head.embed(tokens), start, segments, mx.array([[4]]), 3)[-1])
+        inputs = Inputs(head.embed(tokens), start, segments, mx.array([[4]]))
+        return mx.sum(unroll_feedback(head, inputs, 3)[-1])
 
     gradient = dict(tree_flatten({"g": mx.grad(last_key)(g)}))["g"]
     size = np.abs(np.array(gradient)).sum(axis=-1)[0]

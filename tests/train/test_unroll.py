@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.target import Target
 from eagle_mlx.train.kinds.eagle3.unroll import attend, causal_mask, take_rows, unroll
+from eagle_mlx.train.unroll import Inputs
 from tests.fakes import tiny_head, tiny_target
 from tests.full import some
 
@@ -73,7 +74,7 @@ def test_every_step_equals_inference(target: Target, head: Eagle3Head, seed: int
     count = int(rng.integers(1, length - steps))
     positions = np.sort(rng.permuted(np.tile(np.arange(length - steps), (2, 1)), axis=1)[:, :count], axis=1)
     segments = mx.ones((2, length), mx.int32)
-    outputs = unroll(head, target.embed(ids), g, segments, mx.array(positions, mx.int32), steps)
+    outputs = unroll(head, Inputs(target.embed(ids), g, segments, mx.array(positions, mx.int32)), steps)
     assert [out.shape for out in outputs] == [(2, count, target.hidden_size)] * steps
     for row in range(2):
         for place, index in enumerate(positions[row]):
@@ -89,7 +90,7 @@ def test_packed_conversations_do_not_see_each_other(target: Target, head: Eagle3
     segments = mx.array([[1] * 7 + [2] * 9 + [0] * 2], mx.int32)
     alone = [head.features(target.forward(mx.array(p)[None], aux_layers=head.config.aux_layers).aux) for p in parts]
     g = mx.concatenate([*alone, mx.zeros((1, 2, target.hidden_size))], axis=1)
-    outputs = unroll(head, target.embed(packed), g, segments, mx.array([[2, 10, 12]], mx.int32), 3)
+    outputs = unroll(head, Inputs(target.embed(packed), g, segments, mx.array([[2, 10, 12]], mx.int32)), 3)
     for place, (part, index) in enumerate([(0, 2), (1, 3), (1, 5)]):
         expected = sequential(head, target, parts[part].tolist(), alone[part], index, 3)
         for step, want in enumerate(expected):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -54,13 +55,14 @@ def special_token_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
 
 def draft_vocabulary(
     target: Target, config: TrainConfig, counts: NDArray[np.int64], head: DraftHead | None
-) -> tuple[NDArray[np.int64] | None, float]:
-    """Return the kept ids (None for all) and the share of the learned tokens that they cover."""
+) -> tuple[NDArray[np.int64] | None, dict[str, Any]]:
+    """Return the kept ids (None for all), and their number and coverage for the run's report."""
+    kept: NDArray[np.int64] | None = None
     if head is not None:
-        ids = None if head.token_ids is None else np.array(head.token_ids, np.int64)
-        return ids, 1.0 if ids is None else coverage(counts, ids)
-    if not 0 < config.head.draft_vocab < target.vocab_size:
-        return None, 1.0
-    always = special_token_ids(target.tokenizer) if target.tokenizer is not None else frozenset[int]()
-    kept = choose_draft_vocab(counts, config.head.draft_vocab, always)
-    return kept, coverage(counts, kept)
+        kept = None if head.token_ids is None else np.array(head.token_ids, np.int64)
+    elif 0 < config.head.draft_vocab < target.vocab_size:
+        always = special_token_ids(target.tokenizer) if target.tokenizer is not None else frozenset[int]()
+        kept = choose_draft_vocab(counts, config.head.draft_vocab, always)
+    if kept is None:
+        return None, {"draft_vocab": target.vocab_size, "draft_vocab_coverage": 1.0}
+    return kept, {"draft_vocab": len(kept), "draft_vocab_coverage": coverage(counts, kept)}

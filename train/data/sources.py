@@ -70,21 +70,20 @@ def training_data(
     config = resolved(config)
     if config.data.shards:
         return _from_shards(target, config, head)
-    rendered, read = _render(target, config, progress)
+    rendered, left_out = _render(target, config, progress)
     aux_layers = aux_layers_of(target, config, head)
-    kept, share = draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
+    kept, vocabulary = draft_vocabulary(target, config, count_tokens(rendered, target.vocab_size), head)
     tokens = sum(len(one.tokens) for one in rendered)
     choice = choose_states(config, tokens, shard_meta(target, aux_layers, config.data.cache_bits), reserve)
     if progress:
         print(f"states: {choice.text}", file=sys.stderr)
     report = {
         "conversations": len(rendered),
-        **read,
+        "left_out": left_out,
         "tokens": tokens,
         "loss_tokens": sum(sum(one.loss_mask) for one in rendered),
         "states": f"shards {cache_folder(config)}" if choice.place == "disk" else IN_WORDS[choice.place],
-        "draft_vocab": target.vocab_size if kept is None else len(kept),
-        "draft_vocab_coverage": share,
+        **vocabulary,
     }
     samples = _samples(target, config, choice.place, aux_layers, rendered, progress)
     return TrainData(samples, aux_layers, kept, report, choice.place)
@@ -142,7 +141,7 @@ def _prompts_of(target: Target, config: TrainConfig, learned: DataConfig, source
             yield prompt
 
 
-def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[Rendered], dict[str, int]]:
+def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[Rendered], int]:
     """Render the conversations and count those left out; with `progress`, print what the template drops."""
     if target.tokenizer is None:
         raise TargetError("the target has no tokenizer, so it cannot read conversations; train from shards instead")
@@ -158,7 +157,7 @@ def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[R
         )
     for note in notes if progress else ():
         print(note, file=sys.stderr)
-    return rendered, {"left_out": left_out.left_out + report.unusable + report.empty}
+    return rendered, left_out.left_out + report.unusable + report.empty
 
 
 def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) -> TrainData:
@@ -191,14 +190,13 @@ def data_on_disk(
     """Return samples on disk, with the draft vocabulary of `head`, or of a new head."""
     counts = sum((part.count_tokens(target.vocab_size) for part in parts), np.zeros(target.vocab_size, np.int64))
     samples = parts[0] if len(parts) == 1 else Joined(parts)
-    kept, share = draft_vocabulary(target, config, counts, head)
+    kept, vocabulary = draft_vocabulary(target, config, counts, head)
     report = {
         "conversations": len(samples.lengths),
         "tokens": sum(samples.lengths),
         "loss_tokens": int(counts.sum()),
         "states": f"shards {', '.join(str(part.folder) for part in parts)}",
-        "draft_vocab": target.vocab_size if kept is None else len(kept),
-        "draft_vocab_coverage": share,
+        **vocabulary,
     }
     return TrainData(samples, aux_layers, kept, report, "disk")
 

@@ -8,7 +8,7 @@ and the next token's embedding. Least squares needs one pass over a few thousand
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -26,21 +26,19 @@ _JUDGES = 4096
 """Maximum held-out positions: enough to distinguish ridges that differ by a factor of ten."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Moments:
     """Sums over N positions of inputs x [D] and outputs y [E]."""
 
-    xx: Matrix
-    """[D, D]"""
-    xy: Matrix
-    """[D, E]"""
-    count: int
+    xx: Matrix  # [D, D]
+    xy: Matrix  # [D, E]
+    count: int = 0
 
-    def add(self, x: mx.array, y: mx.array) -> Moments:
+    def add(self, x: mx.array, y: mx.array) -> None:
         """Add x [N, D] and y [N, E]. The large matrices are changed in place, to save memory."""
-        for total, product in ((self.xx, x.T @ x), (self.xy, x.T @ y)):
-            total += np.asarray(product)
-        return replace(self, count=self.count + len(x))
+        self.xx += np.asarray(x.T @ x)
+        self.xy += np.asarray(x.T @ y)
+        self.count += len(x)
 
     def solution(self, ridge: float) -> Matrix:
         """Return B [D, E] that minimizes the sum of |y - x B|² + ridge * mean(x²) * N * |B|²."""
@@ -83,14 +81,16 @@ def best_map(pieces: Iterable[Piece]) -> tuple[Matrix, Moments] | None:
     for number, (x, y) in enumerate(pieces):
         piece = x.astype(mx.float32), y.astype(mx.float32)
         mx.eval(piece)
+        found = found or _empty(*piece)
         judging = number % _HELD_OUT == 1 and _length(judges) < _JUDGES
         (judges if judging else waiting).append(piece)
         if _length(waiting) >= _POSITIONS:
-            found, waiting = _added(found, waiting), []
-    if waiting:
-        found = _added(found, waiting)
+            found.add(*_joined(waiting))
+            waiting = []
     if found is None:
         return None
+    if waiting:
+        found.add(*_joined(waiting))
     if not judges:
         return found.solution(_RIDGES[-1]), found
     judged = _joined(judges)
@@ -106,12 +106,9 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
     return mx.concatenate(list(xs)), mx.concatenate(list(ys))
 
 
-def _added(found: Moments | None, pieces: Sequence[Piece]) -> Moments:
-    x, y = _joined(pieces)
-    if found is None:
-        inputs, outputs = x.shape[1], y.shape[1]
-        found = Moments(np.zeros((inputs, inputs), np.float32), np.zeros((inputs, outputs), np.float32), 0)
-    return found.add(x, y)
+def _empty(x: mx.array, y: mx.array) -> Moments:
+    inputs, outputs = x.shape[1], y.shape[1]
+    return Moments(np.zeros((inputs, inputs), np.float32), np.zeros((inputs, outputs), np.float32))
 
 
 def factors(matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:

@@ -28,7 +28,7 @@ from ..data import Rows, capture_rows
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import KINDS, Head, kind_of, resolved
 from ..kinds.block.unroll import with_latents
-from ..unroll import holding, weights_but
+from ..unroll import Inputs, holding, weights_but
 from .inputs import Plan, add_noise, make_anchor_plan, make_plan, noise_of
 from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses, step_weights
 from .optimizers import Optimizers
@@ -304,9 +304,8 @@ def part_loss(
         features = kind.features(head, target, states, noisy)
         tokens = arrays["tokens"]
         embeddings = head.embed(tokens).astype(dtype)
-        outputs = kind.unroll(
-            head, embeddings, features, arrays["segments"], arrays["positions"], select.shape[0], grad_checkpoint
-        )
+        inputs = Inputs(embeddings, features, arrays["segments"], arrays["positions"])
+        outputs = kind.unroll(head, inputs, select.shape[0], grad_checkpoint)
         previous = None
         if "markov_head" in head:
             outputs = with_latents(head, outputs, tokens, arrays["positions"])

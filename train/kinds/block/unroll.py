@@ -14,27 +14,18 @@ from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.block.config import BlockAttention
 from eagle_mlx.heads.block.layers import BlockLayer
 
-from ...unroll import HIDDEN, Step, recomputed, take_rows
+from ...unroll import HIDDEN, Inputs, Step, recomputed, take_rows
 from ..base import Head
 
 
-def unroll_blocks(
-    head: BlockHead,
-    embeddings: mx.array,
-    g: mx.array,
-    segments: mx.array,
-    anchors: mx.array,
-    steps: int,
-    recompute: bool = False,
-) -> list[mx.array]:
+def unroll_blocks(head: BlockHead, inputs: Inputs, steps: int, recompute: bool = False) -> list[mx.array]:
     """Return the normed states of the first `steps` drafts of each anchor's block: `steps` times [B, A, H].
 
-    embeddings [B, L, H] of the tokens 0..L-1; context features g [B, L, H]; segments [B, L] int32; anchors [B, A]
-    int32: the index of each block's newest token. A block sees the context strictly before its anchor, as in decoding:
-    the target has not read the newest token yet.
+    A block sees the context strictly before its anchor, as in decoding: the target has not read the newest token yet.
 
     With `recompute`, only the inputs of each layer are kept for the gradient.
     """
+    embeddings, g, segments, anchors = inputs
     config = head.config
     b, count = anchors.shape
     mask_token = head.embed(mx.array([config.mask_token_id])).astype(embeddings.dtype)

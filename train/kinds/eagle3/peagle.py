@@ -19,7 +19,7 @@ from eagle_mlx.heads.layers import PlainLayer
 from eagle_mlx.target import Target
 
 from ...config import TrainConfig
-from ...unroll import Step, UnrolledCache, recomputed, take_rows
+from ...unroll import Inputs, Step, UnrolledCache, recomputed, take_rows
 from ..block import mask_token
 from ..least_squares import Matrix, Moments
 from . import Eagle3Kind
@@ -36,21 +36,14 @@ def share_of(slot: int) -> float:
     return max(_SHARE**slot, _LEAST)
 
 
-def unroll_masks(
-    head: PEagleHead,
-    embeddings: mx.array,
-    g: mx.array,
-    segments: mx.array,
-    anchors: mx.array,
-    steps: int,
-    recompute: bool = False,
-) -> list[mx.array]:
+def unroll_masks(head: PEagleHead, inputs: Inputs, steps: int, recompute: bool = False) -> list[mx.array]:
     """Return the outputs of the first `steps` drafts of each anchor: `steps` times [B, A, H].
 
-    Arguments are as in `unroll_blocks`. Draft 0 is the output at the index before the anchor, which reads the anchor's
+    Draft 0 is the output at the index before the anchor, which reads the anchor's
     embedding, as in EAGLE-3. Draft d is the output of the d-th mask token, which sees the indices up to that one and
     the mask tokens up to itself. It is computed for the first anchors alone, by `share_of`, and zero for the others.
     """
+    embeddings, g, segments, anchors = inputs
     (rows, count), indices = anchors.shape, mx.maximum(anchors - 1, 0)
     counts = [math.ceil(share_of(depth) * count) for depth in range(1, steps)]
     following = mx.concatenate([embeddings[:, 1:], embeddings[:, -1:]], axis=1)

@@ -13,33 +13,25 @@ from eagle_mlx.cpu import fastmath
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.heads.layers import Attention
 
-from ...unroll import HIDDEN, Relay, Step, recomputed, take_rows, unroll_feedback
+from ...unroll import HIDDEN, Inputs, Relay, Step, recomputed, take_rows, unroll_feedback
 
 NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
 """Parts of the head that a draft step does not use."""
 
 
-def unroll(
-    head: Eagle3Head,
-    embeddings: mx.array,
-    g: mx.array,
-    segments: mx.array,
-    positions: mx.array,
-    steps: int,
-    recompute: bool = False,
-) -> list[mx.array]:
+def unroll(head: Eagle3Head, inputs: Inputs, steps: int, recompute: bool = False) -> list[mx.array]:
     """Return the head's output at the given positions for each draft step: `steps` times [B, P, H].
 
-    embeddings [B, L, Ht] of the tokens 0..L-1; features g [B, L, H]; segments [B, L] int32; positions [B, P] int32.
-    Step j at index t reads the embedding of token t+1+j and the output of step j-1 at t (g_t for j = 0), with rotary
-    position t+j. It attends to the keys of step 0 at indices t' <= t of the same segment, and to those of steps 1..j at
-    t itself. This is the cache that a row would have after drafting j tokens from index t.
+    Step j at index t reads the embedding of token t+1+j and the output of step j-1 at t (the feature for j = 0), with
+    rotary position t+j. It attends to the keys of step 0 at indices t' <= t of the same segment, and to those of steps
+    1..j at t itself. This is the cache that a row would have after drafting j tokens from index t.
 
     With `recompute`, only values passed from step to step are kept for the gradient. Heads with several layers or a
     window are unrolled by `unroll_feedback`, which is slower.
     """
     if head.config.num_hidden_layers > 1 or any(head.config.windows):
-        return unroll_feedback(head, embeddings, g, segments, positions, steps, recompute)
+        return unroll_feedback(head, inputs, steps, recompute)
+    embeddings, g, segments, positions = inputs
     attention = head.midlayer.self_attn
     following = mx.concatenate([embeddings[:, 1:], embeddings[:, -1:]], axis=1)
     past_keys, past_values = attention.project(head.midlayer.inputs(following, g)[0])[1:]
