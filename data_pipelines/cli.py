@@ -106,7 +106,7 @@ def collect(options: CollectOptions) -> None:
         raise ConfigError(f"--max-length {options.max_length}: the target's context is {target.context_length} tokens")
     tokenizer, read = tokenizer_of(target), ReadReport()
     samples, report = render_all(
-        tokenizer, options.conversations(tokenizer, read), options.max_length, options.choice.skip_bad
+        tokenizer, options.conversations(tokenizer, read), options.max_length, options.choice.filters.skip_bad
     )
     if read.left_out or report.unusable:
         print(f"{read}; {report.unusable:,} more refused by the chat template" if report.unusable else read)

@@ -78,7 +78,7 @@ def inspect(options: InspectOptions) -> None:
             try:
                 rendered, lost = examine(tokenizer, conversation)
             except DataError:
-                if not options.choice.skip_bad:
+                if not options.choice.filters.skip_bad:
                     raise
                 continue
             template.add(lost)

@@ -33,7 +33,7 @@ SPLIT_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoiceOptions(FilterOptions):
+class ChoiceOptions(Group):
     """Which conversations to use, and in which order."""
 
     split: Split | None = setting(None, SPLIT_HELP, shown="train of builtin:, all of anything else")
@@ -45,6 +45,7 @@ class ChoiceOptions(FilterOptions):
         metavar="[SPEC:]FIELD=NAME,…",
         repeat=True,
     )
+    filters: FilterOptions = field(default_factory=FilterOptions)
 
     def config(self, sources: Sequence[str], limit: int | None) -> DataConfig:
         """Return what to read from these sources. Raises ConfigError or DataError if a setting or source is invalid."""

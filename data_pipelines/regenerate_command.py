@@ -67,16 +67,16 @@ def run(options: RegenerateOptions) -> None:
     target = options.loading.load(options.target)
     report = ReadReport()
     found = options.conversations(tokenizer_of(target), report)
-    asked = found if options.choice.stream else list(found)
+    asked = found if options.choice.filters.stream else list(found)
     if not asked:  # never of a stream
         raise DataError(f"nothing to answer in {', '.join(options.data)}; try --split all")
-    if not options.choice.stream and report.left_out:
+    if not options.choice.filters.stream and report.left_out:
         print(report)
     engine = engine_of(options.drafting, options.loading, target)
     count, done = regenerate_to_file(
         engine, asked, config, options.output, settings, options.overwrite, True, options.limit
     )
-    if options.choice.stream and report.left_out:
+    if options.choice.filters.stream and report.left_out:
         print(report)
     print(
         f"{counted(count, 'conversation')} with {counted(done.answers, 'answer')} of "

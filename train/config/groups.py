@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from eagle_mlx.data_pipelines import FilterOptions
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads import KINDS
 from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Group, Limit, find, flag, setting
@@ -94,17 +95,6 @@ class DataConfig(Group):
     map: tuple[str, ...] = setting(
         (), "field names of the rows (such as role=from,content=value or SOURCE:prompt=question)"
     )
-    stream: bool = setting(False, "read rows as they arrive, without storing them; for data sets larger than the disk")
-    skip_bad: bool = setting(False, "skip and count unusable rows; otherwise they are errors")
-    keep_turns: str = setting(
-        "", "keep conversations with this many user turns; either number may be left out", metavar="MIN:MAX"
-    )
-    keep_tokens: str = setting(
-        "", "keep conversations with this many tokens; either number may be left out", metavar="MIN:MAX"
-    )
-    dedupe: Literal["none", "prompt", "conversation"] = setting(
-        "none", "remove conversations with the prompt or the whole text of an earlier one"
-    )
     warmup_data: tuple[str, ...] = setting(
         (),
         "sources to learn from first, such as text:FOLDER: any text, since the target only reads it (docs/training.md)",
@@ -141,6 +131,7 @@ class DataConfig(Group):
         "folder for hidden states on disk; later runs reuse it (default: the output's name + .shards)",
         metavar="DIR",
     )
+    filters: FilterOptions = dataclasses.field(default_factory=FilterOptions)
 
     @property
     def is_self(self) -> bool:

@@ -148,7 +148,7 @@ def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[R
     length = min(config.data.max_length, target.context_length)
     left_out = ReadReport()
     found = read_conversations(data_config(config), "train", target.tokenizer, left_out)
-    rendered, report = render_all(target.tokenizer, found, length, config.data.skip_bad)
+    rendered, report = render_all(target.tokenizer, found, length, config.data.filters.skip_bad)
     notes = report.notes(target.name)
     if not rendered:
         raise DataError(

@@ -10,11 +10,10 @@ from typing import Literal
 
 import mlx.core as mx
 
-from eagle_mlx.data_pipelines import DataConfig, FilterOptions, MakeConfig, Wanted, make_once
+from eagle_mlx.data_pipelines import DataConfig, MakeConfig, Wanted, make_once
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.files import write_output
 from eagle_mlx.memory import free_memory, gb
-from eagle_mlx.setting import settings_of
 from eagle_mlx.shards import ShardMeta, bytes_per_token, unfinished_folder
 from eagle_mlx.target import Target
 
@@ -137,5 +136,5 @@ def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS
 
 def data_config(config: TrainConfig) -> DataConfig:
     """Return what to read and keep."""
-    filters = {name: config.value(name) for name in settings_of(FilterOptions)}
-    return DataConfig(sources_of(config), config.data.map, config.data.limit, config.run.seed, **filters)
+    data = config.data
+    return DataConfig(sources_of(config), data.map, data.limit, config.run.seed, **data.filters.flat())

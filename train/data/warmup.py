@@ -52,8 +52,8 @@ def with_warmup_tokens(config: TrainConfig, own: int, rate: float, world: World 
 
 
 def _reading(config: TrainConfig) -> DataConfig:
-    data = config.data
-    return DataConfig(data.warmup_data, seed=config.run.seed, stream=data.stream, skip_bad=data.skip_bad)
+    data, filters = config.data, config.data.filters
+    return DataConfig(data.warmup_data, seed=config.run.seed, stream=filters.stream, skip_bad=filters.skip_bad)
 
 
 def check_warmup(target: Target, config: TrainConfig) -> None:
@@ -80,7 +80,7 @@ def warmup_data(target: Target, config: TrainConfig, own: TrainData) -> TrainDat
     examples: list[Example] = []
     tokens = 0
     while tokens < config.data.warmup_tokens and (block := list(islice(found, _BLOCK))):
-        rendered, _ = render_all(tokenizer, block, length, config.data.skip_bad)
+        rendered, _ = render_all(tokenizer, block, length, config.data.filters.skip_bad)
         examples += [Example.of(*one) for one in rendered]
         tokens += sum(len(one.tokens) for one in rendered)
     if not examples:
