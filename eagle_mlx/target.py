@@ -35,6 +35,9 @@ _EMBEDDINGS = (
 _NORMS = (
     *("norm", "ln_f", "final_layernorm", "norm_f", "final_norm", "embedding_norm", "final_layer_norm", "output_norm"),
 )
+_STARTS = (1, 4, 16, 64)
+"""Numbers of layers after which the device starts in a forward. It computes each part while Python builds the next one,
+which has three times as many layers. On a Mac, Python builds a forward in 2.5 to 3.5 of some 20 ms."""
 _LM_HEADS = ("lm_head", "language_model.lm_head", "output", "embed_out", "model.embed_out")
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 """The files in a folder of adapters."""
@@ -94,6 +97,7 @@ class Target:
             bound_positions(backbone) or 1 << 20,
         )
         self.num_layers = len(self.layers)
+        self._starts = [self.layers[count - 1] for count in _STARTS if count < self.num_layers]
         probe = self.embed(mx.zeros((1, 1), mx.int32))
         self.hidden_size = int(probe.shape[-1])
         self.dtype = probe.dtype
@@ -176,6 +180,10 @@ class Target:
             hook(self.layers[-1], RecordsOutput)
             wanted = mx.array(list(ends), mx.int32)[:, None, None]
             recording = Recording(wanted, self.layers[-1], self._norm, cut=bool(self.norm_is_last))
+        if cache is not None and not use_shortcuts():
+            recording.starts = [id(layer) for layer in self._starts]
+            for first in self._starts:
+                hook(first, RecordsOutput)
         with self._rope_cache.sharing(), recording.running():
             logits = self.model(tokens, cache=None if cache is None else list(cache))
         if recording.ends is not None:

@@ -137,7 +137,7 @@ class Speculation(Group):
     prompt_lookup: bool = setting(True, "look for n-grams in the prompt, too", name="ngram_prompt_lookup")
     in_one: str | None = setting(
         None,
-        'how to draft, as one JSON object (as in vLLM): {"method": "eagle3", "model": "...", '
+        'how to draft, as one JSON object; as in vLLM: {"method": "eagle3", "model": "...", '
         '"num_speculative_tokens": 3}',
         name="speculative_config",
         metavar="JSON",
@@ -152,9 +152,7 @@ class Speculation(Group):
         "with --spec-policy throughput: start from the target's cost curve; it is measured once and saved",
         name="prior",
     )
-    disable_at_rows: int = setting(
-        0, f"{_EMA}no drafts for N or more requests; 0 for drafts always", AT_LEAST_0, "disable_by_batch_size"
-    )
+    disable_at_rows: int = setting(0, f"{_EMA}no drafts for N or more requests", AT_LEAST_0, "disable_by_batch_size")
     threshold: float = setting(
         0.3, f"{_EMA}no drafts below this acceptance", name="acceptance_rate_threshold", metavar="R"
     )

@@ -62,7 +62,6 @@ class Round:
         verdict = batch.verify(out.logits, draft)
         if draft.tokens.shape[1]:
             verdict = cut_at_nan(verdict, mx.any(mx.isnan(out.logits), axis=-1), may_reread=draft.lengths > 0)
-        batch.commit(verdict, self.before)
         spoiled = batch.processors.spoiled if batch.processors else None
         drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
         path = [] if verdict.path is None else [verdict.path]
@@ -73,8 +72,9 @@ class Round:
             outputs = tuple(mx.take_along_axis(x, verdict.path[..., None], axis=1) for x in outputs)
         logits, self._aux = outputs[0], outputs[1:]
         self._logprobs = Logprobs.of(batch.requests, logits, verdict.tokens) if batch.wants_logprobs else None
-        mx.async_eval(*self._answer, batch.newest, *self._aux, *(self._logprobs.arrays if self._logprobs else ()))
-        mx.async_eval([state.state for state in batch.cache.recurrent])  # after the answer, which does not wait for it
+        mx.async_eval(*self._answer, *self._aux, *(self._logprobs.arrays if self._logprobs else ()))
+        batch.commit(verdict, self.before)  # after the answer, which does not wait for a recurrent state
+        mx.async_eval(batch.newest, [state.state for state in batch.cache.recurrent])
 
     def collect(self) -> RoundResult:
         """Wait for the round and give every request its tokens. Only here does the host read from the device.

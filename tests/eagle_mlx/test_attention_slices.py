@@ -25,7 +25,7 @@ def test_a_slice_stays_within_a_kernel(length: int, sharing: int, width: int) ->
     """The bounds are those of mlx's `use_fallback`; a prompt is never sliced."""
     most = queries_at_once(length, sharing, width)
     assert 1 <= most <= length
-    if length > 64 or length == 1 or (length > 8 and width in (64, 80, 128)):
+    if length > 64 or length == 1 or (length > 16 and width in (64, 80, 128)):
         assert most == length
     else:
         assert most <= 8

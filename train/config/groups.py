@@ -64,8 +64,7 @@ class HeadConfig(Group):
     kv_heads: int = setting(0, "key and value heads; 0 for the target's number")
     feature_norm: Literal["auto", "each", "all", "none"] = setting(
         "auto",
-        "norm of the layers that the head reads: one per layer (EAGLE-3.1's fc_norm), one over all "
-        "(norm_before_fc), or none",
+        "norm of the layers read; one per layer (EAGLE-3.1's fc_norm), one over all (norm_before_fc), or none",
     )
     feedback: Literal["auto", "normed", "output"] = setting(
         "auto",
@@ -270,7 +269,7 @@ class EvaluationConfig(Group):
     )
     minutes: float = setting(
         0.0,
-        "measure and save every N minutes; without this and --eval-steps, up to ten times per run",
+        "measure and save every N minutes; without this and --eval-steps, ten times per run",
         AT_LEAST_0,
         name="eval_minutes",
         metavar="N",
