@@ -276,7 +276,7 @@ class Speculation(Group):
         if self.policy == "throughput":
             return ThroughputPolicy(self.depth, max_nodes=self.tree_nodes)
         threshold = self.threshold if self.dynamic else 0.0
-        return AcceptancePolicy(self.depth, self.alpha, threshold, self.disable_at_rows or None, self.adaptive)
+        return AcceptancePolicy(self.depth, self.alpha, threshold, self.disable_at_rows, self.adaptive)
 
     def engine(self, target: Target, proposer: Proposer | None, memory: MemoryOptions, **more: Any) -> Engine:
         """Return an engine with a new policy, which starts from the target's cost curve unless that is off.

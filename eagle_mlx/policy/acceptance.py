@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Context, Plan, RoundResult
 from eagle_mlx.policy.base import check_depth, check_share
 
@@ -122,8 +121,8 @@ class AcceptancePolicy:
     """The weight of the newest round in the average."""
     threshold: float = 0.3
     """Do not draft below this rate."""
-    disable_at_rows: int | None = None
-    """Do not draft for batches of at least this many rows; None sets no limit."""
+    disable_at_rows: int = 0
+    """Do not draft for batches of at least this many rows; 0 sets no limit."""
     adaptive: bool = True
     """Whether the depth follows the rate; if not, it is k."""
     rate: float = field(default=0.7, init=False)
@@ -135,12 +134,10 @@ class AcceptancePolicy:
         check_depth("k", self.k)
         check_share("alpha", self.alpha)
         check_share("threshold", self.threshold)
-        if self.disable_at_rows is not None and self.disable_at_rows < 1:
-            raise ConfigError(f"disable_at_rows must be an integer of at least 1, or None; got {self.disable_at_rows}")
+        check_depth("disable_at_rows", self.disable_at_rows)
 
     def plan(self, context: Context) -> Plan:
-        disabled = self.disable_at_rows is not None and context.rows >= self.disable_at_rows
-        return PLAIN if disabled else Plan(self._depth())
+        return PLAIN if 0 < self.disable_at_rows <= context.rows else Plan(self._depth())
 
     def _depth(self) -> int:
         if self.rate < self.threshold:

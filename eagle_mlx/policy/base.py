@@ -15,18 +15,15 @@ class Policy(Protocol):
     @property
     def wants_trees(self) -> bool:
         """Whether some plans are trees."""
-        ...
 
     def plan(self, context: Context) -> Plan:
         """Return the plan of the next round, and change nothing.
 
         The engine also asks during a plain round, and dispatches the next round early if it is plain too.
         """
-        ...
 
     def observe(self, result: RoundResult) -> None:
         """Learn from a finished round. Nothing else changes a policy."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,9 @@ class FixedPolicy:
 
 
 def check_depth(name: str, value: int) -> None:
-    """Raise ConfigError if `value` is not a number of draft tokens."""
+    """Raise ConfigError if `value` is not a whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{name}, the number of draft tokens, must be an integer of at least 0; got {value!r}")
+        raise ConfigError(f"{name} must be an integer of at least 0; got {value!r}")
 
 
 def check_share(name: str, value: float) -> None:

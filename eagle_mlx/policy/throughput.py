@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache
+from statistics import median_low
 
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy.acceptance import AcceptanceByPosition, AcceptanceByRank, ConfidenceCalibration
@@ -22,12 +23,15 @@ _CLOSE = 0.9
 """An exploration lasts `_RUN` rounds if it reaches this share of the best arm's speed, else one round."""
 _RUN = 4
 """Rounds of an exploration. The first of a run of plain rounds is not timed because nothing was dispatched ahead."""
+_SLOWEST = 2.0
+"""A plain round counts for at most this many times the median of its run: other programs slowed down the rest."""
 _PAUSE, _LAST_PAUSE = 16, 512
 """Least and most rounds between two explorations of an arm; each loss doubles them (10 s at 50 rounds per second)."""
 _NEAR = 2
 """Neighbors of the best arm to explore on each side, because costs rise in steps."""
-_FREE = 4.0
-"""Plain rounds that exploration may lose before the `explore` budget applies, so that it can begin at once."""
+_FREE, _GOOD = 4.0, 0.9
+"""Plain rounds that exploration may lose before the `explore` budget applies, with arms that would pay if this share of
+their tokens was accepted. No published head reaches it."""
 _CHECK = 20
 """One in this many early exits uses half the threshold, to check it."""
 _KEEP = 0.995
@@ -164,17 +168,19 @@ class ThroughputPolicy:
         return self.costs.estimate(_kind(arm), rows, usual if size is None else size)
 
     def _best(self, rows: int, arms: list[Plan]) -> Plan:
-        speeds = [self._speed(rows, arm) for arm in arms]
-        least = (1 - _MARGIN) * max(speeds)
-        close = [arm for arm, speed in zip(arms, speeds, strict=True) if speed >= least]
-        return min(close, key=lambda arm: self._seconds(rows, arm))
+        least = (1 - _MARGIN) * max(self._speed(rows, arm) for arm in arms)
+        return min((arm for arm in arms if self._speed(rows, arm) >= least), key=lambda arm: self._seconds(rows, arm))
 
     def _explored(self, rows: int, arms: list[Plan], best: Plan) -> Plan | None:
         """Return an arm to explore instead of the best, if one is due and the budget allows it."""
-        allowed = self.explore * self._spent + _FREE * self._seconds(rows, PLAIN) - self._lost
-        due = [arm for arm in self._candidates(rows, arms, best) if self._round >= self._due.get(arm, 0)]
-        affordable = (arm for arm in due if self._price(rows, arm, best) <= allowed)
-        return min(affordable, key=lambda arm: self._due.get(arm, 0), default=None)
+        earned, plain = self.explore * self._spent - self._lost, self._seconds(rows, PLAIN)
+
+        def is_affordable(arm: Plan) -> bool:
+            may_pay = self._seconds(rows, arm) <= plain * sum(_GOOD**i for i in range(arm.size + 1))
+            return self._price(rows, arm, best) <= earned + _FREE * plain * may_pay
+
+        due = (arm for arm in self._candidates(rows, arms, best) if self._round >= self._due.get(arm, 0))
+        return min(filter(is_affordable, due), key=lambda arm: self._due.get(arm, 0), default=None)
 
     def _candidates(self, rows: int, arms: list[Plan], best: Plan) -> list[Plan]:
         """Return the arms worth exploring: if the best is plain, the best of each drafter."""
@@ -241,7 +247,8 @@ class ThroughputPolicy:
             return
         group.plain.append(seconds)
         if len(group.plain) == _RUN - 1:
-            self.costs.add(kind, rows, size, sum(group.plain) / len(group.plain))
+            most = _SLOWEST * median_low(group.plain)
+            self.costs.add(kind, rows, size, sum(min(each, most) for each in group.plain) / len(group.plain))
             group.plain = []
 
     def _learn(self, arm: Plan, result: RoundResult, size: int) -> None:
@@ -270,8 +277,7 @@ class ThroughputPolicy:
                 self._pauses.pop(arm, None)
             return
         tokens, before = 1 + sum(result.accepted) / result.rows, under_way or _Exploration(baseline)
-        expected = before.expected + seconds * baseline
-        after = _Exploration(baseline, before.rounds + 1, before.tokens + tokens, expected)
+        after = _Exploration(baseline, before.rounds + 1, before.tokens + tokens, before.expected + seconds * baseline)
         self._lost = max(0.0, self._lost + seconds - tokens / baseline)
         if after.goes_on(arm):
             group.explorations[arm] = after

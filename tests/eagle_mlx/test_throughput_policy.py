@@ -16,6 +16,8 @@ from tests.full import diagonal, in_full
 
 SEEDS = in_full(range(6), range(1))
 ROUNDS = 1000
+LONGEST_PAUSE = 512
+"""Rounds between two explorations of an arm that always lost."""
 ALL = Abilities(trees=True, early_exit=True)
 TREES = [Plan(levels_for(nodes), nodes) for nodes in (8, 16, 32)]
 
@@ -49,6 +51,16 @@ def test_a_useless_head_costs_at_most_three_percent(curve: str, known: bool) -> 
         assert speeds(0, curve=curve, known=known, chance=0.0, can=can).mean() > 0.97
     assert speeds(0, curve=curve, known=known, chance=0.0, can=EARLY_EXITS, share=0.5, ngrams=0.0).mean() > 0.97
     assert speeds(0, curve=curve, known=known, chance=0.3, hard=0.0, can=EARLY_EXITS).mean() > 0.97
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("ngrams", [{}, {"share": 0.5, "ngrams": 0.0}, {"share": 0.5, "ngrams": 0.5}])
+def test_a_machine_on_which_drafts_cannot_pay_begins_plain(chance: float, ngrams: dict[str, float]) -> None:
+    """On M1 and M2, two tokens take 1.9 times as long as one; the curve says so before the first round."""
+    seeds = in_full(range(24), range(6))
+    for can in (CHAINS, EARLY_EXITS):
+        first = speeds(0, rounds=200, curve="M1 and M2", chance=chance, can=can, seeds=seeds, **ngrams)
+        assert first.mean() > 0.97
 
 
 @pytest.mark.parametrize(("noise", "busy"), [(0.3, 1.0), (0.03, 5.0), (0.1, 2.0), (0.3, 5.0)])
@@ -102,7 +114,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("curve", "place"), diagonal(CURVES, PLACES))
 def test_that_of_two_drafters_drafts_which_pays_more(curve: str, place: str) -> None:
     world = {"curve": curve, "share": 0.3, **PLACES[place]}
-    reached = speeds(1000, **world)
+    reached = speeds(1000, seeds=in_full(range(6), range(3)), **world)
     assert reached.mean() > 0.96 * World(**world).best()
     assert reached.mean() > 0.97
 
@@ -132,7 +144,7 @@ def test_it_recovers_after_a_change_of_the_text(curve: str) -> None:
         world, policy = World(curve, 0.0, seed=seed), policy_for(curve)
         world.run(policy, ROUNDS)
         world.chance = 0.9
-        world.run(policy, ROUNDS)
+        world.run(policy, 3 * LONGEST_PAUSE)  # one in ten explorations fails
         assert world.run(policy, 500) > 0.95 * world.best()
         world.chance = 0.0
         world.run(policy, 200)
