@@ -19,8 +19,7 @@ def exp(x: mx.array) -> mx.array:
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """Return silu(gate) * x, elementwise."""
-    sigmoid = mx.reciprocal(1 + exp(-gate)) if use_shortcuts() else mx.sigmoid(gate)
-    return gate * sigmoid * x
+    return gate * mx.reciprocal(1 + exp(-gate)) * x
 
 
 def softmax(x: mx.array) -> mx.array:

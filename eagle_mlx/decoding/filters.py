@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from math import gcd
 
 import mlx.core as mx
@@ -29,12 +29,13 @@ _OFF = 2**31 - 1
 _NONE = (_OFF, math.inf)
 
 
-def fused(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Compile an elementwise function with MLX, for all shapes at once: one pass over memory instead of many.
+def fused(function: Callable[..., mx.array], shapeless: bool = True) -> Callable[..., mx.array]:
+    """Compile a function with MLX, so that Python calls it at once and it makes fewer passes over memory.
 
-    On a CPU the function stays as it is: MLX would compile it with g++, which takes seconds and gains nothing there.
+    `shapeless`: for all shapes at once, if it is elementwise. On a CPU the function stays as it is: MLX would compile
+    it with g++, which takes seconds and gains nothing there.
     """
-    compiled = mx.compile(function, shapeless=True)
+    compiled = mx.compile(function, shapeless=shapeless)
 
     @wraps(function)
     def call(*arrays: mx.array) -> mx.array:
@@ -128,18 +129,24 @@ class Filters:
         start = greatest.astype(dtype)  # in the dtype that the logits had before
         least = mx.full(greatest.shape, -math.inf)
         if self.any_top_k:
-            least = bisect(lambda t: mx.sum(x > t, axis=-1, keepdims=True) < top_k, start)
+            least = _kth(x, top_k, start)
         if not self.any_top_p:
             return least
         masses = fastmath.exp((x - greatest) / divisor) * (x >= least)
         limit = top_p * mx.sum(masses, axis=-1, keepdims=True)
-        nucleus = bisect(lambda t: mx.sum(_above(masses, x, t), axis=-1, keepdims=True) < limit, start)
-        return mx.maximum(least, nucleus)
+        return mx.maximum(least, _nucleus(x, masses, limit, start))
 
 
-@fused
-def _above(masses: mx.array, x: mx.array, t: mx.array) -> mx.array:
-    return masses * (x > t)
+@partial(fused, shapeless=False)
+def _kth(x: mx.array, top_k: mx.array, greatest: mx.array) -> mx.array:
+    """Return the least of the `top_k` largest numbers, [B, n, 1]."""
+    return bisect(lambda t: mx.sum(x > t, axis=-1, keepdims=True) < top_k, greatest)
+
+
+@partial(fused, shapeless=False)
+def _nucleus(x: mx.array, masses: mx.array, limit: mx.array, greatest: mx.array) -> mx.array:
+    """Return the least number above which the masses are below the limit, [B, n, 1]."""
+    return bisect(lambda t: mx.sum(masses * (x > t), axis=-1, keepdims=True) < limit, greatest)
 
 
 def bisect(holds: Callable[[mx.array], mx.array], greatest: mx.array) -> mx.array:
@@ -155,30 +162,22 @@ def bisect(holds: Callable[[mx.array], mx.array], greatest: mx.array) -> mx.arra
     """
     integer, sign = (mx.int16, 0x7FFF) if greatest.dtype.size == 2 else (mx.int32, 0x7FFFFFFF)
 
+    def flipped(bits: mx.array) -> mx.array:
+        """Convert a float's bits to a signed integer of the same order, and back."""
+        return mx.where(bits < 0, bits ^ sign, bits)
+
     def rank(x: mx.array) -> mx.array:
-        return _flipped(x.view(integer).astype(mx.int32), mx.array(sign))
+        return flipped(x.view(integer).astype(mx.int32))
 
     def number(rank: mx.array) -> mx.array:
-        return _flipped(rank, mx.array(sign)).astype(integer).view(greatest.dtype).astype(mx.float32)
+        return flipped(rank).astype(integer).view(greatest.dtype).astype(mx.float32)
 
     low, high = rank(mx.full(greatest.shape, -math.inf, greatest.dtype)), rank(greatest)
     for _ in range(8 * greatest.dtype.size):
-        middle = _middle(low, high)
+        middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down, without overflow
         true = holds(number(middle))
         low, high = mx.where(true, low, middle), mx.where(true, middle, high)
     return number(high)
-
-
-@fused
-def _flipped(bits: mx.array, sign: mx.array) -> mx.array:
-    """Convert a float's bits to a signed integer of the same order, and back."""
-    return mx.where(bits < 0, bits ^ sign, bits)
-
-
-@fused
-def _middle(low: mx.array, high: mx.array) -> mx.array:
-    """Return the mean of two integers, rounded down, without overflow."""
-    return (low & high) + ((low ^ high) >> 1)
 
 
 _HEIGHT = 64

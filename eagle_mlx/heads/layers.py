@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import activations
 from mlx_lm.models.rope_utils import initialize_rope
 
 from eagle_mlx.cpu import fastmath, use_shortcuts
@@ -143,7 +144,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, size, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        out: mx.array = self.down_proj(fastmath.swiglu(self.gate_proj(x), self.up_proj(x)))
+        swiglu = fastmath.swiglu if use_shortcuts() else activations.swiglu
+        out: mx.array = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return out
 
 

@@ -77,7 +77,9 @@ class ChainSampler(Draws):
         self._probs: list[mx.array] = []
 
     def __call__(self, logits: mx.array, step: int | mx.array) -> mx.array:
-        at = self._positions[:, None] + step
+        at = self._positions[:, None]
+        if not self._sampling.all_greedy:  # greedy rows draw no noise
+            at = at + step
         token, q = draft_sample(logits, self._sampling, at, self._vocab, self.token_ids)
         self._probs += [] if q is None else [q]
         return token
