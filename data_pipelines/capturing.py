@@ -119,14 +119,10 @@ class ShardCapture:
         self.meta = shard_meta(target, aux_layers, bits)
         self._shards: list[list[list[TokensAndMask]]] = []
         """The batches of each shard."""
-        self._tokens: list[int] = []
-        """The number of tokens of each shard."""
         for batch in make_batches(samples, batch_tokens):
-            if not self._shards or self._tokens[-1] >= tokens_per_shard:
+            if not self._shards or self.tokens([len(self) - 1]) >= tokens_per_shard:
                 self._shards.append([])
-                self._tokens.append(0)
             self._shards[-1].append(batch)
-            self._tokens[-1] += sum(len(tokens) for tokens, _ in batch)
         self.made_from: Mapping[str, str] = {
             "target": f"{target.num_layers} layers of {target.hidden_size} ({fingerprint(target)})",
             "conversations": _conversations(samples),
@@ -153,11 +149,11 @@ class ShardCapture:
 
     def tokens(self, shards: Collection[int]) -> int:
         """Return the number of tokens in these shards."""
-        return sum(self._tokens[index] for index in shards)
+        return sum(len(tokens) for index in shards for batch in self._shards[index] for tokens, _ in batch)
 
     def run(self, shards: ShardWriter, progress: bool = False) -> None:
         """Capture the missing shards. Raises OutputError if writing fails; shards already written are kept."""
-        missing, total = self.missing(shards), sum(self._tokens)
+        missing, total = self.missing(shards), self.tokens(range(len(self)))
         if not missing:
             return
         batches = chain.from_iterable(self._shards[index] for index in missing)

@@ -12,7 +12,7 @@ from typing import Literal
 from eagle_mlx.command import Stop, Subcommands, arguments, exit_code, new_parser
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, OutputError
-from eagle_mlx.files import check_free, locked
+from eagle_mlx.files import check_free, check_idle
 from eagle_mlx.progress import counted
 from eagle_mlx.setting import AT_LEAST_1, REQUIRED, setting
 from eagle_mlx.shards import bytes_per_token, unfinished_folder
@@ -95,9 +95,7 @@ def collect(options: CollectOptions) -> None:
     """Render all conversations first, so that bad data is reported at once, then capture the missing shards."""
     if not options.resume:
         check_free(options.output, options.overwrite)
-    for place in filter(Path.exists, (options.output, unfinished_folder(options.output))):
-        with locked(place):  # before the target is loaded
-            pass
+    check_idle(options.output, unfinished_folder(options.output))  # before the target is loaded
     tune_process()
     target = options.loading.load(options.target)
     options.loading.wire_active()
@@ -133,10 +131,9 @@ def collect(options: CollectOptions) -> None:
         try:
             plan.run(shards, progress=True)
         except KeyboardInterrupt as e:
-            if not shards.files:
-                raise
-            kept = f"{len(shards.files):,} of {len(plan):,} shards are kept, and the same command continues from there"
-            e.args = (kept,)
+            if shards.files:
+                kept = f"{len(shards.files):,} of {len(plan):,} shards are kept"
+                e.args = (f"{kept}, and the same command continues from there",)
             raise
 
 

@@ -150,14 +150,6 @@ def partial_path(output: str | Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
-def check_idle(output: str | Path) -> None:
-    """Raise OutputError if another process is writing this output."""
-    path = partial_path(output)
-    if path.exists():
-        with locked(path):
-            pass
-
-
 @contextmanager
 def open_partial(output: str | Path, settings: Mapping[str, Any], overwrite: bool = False) -> Iterator[PartialFile]:
     """Open an output's partial file, or create it if there is none.

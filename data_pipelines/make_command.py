@@ -10,12 +10,13 @@ from typing import Literal
 
 from eagle_mlx.cpu import tune_process
 from eagle_mlx.errors import ConfigError, DataError
+from eagle_mlx.files import check_idle
 from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from .capturing import shard_meta
-from .jsonl import check_idle, check_new, partial_path
+from .jsonl import check_new, partial_path
 from .options import AUX_LAYERS, TARGET_HELP, DraftingOptions, aux_layers_of, engine_of, tokenizer_of
 from .synthesis.file import Limits, Wanted, make_to_file
 from .synthesis.shards import ShardPlace
@@ -101,10 +102,10 @@ class MakeOptions(Group):
 def run(options: MakeOptions) -> None:
     """Check the template first, so that an unusable target is reported at once, then make conversations."""
     check_new(options.output, options.overwrite)
-    check_idle(options.output)
-    limits = Limits()
+    begun, limits = partial_path(options.output), Limits()
+    check_idle(begun)
     if options.finish:
-        if not (begun := partial_path(options.output)).exists():
+        if not begun.exists():
             raise DataError(f"there is no {begun} to finish; leave out --finish to make conversations")
         limits = Limits(enough=lambda made, coming: True, first=False)
     wanted = Wanted(options.rows or 0, options.tokens or 0)

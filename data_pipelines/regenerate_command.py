@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from eagle_mlx.errors import DataError
+from eagle_mlx.files import check_idle
 from eagle_mlx.progress import counted
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.setting import REQUIRED, setting
 from eagle_mlx.text import LEAST_DISTINCT
 
-from .jsonl import check_idle, check_new
+from .jsonl import check_new, partial_path
 from .options import DraftingOptions, ReadOptions, engine_of, tokenizer_of
 from .sources.reading import ReadReport
 from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
@@ -54,7 +55,7 @@ class RegenerateOptions(ReadOptions):
 def run(options: RegenerateOptions) -> None:
     """Read the conversations first, so that bad data is reported at once, then answer them."""
     check_new(options.output, options.overwrite)
-    check_idle(options.output)
+    check_idle(partial_path(options.output))
     params = SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,

@@ -86,6 +86,13 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def check_idle(*places: Path) -> None:
+    """Raise OutputError if another process holds the lock of one of these files or folders, if they exist."""
+    for place in filter(Path.exists, places):
+        with locked(place):
+            pass
+
+
 def check_free(folder: str | Path, overwrite: bool = False) -> Path:
     """Return the folder as a path.
 

@@ -29,7 +29,7 @@ _NO_VERIFIER = (
     "the target's base model is not known for certain, so the config names no verifier, and speculators and vLLM "
     "cannot load the head; convert again with --base-model and the hub id or folder of that model"
 )
-_OURS = ("target", BASE_MODEL, COPY, NOTED, "target_norm")
+OURS = ("target", COPY, NOTED, "target_norm")
 """Keys under `eagle_mlx` that the writers set themselves."""
 
 
@@ -96,7 +96,7 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     config = read_config(folder)
     dtype = DTYPES[what.dtype] if what.dtype else _exact_dtype(tensors, config)
     base = _base_model(what, config)
-    verifier, noted = _verifier(config), config.get("eagle_mlx") or {}
+    verifier, noted = verifier_of(config), config.get("eagle_mlx") or {}
     options: dict[str, Any] = {}
     if what.to == "speculators":
         local = base is not None and what.base_model is None and Path(base).is_dir()
@@ -109,7 +109,7 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
             "target_architectures": [str(name) for name in described.get("architectures") or []],
         }
     known = noted.get("target") or verifier.get("name_or_path")
-    extra = {name: value for name, value in noted.items() if name not in _OURS}
+    extra = {name: value for name, value in noted.items() if name not in (*OURS, BASE_MODEL)}
     if base is not None and hub.full_id(base):
         extra[BASE_MODEL] = base
     layout.save(
@@ -146,7 +146,7 @@ def _exact_dtype(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> 
     return found.pop() if len(found) == 1 else mx.float32
 
 
-def _verifier(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def verifier_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the target's description in a speculators config."""
     found = (config.get("speculators_config") or {}).get("verifier")
     return found if isinstance(found, dict) else {}
@@ -162,7 +162,7 @@ def _base_model(what: Conversion, config: Mapping[str, Any]) -> str | None:
         folder = Path(what.base_model).expanduser()
         return str(folder.resolve()) if folder.is_dir() else what.base_model
     found = base_model_of(what.target) if what.target is not None else None
-    noted, named = config.get("eagle_mlx") or {}, _verifier(config).get("name_or_path")
+    noted, named = config.get("eagle_mlx") or {}, verifier_of(config).get("name_or_path")
     found = found or noted.get(BASE_MODEL) or (named if named != noted.get("target") else None)
     if found or what.target is None:
         return found

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,22 +14,6 @@ from safetensors import safe_open
 
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.shards import ShardReader
-
-
-class Examples(Protocol):
-    """Examples by index. In one source, either all or none have hidden states."""
-
-    @property
-    def lengths(self) -> Sequence[int]: ...
-
-    @property
-    def has_states(self) -> bool: ...
-
-    def __getitem__(self, index: int) -> Example: ...
-
-    def where(self, index: int) -> str:
-        """Return where a user can find the example."""
-        ...
 
 
 class InMemory:
@@ -49,6 +33,7 @@ class InMemory:
         return sum(int(example.loss_mask.sum()) for example in self._examples)
 
     def where(self, index: int) -> str:
+        """Return where a user can find the example."""
         return f"conversation {index + 1} of {len(self._examples)}, as they are read"
 
 
@@ -126,3 +111,7 @@ class Joined:
     def _place(self, index: int) -> tuple[Examples, int]:
         number = bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+Examples = InMemory | OnDisk | Joined
+"""Examples by index. In one source, either all or none have hidden states."""

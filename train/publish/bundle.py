@@ -15,8 +15,9 @@ from huggingface_hub import ModelCard
 from eagle_mlx.catalog.base_model import BASE_MODEL, by_mlx_community
 from eagle_mlx.errors import OutputError
 
+from ..convert.layouts import verifier_of
 from ..run import REPORT
-from .source import CONFIG, Source, fields_of
+from .source import CONFIG, Source
 
 CARD = "README.md"
 PLOTS = "plots"
@@ -54,8 +55,7 @@ def _write_config(folder: Path, source: Source, base: str) -> None:
             noted["target"] = base
         if BASE_MODEL in noted:
             noted[BASE_MODEL] = base
-    verifier = fields_of(fields_of(config, "speculators_config"), "verifier")
-    if isinstance(verifier, dict):
+    if verifier := verifier_of(config):
         verifier["name_or_path"] = None if by_mlx_community(base) else base
     _write_json(folder / CONFIG, config)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, Template
 
 from eagle_mlx.catalog.base_model import by_mlx_community
 from eagle_mlx.heads.precision import described, quantization_of
@@ -42,6 +42,7 @@ def make_card(
     version.
     """
     how = quantization_of(source.head)
+    bits = [f"{how['bits']}-bit"] if how is not None else []
     data = ModelCardData(
         base_model=portable or base,
         base_model_relation="quantized" if portable else None,
@@ -51,37 +52,27 @@ def make_card(
         license_name=license[1],
         license_link=license[2],
         pipeline_tag="text-generation",
-        tags=[
-            source.kind.name,
-            "speculative-decoding",
-            "mlx",
-            *source.servers,
-            *([f"{how['bits']}-bit"] if how is not None else []),
-        ],
+        tags=[source.kind.name, "speculative-decoding", "mlx", *source.servers, *bits],
     )
     target = source.trained_on or base
-    text = (
-        _environment()
-        .get_template("card.md.jinja")
-        .render(
-            source=source,
-            repo=repo,
-            base=base,
-            target=target,
-            figures=figures,
-            portable=portable,
-            quantized=quantized,
-            described=described(source.head) if how is not None else "",
-            by_mlx_community=by_mlx_community(base),
-            depth=next((found.depth for found in reversed(figures) if found.depth), DEPTH),
-            data=training_data(source),
-            command=train_command((source.report or {}).get("config") or {}, target),
-        )
+    text = _template().render(
+        source=source,
+        repo=repo,
+        base=base,
+        target=target,
+        figures=figures,
+        portable=portable,
+        quantized=quantized,
+        described=described(source.head) if how is not None else "",
+        by_mlx_community=by_mlx_community(base),
+        depth=next((found.depth for found in reversed(figures) if found.depth), DEPTH),
+        data=training_data(source),
+        command=train_command((source.report or {}).get("config") or {}, target),
     )
     return ModelCard(f"---\n{data}\n---\n\n{text.strip()}\n")
 
 
-def _environment() -> Environment:
+def _template() -> Template:
     made = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True)
     made.filters.update(public=lambda value: public(value or ""), number=_number, two_digits=_two_digits)
     made.globals.update(
@@ -93,7 +84,7 @@ def _environment() -> Environment:
         plots=PLOTS,
         titles=_PLOT_TITLES,
     )
-    return made
+    return made.get_template("card.md.jinja")
 
 
 def _row(*cells: object) -> str:

@@ -16,12 +16,12 @@ from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import check_id
 from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats.fields import NOTED
-from eagle_mlx.formats.tensors import COPY, read_tensors
+from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.precision import in_dtype, quantization_of, quantize_for
 from eagle_mlx.setting import REQUIRED, Group, setting
 
+from ..convert.layouts import OURS
 from .bundle import CARD, LICENSES, listing, write_bundle
 from .card import make_card
 from .figures import of_bench, of_training
@@ -172,10 +172,6 @@ def _base_model(source: Source, given: str | None) -> str:
     return source.base_model
 
 
-_OF_A_LAYOUT = ("target", "target_norm", COPY, NOTED)
-"""Keys under `eagle_mlx` that the writers set themselves."""
-
-
 def quantized(source: Source, bits: int, folder: Path) -> Source:
     """Write the source's head quantized, without the training report, to a new folder, and read it back.
 
@@ -187,7 +183,7 @@ def quantized(source: Source, bits: int, folder: Path) -> Source:
     dtype = mx.float16 if mx.float16 in found else mx.bfloat16
     head: Any = in_dtype(load_head(source.folder), dtype)  # scales are computed in the dtype of the file
     quantize_for(head, None, bits)
-    noted = {name: value for name, value in source.noted.items() if name not in _OF_A_LAYOUT}
+    noted = {name: value for name, value in source.noted.items() if name not in OURS}
     target = next(iter(source.target_names), None)
     source.kind.formats[0].save(head, folder, target_name=target, extra=noted, dtype=dtype)
     for file in (file for pattern in LICENSES for file in source.folder.glob(pattern)):

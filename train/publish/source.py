@@ -22,6 +22,7 @@ from eagle_mlx.heads.kinds import HeadKind
 from eagle_mlx.heads.load import layout_of
 from eagle_mlx.heads.precision import quantization_of
 
+from ..convert.layouts import verifier_of
 from ..report import OF_THE_HEAD
 from ..run import BEST, LAST, REPORT
 
@@ -48,7 +49,8 @@ class Source:
     @property
     def noted(self) -> Mapping[str, Any]:
         """What this project's writers stored in the config."""
-        return fields_of(self.config, "eagle_mlx")
+        noted = self.config.get("eagle_mlx")
+        return noted if isinstance(noted, dict) else {}
 
     @property
     def target_names(self) -> list[str]:
@@ -64,7 +66,7 @@ class Source:
 
     @property
     def _verifier(self) -> Any:
-        return fields_of(fields_of(self.config, "speculators_config"), "verifier").get("name_or_path")
+        return verifier_of(self.config).get("name_or_path")
 
     @property
     def trained_on(self) -> str | None:
@@ -89,12 +91,6 @@ class Source:
         """Number of parameters; None if they are quantized."""
         weights = weights_of(cast(nn.Module, self.head)).values()
         return None if any(value.dtype == mx.uint32 for value in weights) else sum(value.size for value in weights)
-
-
-def fields_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a nested object of a config; empty if there is none."""
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def read_source(folder: str | Path) -> Source:
