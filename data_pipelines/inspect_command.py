@@ -110,8 +110,7 @@ def _inspect_shards(folder: Path) -> None:
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_BAR = 40
-"""Width of the longest bar in characters."""
+_BAR = 40  # characters
 
 
 def marked(rendered: Rendered, decode: Callable[[list[int]], str]) -> str:

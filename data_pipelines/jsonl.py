@@ -18,7 +18,6 @@ from eagle_mlx.files import PART, check_writable, locked
 from .conversation import Conversation
 
 GZ = ".gz"
-"""Suffix of a compressed file."""
 
 
 def check_new(path: str | Path, overwrite: bool = False) -> Path:

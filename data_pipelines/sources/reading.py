@@ -102,11 +102,6 @@ class DataConfig(FilterOptions):
                 raise ConfigError(f"--map {text}: {place} is not one of the sources, {', '.join(self.sources)}")
         return [replace(source, fields=choose(self.map, source.spec) or source.fields) for source in found]
 
-    @property
-    def specs(self) -> tuple[str, ...]:
-        """The sources without their weights."""
-        return tuple(source.spec for source in self.parsed)
-
     def alone(self, source: str) -> DataConfig:
         """Return the configuration for reading all of this one source, with its own maps."""
         spec = parse(source).spec
@@ -291,7 +286,6 @@ class ReadReport:
 
     kept: int = 0
     unusable: int = 0
-    """Rows that cannot be read."""
     first_unusable: str = ""
     """The error of the first such row."""
     by_turns: int = 0

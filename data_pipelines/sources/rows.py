@@ -23,9 +23,8 @@ _ROLES = {"human": "user", **dict.fromkeys(_ASSISTANTS, "assistant"), "function"
 
 
 COLUMNS = ("messages", "prompt", "completion", "system", "text", "tools")
-"""Columns of a row. `tools` may be a list or its JSON."""
+"""Columns of a row, before the keys of a message. `tools` may be a list or its JSON."""
 KEYS = ("role", "content", "tool_calls", "reasoning_content")
-"""Keys of a message."""
 SPEAKERS = ("user", "assistant")
 """Roles that a data set may call otherwise."""
 _OPTIONAL = ("system", "tools", "completion")

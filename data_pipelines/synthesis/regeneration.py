@@ -129,18 +129,13 @@ class Regeneration(Task):
 
     def __init__(self, engine: Engine, config: RegenerateConfig, position: int, source: Conversation, repeat: int):
         """`position` is its index among the conversations; `repeat` counts earlier ones with the same prompt."""
-        self.position, self.source = position, source
+        self.position, self.source, self.key = position, source, source.whole_key()
         self.report = RegenerateReport()
-        """Counts of this conversation alone."""
         self._engine, self._config, self._repeat = engine, config, repeat
         self._prompt_key = source.prompt_key()
         self._rest = self._with_system(list(source.messages))
         self._messages: list[Message] = []
         self._ended = False
-
-    @property
-    def key(self) -> int:
-        return self.source.whole_key()
 
     def submit(self) -> RequestState | None:
         if not self._advance():

@@ -102,7 +102,6 @@ class MakeReport(Counts):
     shortened: int = 0
     """Conversations kept without later planned turns, because one of those failed."""
     heldout: int = 0
-    """Conversations in the held-out split."""
     endless: int = _failure("user turns without an end")
     markup: int = _failure("turns with special tokens")
     short: int = _failure(f"user turns of fewer than {LEAST_WORDS} words")

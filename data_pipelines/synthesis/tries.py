@@ -97,7 +97,6 @@ class Try(Task):
     def __init__(self, engine: Engine, config: MakeConfig, number: int):
         self.engine, self.config, self.number = engine, config, number
         self.report = MakeReport(tries=1)
-        """Counts of this try alone."""
         self.example: Example | None = None
         """Tokens with their hidden states, if the engine captures them."""
         self.ended = False

@@ -16,7 +16,6 @@ from eagle_mlx.files import read_yaml
 from ..conversation import Message
 
 FILE = Path(__file__).parent / "domains.yaml"
-"""The default domains."""
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,7 @@ def test_a_recipe_makes_a_plan(name: str) -> None:
     assert found.head.token_ids is not None
     assert found.head.token_ids.size == 32_000
     assert found.training > FLOAT * found.trained > 0
-    assert [spec.partition(":")[0] for spec in DataConfig(config.data.sources).specs] == ["preset"] * len(
-        config.data.sources
-    )
+    assert all(source.spec.startswith("preset:") for source in DataConfig(config.data.sources).parsed)
     text = as_text(found, assumed(config, recipe.tokens_each), free=10**11)
     assert f"{found.target.num_layers} layers" in text
     assert "tokens      " in text

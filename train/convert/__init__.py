@@ -1,6 +1,1 @@
-"""eagle-convert: convert heads to other servers' layouts (`convert`), and extract MTP heads from models (`extract`)."""
-
-from .extract import Extraction, extract
-from .layouts import Conversion, convert
-
-__all__ = ["Conversion", "Extraction", "convert", "extract"]
+"""eagle-convert: convert heads to other servers' layouts (`layouts`), and extract MTP heads from models (`extract`)."""

@@ -49,7 +49,6 @@ class TrainData:
     kept: NDArray[np.int64] | None
     """[Vd] the draft vocabulary's ids in the target, ascending; None for all."""
     report: dict[str, Any]
-    """Counts for the run's report."""
     place: Place = "memory"
     """Where hidden states are kept. A resumed run must use the same place."""
 
@@ -134,7 +133,8 @@ def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
 def _prompts_of(target: Target, config: TrainConfig, learned: DataConfig, source: str) -> Iterator[list[int]]:
     wanted = learned.alone(source)
     [spec] = wanted.sources
-    split: Literal["heldout", "all"] = "heldout" if spec in learned.specs or spec.startswith("builtin:") else "all"
+    in_part = spec.startswith("builtin:") or spec in [source.spec for source in learned.parsed]
+    split: Literal["heldout", "all"] = "heldout" if in_part else "all"
     for conversation in read_conversations(wanted, split, target.tokenizer):
         prompt = _prompt(target, conversation, config.evaluation.tokens)
         if prompt is not None:

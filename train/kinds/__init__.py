@@ -19,7 +19,6 @@ from .lora import choose_trained, merged, parameters_of
 KINDS: dict[str, Kind[Any]] = {
     kind.name: kind for kind in (PEagleKind(), Eagle3Kind(), EagleKind(), MTPKind(), DFlashKind(), DSparkKind())
 }
-"""The kinds, by name."""
 OPEN = TrainConfig().flat()
 """Default values of all settings. A setting with its default value counts as open."""
 _RATE, _RATE_WIDTH = 1e-4, 4096

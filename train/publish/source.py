@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from eagle_mlx.heads.load import layout_of
 from eagle_mlx.heads.precision import quantization_of
 
 from ..convert.layouts import verifier_of
-from ..report import OF_THE_HEAD
+from ..report import OF_THE_HEAD, read_object
 from ..run import BEST, LAST, REPORT
 
 CONFIG = "config.json"
@@ -32,7 +31,6 @@ CONFIG = "config.json"
 @dataclass(frozen=True)
 class Source:
     folder: Path
-    """The head's folder."""
     config: Mapping[str, Any]
     kind: HeadKind
     written_as: str
@@ -115,7 +113,7 @@ def read_source(folder: str | Path) -> Source:
     written_as, servers = found.about, found.servers(head)
     if quantization_of(head) is not None:
         written_as, servers = f"{written_as}, quantized by MLX", ()
-    report = _read_report(run / REPORT) if run is not None else None
+    report = read_object(run / REPORT, "move it away to publish without it") if run is not None else None
     plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file()) if run is not None else ()
     return Source(place, config, kind, written_as, servers, head, report, which, plots)
 
@@ -126,13 +124,3 @@ def _run_of(given: Path) -> tuple[Path | None, str]:
         return (given, BEST) if (given / REPORT).is_file() else (None, BEST)
     name, run = given.resolve().name, given.resolve().parent
     return (run, name) if name in (BEST, LAST) and (run / REPORT).is_file() else (None, BEST)
-
-
-def _read_report(file: Path) -> Mapping[str, Any]:
-    try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(report, dict):
-            raise ValueError("it is not a JSON object")
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{file}, which describes the training for the card, cannot be read: {e}") from e
-    return report

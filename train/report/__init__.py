@@ -1,6 +1,6 @@
 """Reports on training runs: metrics, plots, comparisons."""
 
 from .plots import OF_THE_HEAD, PICTURES, write_plots
-from .runs import METRICS, Row, truncate
+from .runs import METRICS, Row, read_object, truncate
 
-__all__ = ["METRICS", "OF_THE_HEAD", "PICTURES", "Row", "truncate", "write_plots"]
+__all__ = ["METRICS", "OF_THE_HEAD", "PICTURES", "Row", "read_object", "truncate", "write_plots"]

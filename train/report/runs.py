@@ -28,7 +28,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
     metrics = folder / METRICS
-    report, about = _json(folder / _REPORT), _json(folder / _ABOUT)
+    remedy = f"move it away to see the values in {METRICS}"
+    report, about = read_object(folder / _REPORT, remedy), read_object(folder / _ABOUT, remedy)
     if report is None and not metrics.exists():
         raise DataError(
             f"{folder} is not a training run: it has neither {_REPORT} nor {METRICS}; give an --output of eagle-train"
@@ -79,7 +80,8 @@ def _unfinished(folder: Path, now: Row) -> str:
     return "unfinished" if now else "unfinished, nothing measured"
 
 
-def _json(file: Path) -> dict[str, Any] | None:
+def read_object(file: Path, remedy: str) -> dict[str, Any] | None:
+    """Return the object in a JSON file, None without a file. Raises DataError, with the remedy, if it is damaged."""
     try:
         values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
@@ -88,7 +90,7 @@ def _json(file: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as e:
-        raise DataError(f"{file} cannot be read: {e}; move it away to see the values in {METRICS}") from e
+        raise DataError(f"{file} cannot be read: {e}; {remedy}") from e
 
 
 def read_rows(file: Path) -> list[Row]:

@@ -27,13 +27,11 @@ class Objective:
     loss: str = "soft"
     """The loss of tokens, one of `LOSSES`."""
     token_weight: float = 1.0
-    """Weight of the loss of tokens."""
     variation_weight: float = 0.0
     """Weight of the distance |p - q| between the target's and the head's distribution."""
     confidence_weight: float = 0.0
     """Weight of the binary cross-entropy of the head's confidence."""
     feature_weight: float = 0.0
-    """Weight of the feature distance."""
 
 
 CROSS_ENTROPY = Objective()
@@ -43,12 +41,9 @@ CROSS_ENTROPY = Objective()
 class Labels:
     """The target's distribution at U positions."""
 
-    probs: mx.array
-    """[U, Vd] float32, normalized over the draft vocabulary."""
-    best: mx.array
-    """[U] int32: draft id of the target's most likely token; 0 if it is not in the draft vocabulary."""
-    inside: mx.array
-    """[U] float32: 1 if the target's most likely token is in the draft vocabulary, else 0."""
+    probs: mx.array  # [U, Vd] float32, normalized over the draft vocabulary
+    best: mx.array  # [U] int32: draft id of the target's most likely token; 0 if it has none
+    inside: mx.array  # [U] float32: 1 if the target's most likely token is in the draft vocabulary, else 0
 
 
 def step_weights(steps: int, decay: float) -> list[float]:
@@ -176,13 +171,10 @@ class ChunkedLoss:
 
     head: Head
     target: Target
-    last: mx.array
-    """[U, H]: the target's last hidden states before its final norm."""
-    weights: mx.array
-    """[S, U] float32: weight of each label in each draft step."""
+    last: mx.array  # [U, H]: the target's last hidden states before its final norm
+    weights: mx.array  # [S, U] float32: weight of each label in each draft step
     objective: Objective = CROSS_ENTROPY
-    previous: mx.array | None = None
-    """[U] int32: the token at each label, for heads that read it."""
+    previous: mx.array | None = None  # [U] int32: the token at each label, for heads that read it
     logits: int = _LOGITS
 
     def __call__(self, outputs: list[mx.array], select: mx.array) -> tuple[mx.array, mx.array, mx.array]:
