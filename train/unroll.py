@@ -96,15 +96,28 @@ def unroll_feedback(head: Any, inputs: Inputs, steps: int, recompute: bool = Fal
         h = head(following, h, caches)
         return [h, *(array for cache in caches for array in cache.latest)]
 
-    relay = Relay(head, NOT_IN_A_STEP)
-    read, outputs = [g], []
+    outputs = run_steps(head, draft, [g], steps, recompute, NOT_IN_A_STEP)
+    return [take_rows(h, positions) for h in outputs]
+
+
+def run_steps(
+    module: nn.Module, draft: Step, read: list[mx.array], steps: int, recompute: bool, without: Collection[str]
+) -> list[mx.array]:
+    """Return the output of each draft step. The module's weights are passed from step to step, as in `handed_on`.
+
+    `draft(number, *read)` returns the step's output, which replaces the first array for the next step, and arrays that
+    later steps read too. `without` names the module's parts that no step uses.
+    """
+    names, weights = weights_but(module, without)
+    outputs = []
     for number in range(steps):
         step: Step = partial(draft, number)
-        step = recomputed(head, step, NOT_IN_A_STEP) if recompute else step
-        with relay.holding():
-            h, *made = step(*read)
-        outputs.append(take_rows(h, positions))
-        read = relay.hand_on(h, *read[1:], *made)
+        step = recomputed(module, step, without) if recompute else step
+        with holding(module, names, weights):
+            output, *made = step(*read)
+        outputs.append(output)
+        handed = handed_on(len(names), [*weights, output, *read[1:], *made])
+        weights, read = handed[: len(names)], handed[len(names) :]
     return outputs
 
 
@@ -160,28 +173,8 @@ def holding(module: nn.Module, names: Sequence[str], values: Sequence[mx.array])
         module.update(tree_unflatten([(name, before[name]) for name in names]))
 
 
-class Relay:
-    """Passes a module's weights from draft step to draft step."""
-
-    def __init__(self, module: nn.Module, without: Collection[str] = ()):
-        """without: names of parts whose weights are excluded."""
-        self._module = module
-        self._names, self._weights = weights_but(module, without)
-
-    def hand_on(self, *arrays: mx.array) -> list[mx.array]:
-        """Return floating-point arrays for the next draft step, after `handed_on`."""
-        count = len(self._names)
-        handed = handed_on(count, [*self._weights, *arrays])
-        self._weights = handed[:count]
-        return handed[count:]
-
-    def holding(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which the module has the weights from the latest `hand_on`."""
-        return holding(self._module, self._names, self._weights)
-
-
 def handed_on(count: int, arrays: list[mx.array]) -> list[mx.array]:
-    """Return the same arrays. In the backward pass, no gradient is used before all of them are ready.
+    """Return the same floating-point arrays. In the backward pass, no gradient is used before all of them are ready.
 
     The gradients of the first `count` are cast to float32, so the sum over steps does not lose precision.
     """

@@ -5,15 +5,13 @@ Source: Li et al. 2025, EAGLE-3, section 3.2 and figure 6; SafeAILab/EAGLE and s
 
 from __future__ import annotations
 
-from functools import partial
-
 import mlx.core as mx
 
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.heads.layers import Attention
 
-from ...unroll import HIDDEN, Inputs, Relay, Step, recomputed, take_rows, unroll_feedback
+from ...unroll import HIDDEN, Inputs, run_steps, take_rows, unroll_feedback
 
 NOT_IN_A_STEP = ("fc", "fc_norm", "input_norm", "lm_head", "embed_tokens")
 """Parts of the head that a draft step does not use."""
@@ -41,21 +39,14 @@ def unroll(head: Eagle3Head, inputs: Inputs, steps: int, recompute: bool = False
         read = mx.minimum(positions + 1 + step, embeddings.shape[1] - 1)
         x, residual = head.midlayer.inputs(take_rows(embeddings, read), h)
         q, k, v = project_each(attention, x, positions + step)
-        pairs = [*zip(own[::2], own[1::2], strict=True), *([(k, v)] if step else [])]
+        if step:  # past_keys already includes those of step 0
+            own = (*own, k, v)
+        pairs = list(zip(own[::2], own[1::2], strict=True))
         attended = attend(q * attention.scale, past_keys, past_values, mask, pairs)
-        return [head.next_feature(head.midlayer.finish(residual, attention.output(attended))), k, v]
+        return [head.next_feature(head.midlayer.finish(residual, attention.output(attended))), *own[-2:]]
 
-    relay = Relay(head, NOT_IN_A_STEP)
-    read, outputs = [take_rows(g, positions), past_keys, past_values], []
-    for number in range(steps):
-        step: Step = partial(draft, number)
-        step = recomputed(head, step, NOT_IN_A_STEP) if recompute else step
-        with relay.holding():
-            h, *made = step(*read)
-        outputs.append(h)
-        own = made if number else []  # past_keys already includes those of step 0
-        read = relay.hand_on(h, *read[1:], *own)
-    return outputs
+    read = [take_rows(g, positions), past_keys, past_values]
+    return run_steps(head, draft, read, steps, recompute, NOT_IN_A_STEP)
 
 
 def causal_mask(segments: mx.array, positions: mx.array) -> mx.array:
