@@ -3,8 +3,6 @@
 The command `eagle-data` is in `cli`. Training uses only the names below.
 """
 
-from __future__ import annotations
-
 from .capturing import capture, capture_to_shards, shard_meta
 from .conversation import Conversation, Message
 from .rendering import Rendered, prompt_tokens, render_all
@@ -14,30 +12,3 @@ from .synthesis.loop import FIRST_ROWS, growing_engine
 from .synthesis.shards import ShardPlace
 from .synthesis.tries import MakeConfig, beginning
 from .synthesis.user_turns import steerable
-
-__all__ = [
-    "FIRST_ROWS",
-    "Conversation",
-    "DataConfig",
-    "Enough",
-    "FilterOptions",
-    "Limits",
-    "MakeConfig",
-    "Message",
-    "ReadReport",
-    "Rendered",
-    "ShardPlace",
-    "Wanted",
-    "beginning",
-    "capture",
-    "capture_to_shards",
-    "growing_engine",
-    "make_once",
-    "make_to_file",
-    "prompt_keys",
-    "prompt_tokens",
-    "read_conversations",
-    "render_all",
-    "shard_meta",
-    "steerable",
-]

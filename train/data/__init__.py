@@ -6,30 +6,3 @@ from .packing import Piece, count_learned
 from .sources import TrainData, capture_rows, data_on_disk, heldout_prompts, training_data
 from .storage import choose_states, data_config, free_disk, make_data, self_file, sources_of
 from .warmup import check_warmup, reading_share, tokens_to_read, warmup_data, with_warmup_tokens
-
-__all__ = [
-    "Batches",
-    "Examples",
-    "InMemory",
-    "Joined",
-    "OnDisk",
-    "Piece",
-    "Rows",
-    "TrainData",
-    "capture_rows",
-    "check_warmup",
-    "choose_states",
-    "count_learned",
-    "data_config",
-    "data_on_disk",
-    "free_disk",
-    "heldout_prompts",
-    "make_data",
-    "reading_share",
-    "self_file",
-    "sources_of",
-    "tokens_to_read",
-    "training_data",
-    "warmup_data",
-    "with_warmup_tokens",
-]

@@ -2,5 +2,3 @@
 
 from .plots import OF_THE_HEAD, PICTURES, write_plots
 from .runs import METRICS, Row, read_object, truncate
-
-__all__ = ["METRICS", "OF_THE_HEAD", "PICTURES", "Row", "read_object", "truncate", "write_plots"]

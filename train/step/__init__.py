@@ -2,15 +2,3 @@
 
 from .optimizers import Cosine, Schedule, WarmupStableDecay, learning_rate_factor, span_of, with_warmup
 from .step import NotFiniteError, Stepper, StepResult
-
-__all__ = [
-    "Cosine",
-    "NotFiniteError",
-    "Schedule",
-    "StepResult",
-    "Stepper",
-    "WarmupStableDecay",
-    "learning_rate_factor",
-    "span_of",
-    "with_warmup",
-]
