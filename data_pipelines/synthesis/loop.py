@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from eagle_mlx.engine import Engine
@@ -122,23 +122,17 @@ class Doubling:
     settled: bool = False
     _rate: float = 0.0
     """Tokens per second at half of this size."""
-    _rounds: int = -1
-    """Number of timed rounds; -1 until the batch is full, because earlier rounds include prefill."""
-    _tokens: int = 0
-    _seconds: float = 0.0
+    _rounds: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens and seconds of the rounds since the batch is full. The first is not timed, because it includes prefill."""
 
     def add(self, active: int, tokens: int, seconds: float) -> None:
         """Add a round with its active rows, emitted tokens and duration."""
-        if self.settled:
+        if self.settled or (not self._rounds and active < self.rows):
             return
-        if self._rounds < 0:
-            self._rounds += active >= self.rows
-            return
-        self._rounds += 1
-        self._tokens += tokens
-        self._seconds += seconds
-        if self._rounds == ROUNDS:
-            self._decide(self._tokens / self._seconds)
+        self._rounds.append((tokens, seconds))
+        if len(self._rounds) > ROUNDS:
+            every, durations = zip(*self._rounds[1:], strict=True)
+            self._decide(sum(every) / sum(durations))
 
     def _decide(self, rate: float) -> None:
         if rate < WORTH * self._rate:
@@ -146,8 +140,7 @@ class Doubling:
         elif 2 * self.rows > self.most:
             self.settled = True
         else:
-            self.rows, self._rate = 2 * self.rows, rate
-            self._rounds, self._tokens, self._seconds = -1, 0, 0.0
+            self.rows, self._rate, self._rounds = 2 * self.rows, rate, []
 
 
 def growing_engine(
