@@ -83,10 +83,8 @@ def regenerate_to_file(
 ) -> tuple[int, RegenerateReport]:
     """Regenerate conversations into a jsonl file; return the number of rows and the counts.
 
-    Rows are written to `OUTPUT.partial` at once, and the same call after an interruption continues with that file. The
-    output has the same bytes despite interruptions, batch sizes and proposers if the target's arithmetic does not
-    depend on them. `settings` holds whatever else the rows depend on; they must not change either. `total` is for the
-    progress bar if the number of conversations is unknown.
+    Rows are written and continued as by `make_to_file`. `settings` holds whatever else the rows depend on; they must
+    not change either. `total` is for the progress bar if the number of conversations is unknown.
 
     Raises OutputError if the output exists and `overwrite` is not set, or if the partial file has other settings or is
     in use; DataError if the data has changed.

@@ -39,35 +39,29 @@ def loops_so_far(tokens: Sequence[int]) -> bool:
 
 
 def why_no_question(text: str, tokens: Sequence[int], ended: bool, special: Collection[int]) -> str | None:
-    """Return why a user turn is unusable, as a field of `MakeReport`, or None.
+    """Return the first reason why a user turn is unusable, as a field of `MakeReport`, or None.
 
-    `tokens` excludes the end of turn, `ended` tells whether there was one, and `special` holds ids that users do not
-    write.
+    `tokens` excludes the end of turn, `ended` tells whether there was one, and users do not write `special` tokens.
     """
-    if not ended:
-        return "endless"
-    if any(token in special for token in tokens):
-        return "markup"
-    if len(text.split()) < LEAST_WORDS:
-        return "short"
-    if loops(tokens):
-        return "question_loops"
-    if _NO_USER.match(text) or _ANSWERS.match(text):
-        return "no_user"
-    return None
+    faults = {
+        "endless": not ended,
+        "markup": any(token in special for token in tokens),
+        "short": len(text.split()) < LEAST_WORDS,
+        "question_loops": loops(tokens),
+        "no_user": _NO_USER.match(text) or _ANSWERS.match(text),
+    }
+    return next((why for why, found in faults.items() if found), None)
 
 
 def why_no_answer(text: str, tokens: Sequence[int], special: Collection[int]) -> str | None:
     """Return why an answer is unusable, as a field of `MakeReport`, or None. `tokens` excludes the end of turn."""
-    if any(token in special for token in tokens):
-        return "markup"
-    if not text.strip():
-        return "silent"
-    if loops(tokens):
-        return "answer_loops"
-    if _REFUSES.match(text):
-        return "refusals"
-    return None
+    faults = {
+        "markup": any(token in special for token in tokens),
+        "silent": not text.strip(),
+        "answer_loops": loops(tokens),
+        "refusals": _REFUSES.match(text),
+    }
+    return next((why for why, found in faults.items() if found), None)
 
 
 class Counts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar
 
@@ -114,8 +114,7 @@ class PEagleKind(Eagle3Kind):
 
     def head_config(self, target: Target, config: TrainConfig, *rest: Any) -> PEagleConfig:
         plain = super().head_config(target, config, *rest)
-        own = {field.name: getattr(plain, field.name) for field in fields(plain)}
-        return PEagleConfig(**own, mask_token_id=mask_token(target))
+        return PEagleConfig(**asdict(plain), mask_token_id=mask_token(target))
 
     def guess(self, head: Eagle3Head, target: Target, *states: Any) -> tuple[mx.array, mx.array]:
         x, wanted = super().guess(head, target, *states)
