@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ from eagle_mlx.shards import bytes_per_token, unfinished_folder
 
 from . import inspect_command, make_command, regenerate_command
 from .capturing import ShardCapture
-from .options import AUX_LAYERS, SPLIT_HELP, ChoiceOptions, ReadOptions, aux_layers_of, tokenizer_of
+from .options import AUX_LAYERS, SPLIT_HELP, ReadOptions, aux_layers_of, tokenizer_of
 from .rendering import render_all
 from .sources.reading import ReadReport, Split
 from .sources.rows import SHAPES
@@ -52,23 +52,16 @@ A capture or a regeneration that was interrupted continues when the same command
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectChoice(ChoiceOptions):
-    """Which conversations to capture, and in which order."""
-
-    split: Split | None = setting("train", SPLIT_HELP)
-
-
-@dataclass(frozen=True, kw_only=True)
 class CollectOptions(ReadOptions):
     """What to capture, and where to write it."""
 
+    split: Split | None = setting("train", SPLIT_HELP)
     output: Path = setting(REQUIRED, "folder for the shards", metavar="DIR")
     max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
     aux_layers: str | None = setting(None, AUX_LAYERS, metavar="A,B,C")
     batch_tokens: int = setting(2048, "tokens per forward", AT_LEAST_1)
     bits: Literal[16, 8] = setting(16, "bits per value in the shards")
     resume: bool = setting(False, "capture the damaged shards of a complete DIR again")
-    choice: CollectChoice = field(default_factory=CollectChoice)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,13 +30,6 @@ HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectChoice(ChoiceOptions):
-    """Which conversations to show, and in which order."""
-
-    split: Split | None = setting("all", SPLIT_HELP)
-
-
-@dataclass(frozen=True, kw_only=True)
 class InspectOptions(Group):
     """What to inspect."""
 
@@ -48,7 +41,8 @@ class InspectOptions(Group):
     )
     limit: int = setting(3, "conversations to show", AT_LEAST_1)
     histogram: int = setting(1000, "conversations in the histogram of lengths; 0 for no histogram")
-    choice: InspectChoice = field(default_factory=InspectChoice)
+    split: Split | None = setting("all", SPLIT_HELP)
+    choice: ChoiceOptions = field(default_factory=ChoiceOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
 
 
@@ -72,7 +66,7 @@ def inspect(options: InspectOptions) -> None:
     tokenizer = tokenizer_of(options.loading.load(options.target)) if options.target else None
     report, template, lengths, learned = ReadReport(), RenderReport(), [], 0
     config = options.choice.config(options.data, max(options.limit, options.histogram))
-    for index, conversation in enumerate(read_conversations(config, options.choice.split, tokenizer, report)):
+    for index, conversation in enumerate(read_conversations(config, options.split, tokenizer, report)):
         length = len(conversation.text or "") + sum(len(message.content) for message in conversation.messages)
         if tokenizer is not None:
             try:

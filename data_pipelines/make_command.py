@@ -54,7 +54,6 @@ examples:
   eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl --capture out/shards --bits 8
   eagle-train --target Qwen3-4B --shards out/shards --eval-data own.jsonl --output out/head
 """
-_DEFAULT = MakeConfig()
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class WritingOptions(SamplingOptions):
     )
     domain: tuple[str, ...] = setting((), "only these domains; repeatable", metavar="NAME[=WEIGHT]", repeat=True)
     turns: str = setting(
-        ",".join(f"{share:g}" for share in _DEFAULT.turns),
+        ",".join(f"{share:g}" for share in MakeConfig.turns),
         "shares of conversations with one user turn, two, …",
         metavar="A,B,…",
     )
@@ -88,7 +87,7 @@ class MakeOptions(Group):
     output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl[.gz]")
     rows: int | None = setting(None, "conversations to make", AT_LEAST_1)
     tokens: int | None = setting(None, "tokens to make, template included", AT_LEAST_1)
-    seed: int = setting(_DEFAULT.seed, "seed of everything random")
+    seed: int = setting(MakeConfig.seed, "seed of everything random")
     overwrite: bool = setting(False, "replace an existing output")
     finish: bool = setting(False, "finish the output of an interrupted command, without making more")
     capture: Path | None = setting(None, "folder for shards with the hidden states", metavar="DIR")

@@ -34,9 +34,8 @@ SPLIT_HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceOptions(Group):
-    """Which conversations to use, and in which order."""
+    """How rows are read, and in which order."""
 
-    split: Split | None = setting(None, SPLIT_HELP, shown="train of builtin:, all of anything else")
     seed: int = setting(DataConfig.seed, "seed of everything random")
     map: tuple[str, ...] = setting(
         (),
@@ -49,8 +48,7 @@ class ChoiceOptions(Group):
 
     def config(self, sources: Sequence[str], limit: int | None) -> DataConfig:
         """Return what to read from these sources. Raises ConfigError or DataError if a setting or source is invalid."""
-        own = {name: value for name, value in self.flat().items() if name != "split"}
-        return DataConfig(sources=tuple(sources), limit=limit or 0, **own)
+        return DataConfig(sources=tuple(sources), limit=limit or 0, **self.flat())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +57,7 @@ class ReadOptions(Group):
 
     target: str = setting(REQUIRED, TARGET_HELP, metavar="MODEL")
     data: tuple[str, ...] = setting(REQUIRED, "sources to read; repeatable", metavar="SPEC[=WEIGHT]")
+    split: Split | None = setting(None, SPLIT_HELP, shown="train of builtin:, all of anything else")
     limit: int | None = setting(None, "maximum number of conversations from all sources together", AT_LEAST_1)
     overwrite: bool = setting(False, "replace an existing output")
     choice: ChoiceOptions = field(default_factory=ChoiceOptions)
@@ -66,7 +65,7 @@ class ReadOptions(Group):
 
     def conversations(self, tokenizer: TokenizerWrapper | None, report: ReadReport) -> Iterator[Conversation]:
         """Yield the selected conversations."""
-        return read_conversations(self.data_config(), self.choice.split, tokenizer, report)
+        return read_conversations(self.data_config(), self.split, tokenizer, report)
 
     def data_config(self) -> DataConfig:
         """Return what to read. Raises ConfigError or DataError if a setting or source is invalid."""

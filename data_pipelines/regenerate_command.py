@@ -64,7 +64,7 @@ def run(options: RegenerateOptions) -> None:
         max_tokens=options.max_tokens,
     )
     config = RegenerateConfig(params, options.system, options.least_distinct)
-    settings = {**asdict(options.data_config()), "split": options.choice.split}
+    settings = {**asdict(options.data_config()), "split": options.split}
     target = options.loading.load(options.target)
     report = ReadReport()
     found = options.conversations(tokenizer_of(target), report)
