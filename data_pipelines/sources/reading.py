@@ -36,7 +36,7 @@ BLOCK = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class FilterOptions(Group):
-    """How to read rows, and which conversations to keep."""
+    """How to read rows, and which conversations to keep. Duplicates may differ in case and white space."""
 
     stream: bool = setting(False, "read rows as they arrive, without storing them; for data sets larger than the disk")
     skip_bad: bool = setting(False, "skip and count unusable rows; otherwise they are errors")
