@@ -97,8 +97,8 @@ class Joined:
     def __init__(self, parts: Sequence[Examples]):
         self._parts = list(parts)
         self._ends = list(accumulate(len(part.lengths) for part in parts))
-        self.lengths = [length for part in parts for length in part.lengths]
-        self.has_states = all(part.has_states for part in parts)
+        self.lengths: list[int] = [length for part in parts for length in part.lengths]
+        self.has_states: bool = all(part.has_states for part in parts)
 
     def __getitem__(self, index: int) -> Example:
         part, row = self._place(index)
