@@ -13,6 +13,8 @@ from eagle_mlx.errors import ConfigError
 
 Acceptance = Literal["auto", "coupled", "rejection", "threshold"]
 Rule = Literal["greedy", "coupled", "rejection", "threshold"]
+Drafter = Literal["model", "ngrams", "none"]
+"""What drafts: the proposer's head or draft model, its n-grams, or nothing. Only `none` concerns other proposers."""
 
 COLDEST = 1e-5
 """Lower temperatures are greedy, since dividing by them would overflow float32."""
@@ -105,8 +107,8 @@ class SamplingParams:
     """
     num_speculative_tokens: int | None = None
     """Maximum number of draft tokens per round, if lower than the policy's; 0 drafts none."""
-    ngrams_only: bool = False
-    """Draft with n-grams alone for this request if the proposer has both n-grams and a model. The text is the same."""
+    drafter: Drafter | None = None
+    """What drafts for this request; by default what `Engine.drafter` says. The text is the same."""
     threshold: float = 0.3
     """Minimum probability of a draft token for `threshold` acceptance. Greedy decoding accepts only the argmax."""
     ignore_eos: bool = False
@@ -149,6 +151,8 @@ class SamplingParams:
             raise ConfigError("stop_watcher must be a callable that returns a watcher")
         if self.acceptance not in get_args(Acceptance):
             raise ConfigError(f"acceptance must be one of {', '.join(get_args(Acceptance))}; got {self.acceptance!r}")
+        if self.drafter not in (None, *get_args(Drafter)):
+            raise ConfigError(f"drafter must be one of {', '.join(get_args(Drafter))}, or None; got {self.drafter!r}")
 
     def _check_numbers(self) -> None:
         _require("temperature", self.temperature, float, 0, 1e6, "a number from 0 (greedy) to 1e6")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -30,8 +29,11 @@ from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer, model_of
 from eagle_mlx.proposers.ngram import NgramProposer
+from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, GIGABYTES, Group, find, flag, setting, settings_of
 from eagle_mlx.target import Target, fingerprint, load_target
+
+from .speculative_config import from_json
 
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
 _HEADS: tuple[Mode, ...] = ("eagle", "mtp")
@@ -44,16 +46,6 @@ AUTO, NO_HEAD = "auto", "none"
 """Values of `--head`: search for one (`load_proposer`), or use none."""
 DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": MOST_TOKENS, "acceptance-ema": 4, "fixed": 4}
 """Default draft tokens per round."""
-
-_METHODS: dict[str, Mode] = {
-    "eagle": "eagle",
-    "eagle3": "eagle",
-    "mtp": "mtp",
-    "ngram": "ngram",
-    "draft_model": "draft",
-}
-"""Methods in other servers' `--speculative-config`, and their modes here."""
-
 
 _EMA = "with acceptance-ema: "
 _OF_EMA = ("disable_at_rows", "threshold", "alpha", "adaptive", "dynamic")
@@ -192,7 +184,7 @@ class Speculation(Group):
         Raises ConfigError for duplicates.
         """
         text = settings.pop("speculative_config", None)
-        known = {} if text is None else _from_json(text)
+        known = {} if text is None else from_json(text)
         given = {find(cls, name).field for name, value in settings.items() if value is not None}
         if clash := sorted(known.keys() & given):
             raise ConfigError(f"{', '.join(clash)}: set by both --speculative-config and a flag; give one of them")
@@ -243,9 +235,24 @@ class Speculation(Group):
         if mode == "ngram":
             return self._ngrams(3, 1)
         model = self._model(target, mode)
-        if model is None or not self.ngrams or self.policy != "throughput":
-            return model
-        return HybridProposer(model, self._ngrams(MAX_NGRAM, MIN_NGRAM))
+        return self.with_ngrams(model) if self.policy == "throughput" else model
+
+    def with_ngrams(self, model: Proposer | None) -> Proposer | None:
+        """Return a proposer that can also draft with n-grams, unless they are off."""
+        if self.ngrams and isinstance(model, HeadProposer | DraftModelProposer):
+            return HybridProposer(model, self._ngrams(MAX_NGRAM, MIN_NGRAM))
+        return model
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What drafts by default if both a model and n-grams can."""
+        return None if self.policy == "throughput" else "model"
+
+    def with_policy(self, policy: PolicyName, num_tokens: int | None) -> Self:
+        """Return these settings with another policy and depth. Raises ConfigError if the policy cannot have them."""
+        unused = () if policy == "acceptance-ema" else _OF_EMA
+        defaults = {each.field: each.default for each in settings_of(Speculation).values() if each.field in unused}
+        return replace(self, policy=policy, num_tokens=num_tokens, **defaults)
 
     def _ngrams(self, longest: int, shortest: int) -> NgramProposer:
         """Return an n-gram proposer with these lengths, unless flags set others."""
@@ -316,33 +323,6 @@ def load_head(name: str | Path, target: Target, bits: int | None) -> DraftHead:
     if (warning := head_warning(head, target)) is not None:
         print(f"warning: {warning}", file=sys.stderr)
     return head
-
-
-def _from_json(text: str) -> dict[str, Any]:
-    said = "--speculative-config"
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"{said} is not JSON: {e}") from e
-    if not isinstance(config, dict):
-        raise ConfigError(f'{said} must be an object, such as {{"method": "ngram"}}')
-    method = config.pop("method", None)
-    if method not in _METHODS:
-        raise ConfigError(f"{said}: `method` must be one of {', '.join(_METHODS)}; got {method!r}")
-    mode = _METHODS[method]
-    names = {"num_speculative_tokens": "num_tokens"}
-    if mode == "ngram":
-        names |= {"prompt_lookup_max": "ngram_max", "prompt_lookup_min": "ngram_min"}
-    else:
-        names["model"] = "head" if mode in _HEADS else "draft_model"
-    for key, value in config.items():
-        if key not in names:
-            known = ", ".join(["method", *names])
-            raise ConfigError(f"{said}: unknown key {key!r} for {method}; the keys are {known}")
-        kind = str if key == "model" else int
-        if type(value) is not kind:
-            raise ConfigError(f"{said}: {key} must be of type {kind.__name__}; got {value!r}")
-    return {"mode": mode, **{names[key]: value for key, value in config.items()}}
 
 
 def quantize(model: nn.Module, bits: Bits, group_size: int = 64) -> None:

@@ -20,6 +20,7 @@ from eagle_mlx.plan import PLAIN, Abilities, Plan
 from eagle_mlx.proposers.base import CanJoin, Movable, Proposer, ProposerState, Separable, check_draft
 from eagle_mlx.proposers.hybrid import HybridState
 from eagle_mlx.request_state import RequestState
+from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Forward, Target
 
 log = logging.getLogger("eagle_mlx.engine")
@@ -53,6 +54,8 @@ class Batch:
         texts = [request.text for request in self.requests]
         if self.state is None and proposer:
             self.state = proposer.open(texts)
+        self.drafter: Drafter | None = None
+        """See `Engine.drafter`."""
         self._gather()
         self.newest = mx.array([text[-1:] for text in texts], mx.int32).reshape(-1, 1)
         """[B, 1] int32: the newest token of each row, not yet in the caches."""
@@ -76,19 +79,26 @@ class Batch:
         if self.proposer is None:
             return Abilities()
         drawn = self.processors is None and not (self.sampling.any_rejection or self.sampling.any_threshold)
-        lookup = isinstance(self.state, HybridState) and self.state.can_look_up
+        lookup = isinstance(self.state, HybridState) and self.state.can_look_up(self._drafters)
         return replace(self.proposer.abilities, trees=self.proposer.abilities.trees and drawn, lookup=lookup)
 
+    @property
+    def _drafters(self) -> list[Drafter | None]:
+        return [request.params.drafter or self.drafter for request in self.requests]
+
     def rooms(self, plan: Plan) -> list[int]:
-        """Return the useful draft tokens per request; 0 if it only wants n-grams but a model drafts."""
-        by_model = isinstance(self.state, HybridState) and not plan.lookup
-        return [0 if by_model and request.params.ngrams_only else request.room for request in self.requests]
+        """Return the useful draft tokens per request; 0 if it excludes the plan's drafter."""
+        other = ("model" if plan.lookup else "ngrams") if isinstance(self.state, HybridState) else None
+        return [
+            0 if drafter == "none" or (drafter is not None and drafter == other) else request.room
+            for request, drafter in zip(self.requests, self._drafters, strict=True)
+        ]
 
     def fitted(self, plan: Plan) -> Plan:
         """Return the plan cut to what the requests can use: n-grams or nothing if no request wants the model."""
-        if isinstance(self.state, HybridState) and all(request.params.ngrams_only for request in self.requests):
-            plan = PLAIN if plan.lookup is None else replace(plan, lookup=True, stop_below=None)
-        return plan.cut(max(0, *(request.room for request in self.requests)) if self.state is not None else 0)
+        if isinstance(self.state, HybridState) and {"ngrams", "none"}.issuperset(self._drafters):
+            plan = replace(plan, lookup=True, stop_below=None) if self.state.can_look_up(self._drafters) else PLAIN
+        return plan.cut(max(self.rooms(plan)) if self.state is not None else 0)
 
     @property
     def may_run_ahead(self) -> bool:

@@ -26,7 +26,7 @@ from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request import Chunk, Output, Prompt, make_request
 from eagle_mlx.request_state import RequestState
-from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.sampling_params import Drafter, SamplingParams
 from eagle_mlx.target import Target
 from eagle_mlx.text import TextStream
 
@@ -96,21 +96,27 @@ class Engine:
             # This raises early if hidden states are unavailable. Nothing is evaluated.
             target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
         self.target, self.proposer = target, proposer
-        self.policy: Policy = policy or ThroughputPolicy()
+        self.drafter: Drafter | None = None
+        """What drafts for requests that do not say; None: whichever is faster. You may change it between steps."""
         self.max_batch, self.prefill_chunk, self.kv_bits = max_batch, prefill_chunk, kv_bits
         self.observer: Callable[[RoundResult], None] | None = None
         """Called with the result of every round."""
         self.prefixes = PrefixCache(prefix_cache_bytes, proposer) if prefix_cache_bytes else None
         self.wants_boundaries = self.prefixes is not None and not RaggedCache.of(target.model, 1).is_positional
         """Whether `prepare` has a use for boundaries."""
-        self.chains_only = why_no_trees(target, kv_bits) if self.policy.wants_trees else None
-        """Why trees are not drafted although the policy wants them; None if they are, or if it does not."""
+        self.use_policy(policy or ThroughputPolicy())
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self.kv_budget = KVBudget(share, size, target.context_length, groups)
         self.admission = Admission(target, proposer, prefill_chunk, self.kv_budget, self.prefixes, kv_bits, prefill_ms)
         self.groups = Groups(RoundReads.of(target, proposer, size), self.kv_budget)
         self.schedule = Schedule(self.admission, self.groups, self._plan, drafts=proposer is not None)
+
+    def use_policy(self, policy: Policy) -> None:
+        """Plan the next rounds with a new policy. Call this between steps. The text does not change."""
+        self.policy = policy
+        self.chains_only = why_no_trees(self.target, self.kv_bits) if policy.wants_trees else None
+        """Why trees are not drafted although the policy wants them; None if they are, or if it does not."""
 
     @property
     def pauses(self) -> int:
@@ -291,6 +297,7 @@ class Engine:
         """Return the plan for a group's next round."""
         if self.proposer is None:
             return PLAIN
+        batch.drafter = self.drafter
         can = batch.abilities
         if self.chains_only is not None or not self.policy.wants_trees:
             can = replace(can, trees=False)

@@ -13,6 +13,7 @@ from eagle_mlx.proposers.base import CanJoin, Movable, Observation, Proposer, Pr
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.ngram import NgramProposer, NgramState
+from eagle_mlx.sampling_params import Drafter
 
 MIN_NGRAM, MAX_NGRAM = 2, 4
 """n-gram lengths in addition to a model; a minimum of 1 was worse for SmolLM2-135M with a head (docs/decisions.md)."""
@@ -22,7 +23,7 @@ class HybridProposer:
     """Drafts with a model or with n-grams, as the plan says for each round.
 
     N-grams are available only if they match in at least half of the rows. The policy chooses by measured throughput
-    (`ThroughputPolicy`).
+    (`ThroughputPolicy`). A request may exclude one of them (`SamplingParams.drafter`).
     """
 
     def __init__(self, model: HeadProposer | DraftModelProposer, ngrams: NgramProposer | None = None):
@@ -48,11 +49,10 @@ class HybridState:
     def __init__(self, model: ProposerState, ngrams: NgramState):
         self.model, self.ngrams = model, ngrams
 
-    @property
-    def can_look_up(self) -> bool:
-        """Whether n-grams match in at least half of the rows."""
-        rows = self.ngrams.rows
-        return 2 * sum(bool(row.lookup(1)) for row in rows) >= len(rows)
+    def can_look_up(self, drafters: Sequence[Drafter | None]) -> bool:
+        """Return whether n-grams match, and may draft, in at least half of the rows that want drafts."""
+        rows = [(row, each) for row, each in zip(self.ngrams.rows, drafters, strict=True) if each != "none"]
+        return 0 < len(rows) <= 2 * sum(each != "model" and bool(row.lookup(1)) for row, each in rows)
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         return (self.ngrams if plan.lookup else self.model).draft(plan, sampling, positions)

@@ -49,8 +49,9 @@ models.yaml lists models by name, with flags as keys, without their dashes:
 A request names its model in "model". If memory runs short, the model that has been idle longest is unloaded. POST
 /admin/load and /admin/unload with {"model": "small"} load and unload a model at once.
 
-A request can disable speculation with "spec_decode": "none", or limit it with "num_speculative_tokens". /health
-returns starting, ready or draining; /metrics is for Prometheus. After SIGTERM, requests in progress finish first."""
+A request can disable speculation with "spec_decode": "none", or limit it with "num_speculative_tokens"; POST
+/admin/speculation changes the default. /health returns starting, ready, stuck or draining; /metrics is for Prometheus.
+After SIGTERM, requests in progress finish first."""
 
 
 @dataclass(frozen=True)

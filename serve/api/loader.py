@@ -114,6 +114,7 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     speculation, proposer = load_proposer(config.speculation, target, config.name, say)
     config.loading.wire_active()
     config = replace(config, speculation=speculation)
+    proposer = speculation.with_ngrams(proposer)
     _try_out(target, proposer, speculation.depth)
     prefixes = bytes_of(config.prefix_cache_gb)
     engine = speculation.engine(
@@ -129,9 +130,10 @@ def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         folder = config.prefix_cache_dir.expanduser()
         limit = bytes_of(config.prefix_disk_gb) or default_bytes(folder)
         engine.prefixes.disk = DiskTier(folder, limit, target, proposer, config.kv_bits)
+    engine.drafter = speculation.drafter
     drafts = speculation.max_depth if proposer is not None else 0
     name = proposer.name if proposer is not None else "none"
-    loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out())
+    loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out(), speculation)
     with suppress(ConfigError):  # requests that need a grammar report why there is none
         loaded.grammars.start()
     for line in _description(config, loaded):
@@ -156,7 +158,8 @@ def load_target(config: LoadConfig, lazy: bool = False) -> Target:
 def check(loaded: Loaded, say: Callable[[str], None]) -> bool:
     """Return whether greedy text is the same with and without speculation, apart from rounding."""
     target = loaded.target
-    params = SamplingParams(max_tokens=min(_CHECK_TOKENS, target.context_length - 2), ignore_eos=True)
+    most, drafter = min(_CHECK_TOKENS, target.context_length - 2), loaded.engine.drafter
+    params = SamplingParams(max_tokens=most, ignore_eos=True, drafter=drafter)
     prompt = loaded.engine.prepare(_CHECK_PROMPT, params).prompt[-(target.context_length - params.max_tokens - 1) :]
     plain = Engine(target, max_batch=1).generate([prompt], params)[0]
     policy = FixedPolicy(loaded.most_drafts)
@@ -174,7 +177,7 @@ def check(loaded: Loaded, say: Callable[[str], None]) -> bool:
 def _try_out(target: Target, proposer: Proposer | None, depth: int) -> None:
     """Decode with and without drafts. This also compiles what the first request needs."""
     prompt = [0] * min(8, target.context_length - 1)
-    params = SamplingParams(max_tokens=2 * depth + 2, ignore_eos=True)
+    params = SamplingParams(max_tokens=2 * depth + 2, ignore_eos=True, drafter="model")
     Engine(target, proposer, policy=FixedPolicy(depth), max_batch=1).generate([prompt], params)
     mx.synchronize()
 

@@ -17,6 +17,7 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier
 
 from .errors import Shape
+from .model import Loaded
 from .models import Models
 from .service import SECONDS, Histogram, Service, Totals
 
@@ -135,6 +136,9 @@ class SpeculationSummary(Shape):
 
     spec_decode_enabled: bool
     spec_decode_mode: str
+    spec_decode_drafters: list[str]
+    """All modes that draft for requests that do not choose; the first is `spec_decode_mode`."""
+    spec_policy: str
     acceptance_rate_ema: float
     acceptance_rate_overall: float
     avg_tokens_per_step: float
@@ -147,12 +151,14 @@ class SpeculationSummary(Shape):
     adaptive_k_current: int
 
 
-def speculation_summary(totals: Totals, mode: str, most: int) -> SpeculationSummary:
-    """Summarize speculation. most: the maximum draft tokens per round."""
-    steps = totals.row_rounds
+def speculation_summary(totals: Totals, loaded: Loaded) -> SpeculationSummary:
+    """Summarize a model's speculation."""
+    steps, drafters = totals.row_rounds, loaded.drafters
     return SpeculationSummary(
-        spec_decode_enabled=mode != "none",
-        spec_decode_mode=mode,
+        spec_decode_enabled=bool(drafters),
+        spec_decode_mode=next(iter(drafters), "none"),
+        spec_decode_drafters=list(drafters),
+        spec_policy=loaded.speculation.policy,
         acceptance_rate_ema=round(totals.acceptance_ema, 4),
         acceptance_rate_overall=round(totals.accepted / totals.drafted, 4) if totals.drafted else 0.0,
         avg_tokens_per_step=round(totals.emitted / steps, 4) if steps else 0.0,
@@ -161,7 +167,7 @@ def speculation_summary(totals: Totals, mode: str, most: int) -> SpeculationSumm
         total_proposed=totals.drafted,
         total_accepted=totals.accepted,
         total_bonus_tokens=totals.bonus,
-        current_k=most,
+        current_k=loaded.most_drafts if drafters else 0,
         adaptive_k_current=totals.depth,
     )
 

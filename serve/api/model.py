@@ -15,17 +15,19 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx import hub
 from eagle_mlx.engine import Engine
+from eagle_mlx.engine.cost_curve import learn_costs
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.proposers.hybrid import HybridProposer
-from eagle_mlx.sampling_params import Grammar, SamplingParams, StopWatcher
+from eagle_mlx.sampling_params import Drafter, Grammar, SamplingParams, StopWatcher
 from eagle_mlx.target import Target
 
 from ..chat import ChatFormat, Grammars, Volatile
+from ..speculation import Speculation
 from .errors import ApiError, bad_request
 from .limits import Limits
 from .logprobs import TokenTexts
-from .schema import Request
+from .schema import Request, SpeculationRequest
 
 Encode = Callable[[str, bool], list[int]]
 """Maps a text, and whether to add special tokens, to token ids."""
@@ -38,23 +40,65 @@ _LAST_WRITES = 5.0
 """Seconds to write prefix cache files at shutdown; with the drain, less than the 45 that a container gets."""
 
 
-@dataclass(frozen=True)
+_DRAFTERS: Mapping[str, Drafter] = {"none": "none", "ngram": "ngrams"}
+"""By mode of speculation; the other modes are models."""
+
+
+@dataclass(eq=False)
 class Loaded:
     engine: Engine
     mode: str = "none"
-    """The mode of speculation."""
+    """The loaded mode of speculation."""
     most_drafts: int = 0
     """Maximum draft tokens per round."""
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Default sampling parameters."""
     volatile: Volatile = field(default_factory=Volatile)
     """What to leave out of system prompts."""
+    speculation: Speculation = field(default_factory=Speculation)
+    """The present settings."""
+
+    def __post_init__(self) -> None:
+        self._started, self._chosen = self.speculation, "auto"
 
     @property
     def modes(self) -> tuple[str, ...]:
         """The values of `spec_decode` that a request may use."""
         also = ("ngram",) if isinstance(self.engine.proposer, HybridProposer) else ()
         return tuple(dict.fromkeys((self.mode, *also, "none")))
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The modes that draft for requests that do not choose."""
+        loaded = self.modes[:-1]
+        chosen: dict[Drafter | None, tuple[str, ...]] = {"none": (), "ngrams": ("ngram",), "model": loaded[:1]}
+        return chosen.get(self.engine.drafter, loaded)
+
+    def check_mode(self, mode: str | None) -> None:
+        """Raise ApiError 400 for a mode that is not loaded."""
+        if mode not in (None, *self.modes):
+            *others, last = map(repr, self.modes)
+            here = f"{', '.join(others)} and {last} are" if others else f"only {last} is"
+            raise ApiError(400, f"spec_decode {mode!r} is not loaded; {here}", "spec_decode")
+
+    def change_speculation(self, asked: SpeculationRequest) -> None:
+        """Change what drafts, how much, and the policy. Run this between steps. Raises ApiError 400."""
+        chosen, most, policy = asked.spec_decode, asked.num_speculative_tokens, asked.spec_policy
+        self.check_mode(None if chosen == "auto" else chosen)
+        if self.mode == "none" and (most or policy):
+            name = "num_speculative_tokens" if most else "spec_policy"
+            raise ApiError(400, f"{name} is {most or policy}, but this server drafts nothing", name)
+        try:
+            now = self._started.with_policy(policy or self.speculation.policy, most or self.speculation.num_tokens)
+        except ConfigError as e:
+            raise ApiError(400, str(e), "spec_policy") from e
+        self._chosen = chosen or self._chosen
+        self.engine.drafter = now.drafter if self._chosen == "auto" else _DRAFTERS.get(self._chosen, "model")
+        if now != self.speculation:
+            self.engine.use_policy(now.make_policy())
+            self.speculation, self.most_drafts = now, now.max_depth
+            if now.keep:
+                learn_costs(self.engine)
 
     @property
     def target(self) -> Target:
@@ -152,8 +196,8 @@ def sampling(
             logit_bias={int(token): bias for token, bias in (request.logit_bias or {}).items()},
             logprobs=top_logprobs is not None,
             top_logprobs=top_logprobs or 0,
-            num_speculative_tokens=_drafts(request, loaded),
-            ngrams_only=request.spec_decode == "ngram" != loaded.mode,
+            num_speculative_tokens=request.num_speculative_tokens,
+            drafter=_drafter(request, loaded),
             grammar=grammar,
             stop_watcher=stop_watcher,
         )
@@ -162,17 +206,14 @@ def sampling(
     return [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(request.answers)]
 
 
-def _drafts(request: Request, loaded: Loaded) -> int | None:
-    """Return the request's maximum draft tokens per round. Raises ApiError 400 for a mode that is not loaded."""
+def _drafter(request: Request, loaded: Loaded) -> Drafter | None:
+    """Return the request's drafter. Raises ApiError 400 for a mode that is not loaded."""
     mode, most = request.spec_decode, request.num_speculative_tokens
-    if mode not in (None, *loaded.modes):
-        *others, last = map(repr, loaded.modes)
-        here = f"{', '.join(others)} and {last} are" if others else f"only {last} is"
-        raise ApiError(400, f"spec_decode {mode!r} is not loaded; {here}", "spec_decode")
+    loaded.check_mode(mode)
     if most and (mode == "none" or loaded.mode == "none"):
         where = "this request" if loaded.mode != "none" else "this server"
         raise ApiError(400, f"num_speculative_tokens is {most}, but {where} drafts nothing", "num_speculative_tokens")
-    return 0 if mode == "none" else most
+    return None if mode is None else _DRAFTERS.get(mode, "model")
 
 
 def check_context(prompt: int, max_tokens: int | None, loaded: Loaded, param: str) -> None:

@@ -26,7 +26,7 @@ from .model import Loaded
 from .service import Service, Settings, Source
 
 log = logging.getLogger("eagle_mlx.serve")
-ServerState = Literal["starting", "ready", "draining"]
+ServerState = Literal["starting", "ready", "stuck", "draining"]
 _NAMED = 200
 """Characters of an unknown model's name to quote."""
 
@@ -62,7 +62,9 @@ class Models:
 
     @property
     def state(self) -> ServerState:
-        return "draining" if self.draining else "starting" if self._starting else "ready"
+        if self.draining or self._starting:
+            return "draining" if self.draining else "starting"
+        return "stuck" if any(each.watchdog.stuck for each in self.services.values()) else "ready"
 
     @property
     def idle(self) -> bool:

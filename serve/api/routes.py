@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from base64 import b64encode
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from prometheus_client import generate_latest
@@ -18,14 +19,17 @@ from .errors import ERRORS, ApiError, Shape, documented
 from .flow import body_of, json_response, models_of, respond_encoded, unless_disconnected
 from .metrics import SpeculationSummary, speculation_summary
 from .model import Encode, Loaded
-from .schema import AdminRequest, DetokenizeRequest, TokenizeRequest
+from .models import ServerState
+from .schema import AdminRequest, DetokenizeRequest, SpeculationRequest, TokenizeRequest
 from .service import Service, State
 
+log = logging.getLogger("eagle_mlx.serve")
 router = APIRouter()
+A = TypeVar("A", bound=AdminRequest)
 
 
 class Health(Shape):
-    status: Literal["starting", "ready", "draining"]
+    status: ServerState
 
 
 class Version(Shape):
@@ -67,7 +71,7 @@ class AnthropicModelList(Shape):
 
 @router.get("/health", responses={**documented(Health), 503: {"model": Health}})
 async def health(request: Request) -> Response:
-    """Return 200 when ready, 503 while starting or draining. Loading models on demand does not change it."""
+    """Return 200 when ready, 503 while starting, stuck or draining. Loading on demand does not change it."""
     state = models_of(request).state
     return json_response(Health(status=state), 200 if state == "ready" else 503)
 
@@ -133,11 +137,14 @@ async def metrics(request: Request) -> Response:
 async def spec_decode_metrics(request: Request, model: str | None = None) -> Response:
     """Return the speculation metrics of a model."""
     service = models_of(request).named(model)
-    loaded = service.loaded
-    if loaded is None:
-        said = f"model {service.name!r} is not loaded; send it a request first, or use /metrics"
+    return json_response(speculation_summary(service.totals, _loaded(service)))
+
+
+def _loaded(service: Service) -> Loaded:
+    if service.loaded is None:
+        said = f"model {service.name!r} is not loaded; send it a request first"
         raise ApiError(409, said, "model", "model_not_loaded")
-    return json_response(speculation_summary(service.totals, loaded.mode, loaded.most_drafts))
+    return service.loaded
 
 
 def _hash(html: str, tag: str) -> str:
@@ -169,7 +176,7 @@ _ERRORS = (400, 401, 403, 404, 413, 500, 503)
 @router.post("/admin/load", responses=documented(Model, *_ERRORS))
 async def load(request: Request) -> Response:
     """Load a model, and wait until it is ready."""
-    service = await _asked(request)
+    service, _ = await _asked(request, AdminRequest)
     await unless_disconnected(request, models_of(request).loaded(service))
     return json_response(described(service))
 
@@ -177,19 +184,31 @@ async def load(request: Request) -> Response:
 @router.post("/admin/unload", responses=documented(Model, *_ERRORS, 409))
 async def unload(request: Request) -> Response:
     """Unload a model and free its memory. The next request for it loads it again."""
-    service = await _asked(request)
+    service, _ = await _asked(request, AdminRequest)
     await models_of(request).unload(service)
     return json_response(described(service))
 
 
-async def _asked(request: Request) -> Service:
-    """Return the requested model. Raises ApiError 403 if there is no key and other machines can connect."""
+@router.post("/admin/speculation", responses=documented(SpeculationSummary, *_ERRORS, 409))
+async def change_speculation(request: Request) -> Response:
+    """Change what drafts by default, how much, and the policy, from the next round on. Text does not change."""
+    service, asked = await _asked(request, SpeculationRequest)
+    loaded = _loaded(service)
+    await service.worker.between_steps(lambda: loaded.change_speculation(asked))
+    now = speculation_summary(service.totals, loaded)
+    drafters = " and ".join(now.spec_decode_drafters) or "nothing"
+    log.info("model %s: %s drafts, up to %d tokens, policy %s", service.name, drafters, now.current_k, now.spec_policy)
+    return json_response(now)
+
+
+async def _asked(request: Request, kind: type[A]) -> tuple[Service, A]:
+    """Return the model and the body. Raises ApiError 403 if there is no key and other machines can connect."""
     settings = models_of(request).settings
     if settings.api_key is None and not settings.is_local:
-        said = "other machines can reach this server, so loading and unloading needs a key; start it with EAGLE_API_KEY"
+        said = "other machines can reach this server, so /admin needs a key; start it with EAGLE_API_KEY"
         raise ApiError(403, said, code="api_key_needed")
-    body = await body_of(request, AdminRequest)
-    return models_of(request).named(body.model)
+    body = await body_of(request, kind)
+    return models_of(request).named(body.model), body
 
 
 @router.post("/v1/embeddings", include_in_schema=False)

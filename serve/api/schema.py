@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
+from ..speculation import Mode, PolicyName
 from .errors import ApiError, shortened
 
 T = TypeVar("T")
@@ -70,6 +71,15 @@ class AdminRequest(Body):
     model: str
 
 
+class SpeculationRequest(AdminRequest):
+    """How a loaded model drafts from the next round on. Fields that are not given stay as they are."""
+
+    spec_decode: Mode | Literal["auto"] | None = None
+    """As in a request; `auto` uses everything that is loaded, as the policy allows."""
+    num_speculative_tokens: int | None = Field(None, ge=1, le=256)
+    spec_policy: PolicyName | None = None
+
+
 class Extensions(Body):
     """The model, and fields that this server adds to OpenAI's and Anthropic's APIs."""
 
@@ -77,8 +87,8 @@ class Extensions(Body):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     min_p: float | None = None
     repetition_penalty: float | None = None
-    spec_decode: Literal["none", "ngram", "draft", "eagle", "mtp"] | None = None
-    """The loaded mode, `ngram` if n-grams draft alongside a model, or `none`."""
+    spec_decode: Mode | None = None
+    """The only drafter: the loaded head or draft model by its mode, `ngram`, or `none`."""
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
     t_max_predict_ms: float | None = Field(None, ge=0)
     """Limit from the first token to the end of an answer; 0 is none. As in llama.cpp, but not only at line ends."""
@@ -293,9 +303,22 @@ def read(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"] = "for
         raise ApiError(400, f"the body is not valid JSON: {e}") from e
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
+    fields = _unpacked(fields)
     if unknown == "forbid" and (strange := sorted(fields.keys() - kind.model_fields.keys())):
         raise ApiError(400, f"{_short(strange[0])} is not a known field", _short(strange[0]), "unknown_parameter")
     return validated(kind, fields, unknown)
+
+
+def _unpacked(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with those of `extra_body`, which OpenAI's client unpacks before it sends a request."""
+    if (extra := fields.pop("extra_body", None)) is None:
+        return fields
+    if not isinstance(extra, dict):
+        raise ApiError(400, "extra_body: input should be an object", "extra_body")
+    if twice := sorted(name for name in extra.keys() & fields.keys() if extra[name] != fields[name]):
+        name = _short(twice[0])
+        raise ApiError(400, f"extra_body.{name} differs from {name}; send one of them", f"extra_body.{name}")
+    return fields | extra
 
 
 def validated(kind: type[B], fields: dict[str, Any], unknown: Literal["forbid", "ignore"] = "forbid") -> B:

@@ -30,7 +30,15 @@ from .models import Models
 from .responses.answer import ResponseMemory
 from .responses.answer import router as responses
 from .responses.schema import ResponsesRequest
-from .schema import AdminRequest, Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .schema import (
+    AdminRequest,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SpeculationRequest,
+    TokenizeRequest,
+)
 
 _BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
@@ -42,6 +50,7 @@ _BODIES: dict[str, type[Body]] = {
     "/detokenize": DetokenizeRequest,
     "/admin/load": AdminRequest,
     "/admin/unload": AdminRequest,
+    "/admin/speculation": SpeculationRequest,
 }
 
 
@@ -196,11 +205,13 @@ class Server(uvicorn.Server):
         self.models.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Check for startup, failures, drain and overdue connections; uvicorn calls this every 0.1 s."""
+        """Check for startup, failures, stuck steps, drain and overdue connections; uvicorn calls this every 0.1 s."""
         if self.models.state == "ready" and not self._announced:
             self._announced = True
             addresses = [address(sock) for server in self.servers for sock in server.sockets]
             self._say(f"ready: {' '.join(addresses)}")
+        for service in self.models.services.values():
+            service.watchdog.check()
         if self.models.failure is not None:
             self.should_exit = True
         elif self._end is not None:

@@ -20,12 +20,13 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
-from eagle_mlx.setting import Group, setting
+from eagle_mlx.setting import SECONDS_OR_0, Group, setting
 
 from .errors import ApiError
 from .guard import check_trusted
 from .limits import Limits, waits_for
 from .model import Loaded
+from .watchdog import Watchdog
 from .worker import Job, RequestEvent, Worker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -141,6 +142,14 @@ class Settings(Group):
         "proxies to trust for X-Forwarded-For: addresses or networks, separated by commas, or * (default: none)",
         metavar="LIST",
     )
+    stuck_seconds: float = setting(
+        120.0,
+        "limit of an engine's step; beyond it, /health says stuck and the log has all stacks; ten times as long if "
+        "it reads prompts; 0: none",
+        SECONDS_OR_0,
+        metavar="S",
+    )
+    exit_when_stuck: bool = setting(False, "exit with 1 then, for a supervisor to restart")
     log_requests: bool = setting(False, "log one line per request: tokens, accepted drafts and seconds, never text")
     ignore_unknown_fields: bool = setting(False, "ignore unknown request fields; otherwise they are refused")
     limits: Limits = field(default_factory=Limits)
@@ -157,6 +166,8 @@ class Settings(Group):
                 "--api-key (or EAGLE_API_KEY) must be printable ASCII and not empty; separate several keys by spaces"
             )
         check_trusted(self.forwarded_allow_ips)
+        if self.exit_when_stuck and not self.stuck_seconds:
+            raise ConfigError("--exit-when-stuck needs a limit; set --stuck-seconds above 0")
 
 
 @dataclass(frozen=True)
@@ -178,6 +189,7 @@ class Service:
     def __init__(self, settings: Settings, source: Source):
         self.settings, self.source = settings, source
         self.worker = Worker(source.load)
+        self.watchdog = Watchdog(self.worker, source.name, settings.stuck_seconds, settings.exit_when_stuck)
         self.totals = Totals()
         self.started = int(time.time())
         self.last_used = perf_counter()

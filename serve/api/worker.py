@@ -34,7 +34,7 @@ _DIED = "the engine's thread died"
 TIME = "time"
 """The cutoff of a request that took too long (`Output.cut_off`)."""
 _LAST_WORDS = 4.0
-"""Seconds to send errors after another machine is lost; then the process exits."""
+"""Seconds to send errors after the engine is lost; then the process exits."""
 _NO_TOKEN = "the request ran out of time before its first token; send a shorter one, or try again later"
 Score = Iterator[list[TokenLogprob]]
 """Log probabilities of a prompt, computed piece by piece on demand."""
@@ -107,7 +107,9 @@ class Worker:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.slots: list[_Slot] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._unloading = self._stopped = self._lost = False
+        self._unloading = self._stopped = False
+        self._lost = ""
+        """Why the engine will not answer anymore."""
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self.loaded: Loaded | None = None
         """None unless the model is fully loaded."""
@@ -117,6 +119,8 @@ class Worker:
         """The error of the last load or of the engine."""
         self.clock: Callable[[], float] = perf_counter
         """The clock, in seconds, for time limits."""
+        self.step_began: float | None = None
+        """When the engine's present step began, by the clock; None between steps. Thread-safe."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -152,6 +156,19 @@ class Worker:
         """Compute log probabilities of a prompt between steps."""
         return await self._ask(lambda result: self._score(score, [], result))
 
+    async def between_steps(self, work: Callable[[], object]) -> None:
+        """Run `work` in the engine's thread. Raises what it raises."""
+
+        def run(result: Future[object]) -> None:
+            try:
+                if self.loaded is None:
+                    raise ApiError(500, self._lost or _DIED)
+                _settle(result, work())
+            except Exception as e:
+                _settle(result, error=e)
+
+        await self._ask(run)
+
     def abort_all(self, reason: str) -> None:
         """End every request with an error."""
         self._commands.put(lambda: self._change(lambda engine: engine.abandon(reason)))
@@ -166,11 +183,16 @@ class Worker:
         if self.loaded is not None:
             _close(self.loaded)
 
-    def _give_up(self, error: EagleError) -> None:
-        """End all requests with an error: the target is lost, and the thread may hang."""
-        self._lost, self.failure = True, error
+    def end_process(self, reason: str) -> None:
+        """End all requests with an error, and soon the process with 1, although the thread hangs."""
+        self._give_up(reason)
+        _exit_soon()
+
+    def _give_up(self, reason: str, failure: EagleError | None = None) -> None:
+        """End all requests with an error: the thread may hang."""
+        self._lost, self.failure = reason, failure
         loaded, self.loaded = self.loaded, None
-        self._fail_slots(str(error))
+        self._fail_slots(reason)
         while not self._commands.empty():
             self._commands.get()()  # requests not seen yet end at once, because nothing is loaded
         if loaded is not None:
@@ -218,10 +240,13 @@ class Worker:
             self._end_overdue(engine)
             if engine.idle:
                 continue
+            self.step_began = self.clock()
             try:
                 engine.step()
             except Exception:  # the requests in the step have ended; the others continue
                 log.exception("an engine step failed; its requests end with an error")
+            finally:
+                self.step_began = None
             self._publish(engine)
 
     def _fail_slots(self, why: str) -> None:
@@ -234,10 +259,8 @@ class Worker:
         """Handle the loss of another machine. Runs in a thread of the target."""
         log.error("%s", reason)
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._give_up, RanksError(reason))
-        last = Timer(_LAST_WORDS, os._exit, [1])  # even if the event loop or a client hangs
-        last.daemon = True
-        last.start()
+            self._loop.call_soon_threadsafe(self._give_up, reason, RanksError(reason))
+        _exit_soon()  # even if the event loop or a client hangs
 
     def _begin_unloading(self) -> None:
         self._unloading = True
@@ -319,7 +342,7 @@ class Worker:
         if result.cancelled():
             return
         if self.loaded is None:
-            _settle(result, error=ApiError(500, str(self.failure) if self._lost else _DIED))
+            _settle(result, error=ApiError(500, self._lost or _DIED))
             return
         try:
             found += next(score)
@@ -329,6 +352,12 @@ class Worker:
         except Exception as e:
             log.exception("a prompt could not be scored")
             _settle(result, error=ApiError(500, f"the prompt could not be scored: {type(e).__name__}"))
+
+
+def _exit_soon() -> None:
+    last = Timer(_LAST_WORDS, os._exit, [1])
+    last.daemon = True
+    last.start()
 
 
 def _deliver(events: Sequence[tuple[Job, RequestEvent]]) -> None:

@@ -16,8 +16,9 @@ import eagle_mlx as em
 from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import CONFIDENCE_LAG, Context, Plan, RoundResult
+from eagle_mlx.sampling_params import Drafter
 from tests.fakes import Oracle, tiny_head, tiny_target
-from tests.full import in_full
+from tests.full import diagonal, in_full
 
 TARGET = tiny_target()
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8, 7, 8, 7, 8, 7], list(range(40)), [100, 3]]
@@ -505,28 +506,53 @@ class Turns:
         self.lookup = not self.lookup
 
 
-@pytest.mark.parametrize("nodes", [0, 6])
-def test_22_only_n_grams_draft_for_requests_with_ngrams_only(nodes: int) -> None:
-    def decode(*ngrams_only: bool) -> list[RoundResult]:
+@pytest.mark.parametrize(("drafter", "nodes"), diagonal(["ngrams", "model", "none"], [0, 6]))
+def test_22_a_request_chooses_what_drafts(drafter: Drafter, nodes: int) -> None:
+    def decode(*drafters: Drafter | None) -> list[RoundResult]:
         proposer = em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer())
         engine = em.Engine(TARGET, proposer, policy=Turns(nodes), max_batch=2)
         results: list[RoundResult] = []
         engine.observer = results.append
-        params = [em.SamplingParams(max_tokens=24, ngrams_only=only) for only in ngrams_only]
+        params = [em.SamplingParams(max_tokens=24, drafter=each) for each in drafters]
         prompts = [PROMPTS[2], PROMPTS[0]][: len(params)]
         for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
             assert_same_text(prompt, output.tokens)
-        return results
+        return [result for result in results if result.plan.depth]
 
-    alone = decode(True)
-    assert all(result.plan.lookup for result in alone if result.plan.depth)
-    assert any(result.drafted[0] for result in alone)
-    by_model = [result for result in decode(True, False) if result.plan.depth and not result.plan.lookup]
-    both = [result for result in by_model if result.rows == 2]
-    assert both
-    for result in both:
+    alone = decode(drafter)
+    assert {bool(result.plan.lookup) for result in alone} == {"ngrams": {True}, "model": {False}}.get(drafter, set())
+    assert any(result.drafted[0] for result in alone) == (drafter != "none")
+    both = [result for result in decode(drafter, None) if result.rows == 2]
+    excluded = [result for result in both if drafter == "none" or bool(result.plan.lookup) == (drafter == "model")]
+    assert excluded
+    for result in excluded:
         assert min(result.drafted) == 0
-        assert max(result.drafted) > 0
+    assert any(max(result.drafted) > 0 for result in excluded)
+
+
+def test_drafter_and_policy_can_change_between_steps() -> None:
+    proposer = em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer())
+    engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(3))
+    results: list[RoundResult] = []
+    engine.observer = results.append
+    request = engine.prepare(PROMPTS[2], em.SamplingParams(max_tokens=60))
+    engine.submit(request)
+    changes: list[tuple[Drafter | None, int]] = [("model", 3), ("none", 3), ("model", 1), ("ngrams", 2), (None, 0)]
+    for drafter, depth in changes:
+        engine.drafter = drafter
+        engine.use_policy(em.FixedPolicy(depth))
+        engine.step()
+        after = len(results)
+        for _ in range(3):
+            engine.step()
+        plans = {(result.plan.depth, bool(result.plan.lookup)) for result in results[after:]}
+        allowed = {"model": {(depth, False)}, "ngrams": {(depth, True), (0, False)}}
+        assert plans <= allowed.get(drafter or "", {(0, False)})
+    while not engine.idle:
+        engine.step()
+    assert_same_text(PROMPTS[2], request.tokens)
+    with pytest.raises(ConfigError, match="drafter"):
+        em.SamplingParams(drafter="head")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("depth", [0, 4])

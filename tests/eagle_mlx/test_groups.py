@@ -22,6 +22,7 @@ from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.request_state import RequestState
+from eagle_mlx.sampling_params import Drafter
 from tests.architectures import VOCAB, tiny_model
 from tests.eagle_mlx.heads import PROPOSERS
 from tests.eagle_mlx.test_masks import params_of
@@ -35,6 +36,7 @@ PROMPTS = [[int(t) for t in RNG.integers(3, VOCAB, n)] for n in (5, 150, 17, 40,
 TOKENS = 14
 GREEDY = em.SamplingParams(max_tokens=TOKENS)
 ALONE = [em.Engine(TARGET, max_batch=1).generate([prompt], GREEDY)[0].tokens for prompt in PROMPTS]
+DRAFTERS: list[Drafter | None] = [None, None, "ngrams", "model", "none"]
 ALWAYS, NEVER = RoundReads(fixed=0, position=1 << 20), RoundReads(fixed=1 << 60, position=1)
 """Free weights, so that any difference in length separates rows; and weights that cost more than everything else."""
 
@@ -192,13 +194,16 @@ def test_3_an_unchecked_row_leaves_clean_slots(cache: str, why: str, drafts: str
 
 @settings(max_examples=in_full(30, 10))
 @given(
-    st.lists(st.sampled_from(["submit", "submit", "cancel", "pause", "step", "step", "other costs"]), max_size=40),
+    st.lists(
+        st.sampled_from(["submit", "submit", "cancel", "pause", "step", "step", "other costs", "other drafts"]),
+        max_size=40,
+    ),
     st.randoms(use_true_random=False),
     st.sampled_from([*PROPOSERS]),
     st.integers(0, 3),
 )
 def test_rows_that_join_leave_and_move_keep_their_text(events: list[str], random: Any, drafts: str, depth: int) -> None:
-    """Costs change at random, so rows are separated and joined at any time."""
+    """Costs change at random, so rows are separated and joined at any time. So does what drafts."""
     engine = grouped(
         em.Engine(
             TARGET,
@@ -221,7 +226,8 @@ def test_rows_that_join_leave_and_move_keep_their_text(events: list[str], random
         for event in events:
             if event == "submit":
                 which = random.randrange(len(PROMPTS))
-                asked.append((which, engine.prepare(PROMPTS[which], GREEDY)))
+                params = replace(GREEDY, drafter=random.choice(DRAFTERS))
+                asked.append((which, engine.prepare(PROMPTS[which], params)))
                 engine.submit(asked[-1][1])
             elif event == "cancel" and asked:
                 engine.cancel(random.choice(asked)[1])
@@ -229,6 +235,9 @@ def test_rows_that_join_leave_and_move_keep_their_text(events: list[str], random
                 engine.pause(random.choice(asked)[1])
             elif event == "other costs":
                 grouped(engine, random.choice([ALWAYS, NEVER, RoundReads(10_000, 100)]))
+            elif event == "other drafts":
+                engine.drafter = random.choice(DRAFTERS)
+                engine.use_policy(em.FixedPolicy(random.randrange(4)))
             step()
         while not engine.idle:
             step()

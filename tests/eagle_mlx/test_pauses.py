@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
 from eagle_mlx.request_state import RequestState
+from eagle_mlx.sampling_params import Drafter
 from tests.eagle_mlx.heads import PROPOSERS
 from tests.eagle_mlx.test_losslessness import misses
 from tests.fakes import generate, steps_of, tiny_head, tiny_target
@@ -102,11 +103,12 @@ def test_05_positions_read_again_after_a_pause_are_not_counted_as_cached() -> No
     assert again.tokens == first.tokens
 
 
-def test_05_texts_without_a_seed_follow_the_target_despite_pauses() -> None:
-    """Compared with an exact enumeration of two tokens."""
+@pytest.mark.parametrize("chosen", [[None], [None, "ngrams", "model", "none"]])
+def test_05_texts_without_a_seed_follow_the_target_despite_pauses(chosen: list[Drafter | None]) -> None:
+    """Compared with an exact enumeration of two tokens. Rows of a batch choose what drafts, in turns."""
     target, draws = tiny_target(vocab=16, seed=4, layers=2), in_full(6000, 600)
     sampled = em.SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True)
-    prompt, batch = [3, 7, 9], SamplingBatch.of([sampled], [0])
+    prompt, batch = [3, 7, 9, 3, 7], SamplingBatch.of([sampled], [0])
 
     def law_of(texts: list[list[int]]) -> Any:
         logits = target.forward(mx.array(texts), None).logits[:, -1:]
@@ -114,9 +116,10 @@ def test_05_texts_without_a_seed_follow_the_target_despite_pauses() -> None:
 
     first = law_of([prompt])[0]
     law = (first[:, None] * law_of([[*prompt, token] for token in range(16)])).ravel()
-    head = em.HeadProposer(tiny_head(target))
-    engine = em.Engine(target, head, policy=em.FixedPolicy(2), max_batch=64)
-    outputs = generate(engine, [prompt] * draws, [sampled] * draws, 0.5)
+    drafter = em.HybridProposer(em.HeadProposer(tiny_head(target)), em.NgramProposer())
+    engine = em.Engine(target, drafter, policy=em.FixedPolicy(2), max_batch=64)
+    params = [replace(sampled, drafter=chosen[index % len(chosen)]) for index in range(draws)]
+    outputs = generate(engine, [prompt] * draws, params, 0.5)
     assert engine.pauses > draws / 4
     assert not misses(np.array([output.tokens for output in outputs]), law / law.sum(), 16)
 

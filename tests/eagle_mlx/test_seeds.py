@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.sampling_params import Drafter
 from tests.eagle_mlx.heads import BLOCKS, IN_BLOCKS, PROPOSERS
 from tests.fakes import generate, tiny_head, tiny_target
 from tests.full import diagonal, in_full
@@ -56,15 +57,23 @@ DRAFTS: dict[str, Callable[[em.Target], Any]] = {
 }
 
 
+CHOICES: list[tuple[Drafter | None, ...]] = [(None, "ngrams", "model", "none"), (None,), ("model", "ngrams")]
+"""What requests choose to draft, in turns."""
+
+
 @pytest.mark.parametrize(
-    ("proposer", "depth", "batch", "pauses"), diagonal(DRAFTS, [0, 1, 3, 5], [1, 4, 8], [0.0, 0.2])
+    ("proposer", "depth", "batch", "pauses", "chosen"),
+    diagonal(DRAFTS, [0, 1, 3, 5, 2], [1, 4, 8], [0.0, 0.2], CHOICES),
 )
-def test_the_same_tokens_every_time(proposer: str, depth: int, batch: int, pauses: float) -> None:
+def test_the_same_tokens_every_time(
+    proposer: str, depth: int, batch: int, pauses: float, chosen: tuple[Drafter | None, ...]
+) -> None:
     prefixes = 1 << 20 if pauses and batch > 1 else 0
     engine = em.Engine(
         TARGET, DRAFTS[proposer](TARGET), policy=em.FixedPolicy(depth), max_batch=batch, prefix_cache_bytes=prefixes
     )
-    outputs = generate(engine, PROMPTS, PARAMS, pauses)
+    params = [replace(each, drafter=chosen[index % len(chosen)]) for index, each in enumerate(PARAMS)]
+    outputs = generate(engine, PROMPTS, params, pauses)
     assert (engine.pauses > 0) == (pauses > 0)
     assert [output.tokens for output in outputs] == expected()
     if proposer == "draft model" and depth:

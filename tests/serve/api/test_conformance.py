@@ -12,13 +12,10 @@ import pytest
 from openai.types import CompletionUsage
 from openai.types.responses import ResponseItemList
 
-import eagle_mlx as em
 from eagle_mlx.serve.api.loader import LoadConfig, load
 from eagle_mlx.serve.api.messages.request import KNOWN_TOOLS
-from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.speculation import Speculation
 from tests.clients.scripted_target import Line, call, scripted_target_folder
-from tests.serve.api.given import given_head, given_target
 from tests.serve.api.live import NAME, Live, live, one_model
 from tests.serve.chat.formats import WEATHER
 
@@ -315,22 +312,3 @@ def test_21_older_response_format_with_a_schema(server: Live) -> None:
     assert json.loads(answer["choices"][0]["message"]["content"])["a"] in ("x", "y")
     wrong = {"type": "json_object", "schema": {"properties": {"a": {"type": "wizard"}}}}
     assert refusal(server, CHAT, response_format=wrong) == "response_format.schema"
-
-
-def test_22_requests_may_ask_for_the_n_grams_that_draft_with_a_model() -> None:
-    def both() -> Loaded:
-        target = given_target()
-        proposer = em.HybridProposer(given_head(target))
-        return Loaded(
-            em.Engine(target, proposer, policy=em.HybridPolicy(3), max_batch=4), "eagle", 3, {"temperature": 0.0}
-        )
-
-    with live(both) as server:
-        body = {"prompt": "def f(x):", "max_tokens": 40, "ignore_eos": True}
-        texts = set()
-        for mode in ("eagle", "ngram", "none", None):
-            texts.add(ok(server, COMPLETIONS, **body, spec_decode=mode)["choices"][0]["text"])
-        assert len(texts) == 1
-        answer = server.http.post(COMPLETIONS, json={"prompt": "x", "spec_decode": "mtp"})
-        assert answer.status_code == 400
-        assert "'eagle', 'ngram' and 'none' are" in answer.json()["error"]["message"]

@@ -127,6 +127,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(several: Live) -> None:
         ("/tokenize", {"prompt": "x"}),
         ("/admin/load", {}),
         ("/admin/unload", {}),
+        ("/admin/speculation", {}),
     ]:
         answer = several.http.post(path, json={"model": "d", **body})
         error = answer.json()["error"]
@@ -345,7 +346,7 @@ def test_a_client_that_leaves_while_the_model_loads_decodes_nothing() -> None:
 def test_models_are_loaded_and_unloaded_on_request() -> None:
     loads = Loads()
     with serving(loads, settings=wide(api_key="secret", is_local=False)) as server:
-        for path in ("/admin/load", "/admin/unload"):
+        for path in ("/admin/load", "/admin/unload", "/admin/speculation"):
             assert server.http.post(path, json={"model": "a"}, headers={"Authorization": ""}).status_code == 401
         loaded = server.http.post("/admin/load", json={"model": "b"}).json()
         assert (loaded["id"], loaded["state"], loaded["max_model_len"]) == ("b", "loaded", 512)
@@ -360,7 +361,7 @@ def test_models_are_loaded_and_unloaded_on_request() -> None:
 
 def test_without_a_key_only_this_machine_can_load_and_unload() -> None:
     with serving(Loads(), settings=wide(is_local=False)) as server:
-        for path in ("/admin/load", "/admin/unload"):
+        for path in ("/admin/load", "/admin/unload", "/admin/speculation"):
             answer = server.http.post(path, json={"model": "a"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "api_key_needed")
         assert states(server)["a"] == "unloaded"

@@ -47,6 +47,7 @@ BODIES = (
     "/detokenize",
     "/admin/load",
     "/admin/unload",
+    "/admin/speculation",
 )
 READS = (
     "/health",

@@ -1,0 +1,110 @@
+"""Steps of the engine that do not return."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
+from typing import Any
+
+import httpx
+import pytest
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.serve.api.service import Settings
+from tests.serve.api.live import Live, live, wide
+
+LIMIT = Settings().stuck_seconds
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def stopped(server: Live, reads: bool = False) -> Iterator[tuple[Clock, Future[httpx.Response]]]:
+    """Yield a clock and an answer in a context in which the first step does not return, or its reading of a prompt."""
+    clock, over = Clock(), Event()
+    server.service.worker.clock = clock
+    loaded = server.service.loaded
+    assert loaded is not None
+    owner, name = (loaded.engine.schedule, "read") if reads else (loaded.engine, "step")
+    whole = getattr(owner, name)
+
+    def hang(*args: Any) -> Any:
+        over.wait(60)
+        return whole(*args)
+
+    setattr(owner, name, hang)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.http.post, "/v1/completions", json={"prompt": "x y z", "max_tokens": 4})
+        try:
+            server.until(lambda: server.service.worker.step_began is not None)
+            server.until(lambda: not reads or bool(loaded.engine.snapshot().prefilling))
+            yield clock, answer
+        finally:
+            setattr(owner, name, whole)
+            over.set()
+
+
+def health(server: Live) -> tuple[int, str]:
+    answer = server.http.get("/health")
+    return answer.status_code, answer.json()["status"]
+
+
+def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [said for each in caplog.records if "has not returned" in (said := each.getMessage())]
+
+
+def test_a_step_that_does_not_return_is_reported_once_with_all_stacks(caplog: pytest.LogCaptureFixture) -> None:
+    with live() as server:
+        with stopped(server) as (clock, answer):
+            clock.now = LIMIT
+            server.service.watchdog.check()
+            assert health(server) == (200, "ready")
+            clock.now = LIMIT + 1
+            server.until(lambda: health(server) == (503, "stuck"))
+            clock.now = 3 * LIMIT
+            assert health(server) == (503, "stuck")
+        server.until(lambda: health(server) == (200, "ready"))
+        assert answer.result().status_code == 200
+    [said] = reports(caplog)
+    assert "in hang" in said  # the engine's thread
+    assert "in serve" in said  # the event loop's
+    assert "returned after all" in caplog.text
+
+
+def test_reading_a_prompt_may_take_longer() -> None:
+    with live() as server:
+        with stopped(server, reads=True) as (clock, answer):
+            clock.now = 9 * LIMIT
+            server.service.watchdog.check()
+            assert health(server) == (200, "ready")
+            clock.now = 10 * LIMIT + 1
+            server.until(lambda: health(server) == (503, "stuck"))
+        assert answer.result().status_code == 200
+
+
+def test_a_stuck_server_can_end_for_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    with live(settings=wide(exit_when_stuck=True)) as server, stopped(server) as (clock, answer):
+        clock.now = LIMIT + 1
+        assert answer.result(20).status_code == 500
+        assert "has not returned" in answer.result().json()["error"]["message"]
+        assert health(server) == (503, "stuck")
+        server.until(lambda: ends == [1])
+
+
+def test_the_watchdog_can_be_switched_off() -> None:
+    with live(settings=wide(stuck_seconds=0.0)) as server, stopped(server) as (clock, _):
+        clock.now = 1e9
+        server.service.watchdog.check()
+        assert health(server) == (200, "ready")
+    with pytest.raises(ConfigError, match="--stuck-seconds above 0"):
+        wide(stuck_seconds=0.0, exit_when_stuck=True)
