@@ -27,7 +27,8 @@ FILE = "generations.md"
 COUNT = 3
 """Sample texts per evaluation."""
 _ENOUGH, _FEWEST = 48, 8
-"""Prompts of a measurement. With less than 48, the interval of τ is wider than the difference between checkpoints."""
+"""Prompts of a measurement. With less than 48, the interval of τ is wider than the difference between checkpoints; 8
+decode together."""
 TIMES = 10
 """Maximum number of measurements during a run, unless the user sets it."""
 SHARE = 1 / 10

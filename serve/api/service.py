@@ -144,12 +144,12 @@ class Settings(Group):
     )
     stuck_seconds: float = setting(
         120.0,
-        "limit of an engine's step; beyond it, /health says stuck and the log has all stacks; ten times as long if "
-        "it reads prompts; 0: none",
+        "seconds that a step of the engine may take, ten times as many if it reads prompts; after that, /health says "
+        "stuck and the log has the stacks of all threads; 0 for no limit",
         SECONDS_OR_0,
         metavar="S",
     )
-    exit_when_stuck: bool = setting(False, "exit with 1 then, for a supervisor to restart")
+    exit_when_stuck: bool = setting(False, "exit with 1 if a step is stuck; a supervisor then restarts the server")
     log_requests: bool = setting(False, "log one line per request: tokens, accepted drafts and seconds, never text")
     ignore_unknown_fields: bool = setting(False, "ignore unknown request fields; otherwise they are refused")
     limits: Limits = field(default_factory=Limits)

@@ -157,7 +157,7 @@ class Worker:
         return await self._ask(lambda result: self._score(score, [], result))
 
     async def between_steps(self, work: Callable[[], object]) -> None:
-        """Run `work` in the engine's thread. Raises what it raises."""
+        """Run `work` in the engine's thread and wait for it. Raises the errors of `work`."""
 
         def run(result: Future[object]) -> None:
             try:

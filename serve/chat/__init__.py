@@ -7,5 +7,3 @@ from .parser import AnswerParser, Delta, FirstCall
 from .structured import Grammars
 from .template import Chat, ChatFormat, Volatile
 from .tools import ToolCall, ToolOffer
-
-__all__ = ["AnswerParser", "Chat", "ChatFormat", "Delta", "FirstCall", "Grammars", "ToolCall", "ToolOffer", "Volatile"]

@@ -22,23 +22,6 @@ from .groups import (
     TrainConfig,
 )
 
-__all__ = [
-    "MOST_PROMPTS",
-    "NOT_WITH_HOURS",
-    "SELF",
-    "DataConfig",
-    "EvaluationConfig",
-    "HeadConfig",
-    "OptimizationConfig",
-    "RunConfig",
-    "TrainConfig",
-    "file_type",
-    "flag",
-    "load_config",
-    "named_settings",
-    "pass_type",
-]
-
 
 def load_config(
     file: str | Path | None = None, overrides: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None

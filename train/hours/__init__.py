@@ -1,5 +1,3 @@
 """Runs with a time limit (`--hours`), which alternate between making data with the current head and learning."""
 
 from .phases import HoursPhases
-
-__all__ = ["HoursPhases"]

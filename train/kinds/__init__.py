@@ -28,20 +28,6 @@ _LARGEST = {"rows": 4, "length": 1024, "epochs": 1}
 LARGEST_STEP = _LARGEST["rows"] * _LARGEST["length"]
 """Tokens."""
 
-__all__ = [
-    "KINDS",
-    "LARGEST_STEP",
-    "OPEN",
-    "Head",
-    "Kind",
-    "aux_layers_of",
-    "choose_trained",
-    "kind_of",
-    "merged",
-    "parameters_of",
-    "resolved",
-]
-
 
 def kind_of(head: Head) -> Kind[Any]:
     """Return the kind of an existing head. Raises ConfigError if it cannot be trained."""

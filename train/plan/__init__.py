@@ -5,18 +5,3 @@ from .bound import Bound, bound_of
 from .dry_run import plan_of
 from .probe import Probe, probe
 from .recipe import Recipe, load_recipe, recipe_for, recipe_names
-
-__all__ = [
-    "Bound",
-    "Plan",
-    "Probe",
-    "Recipe",
-    "batches_for",
-    "bound_of",
-    "load_recipe",
-    "plan_of",
-    "probe",
-    "recipe_for",
-    "recipe_names",
-    "typical",
-]

@@ -20,8 +20,9 @@ from .probe import Probe
 UPDATES = 1000
 """Minimum updates of a run, if it has enough data for steps of `SMALLEST_STEP`."""
 SMALLEST_STEP = 256
-"""Tokens. In smaller steps, updating the weights takes longer than computing the gradient."""
+"""Tokens. Smaller steps were not tried (docs/decisions.md)."""
 LONGEST_ROW = 1024
+"""Tokens. The memory of attention grows with the square of a row."""
 PASSES = 4
 """Repeated data is almost as good as new data for up to four passes (Muennighoff et al. 2023, Scaling Data-Constrained
 Language Models, arXiv 2305.16264)."""

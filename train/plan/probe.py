@@ -102,11 +102,10 @@ def probe(target: Target, config: TrainConfig, head: Head | None = None, free: i
         if count == at_once or learning > _LONG:
             break
         count = min(at_once, 2 * count)
-    written = _written(target) if config.optimization.hours and config.data.warmup_data else 0.0
+    written = _written(target) if config.optimization.hours else 0.0
     mx.clear_cache()
     mx.reset_peak_memory()
     tokens = count * config.optimization.length
-    written = _written(target) if config.optimization.hours else 0.0
     return Probe(tokens / reading, tokens / learning, max(reading_peak, fixed + at_once * each), written)
 
 

@@ -8,25 +8,3 @@ from .progress import Bar, Stopwatch
 from .start import existing_head, new_head
 from .tracker import check_wandb
 from .workers import run_worker
-
-__all__ = [
-    "BEST",
-    "LAST",
-    "MADE",
-    "REPORT",
-    "Bar",
-    "Phase",
-    "Phases",
-    "PlainPhases",
-    "Run",
-    "Stopwatch",
-    "check_incomplete",
-    "check_wandb",
-    "claim",
-    "existing_head",
-    "new_head",
-    "resumed_config",
-    "run_worker",
-    "state",
-    "train",
-]
