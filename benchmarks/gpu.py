@@ -24,14 +24,16 @@ import eagle_mlx as em
 # isort: split
 # After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
 import mlx.core as mx
-from random_model import QWEN3_06B, QWEN3_8B, TINY, Shape, in_four_bits, random_model
 from step_costs import StepCosts, measure_costs
 
-from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
+from eagle_mlx.catalog.models import described_target, published_model, published_models
+from eagle_mlx.heads.eagle3 import Eagle3Head, random_head
+from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.machine import describe
+from eagle_mlx.memory import gb
 from eagle_mlx.plan import RoundResult
+from eagle_mlx.target import compute_dtype
 
-SHAPES = {"qwen3-8b": QWEN3_8B, "qwen3-0.6b": QWEN3_06B, "tiny": TINY}
 _DRAFTED = 32_000
 """Draft vocabulary size, as in the published EAGLE-3 heads for Qwen3; half of a small vocabulary."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -55,25 +57,6 @@ class Round:
     ms: float
     of_plain: float
     """The ratio to plain rounds with these rows: drafting pays if a round gives more tokens than this."""
-
-
-def random_head(shape: Shape, dtype: mx.Dtype) -> Eagle3Head:
-    """Return an EAGLE-3 head of the usual shape: the target's attention, and a draft vocabulary."""
-    drafted = min(_DRAFTED, shape.vocab // 2)
-    config = Eagle3Config(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab,
-        draft_vocab_size=drafted,
-        target_hidden_size=shape.hidden,
-        aux_layers=default_aux_layers(shape.layers),
-    )
-    head = Eagle3Head(config, mx.arange(drafted, dtype=mx.int32))
-    in_four_bits(head, dtype)
-    return head
 
 
 def round_ms(target: em.Target, head: Eagle3Head, way: str, rows: int, depth: int, nodes: int, repeats: int) -> float:
@@ -124,7 +107,7 @@ def line(one: Round) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="default %(default)s")
+    parser.add_argument("--shape", choices=published_models(), default="qwen3-8b", help="default %(default)s")
     parser.add_argument("--positions", type=int, default=16, help="maximum positions per verify (default %(default)s)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 8192], help="context tokens before the verify")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8], help="requests at once, for whole rounds")
@@ -134,12 +117,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_args(argv)
     mx.random.seed(0)
-    on_gpu = mx.default_device() != mx.Device(mx.cpu)
-    dtype, shape = mx.bfloat16 if on_gpu else mx.float32, SHAPES[args.shape]
-    target = em.Target(in_four_bits(random_model(shape), dtype), name="random weights")
-    head = random_head(shape, dtype)
+    dtype, shape = compute_dtype() or mx.bfloat16, published_model(args.shape)
+    target = described_target("random weights", shape, dtype)
+    mx.eval(target.model.parameters())
+    head = random_head(target, draft_vocab=min(_DRAFTED, target.vocab_size // 2))
+    quantize_for(head, target)
     machine = describe()
-    print(f"{machine}\n{args.shape}, random weights in 4 bits, {dtype}, {mx.get_active_memory() / 1e9:.1f} GB\n")
+    print(f"{machine}\n{args.shape}, random weights in {target.bits} bits, {dtype}, {gb(mx.get_active_memory())}\n")
     steps: list[StepCosts] = []
     for context in args.contexts:
         steps.append(measure_costs(target, head, range(1, args.positions), context, args.repeats))
@@ -147,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("| | rows | draft | ms a round | of plain |\n|---|---|---|---|---|", flush=True)
     found = rounds(target, head, args.rows, args.depths, args.nodes, args.repeats)
     if args.json is not None:
-        content: dict[str, object] = {"machine": vars(machine), "shape": asdict(shape), "dtype": str(dtype)}
+        content: dict[str, object] = {"machine": vars(machine), "shape": shape, "dtype": str(dtype)}
         content |= {"steps": [asdict(step) for step in steps], "rounds": [asdict(one) for one in found]}
         args.json.write_text(json.dumps(content, indent=1))
 

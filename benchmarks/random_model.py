@@ -38,7 +38,6 @@ class Shape:
 
 
 # Sizes from the config.json of models on the hub.
-QWEN3_8B = Shape(4096, 36, 12288, 32, 8, 128, 151_936, tied=False)
 QWEN3_06B = Shape(1024, 28, 3072, 16, 8, 128, 151_936, tied=True)
 MIDDLING = Shape(512, 8, 1536, 8, 4, 64, 8192, tied=True)
 TINY = Shape(128, 4, 256, 4, 2, 32, 1024, tied=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.serve.doctor.steps import Step, draft_steps, filled_cache, take_turns, target_step
 from eagle_mlx.target import Target
 
 ROWS, LAYERS, HEADS, WIDTH, HEAD_DIM = 4, 14, 8, 5, 128
@@ -43,57 +44,18 @@ def measure_costs(
     target: Target, head: DraftHead | None, depths: Sequence[int], context: int = 128, repeats: int = 60
 ) -> StepCosts:
     """Time the parts in turns, after a warm-up. The caches' content makes no difference."""
-    parts: dict[str, Callable[[], None]] = {"target": _target_step(target, context, 1)}
-    parts |= {f"verify {depth}": _target_step(target, context, depth + 1) for depth in depths}
+    cache, deepest = filled_cache(target, context), max(depths)
+    parts: dict[str, Step] = {"target": target_step(target, cache, 1)}
+    parts |= {f"verify {depth}": target_step(target, cache, depth + 1) for depth in depths}
     if head is not None:
-        parts["draft"] = _draft_steps(target, head, context, max(depths))
-    seconds: dict[str, list[float]] = {name: [] for name in parts}
-    for repeat in range(repeats + 5):
-        for name, part in parts.items():
-            begin = time.perf_counter()
-            part()
-            if repeat >= 5:
-                seconds[name].append((time.perf_counter() - begin) / (max(depths) if name == "draft" else 1))
+        parts["draft"] = draft_steps(target, head, context, deepest)
+    seconds = take_turns(parts, repeats, warm_up=5)
     ms = {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
-    ratio = None
-    if head is not None:
-        ratio = statistics.median(a / b for a, b in zip(seconds["draft"], seconds["target"], strict=True))
     verify = {depth: ms[f"verify {depth}"] for depth in depths}
-    return StepCosts(context, ms["target"], verify, ms.get("draft"), ratio)
-
-
-def _target_step(target: Target, context: int, width: int) -> Callable[[], None]:
-    cache = RaggedCache.of(target.model, 1)
-    mx.eval(target.forward(mx.zeros((1, context), mx.int32), cache).logits)
-    cache.advance(context)
-    tokens = mx.zeros((1, width), mx.int32)
-    return lambda: mx.eval(mx.argmax(target.forward(tokens, cache).logits, axis=-1))
-
-
-def _draft_steps(target: Target, head: DraftHead, context: int, depth: int) -> Callable[[], None]:
-    """Return a call that drafts a chain of tokens, each from the one before it, like a round."""
-    head.attach(target)
-    cache, width = RaggedCache(head.cache_layers, 1), head.hidden_size
-
-    def forward(tokens: mx.array, g: mx.array) -> mx.array:
-        return head(head.embed(tokens), g, cache)
-
-    mx.eval(forward(mx.zeros((1, context), mx.int32), mx.zeros((1, context, width), target.dtype)))
-    cache.lengths.advance(context)
-
-    def draft() -> None:
-        tokens, g = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, width), target.dtype)
-        before = cache.lengths.save()
-        for _ in range(depth):
-            g = forward(tokens, g)
-            tokens = mx.argmax(head.logits(g), axis=-1)
-            tokens = tokens if head.token_ids is None else head.token_ids[tokens]
-            mx.async_eval(tokens)
-            cache.lengths.advance(1)
-        cache.lengths.restore(before)
-        mx.eval(tokens)
-
-    return draft
+    if head is None:
+        return StepCosts(context, ms["target"], verify, None, None)
+    ratio = statistics.median(a / b for a, b in zip(seconds["draft"], seconds["target"], strict=True))
+    return StepCosts(context, ms["target"], verify, ms["draft"] / deepest, ratio / deepest)
 
 
 @dataclass(frozen=True)

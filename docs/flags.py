@@ -31,6 +31,7 @@ COMMANDS = (
     ("eagle-data", "collect"),
     ("eagle-heads", "find"),
     ("eagle-heads", "pull"),
+    ("eagle-doctor",),
     ("eagle-convert",),
     ("eagle-convert", "mtp"),
     ("eagle-publish",),

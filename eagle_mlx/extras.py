@@ -73,4 +73,5 @@ publish = partial(_run, "eagle-publish", "train.publish.cli:main", "train")
 generate = partial(_run, "eagle-generate", "serve.generate:main")
 bench = partial(_run, "eagle-bench", "serve.bench.cli:main")  # it checks for the package that `--plot` needs
 heads = partial(_run, "eagle-heads", "serve.heads:main")
+doctor = partial(_run, "eagle-doctor", "serve.doctor.cli:main")
 serve = partial(_run, "eagle-serve", "serve.api.cli:command", "serve")

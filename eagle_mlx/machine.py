@@ -50,9 +50,18 @@ def describe() -> Machine:
 
 def _cpu() -> str:
     if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or platform.machine()
+        return _sysctl("machdep.cpu.brand_string") or platform.machine()
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
+
+
+def wired_limit_mb() -> int | None:
+    """Return the megabytes that macOS lets the GPU wire; 0 is the system's default, None unknown."""
+    found = _sysctl("iogpu.wired_limit_mb") if sys.platform == "darwin" else ""
+    return int(found) if found.isdecimal() else None
+
+
+def _sysctl(name: str) -> str:
+    return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()

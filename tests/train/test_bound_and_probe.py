@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import get_total_parameters
 
+from eagle_mlx.catalog.models import described_target
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.memory import device_memory
@@ -19,7 +20,7 @@ from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.plan import bound
-from eagle_mlx.train.plan.bound import PROGRAM, Bound, bound_of, described_target
+from eagle_mlx.train.plan.bound import PROGRAM, Bound, bound_of
 from eagle_mlx.train.plan.probe import Probe, check_memory, probe
 from eagle_mlx.train.plan.recipe import load_recipe
 from tests.fakes import EMBEDDED_TARGET, talking_target_folder, tiny_target, tiny_target_folder

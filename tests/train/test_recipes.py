@@ -11,6 +11,7 @@ import pytest
 import yaml
 from mlx_lm.utils import get_total_parameters
 
+from eagle_mlx.catalog.models import described_target
 from eagle_mlx.data_pipelines import DataConfig
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import weights_of
@@ -19,7 +20,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.cli import flags_parser, main, new_run
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.kinds import KINDS, resolved
-from eagle_mlx.train.plan.bound import FLOAT, bound_of, described_target
+from eagle_mlx.train.plan.bound import FLOAT, bound_of
 from eagle_mlx.train.plan.dry_run import as_text, assumed
 from eagle_mlx.train.plan.probe import probe
 from eagle_mlx.train.plan.recipe import FOLDER, load_recipe, recipe_names

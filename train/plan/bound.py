@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model
 
 from eagle_mlx.data_pipelines import MakeConfig, beginning, steerable
-from eagle_mlx.errors import ConfigError, OutputError, TargetError
+from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.target import Target, compute_dtype
 
@@ -138,32 +132,6 @@ def bound_of(config: TrainConfig, target: Target | None = None) -> Bound:
     head = kind.blank(target, config)
     choose_trained(head, config)
     return Bound(config, target, head)
-
-
-def described_target(name: str, model: Mapping[str, Any]) -> Target:
-    """Return a target without weights from the fields of its config.json. Do not compute with it.
-
-    `quantization` applies to every matrix; `experts` in it overrides it for a mixture of experts. Raises TargetError if
-    mlx-lm does not support the model.
-    """
-    how = dict(model.get("quantization", {}))
-    experts = how.pop("experts", how)
-    with tempfile.TemporaryDirectory() as folder:
-        fields = {key: value for key, value in model.items() if key != "quantization"}
-        (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-        try:
-            made, _ = load_model(Path(folder), lazy=True, strict=False)
-        except (ValueError, KeyError, TypeError) as e:
-            raise TargetError(f"{name} has a config that mlx-lm does not support: {e}") from e
-    made.set_dtype(mx.bfloat16)
-    if how:
-
-        def choose(path: str, part: nn.Module) -> bool | dict[str, Any]:
-            chosen = experts if type(part).__name__ in ("SwitchLinear", "QuantizedSwitchLinear") else how
-            return hasattr(part, "to_quantized") and part.weight.shape[-1] % chosen["group_size"] == 0 and chosen
-
-        nn.quantize(made, class_predicate=choose)
-    return Target(made, name=name)
 
 
 def leaves(tree: Any) -> list[mx.array]:

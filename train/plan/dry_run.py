@@ -12,6 +12,7 @@ from typing import Any
 from mlx_lm.utils import get_total_parameters
 
 from eagle_mlx import hub
+from eagle_mlx.catalog.models import described_target
 from eagle_mlx.data_pipelines import shard_meta
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.memory import free_memory, gb
@@ -22,7 +23,7 @@ from ..config import TrainConfig, pass_type
 from ..data import choose_states, free_disk, reading_share, self_file, tokens_to_read
 from ..kinds import KINDS, resolved
 from .batch_size import batches_for
-from .bound import PROGRAM, Bound, bound_of, described_target
+from .bound import PROGRAM, Bound, bound_of
 from .probe import Probe, probe
 from .recipe import Recipe, described_by_name
 

@@ -1,4 +1,4 @@
-"""Recipes: settings for known models, with excerpts of their config.json."""
+"""Recipes: settings for known models."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from eagle_mlx.catalog.base_model import names_of, same_model
+from eagle_mlx.catalog.models import published_model
 from eagle_mlx.errors import ConfigError
 
 from ..config import TrainConfig
@@ -75,7 +76,7 @@ def _fields(name: str) -> dict[str, Any]:
     """Return the fields of a recipe's file over those of its `base`, another recipe."""
     own: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     if "base" not in own:
-        return own
+        return {**own, "model": published_model(own["model"])}
     base = _fields(own.pop("base"))
     return {**base, **own, "settings": {**base["settings"], **own["settings"]}}
 

@@ -212,21 +212,26 @@ class PEagleHead(Eagle3Head):
         return self(*self.mask_inputs(rows, count), cache)
 
 
-def random_head(target: Target) -> Eagle3Head:
-    """Return a head with random weights, whose drafts are always rejected: the worst case for drafting."""
-    dim = 64
+def random_head(target: Target, draft_vocab: int | None = None) -> Eagle3Head:
+    """Return a head of the usual sizes with random weights, whose drafts are always rejected: the worst case.
+
+    `draft_vocab`: the size of its vocabulary, by default the target's.
+    """
+    dim = 128 if target.hidden_size >= 1024 else 64
+    groups = max(1, target.hidden_size // (4 * dim))
     head = Eagle3Head(
         Eagle3Config(
             hidden_size=target.hidden_size,
             intermediate_size=3 * target.hidden_size,
-            num_attention_heads=max(1, target.hidden_size // dim),
-            num_key_value_heads=1,
+            num_attention_heads=4 * groups,
+            num_key_value_heads=groups,
             head_dim=dim,
             vocab_size=target.vocab_size,
-            draft_vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocab or target.vocab_size,
             target_hidden_size=target.hidden_size,
             aux_layers=default_aux_layers(target.num_layers),
-        )
+        ),
+        None if draft_vocab is None else mx.zeros((draft_vocab,), mx.int32),
     )
     head.set_dtype(target.dtype)
     mx.eval(head.parameters())

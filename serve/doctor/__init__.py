@@ -1,0 +1,1 @@
+"""eagle-doctor: what this machine can do, measured without a download."""

@@ -1,0 +1,232 @@
+"""The measurements of eagle-doctor. Each takes about as many seconds as it is given, and shows a progress bar."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from eagle_mlx.cache import RaggedCache
+from eagle_mlx.engine import Engine
+from eagle_mlx.engine.cost_curve import Curve
+from eagle_mlx.head_check import trial_prompts
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.plan import Context, RoundResult
+from eagle_mlx.policy import ThroughputPolicy
+from eagle_mlx.progress import progress_bar
+from eagle_mlx.sampling_params import LogitsProcessor, SamplingParams
+from eagle_mlx.target import Target
+
+from .steps import draft_steps, filled_cache, take_turns, target_step
+
+POSITIONS = (1, 4, 8, 2, 16, 3, 6, 32, 5, 7, 9, 33, 10, 12, 14, 11, 13, 15)
+"""Positions of a verify, in an order that gives a slow machine a coarse curve in time."""
+CONTEXT = 512
+"""Tokens before a verify or a draft."""
+REPEATS = 20
+_DRAFTED = 4
+_CHUNKS = 4
+WIDTHS = (2, 4, 8, 16)
+"""Positions of the verifies whose bits are compared with those of single positions."""
+LONG = 1024
+"""Tokens before plain rounds, if they are read in time. A round that runs ahead may copy their keys and values."""
+ROUNDS = 48
+_SETTLING = 4
+"""First rounds, which are not counted."""
+CHANCES = (0.0, 0.6, 0.8)
+"""Shares of accepted draft tokens: a useless head, a usual one, a good one."""
+_SIMULATED = 1000
+_CLOSE, _WINDOW = 0.96, 50
+"""A policy has found the best plan when the next 50 rounds reach this share of its speed."""
+_FIRST = 200
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Shortest milliseconds of steps of one row: other programs can make a step slower, but never faster."""
+
+    context: int
+    verify_ms: dict[int, float]
+    """A forward of the target, by its number of positions, in ascending order."""
+    draft_ms: float
+    """A draft token of an EAGLE-3 head of the usual size."""
+    spread: float
+    """The median of a verify of one position, relative to the shortest. An idle machine is close to 1."""
+
+
+@dataclass(frozen=True)
+class SameBits:
+    """Logits of a verify against those of one position at a time, over the same text."""
+
+    positions: int
+    """Positions of each verify."""
+    compared: int
+    equal: int
+    """Positions whose logits have the same bits."""
+    as_two: int
+    """Positions whose logits have the same bits as in verifies of two positions."""
+    other_argmax: int
+    """Positions whose most likely token differs from that of single positions."""
+    largest_difference: float
+
+
+@dataclass(frozen=True)
+class PlainRounds:
+    """Rounds of the engine without drafts, with or without dispatching the next round before the last is read."""
+
+    context: int
+    ms: float
+    alone_ms: float
+    gb: float
+    """Peak memory beyond the weights."""
+    alone_gb: float
+
+
+@dataclass(frozen=True)
+class PolicyRun:
+    """The default policy in a simulation over the measured steps."""
+
+    acceptance: float
+    """The probability that a draft token is accepted if those before it are."""
+    best_depth: int
+    """Draft tokens of the fastest chain."""
+    best_speed: float
+    """Its tokens per second relative to plain decoding."""
+    rounds: int | None
+    """Rounds until the policy is about as fast; None if it takes too long."""
+    seconds: float | None
+    first_rounds: float
+    """The speed of the first 200 rounds relative to plain decoding."""
+
+
+def time_steps(target: Target, head: DraftHead, seconds: float) -> Steps:
+    """Time verifies and draft steps. A slow machine measures fewer sizes."""
+    context = min(CONTEXT, target.context_length // 2)
+    cache = filled_cache(target, context)
+    steps = {count: target_step(target, cache, count) for count in POSITIONS}
+    drafts = {0: draft_steps(target, head, context, _DRAFTED)}
+    taken = take_turns(drafts | steps, REPEATS, 1, seconds, "verify and draft")
+    shortest = {count: 1e3 * min(times) for count, times in taken.items()}
+    draft_ms = shortest.pop(0) / _DRAFTED
+    # A larger size cannot be faster.
+    verify = {count: min(ms for more, ms in shortest.items() if more >= count) for count in sorted(shortest)}
+    return Steps(context, verify, draft_ms, 1e3 * median(taken[1]) / verify[1])
+
+
+def prefill_rate(target: Target, seconds: float) -> float:
+    """Return the tokens per second at which a prompt is read."""
+    chunk = min(CONTEXT, target.context_length // (_CHUNKS + 1))
+    cache, tokens = RaggedCache.of(target.model, 1), mx.zeros((1, chunk), mx.int32)
+
+    def read() -> None:
+        mx.eval(target.forward(tokens, cache, ends=[chunk - 1]).logits)
+        cache.advance(chunk)
+
+    return chunk / median(take_turns({"chunk": read}, _CHUNKS, 1, seconds, "prefill")["chunk"])
+
+
+def compare_bits(target: Target, count: int) -> list[SameBits]:
+    """Read a text of `count` tokens by single positions and in verifies, and compare the logits.
+
+    The text is the target's own greedy one, or random tokens without a tokenizer.
+    """
+    prompt = trial_prompts(target)[2]
+    if target.tokenizer is None:
+        text = np.random.default_rng(0).integers(0, target.vocab_size, count).tolist()
+    else:
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        text = Engine(target, max_batch=1).generate([prompt], params, progress=True)[0].tokens
+    widths = progress_bar((1, *WIDTHS), desc="same bits", unit="width")
+    read = {width: _read(target, prompt, text, width) for width in widths}
+    return [
+        SameBits(
+            width,
+            count,
+            _number(mx.all(read[width] == read[1], axis=-1)),
+            _number(mx.all(read[width] == read[2], axis=-1)),
+            _number(mx.argmax(read[width], axis=-1) != mx.argmax(read[1], axis=-1)),
+            cast(float, mx.max(mx.abs(read[width] - read[1])).item()),
+        )
+        for width in WIDTHS
+    ]
+
+
+def _number(true: mx.array) -> int:
+    return cast(int, mx.sum(true).item())
+
+
+def _read(target: Target, prompt: Sequence[int], text: Sequence[int], width: int) -> mx.array:
+    """Return the logits [count, V] float32 of a text, of which each forward reads `width` positions."""
+    cache, logits = RaggedCache.of(target.model, 1), list[mx.array]()
+    mx.eval(target.forward(mx.array([prompt], mx.int32), cache, ends=[len(prompt) - 1]).logits)
+    cache.advance(len(prompt))
+    for at in range(0, len(text), width):
+        logits.append(target.forward(mx.array([text[at : at + width]], mx.int32), cache).logits[0].astype(mx.float32))
+        mx.eval(logits[-1])
+        cache.advance(width)
+    return mx.concatenate(logits)
+
+
+def plain_rounds(target: Target, context: int, seconds: float) -> PlainRounds:
+    """Measure plain rounds after `context` tokens, and the memory that they need beyond the weights."""
+    with progress_bar(total=2 * ROUNDS, desc="plain rounds", unit="round") as bar:
+        ahead_ms, ahead_gb = _rounds(target, context, (), seconds / 2, bar)
+        # Nothing is dispatched ahead of a round whose logits the host changes.
+        alone_ms, alone_gb = _rounds(target, context, (lambda _, logits: logits,), seconds / 2, bar)
+    return PlainRounds(context, ahead_ms, alone_ms, ahead_gb, alone_gb)
+
+
+def _rounds(
+    target: Target, context: int, processors: tuple[LogitsProcessor, ...], seconds: float, bar: Any
+) -> tuple[float, float]:
+    """Return the median milliseconds of plain rounds, and their peak memory in GB without what was in use before."""
+    taken, before = list[float](), mx.get_active_memory()
+    engine = Engine(target, max_batch=1, prefill_chunk=CONTEXT)
+    engine.observer = lambda result: taken.append(result.seconds)
+    params = SamplingParams(max_tokens=ROUNDS + 1, ignore_eos=True, logits_processors=processors)
+    request = engine.prepare([5] * context, params)
+    engine.submit(request)
+    while not request.tokens:
+        engine.step()
+    mx.reset_peak_memory()
+    began = perf_counter()
+    while request.finish_reason is None and (len(taken) < 2 * _SETTLING or perf_counter() - began < seconds):
+        engine.step()
+        bar.update()
+    engine.cancel(request)
+    return 1e3 * median(taken[_SETTLING:]), max(0, mx.get_peak_memory() - before) / 1e9
+
+
+def simulate_policy(steps: Steps, curve: Curve, chance: float) -> PolicyRun:
+    """Run the default policy with a proposer of which each draft token is accepted by chance.
+
+    curve: the cost curve that the policy starts from. Rounds take as long as the steps.
+    """
+    policy, draws = ThroughputPolicy(), random.Random(0)
+    policy.costs.curve = curve
+    depths = range(policy.max_depth + 1)
+    verify = np.interp([depth + 1 for depth in depths], list(steps.verify_ms), list(steps.verify_ms.values()))
+    took = [(ms + depth * steps.draft_ms) / 1e3 for depth, ms in zip(depths, verify.tolist(), strict=True)]
+    tokens = [sum(chance**i for i in range(depth + 1)) for depth in depths]
+    speeds = [count / each for count, each in zip(tokens, took, strict=True)]
+    best = max(depths, key=lambda depth: speeds[depth])
+    chosen = list[int]()
+    for _ in range(_SIMULATED):
+        plan = policy.plan(Context(1))
+        kept = next((at for at in range(plan.depth) if draws.random() >= chance), plan.depth)
+        chosen.append(plan.depth)
+        policy.observe(RoundResult(plan, [plan.depth], [kept], [kept + 1], took[plan.depth]))
+
+    def speed(first: int, rounds: int) -> float:
+        window = chosen[first : first + rounds]
+        return sum(tokens[depth] for depth in window) / sum(took[depth] for depth in window)
+
+    found = next((at for at in range(_SIMULATED - _WINDOW) if speed(at, _WINDOW) >= _CLOSE * speeds[best]), None)
+    until = None if found is None else sum(took[depth] for depth in chosen[:found])
+    return PolicyRun(chance, best, speeds[best] / speeds[0], found, until, speed(0, _FIRST) / speeds[0])

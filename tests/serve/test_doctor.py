@@ -1,0 +1,156 @@
+"""eagle-doctor: finite figures for each size, advice that follows from them, and errors that name the remedy."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from eagle_mlx.catalog.models import described_target, published_model, published_models
+from eagle_mlx.heads.eagle3 import random_head
+from eagle_mlx.machine import describe
+from eagle_mlx.serve.doctor import measure
+from eagle_mlx.serve.doctor.cli import main
+from eagle_mlx.serve.doctor.measure import CHANCES, POSITIONS, PlainRounds, PolicyRun, SameBits, Steps
+from eagle_mlx.serve.doctor.report import Findings, Model, advice, as_text
+from eagle_mlx.target import Forward, Target
+from tests.architectures import tiny_model
+from tests.eagle_mlx.worlds import verify_seconds
+from tests.fakes import tiny_target, tiny_target_folder
+
+
+def numbers(node: Any) -> list[float]:
+    """Return all numbers in JSON."""
+    if isinstance(node, dict | list):
+        return [each for part in (node.values() if isinstance(node, dict) else node) for each in numbers(part)]
+    return [node] if isinstance(node, int | float) else []
+
+
+def test_each_size_has_a_finite_positive_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, few in (("REPEATS", 1), ("CONTEXT", 32), ("LONG", 32), ("ROUNDS", 8)):
+        monkeypatch.setattr(measure, name, few)
+    assert main(["--shape", "tiny", "--bits", "16", "--json"]) == 0
+    out, bars = capsys.readouterr()
+    found = json.loads(out)
+    assert [int(size) for size in found["steps"]["verify_ms"]] == sorted(POSITIONS)
+    times = (*found["steps"]["verify_ms"].values(), found["steps"]["draft_ms"], found["plain_rounds"]["ms"])
+    assert all(positive > 0 for positive in (found["prefill"], *times))
+    assert all(map(math.isfinite, numbers(found)))
+    assert found["model"]["bits"] is None
+    assert [each["compared"] for each in found["same_bits"]] == [64] * 4
+    assert len(found["policy"]) == 3
+    assert found["advice"]
+    for part in ("build tiny", "verify and draft", "prefill", "same bits", "plain rounds"):
+        assert f"{part}: 100%" in bars
+
+
+def test_a_real_model_is_measured_in_little_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Then only a few sizes are."""
+    folder, file = tiny_target_folder(tmp_path / "target"), tmp_path / "found.json"
+    assert main(["--target", str(folder), "--seconds", "0.001", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert {"1", "4"} <= found["steps"]["verify_ms"].keys() < set(map(str, POSITIONS))
+    assert not found["model"]["random_weights"]
+    shown = capsys.readouterr().out
+    assert f"model: {folder}, weights in float32" in shown
+    assert "| 1 | " in shown
+    assert f"- {found['advice'][-1]}" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--shape qwen-8b", "there is no shape qwen-8b: did you mean qwen3-8b? the shapes are gemma3-12b, "),
+        ("--shape tiny --target model", "leave out --shape"),
+        ("--shard tensor", "give --target"),
+        ("--seconds 0", "--seconds must be above 0"),
+    ],
+)
+def test_a_wrong_setting_names_the_remedy(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", published_models())
+def test_every_shape_can_be_built(name: str) -> None:
+    target = described_target(name, published_model(name))
+    assert target.forward(mx.zeros((1, 2), mx.int32)).logits.shape == (1, 2, target.vocab_size)  # nothing is computed
+
+
+def test_a_hybrid_model_is_measured() -> None:
+    target = Target(tiny_model("qwen3_5"), name="tiny")
+    steps = measure.time_steps(target, random_head(target), 0.0)
+    assert all(0 < ms < math.inf for ms in steps.verify_ms.values())
+    assert measure.prefill_rate(target, 0.0) > 0
+    assert [each.compared for each in measure.compare_bits(target, 16)] == [16] * 4
+    rounds = measure.plain_rounds(target, 16, 0.0)
+    assert rounds.ms > 0 < rounds.gb
+
+
+def test_the_same_kernels_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model whose logits only say what it has read."""
+    target = tiny_target()
+    one_hot = mx.eye(target.vocab_size)
+    monkeypatch.setattr(target, "forward", lambda tokens, *_, **__: Forward(one_hot[tokens], ()))
+    for each in measure.compare_bits(target, 64):
+        assert each.equal == each.as_two == each.compared == 64
+        assert each.other_argmax == each.largest_difference == 0
+
+
+def steps_on(curve: str) -> Steps:
+    ms = {count: 20 * verify_seconds(curve, count) for count in sorted(POSITIONS)}
+    return Steps(512, ms, draft_ms=1.0, spread=1.0)
+
+
+@cache
+def simulated(curve: str) -> list[PolicyRun]:
+    steps = steps_on(curve)
+    curve_at_load = [(count, ms / 1e3) for count, ms in steps.verify_ms.items()]
+    return [measure.simulate_policy(steps, curve_at_load, chance) for chance in CHANCES]
+
+
+@pytest.mark.parametrize(
+    ("curve", "depths"), [("M1 and M2", (0, 0, 0)), ("M3 Max", (0, 2, 3)), ("M5 Max", (0, 2, 5)), ("steps", (0, 2, 4))]
+)
+def test_the_policy_is_simulated_over_the_measured_steps(curve: str, depths: tuple[int, ...]) -> None:
+    runs = simulated(curve)
+    assert tuple(run.best_depth for run in runs) == depths
+    for run in runs:
+        assert run.best_speed >= 1
+        assert run.rounds is not None
+        assert run.rounds < 300
+
+
+def findings(curve: str = "M5 Max", **changes: Any) -> Findings:
+    model = Model("qwen3-8b", True, 4, "bfloat16", 4.6)
+    machine = replace(describe(), device="Apple M3 Max", blas="accelerate")
+    same = [SameBits(width, 64, 64, 64, 0, 0.0) for width in (2, 4, 8, 16)]
+    plain = PlainRounds(1024, 20.5, 21.5, 0.3, 0.2)
+    curve_at_load = [(1, 0.02), (4, 0.03)]
+    found = Findings(machine, 40.0, 0, model, steps_on(curve), 900.0, curve_at_load, same, plain, simulated(curve))
+    return replace(found, **changes)
+
+
+def test_the_advice_follows_from_the_figures() -> None:
+    good = findings()
+    assert [text.partition(":")[0] for text in advice(good)] == [
+        "Drafting pays",
+        "Verifies and plain rounds give the same bits",
+    ]
+    assert "wired limit not changed" in as_text(good)
+    differing = findings(same_bits=[SameBits(2, 64, 3, 64, 1, 0.1), SameBits(4, 64, 0, 64, 2, 0.1)])
+    assert "differs at 3 of 128 positions (trained" in " ".join(advice(differing))
+    assert "2 positions would cost 1.10 times as much" in " ".join(advice(differing))
+    costly = " ".join(advice(findings("M1 and M2")))
+    assert "Even a good head gains little" in costly
+    assert "A verify of 5 positions costs 1.28 times one of 4" in " ".join(advice(findings("M3 Max")))
+    busy = findings(steps=replace(good.steps, spread=2.0))
+    assert "Times vary by 2.0" in " ".join(advice(busy))
