@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import ssl
 import sys
 from contextlib import suppress
+from functools import cache
 
 from tests.full import FULL, some
 
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from tests.hub_server import Hub
+
+# Each client of httpx would read all certificates, which takes 20 ms. Servers in tests have none.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 # The same code gets the same examples; `--hypothesis-profile=search` looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=some(100))

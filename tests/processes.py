@@ -17,11 +17,12 @@ from random import SystemRandom
 import mlx.core as mx
 import pytest
 
+from tests.forks import ROOT, Fork
+
 needs_ring = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="this MLX has no ring backend")
 MPI = ctypes.util.find_library("mpi") if shutil.which("mpirun") else None
 """Path of the MPI library; None if MPI is not available."""
 needs_mpi = pytest.mark.skipif(MPI is None, reason="this machine has no MPI")
-ROOT = Path(__file__).parents[1]
 _RUN = "import runpy, sys; sys.modules['wandb'] = None; runpy.run_module(sys.argv.pop(1), None, '__main__', True)"
 """Runs a module as `python -m` does, but without wandb, which mlx-lm imports if it can: a fifth of the start."""
 
@@ -42,9 +43,7 @@ def on_core(rank: int) -> list[str]:
     return [taskset, "-c", str(rank % (os.cpu_count() or 1))] if taskset else []
 
 
-def start(
-    count: int, folder: Path, module: str, *arguments: str, places: Sequence[Path] = ()
-) -> list[subprocess.Popen[str]]:
+def start(count: int, folder: Path, module: str, *arguments: str, places: Sequence[Path] = ()) -> list[Fork]:
     """Start processes of a module. `places` are their working folders, as if on separate machines.
 
     With `places`, only the first process gets the arguments.
@@ -52,20 +51,18 @@ def start(
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
     return [
-        subprocess.Popen(
-            [*on_core(rank), sys.executable, "-c", _RUN, module, *(() if places and rank else arguments)],
+        Fork(
+            module,
+            *(() if places and rank else arguments),
             cwd=places[rank] if places else ROOT,
             env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank), "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            core=rank % (os.cpu_count() or 1),  # MLX's waiting threads spin
         )
         for rank in range(count)
     ]
 
 
-def ended(processes: Sequence[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[str, str]]:
+def ended(processes: Sequence[Fork], seconds: float = 120) -> list[tuple[str, str]]:
     """Return each process's output and errors, once all have ended; kill the rest."""
     try:
         return [process.communicate(timeout=seconds) for process in processes]

@@ -21,7 +21,7 @@ def ended():
     event.wait()
 
 
-@pytest.mark.timeout(1)
+@pytest.mark.timeout(0.5)
 def test_it_waits(ended):
     ended.wait()
 
@@ -36,7 +36,7 @@ def test_a_test_that_waits_for_good_is_ended_and_named(tmp_path: Path) -> None:
     waiting = tmp_path / "test_waiting.py"
     waiting.write_text(WAITING)
     plugins = ["-p", "xdist", "-p", "pytest_timeout"]
-    sooner = ["-o", "faulthandler_timeout=0.5"]
+    sooner = ["-o", "faulthandler_timeout=0.2"]
     command = [sys.executable, "-m", "pytest", "-c", str(PROJECT), *plugins, *sooner, "-n", "1", str(tmp_path)]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_XDIST")}

@@ -6,8 +6,6 @@ import json
 import random
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.forks import Fork
 from tests.full import in_full
 
 ROWS = 18
@@ -263,17 +262,12 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, capsys: pytest.Capture
     argv += ["--system", "Be brief.", "--system", ""]
     out, straight = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     for how, rows, code in (("KILL", "5", -signal.SIGKILL), ("TERM", "3", 143)):
-        ended = subprocess.run(
-            [sys.executable, "-c", KILLED, how, rows, *argv, "--output", str(out), "--batch", "3"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert ended.returncode == code, ended.stderr
+        ended = Fork("-c", KILLED, how, rows, *argv, "--output", str(out), "--batch", "3")
+        _, errors = ended.communicate(120)
+        assert ended.returncode == code, errors
         assert not out.exists()
         assert partial_path(out).exists()
-    assert f"finished rows are in {partial_path(out)}, and the same command continues with it" in ended.stderr
+    assert f"finished rows are in {partial_path(out)}, and the same command continues with it" in errors
     assert len(partial_path(out).read_bytes().splitlines()) >= 1 + 4 + 2
     assert cli.main(["inspect", str(partial_path(out))]) == 2, "it is not taken for data"
     assert cli.main([*argv, "--output", str(out), "--head", head, "--batch", "2"]) == 0

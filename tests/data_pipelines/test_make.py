@@ -9,8 +9,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +62,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.shards import ShardReader, unfinished_folder
 from eagle_mlx.target import Target
 from tests.fakes import interrupt_after, talking_target_folder, tiny_head, tiny_target
+from tests.forks import Fork
 from tests.full import in_full
 
 ENDS = (2, *range(5, 4096, 7))
@@ -656,7 +655,7 @@ def test_loops_are_not_written_to_their_end(
         engine = capturing(target, 1) if number == 2 else Engine(target, max_batch=1)
         place = place_at(tmp_path / "shards", target) if number == 2 else None
         positions_read.clear()
-        reports.append(make_to_file(engine, greedy, Wanted(rows=3), tmp_path / f"{number}.jsonl", place=place))
+        reports.append(make_to_file(engine, greedy, Wanted(rows=2), tmp_path / f"{number}.jsonl", place=place))
         read.append(sum(positions_read))
         assert (tmp_path / f"{number}.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
     assert reports[0] == reports[1] == reports[2]
@@ -715,10 +714,9 @@ def test_the_command_goes_on_after_a_kill_and_tells_what_it_made(
     out, straight = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     argv = ["make", "--target", str(model), "--rows", "6", "--max-tokens", "8", "--user-tokens", "40"]
     killed = [*argv, "--output", str(out), "--capture", str(tmp_path / "shards")]
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, *killed, "--batch", "3"], capture_output=True, timeout=120, check=False
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    ended = Fork("-c", KILLED, *killed, "--batch", "3")
+    _, errors = ended.communicate(120)
+    assert ended.returncode == -signal.SIGKILL, errors
     assert not out.exists()
     assert cli.main(killed) == 0
     said = capsys.readouterr().out

@@ -118,7 +118,7 @@ def questions(count: int) -> list[Conversation]:
 
 def test_order_company_and_drafts_change_nothing(target: Target) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, top_k=50, top_p=0.9, seed=1, stop_token_ids=STOPS[::9])
-    asked = [c for n in range(9) for c in (chat((U, f"{n}")), chat((U, f"{n}?"), (A, "x"), (U, "and then?"), (A, "y")))]
+    asked = [c for n in range(6) for c in (chat((U, f"{n}")), chat((U, f"{n}?"), (A, "x"), (U, "and then?"), (A, "y")))]
     alone = answered(Engine(target, max_batch=1), asked, params)
     assert len({c.messages for c in alone}) == len(asked)
     head = HeadProposer(tiny_head(target))

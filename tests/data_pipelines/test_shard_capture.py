@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -25,9 +22,9 @@ from eagle_mlx.shards import ShardReader, ShardWriter, unfinished_folder
 from eagle_mlx.shards.format import UNFINISHED, Manifest
 from tests.data_pipelines.rows import AUX, conversations
 from tests.fakes import tiny_target
+from tests.forks import Fork
 from tests.full import in_full, some
 
-ROOT = Path(__file__).parent.parent.parent
 TARGET = tiny_target()
 SHARDS = 10
 
@@ -105,13 +102,12 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path: Path) ->
     with captured.open(tmp_path / "whole") as shards:
         captured.run(shards)
     draw, folder, kept, kills = random.Random(0), tmp_path / "s", 0, 0
-    command = [sys.executable, "-m", "tests.data_pipelines.capture_until_killed", str(folder)]
     attempts = in_full(5, 3)
     for number in range(attempts):
         seconds = draw.uniform(0.01, 0.2) if number < attempts - 1 else 60
-        ended = subprocess.run([*command, str(seconds)], cwd=ROOT, env=dict(os.environ), timeout=120, check=False)
-        kills += ended.returncode == -signal.SIGKILL
-        if ended.returncode == 0:
+        code = Fork("tests.data_pipelines.capture_until_killed", str(folder), str(seconds)).wait(120)
+        kills += code == -signal.SIGPROF
+        if code == 0:
             break
         with pytest.raises(ShardError, match="not finished|not a folder of shards"):
             ShardReader(folder)

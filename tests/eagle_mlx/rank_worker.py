@@ -120,14 +120,16 @@ def plain_texts(
     return [output.tokens for output in engine.generate(prompts, params)]
 
 
-def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Plan]) -> dict[str, list[int]]:
-    """Compare greedy and seeded texts in several modes with the whole target's plain ones."""
+def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Sequence[Plan]]) -> dict[str, list[int]]:
+    """Compare texts in several modes with the whole target's plain ones: first greedy texts, then seeded ones."""
     found = {}
-    for seeded in (False, True) if in_full(True, target.channel.world.size == 2) else (False,):  # three share two cores
-        params = sampling(seeded)
+    for seeded, own in enumerate(plans):
+        if not own:
+            continue
+        params = sampling(bool(seeded))
         texts = plain_texts(whole, params)
         known = {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
-        for plan in plans:
+        for plan in own:
             for rows in in_full((1, 4), (1,) if seeded else (4,)):
                 read = (0, 1) if target.has_all_layers else ()
                 proposer: Any = Oracle(known, wrong=0.3, aux_layers=read) if plan.depth else None
@@ -151,9 +153,11 @@ def architectures(world: World, shard: str, *names: str) -> dict[str, Any] | Non
     Ranks but the first return None.
     """
     found: dict[str, Any] = {}
-    for name in names:
+    for number, name in enumerate(names):
         whole = Target(whole_model(name, world.size), None, "whole")
-        plans = [Plan(3)] if why_no_trees(whole) else [Plan(3, nodes=7)]
+        plan = Plan(3) if why_no_trees(whole) else Plan(3, nodes=7)
+        turn = (number + (shard == "pipeline")) % 2
+        plans = in_full([[plan]] * 2, [[], [plan]] if turn else [[plan], []])
         try:
             found[name] = led(world, whole_model(name, world.size), partial(decodings, whole, plans=plans), shard=shard)
         except TargetError as e:
@@ -162,9 +166,15 @@ def architectures(world: World, shard: str, *names: str) -> dict[str, Any] | Non
 
 
 def every_way(world: World, shard: str, name: str) -> dict[str, Any]:
-    """Decode one architecture with plain rounds, chains, trees and, if a head can read its layers, early exits."""
+    """Decode one architecture with plain rounds, chains, trees and, if a head can read its layers, early exits.
+
+    Unless in full, tensors decode greedily where layers decode with seeds.
+    """
     whole = Target(whole_model(name, world.size), None, "whole")
-    plans = [Plan(0), Plan(4), Plan(3, nodes=9), *([Plan(6, stop_below=0.02)] if shard == "tensor" else [])]
+    plain, *others = Plan(0), Plan(4), Plan(3, nodes=9)
+    exits = [Plan(6, stop_below=0.02)] if shard == "tensor" else []
+    halves = [[plain, *exits], [*others, *exits]] if shard == "tensor" else [others, [plain]]
+    plans = in_full([[plain, *others, *exits]] * 2, halves)
     model = whole_model(name, world.size)
     return cast(dict[str, Any], led(world, model, partial(decodings, whole, plans=plans), shard=shard))
 

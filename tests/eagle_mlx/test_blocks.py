@@ -132,8 +132,9 @@ def test_trees_are_the_chain_with_side_branches(name: str, nodes: int) -> None:
         on_chain.append(nodes_of.get((token, on_chain[-1]), -1))
     assert len(on_chain) > 1
     assert set(parents) <= set(on_chain)  # a branch hangs on the chain
-    plain = em.Engine(TARGET).generate(PROMPTS, GREEDY)
-    trees = em.Engine(TARGET, em.HeadProposer(head), policy=em.FixedPolicy(3, nodes=nodes)).generate(PROMPTS, GREEDY)
+    params = SamplingParams(max_tokens=24)
+    plain = em.Engine(TARGET).generate(PROMPTS, params)
+    trees = em.Engine(TARGET, em.HeadProposer(head), policy=em.FixedPolicy(3, nodes=nodes)).generate(PROMPTS, params)
     assert [output.tokens for output in trees] == [output.tokens for output in plain]
 
 

@@ -446,9 +446,9 @@ def test_cancelling_a_group_leaves_the_other_intact(depth: int, which: str) -> N
         assert row.tokens == ALONE[PROMPTS.index(row.prompt)][: len(row.tokens)]
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("which", ["short", "long"])
-@pytest.mark.parametrize("name", ["dispatch", "collect", "release"])
+@pytest.mark.parametrize(
+    ("name", "which", "depth"), mixed(["dispatch", "collect", "release"], ["short", "long"], [0, 2])
+)
 def test_a_round_that_raises_ends_only_its_own_group(
     name: str, which: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

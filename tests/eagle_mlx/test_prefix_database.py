@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +17,7 @@ from hypothesis import strategies as st
 from eagle_mlx.engine.disk.database import NAME, Database, Entry, entries_of
 from eagle_mlx.engine.prefix_tree import common, keys_of
 from tests.disk_tier import nbytes, said_of
+from tests.forks import Fork
 from tests.full import in_full
 
 MODEL, OTHER = "0" * 32, "1" * 32
@@ -106,8 +105,7 @@ here.write(other, b"x" * 700, 1)
 
 def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     """It had deleted a file to make space, and written another one that has no row yet."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
-    assert done.returncode == -9
+    assert Fork("-c", KILLED, str(tmp_path)).wait(60) == -9
     assert [path.stat().st_size for path in tmp_path.glob("*/*.safetensors")] == [700]
     (tmp_path / MODEL / "notes.txt").touch()
     database = opened(tmp_path)

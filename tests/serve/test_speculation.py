@@ -189,7 +189,8 @@ def test_layers_that_do_not_divide_into_groups_are_not_quantized() -> None:
     quantize(target.model, "4bit")
     kinds = {type(module) for _, module in target.model.named_modules()}
     assert nn.QuantizedLinear in kinds
-    assert em.Engine(tiny_target(hidden=64), em.DraftModelProposer(em.Target(target.model))).generate([[1, 2, 3]])
+    engine = em.Engine(tiny_target(hidden=64), em.DraftModelProposer(em.Target(target.model)))
+    assert engine.generate([[1, 2, 3]], em.SamplingParams(max_tokens=4))[0].tokens
     odd = tiny_target(hidden=32)
     quantize(odd.model, "4bit")
     assert type(odd.model.model.layers[0].self_attn.q_proj) is nn.Linear

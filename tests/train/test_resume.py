@@ -27,6 +27,7 @@ from eagle_mlx.train.config import flag
 from eagle_mlx.train.kinds import KINDS
 from eagle_mlx.train.run import state
 from tests.eagle_mlx.heads import eagle3
+from tests.forks import Fork
 from tests.full import in_full
 
 SMALL = [
@@ -243,8 +244,7 @@ class Process:
     """eagle-train in its own process."""
 
     def __init__(self, *args: str):
-        command = [sys.executable, "-m", "eagle_mlx.train.cli", *args]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = Fork("eagle_mlx.train.cli", *args, merged=True)
 
     def wait_for(self, there: Any, seconds: float = 60) -> None:
         end = time.monotonic() + seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import sys
@@ -9,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
+from typing import Any
 
 import httpx
 import openai
 import pytest
+import uvicorn.server
 
 import eagle_mlx as em
 from eagle_mlx.request_state import RequestState
@@ -40,6 +43,19 @@ def loaded_format(name: str, **settings: int | None) -> Loaded:
     target = given_target_of(name)
     made = em.Engine(target, em.NgramProposer(), policy=em.FixedPolicy(DEPTH), max_batch=4, **settings)  # type: ignore[arg-type]
     return Loaded(made, "ngram", DEPTH)
+
+
+class Hasty:
+    """`asyncio` for uvicorn, which sleeps 0.1 s before it looks for its end, and again when it ends."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
+
+uvicorn.server.asyncio = Hasty()  # type: ignore[assignment]
 
 
 class Live:

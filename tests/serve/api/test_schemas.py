@@ -87,7 +87,7 @@ def test_a_server_with_hanging_threads_ends_in_time(monkeypatch: pytest.MonkeyPa
     made = Server(
         create_app(one_model(lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0}), wide(drain_seconds=0.1)))
     )
-    made.config.timeout_graceful_shutdown = 1
+    made.config.timeout_graceful_shutdown = 0.2  # type: ignore[assignment]  # asyncio accepts it
     sock = listen("127.0.0.1", 0)
     thread = Thread(target=made.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from eagle_mlx.serve.api.loader import LoadConfig
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target_options import TargetOptions
 from tests.fakes import tiny_head, tiny_target_folder
+from tests.forks import Fork
 from tests.full import FULL
 from tests.processes import ended, free_ports, needs_ring, start
 
@@ -34,7 +34,7 @@ PROMPT = "def median(values):"
 class Shared:
     """Two processes; the first one listens."""
 
-    processes: list[subprocess.Popen[str]]
+    processes: list[Fork]
     http: httpx.Client
 
     def until_ready(self) -> None:
