@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, cast
 
 from eagle_mlx.errors import PromptError
@@ -90,8 +91,23 @@ class Chunk:
     text: str
     """Final text. Incomplete characters and possible beginnings of stop strings are held back."""
     tokens: list[int]
+    from_draft: bytes
+    """A byte for each token: 1 if it is an accepted draft token."""
     output: Output | None
     """The complete output; only in the last chunk."""
+
+
+def draft_runs(from_draft: bytes | bytearray) -> list[tuple[slice, bool]]:
+    """Return the runs of accepted draft tokens and of the target's own in a chunk, in order, and which are drafted.
+
+    A chunk without tokens has one empty run.
+    """
+    runs, start = [], 0
+    for drafted, run in groupby(from_draft):
+        end = start + len(list(run))
+        runs.append((slice(start, end), bool(drafted)))
+        start = end
+    return runs or [(slice(0, 0), False)]
 
 
 def make_request(

@@ -47,6 +47,8 @@ class RequestState:
         self.request = request
         self.stops, self.grammar, self.watcher = stops, grammar, watcher
         self.tokens = list(tokens)
+        self.from_draft = bytearray(len(self.tokens))
+        """A byte for each token: 1 if it is an accepted draft token."""
         self.logprobs: list[TokenLogprob] = []
         self.rounds = 0
         self.drafted_by_position: list[int] = []
@@ -171,7 +173,9 @@ class RequestState:
         taken = len(self.tokens) - before
         self.overran = taken < len(tokens)
         self.logprobs.extend(logprobs[:taken])
-        self._count(drafted, min(taken, len(tokens) - 1))
+        accepted = min(taken, len(tokens) - 1)
+        self.from_draft += b"\1" * accepted + bytes(taken - accepted)
+        self._count(drafted, accepted)
         return taken
 
     def fail(self, reason: str, refused: bool = False) -> None:

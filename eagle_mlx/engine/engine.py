@@ -192,9 +192,9 @@ class Engine:
             while output is None:
                 if len(request.tokens) == seen and not request.finish_reason:  # another caller may have stepped
                     self.step()
-                new, seen = request.tokens[seen:], len(request.tokens)
+                new, marks, seen = request.tokens[seen:], bytes(request.from_draft[seen:]), len(request.tokens)
                 output = self.output(request) if request.finish_reason else None
-                yield Chunk(text.push(new) if output is None else text.finish(output.text), new, output)
+                yield Chunk(text.push(new) if output is None else text.finish(output.text), new, marks, output)
         finally:
             self.cancel(request)
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
-from eagle_mlx.request import Output
+from eagle_mlx.request import Output, draft_runs
 from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError, Shape
@@ -260,10 +260,17 @@ class Choices(Answer):
     def writers(self) -> Sequence[Writer]:
         self._open = f"data: {dumps(self._head(self.chunk_kind))[:-1]},"
         self._tail = ',"usage":null' if self.body.usage_wanted else ""
-        return [self.writer(index) for index in range(len(self.requests))]
+        writers = [self.writer(index) for index in range(len(self.requests))]
+        if not self.body.drafts_wanted:
+            return writers
+        self._drafted = [0] * len(writers)
+        return [_ByDraft(*each, self._drafted) for each in zip(writers, self.requests, strict=True)]
 
     def chunk(self, index: int, piece: str, logprobs: str = "null", finish: str = "null", more: str = "") -> str:
         """piece: the choice's own field, as JSON. more: further fields of the chunk, starting with a comma."""
+        if self.body.drafts_wanted:
+            more = f',"draft_n_accepted":{self._drafted[index]}{more}'
+            self._drafted[index] = 0
         choice = f'{{"index":{index},{piece},"logprobs":{logprobs},"finish_reason":{finish}}}'
         return f'{self._open}"choices":[{choice}]{self._tail}{more}}}\n\n'
 
@@ -290,6 +297,26 @@ class Choices(Answer):
             return DONE
         usage = dumps(self._usage(outputs))
         return f'{self._open}"choices":[],"usage":{usage}{_stats(self.call, outputs)}}}\n\n'.encode() + DONE
+
+
+class _ByDraft:
+    """Writes accepted draft tokens and the target's own tokens in separate chunks, and counts the former."""
+
+    def __init__(self, writer: Writer, request: RequestState, drafted: list[int]):
+        """drafted: accepted draft tokens of each choice that no chunk has reported yet."""
+        self.open, self.close = writer.open, writer.close
+        self._writer, self._request, self._drafted = writer, request, drafted
+        self._seen = 0
+
+    def write(self, event: RequestEvent) -> str:
+        start, self._seen = self._seen, self._seen + len(event.tokens)
+        pieces = []
+        for part, drafted in draft_runs(self._request.from_draft[start : self._seen]):
+            tokens = event.tokens[part]
+            self._drafted[event.index] += drafted * len(tokens)
+            output = event.output if part.stop == len(event.tokens) else None
+            pieces.append(self._writer.write(RequestEvent(event.index, tokens, event.logprobs[part], output)))
+        return "".join(pieces)
 
 
 def error_event(error: ApiError) -> bytes:

@@ -48,6 +48,8 @@ class Obfuscation(Body):
 
 class StreamOptions(Obfuscation):
     include_usage: bool | None = None
+    include_draft_n_accepted: bool | None = None
+    """Report the accepted draft tokens of each chunk. They come in chunks of their own."""
 
 
 class JsonSchema(Body):
@@ -148,6 +150,10 @@ class Request(OpenAIRequest):
     @property
     def usage_wanted(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def drafts_wanted(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_draft_n_accepted)
 
 
 class CompletionRequest(Request):

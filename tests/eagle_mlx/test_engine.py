@@ -16,6 +16,7 @@ import eagle_mlx as em
 from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import CONFIDENCE_LAG, Context, Plan, RoundResult
+from eagle_mlx.request import draft_runs
 from eagle_mlx.sampling_params import Drafter
 from tests.fakes import Oracle, tiny_head, tiny_target
 from tests.full import diagonal, in_full
@@ -222,6 +223,40 @@ def test_streamed_chunks_make_up_the_text(params: em.SamplingParams) -> None:
     assert chunks[-1].output == whole
     assert all(chunk.output is None for chunk in chunks[:-1])
     assert len(chunks) == whole.rounds
+    assert [len(chunk.from_draft) for chunk in chunks] == [len(chunk.tokens) for chunk in chunks]
+    assert sum(sum(chunk.from_draft) for chunk in chunks) == whole.accepted
+
+
+def marked(engine: em.Engine, params: em.SamplingParams) -> tuple[list[int], list[int]]:
+    """Stream one prompt; return its tokens and their marks, which must follow from the results of the rounds."""
+    results: list[RoundResult] = []
+    engine.observer = results.append
+    chunks = list(engine.stream([7, 8], params))
+    marks = [mark for chunk in chunks for mark in chunk.from_draft]
+    counts = [(result.kept[0], result.taken[0]) for result in results if result.taken[0]]
+    assert marks == [int(at < kept) for kept, taken in counts for at in range(taken)]
+    runs = [(chunk.tokens[part], drafted) for chunk in chunks for part, drafted in draft_runs(chunk.from_draft)]
+    assert [int(drafted) for tokens, drafted in runs for _ in tokens] == marks
+    return [token for tokens, _ in runs for token in tokens], marks
+
+
+def test_chunks_mark_accepted_drafts_up_to_the_end() -> None:
+    [whole] = em.Engine(TALKER).generate([[7, 8]], em.SamplingParams(max_tokens=30))
+    engine = em.Engine(TALKER, Oracle({(7, 8): whole.tokens}, 0.1), policy=em.FixedPolicy(3))
+    tokens, marks = marked(engine, em.SamplingParams(max_tokens=30))
+    assert tokens == whole.tokens
+    assert 0 < sum(marks) < len(marks) - 1
+    ends = 0
+    for at, token in enumerate(tokens):
+        if tokens.index(token) == at and not ends:
+            stopped, marks = marked(engine, em.SamplingParams(max_tokens=30, stop_token_ids=(token,)))
+            assert stopped == tokens[: at + 1]
+            ends += marks[-1]
+    assert ends, "no text ended with a draft token"
+
+
+def test_a_chunk_without_tokens_is_one_empty_run() -> None:
+    assert draft_runs(b"") == [(slice(0, 0), False)]
 
 
 def test_a_stream_ends_before_its_stop_token() -> None:

@@ -114,6 +114,27 @@ def test_streamed_pieces_make_up_the_answer(server: Live, sampling: dict[str, An
     assert chunks[-1].timings["draft_n_accepted"] == whole.timings["draft_n_accepted"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [("chat/completions", {"n": 2}), ("chat/completions", {"logprobs": True}), ("completions", {"logprobs": 1})],
+)
+def test_chunks_count_accepted_draft_tokens_on_request(server: Live, path: str, more: dict[str, Any]) -> None:
+    body = {"messages": MESSAGES} if path.startswith("chat") else {"prompt": PROMPT}
+    body |= {"max_tokens": 40, "temperature": 0, **more}
+    whole = server.http.post(f"/v1/{path}", json=body).json()
+    options = {"include_draft_n_accepted": True, "include_usage": True}
+    text = server.http.post(f"/v1/{path}", json={**body, "stream": True, "stream_options": options}).text
+    *chunks, last = [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n")[:-2]]
+    assert sum(chunk["draft_n_accepted"] for chunk in chunks) == last["timings"]["draft_n_accepted"]
+    assert last["timings"]["draft_n_accepted"] == whole["timings"]["draft_n_accepted"] > 0
+    for choice in whole["choices"]:
+        pieces = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        read = "".join(piece["text"] if "text" in piece else piece["delta"].get("content", "") for piece in pieces)
+        assert read == (choice["text"] if "text" in choice else choice["message"]["content"])
+    plain = server.http.post(f"/v1/{path}", json={**body, "stream": True}).text
+    assert not any("draft_n_accepted" in json.loads(event[6:]) for event in plain.split("\n\n")[:-2])
+
+
 def test_the_wire_form_of_a_stream(server: Live) -> None:
     body = {"prompt": "x", "max_tokens": 3, "stream": True, "temperature": 0}
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
