@@ -22,6 +22,7 @@ PAGE = ROOT / "docs" / "flags.md"
 COMMANDS = (
     ("eagle-serve",),
     ("eagle-generate",),
+    ("eagle-chat",),
     ("eagle-bench",),
     ("eagle-train",),
     ("eagle-train", "report"),
@@ -38,8 +39,8 @@ COMMANDS = (
 )
 INTRODUCTION = """# Flags
 
-`python docs/flags.py` writes this page from `--help`, which has the full texts and examples. Flags that commands share
-are under a heading that names the commands. `--no-` before a switch, as in `--no-ngram`, turns it off.
+`python docs/flags.py` writes this page from `--help`, which has full texts and examples. `--no-ngram` turns a switch
+off.
 """
 Row = tuple[str, str, str]
 """Flag, default, and what it does."""
@@ -99,7 +100,15 @@ def page() -> str:
     sections: dict[tuple[str, ...], list[Row]] = {(" ".join(command),): [] for command in COMMANDS}
     for row, commands in users.items():
         sections.setdefault(tuple(commands), []).append(row)
-    return "\n".join([INTRODUCTION, *(table(", ".join(commands), rows) for commands, rows in sections.items())])
+    return "\n".join([INTRODUCTION, *(table(title(commands), rows) for commands, rows in sections.items())])
+
+
+def title(commands: tuple[str, ...]) -> str:
+    """Return the names of commands, and subcommands of the same command without its name."""
+    names = [command.partition(" ") for command in commands]
+    befores: list[tuple[str, str, str]] = [("", "", ""), *names]
+    same = [name[0] == before[0] and before[2] for name, before in zip(names, befores, strict=False)]
+    return ", ".join(name[2] if short else "".join(name) for name, short in zip(names, same, strict=True))
 
 
 def table(title: str, rows: list[Row]) -> str:

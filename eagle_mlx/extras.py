@@ -70,6 +70,7 @@ data = partial(_run, "eagle-data", "data_pipelines.cli:main", "train")
 train = partial(_run, "eagle-train", "train.cli:main", "train")
 convert = partial(_run, "eagle-convert", "train.convert.cli:main")
 publish = partial(_run, "eagle-publish", "train.publish.cli:main", "train")
+chat = partial(_run, "eagle-chat", "serve.terminal_chat:main")
 generate = partial(_run, "eagle-generate", "serve.generate:main")
 bench = partial(_run, "eagle-bench", "serve.bench.cli:main")  # it checks for the package that `--plot` needs
 heads = partial(_run, "eagle-heads", "serve.heads:main")

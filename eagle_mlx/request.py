@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, cast
 
+from jinja2 import TemplateError
+
 from eagle_mlx.errors import PromptError
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
@@ -153,7 +155,10 @@ def make_request(
 
 
 def encode(target: Target, prompt: Prompt) -> list[int]:
-    """Return the prompt's token ids. Raises PromptError for text if the target has no tokenizer."""
+    """Return the prompt's token ids.
+
+    Raises PromptError for text if the target has no tokenizer, or if the chat template refuses the messages.
+    """
     if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
         return list(cast(Sequence[int], prompt))
     tokenizer = target.tokenizer
@@ -161,4 +166,7 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
         raise PromptError("this target has no tokenizer; give prompts as lists of token ids")
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
-    return list(tokenizer.apply_chat_template(list(prompt), tokenize=True, add_generation_prompt=True))
+    try:
+        return list(tokenizer.apply_chat_template(list(prompt), tokenize=True, add_generation_prompt=True))
+    except TemplateError as e:
+        raise PromptError(f"the chat template of {target.name} refuses these messages: {e}") from e

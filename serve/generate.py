@@ -5,25 +5,23 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
 
 from eagle_mlx.command import exit_code, read
-from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import OutputError, PromptError
 from eagle_mlx.files import write_output
 from eagle_mlx.request import Output
 from eagle_mlx.request import Prompt as EnginePrompt
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.setting import Group, setting
+from eagle_mlx.setting import setting
 from eagle_mlx.target import Target
-from eagle_mlx.target_options import TargetOptions
 
+from .colors import COLOR_HELP, has_color, renderer
+from .decoding_options import DecodingOptions
 from .prompts import Question, read_questions
-from .speculation import TARGET_HELP, MemoryOptions, Speculation, load_proposer
 
 EPILOG = """\
 examples:
@@ -38,28 +36,7 @@ not depend on drafts or on other prompts. Without a seed, sampled text follows t
 
 
 @dataclass(frozen=True)
-class SamplingOptions(Group):
-    """How tokens are sampled, and when the text ends."""
-
-    max_tokens: int = setting(SamplingParams.max_tokens, "maximum number of new tokens")
-    temperature: float = setting(SamplingParams.temperature, "0 is greedy")
-    top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens")
-    top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens")
-    min_p: float = setting(SamplingParams.min_p, "0 keeps all tokens")
-    repetition_penalty: float = setting(SamplingParams.repetition_penalty, "1 for no penalty")
-    presence_penalty: float = setting(SamplingParams.presence_penalty, "0 for no penalty")
-    frequency_penalty: float = setting(SamplingParams.frequency_penalty, "0 for no penalty")
-    stop: tuple[str, ...] = setting((), "stop before this text; repeatable", metavar="TEXT", repeat=True)
-    seed: int | None = setting(None, "seed that makes sampled text repeatable")
-    ignore_eos: bool = setting(False, "continue after the model's end-of-text token")
-
-    def params(self) -> SamplingParams:
-        """Return the parameters for the engine. Raises ConfigError for a value out of range."""
-        return SamplingParams(**self.flat())
-
-
-@dataclass(frozen=True)
-class GenerateOptions(Group):
+class GenerateOptions(DecodingOptions):
     """Prompts, and how to answer them."""
 
     text: str | None = setting(None, "prompt for the model; `-` reads standard input", name="PROMPT", positional=True)
@@ -67,15 +44,8 @@ class GenerateOptions(Group):
     file: Path | None = setting(None, "prompts: rows with `messages`, `prompt` or `turns`", metavar="FILE.jsonl")
     output: Path | None = setting(None, "file for answers (default: standard output)", metavar="FILE.jsonl")
     batch: int = setting(8, "prompts to decode together, with --file")
-    kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
-    system: str | None = setting(None, "system prompt", metavar="TEXT")
     raw: bool = setting(False, "do not apply the chat template to the prompt")
-    quiet: bool = setting(False, "print only the text")
-    target: str | None = setting(None, TARGET_HELP, metavar="MODEL")
-    memory: MemoryOptions = field(default_factory=MemoryOptions)
-    speculation: Speculation = field(default_factory=Speculation)
-    loading: TargetOptions = field(default_factory=TargetOptions)
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    color: bool = setting(False, COLOR_HELP)
 
     def _check(self) -> None:
         if [self.text, self.flagged, self.file].count(None) != 2:
@@ -84,15 +54,12 @@ class GenerateOptions(Group):
             raise OutputError("--output needs --file; the answer to a single prompt is printed")
         if self.output is not None and self.output.exists():
             raise OutputError(f"{self.output} exists already; name another file")
+        if self.color and self.file is not None:
+            raise OutputError("--color shows one answer; leave out --color or --file")
 
     @property
     def prompt(self) -> str:
         return self.text or self.flagged or ""
-
-    def say(self, text: str) -> None:
-        """Print a line about the run to stderr, unless quiet."""
-        if not self.quiet:
-            print(text, file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,14 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(options: GenerateOptions) -> None:
-    options.say(f"blas: {blas.activate()}")
-    params, loading = options.sampling.params(), options.loading
-    name, speculation = options.speculation.for_target(options.target)
-    target = loading.load(name)
-    speculation, proposer = load_proposer(speculation, target, name, options.say)
-    loading.wire_active()
-    engine = speculation.engine(target, proposer, options.memory, max_batch=options.batch, kv_bits=options.kv_bits)
-    options.say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *speculation.notes(engine)]))
+    params, engine = options.sampling.params(), options.engine(options.batch)
     began = perf_counter()
     outputs = _one(engine, options, params) if options.file is None else _many(engine, options, params)
     options.say(summary(outputs, perf_counter() - began))
@@ -118,8 +78,9 @@ def _generate(options: GenerateOptions) -> None:
 def _one(engine: Engine, options: GenerateOptions, params: SamplingParams) -> list[Output]:
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     outputs = []
+    render = renderer(engine.target.tokenizer, params.stop, options.color and has_color(sys.stdout))
     for chunk in engine.stream(prompt_of(text, engine.target, options), params):
-        print(chunk.text, end="", flush=True)
+        print(render(chunk), end="", flush=True)
         outputs += [chunk.output] if chunk.output is not None else []
     print()
     return outputs

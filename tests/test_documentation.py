@@ -86,8 +86,10 @@ def known_flags() -> dict[str, set[str]]:
         rows = re.findall(r"^\|`([^`]+)`", body, re.MULTILINE)
         flags = {flag for row in rows for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", row)}
         flags |= {f"--no-{row[2:]}" for row in rows if re.fullmatch(r"--[\w-]+", row)}
-        for command in title.split(", "):
-            found.setdefault(command, set()).update(flags)
+        program = ""
+        for command in title.split(", "):  # a subcommand may follow another one of the same command
+            program = command.split()[0] if command.startswith("eagle-") else program
+            found.setdefault(command if command.startswith(program) else f"{program} {command}", set()).update(flags)
     return found
 
 

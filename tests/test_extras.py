@@ -44,7 +44,7 @@ for each, name in zip(entry.split(","), commands):
         codes.append(end.code)
 sys.exit(any(codes))
 """
-BASE_COMMANDS = ("eagle-bench", "eagle-convert", "eagle-doctor", "eagle-generate", "eagle-heads")
+BASE_COMMANDS = ("eagle-bench", "eagle-chat", "eagle-convert", "eagle-doctor", "eagle-generate", "eagle-heads")
 NEEDS = {"eagle-data": "train", "eagle-publish": "train", "eagle-serve": "serve", "eagle-train": "train"}
 OF_EXTRAS = {module: name for extra in EXTRAS.values() for name, module in extra.items()}
 

@@ -14,7 +14,7 @@ ALLOWED_BETWEEN = {("train", "data_pipelines")}
 """The only import between applications, and only of names in the other's `__init__`."""
 MODEL_MODULES = ("eagle_mlx.target", "eagle_mlx.cache", "eagle_mlx.heads")
 """The only modules that use mlx_lm.models."""
-COMMAND_LINES = ("eagle_mlx.serve.generate", "eagle_mlx.serve.heads")
+COMMAND_LINES = ("eagle_mlx.serve.generate", "eagle_mlx.serve.heads", "eagle_mlx.serve.terminal_chat")
 """Commands in modules not called `cli`."""
 HOOKS = "eagle_mlx.hooks"
 """The only module that changes the class of modules."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -176,7 +176,7 @@ class Engine:
                 self.cancel(request)
         return [self.output(request) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """Decode one prompt alongside others and yield what each round adds. Raises the same errors as `generate`.
 
         The target needs a tokenizer. Closing the iterator cancels the request.

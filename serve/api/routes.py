@@ -166,7 +166,7 @@ HEADERS = {
 
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def page() -> HTMLResponse:
-    """Return the web page, which requests only this server's own metrics."""
+    """Return the web page, which sends requests only to this server."""
     return HTMLResponse(PAGE, headers=HEADERS)
 
 

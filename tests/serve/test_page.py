@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import eagle_mlx as em
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.routes import HEADERS, PAGE
+from eagle_mlx.serve.colors import renderer
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 from tests.serve.browser import Page, browser, chromium
 
 browsing = pytest.mark.skipif(chromium() is None, reason="no Chromium; on Debian: apt-get install chromium")
 NOTHING = "\u2013"
 """Shown in place of a missing number."""
+GREEN = re.compile("\x1b\\[32m(.*?)\x1b\\[0m", re.DOTALL)
 HASTE = """{
   const wait = setTimeout, now = performance.now.bind(performance);
   setTimeout = (next, ms) => wait(next, ms / 5);
@@ -217,6 +220,38 @@ def test_the_page_asks_for_a_key_and_keeps_it_in_the_tab(page: Page) -> None:
         assert page.js("document.querySelector('#key').value + localStorage.length + document.cookie") == "0"
         page.goto(running.base + "/")
         page.until("document.querySelector('#model').innerText === 'tiny'")
+
+
+@browsing
+def test_the_page_has_a_box_that_colors_accepted_draft_tokens(page: Page) -> None:
+    prompt = "def f(x):"
+    with live(lambda: Loaded(engine(context=64), "ngram", DEPTH, {"temperature": 0.0})) as running:
+        reference = engine(context=64)
+        chunks = list(reference.stream([{"role": "user", "content": prompt}], em.SamplingParams(max_tokens=512)))
+        whole = chunks[-1].output
+        assert whole is not None
+        assert 0 < whole.accepted < len(whole.tokens)
+        page.open(running.base + "/")
+        page.until("document.querySelector('#model').innerText === 'tiny'")
+        assert "colored" in page.text("#answer-note")
+        page.js(f"document.querySelector('#prompt').value = {prompt!r}")
+        page.js("document.querySelector('#send').click()")
+        page.until("document.querySelector('#answer-note').innerText.includes('tokens/s')")
+        assert page.js("document.querySelector('#answer').textContent") == whole.text
+        drafted = "[...document.querySelectorAll('#answer .drafted')].map(each => each.textContent).join('')"
+        colored = renderer(reference.target.tokenizer, (), color=True)
+        assert page.js(drafted) == "".join(GREEN.findall("".join(map(colored, chunks))))
+        assert f"{whole.accepted} of {len(whole.tokens)} tokens drafted" in page.text("#answer-note")
+        assert page.text("#answer-note").startswith(f"τ {whole.acceptance_length:.2f}, ")
+        assert page.text("#send") == "Send"
+        with running.slowed():
+            page.js("document.querySelector('#send').click()")
+            page.until("document.querySelector('#send').innerText === 'Stop'")
+            page.js("document.querySelector('#send').click()")
+            page.until("document.querySelector('#answer-note').innerText === 'stopped'")
+        page.js("document.querySelector('#prompt').value = 'x '.repeat(4000)")
+        page.js("document.querySelector('#send').click()")
+        page.until("document.querySelector('#answer-note').innerText.startsWith('No answer: ')")
 
 
 def enter(page: Page, key: str) -> None:

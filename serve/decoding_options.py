@@ -1,0 +1,69 @@
+"""Settings of the commands that decode text themselves: the model, how it drafts, and how it samples."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Literal
+
+from eagle_mlx.cpu import blas
+from eagle_mlx.engine import Engine
+from eagle_mlx.memory import prefix_cache_bytes
+from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.setting import Group, setting
+from eagle_mlx.target_options import TargetOptions
+
+from .speculation import TARGET_HELP, MemoryOptions, Speculation, load_proposer
+
+
+@dataclass(frozen=True)
+class SamplingOptions(Group):
+    """How tokens are sampled, and when the text ends."""
+
+    max_tokens: int = setting(SamplingParams.max_tokens, "maximum new tokens")
+    temperature: float = setting(SamplingParams.temperature, "0 is greedy")
+    top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens")
+    top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens")
+    min_p: float = setting(SamplingParams.min_p, "0 keeps all tokens")
+    repetition_penalty: float = setting(SamplingParams.repetition_penalty, "1 for no penalty")
+    presence_penalty: float = setting(SamplingParams.presence_penalty, "0 for no penalty")
+    frequency_penalty: float = setting(SamplingParams.frequency_penalty, "0 for no penalty")
+    stop: tuple[str, ...] = setting((), "stop before this text; repeatable", metavar="TEXT", repeat=True)
+    seed: int | None = setting(None, "seed that makes sampled text repeatable")
+    ignore_eos: bool = setting(False, "continue after the model's end-of-text token")
+
+    def params(self) -> SamplingParams:
+        """Return the parameters for the engine. Raises ConfigError for a value out of range."""
+        return SamplingParams(**self.flat())
+
+
+@dataclass(frozen=True)
+class DecodingOptions(Group):
+    """A model, and how it decodes."""
+
+    kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
+    system: str | None = setting(None, "system prompt", metavar="TEXT")
+    quiet: bool = setting(False, "print only the text")
+    target: str | None = setting(None, TARGET_HELP, metavar="MODEL")
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    speculation: Speculation = field(default_factory=Speculation)
+    loading: TargetOptions = field(default_factory=TargetOptions)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+    def say(self, text: str) -> None:
+        """Print a line about the run to stderr, unless quiet."""
+        if not self.quiet:
+            print(text, file=sys.stderr)
+
+    def engine(self, max_batch: int, cache_prefixes: bool = False) -> Engine:
+        """Load the models and return an engine. Raises EagleError."""
+        self.say(f"blas: {blas.activate()}")
+        name, speculation = self.speculation.for_target(self.target)
+        target = self.loading.load(name)
+        speculation, proposer = load_proposer(speculation, target, name, self.say)
+        self.loading.wire_active()
+        prefixes = prefix_cache_bytes(target.free_memory) if cache_prefixes else 0
+        more = {"max_batch": max_batch, "kv_bits": self.kv_bits, "prefix_cache_bytes": prefixes}
+        engine = speculation.engine(target, proposer, self.memory, **more)
+        self.say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *speculation.notes(engine)]))
+        return engine

@@ -1,0 +1,203 @@
+"""The command `eagle-chat`: a conversation in the terminal, in which accepted draft tokens have another color."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from time import perf_counter
+
+from eagle_mlx.command import Stop, Stopped, exit_code, read
+from eagle_mlx.engine import Engine
+from eagle_mlx.errors import EagleError, PromptError
+from eagle_mlx.request import Chunk, encode
+from eagle_mlx.setting import setting
+
+from .colors import COLOR_HELP, DIM, has_color, painted, renderer
+from .decoding_options import DecodingOptions, SamplingOptions
+
+COMMANDS = """\
+  /stats          tokens per forward and per second of this chat, and the length of the conversation
+  /clear          forget the conversation
+  /system TEXT    replace the system prompt; without TEXT, show it
+  /exit           end the chat"""
+EPILOG = f"""\
+in the chat:
+{COMMANDS}
+  Ctrl-C stops an answer, Ctrl-D ends the chat.
+
+examples:
+  eagle-chat                                    the embedded target and head
+  eagle-chat --target Qwen3-4B-4bit --system 'Answer in one sentence.' --temperature 0.7
+  printf 'What is 2 + 3?\\nAnd times 4?\\n' | eagle-chat --quiet
+
+Each line of standard input is a turn. Answers go to standard output, everything else to standard error."""
+
+
+@dataclass(frozen=True)
+class ChatSampling(SamplingOptions):
+    """How tokens are sampled, and when an answer ends."""
+
+    max_tokens: int = setting(4096, "maximum new tokens")
+
+
+@dataclass(frozen=True)
+class ChatOptions(DecodingOptions):
+    """A model to chat with."""
+
+    color: bool = setting(True, COLOR_HELP)
+    sampling: ChatSampling = field(default_factory=ChatSampling)
+
+
+@dataclass
+class Tally:
+    """Counts of one answer or of several."""
+
+    answers: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    """Accepted draft tokens."""
+    rounds: int = 0
+    timed: int = 0
+    """Tokens after the first chunk of each answer."""
+    seconds: float = 0.0
+    """The time that these took."""
+
+    def add(self, chunk: Chunk, seconds: float) -> None:
+        """Count a chunk that came this long after the one before."""
+        if self.tokens:
+            self.timed, self.seconds = self.timed + len(chunk.tokens), self.seconds + seconds
+        self.tokens, self.drafted = self.tokens + len(chunk.tokens), self.drafted + sum(chunk.from_draft)
+        # A round ends with the target's own token, unless the text ended within its draft.
+        self.rounds += chunk.from_draft.count(0) + chunk.from_draft.endswith(b"\1")
+
+    def __iadd__(self, other: Tally) -> Tally:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        return self
+
+    def __str__(self) -> str:
+        speed = f"{self.timed / self.seconds:.1f} tokens/s" if self.timed else "too short for tokens/s"
+        return f"τ {self.tokens / max(1, self.rounds):.2f}, {speed}, {self.drafted} of {self.tokens} tokens drafted"
+
+
+class Chat:
+    """A conversation with a model."""
+
+    def __init__(self, engine: Engine, options: ChatOptions):
+        """Raises ConfigError for invalid sampling parameters, and PromptError if the model has no chat template."""
+        tokenizer = engine.target.tokenizer
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise PromptError(f"{engine.target.name} has no chat template; use eagle-generate, which continues text")
+        self.engine, self.tokenizer, self.options = engine, tokenizer, options
+        self.params = options.sampling.params()
+        self.color = options.color and has_color(sys.stdout)
+        self.system, self.turns = options.system, list[dict[str, str]]()
+        self.total = Tally()
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    def run(self) -> None:
+        """Answer lines of standard input until it ends or the user leaves."""
+        while (line := read_line()) is not None:
+            first = line.split(maxsplit=1)[:1]
+            if first and re.fullmatch("/[a-z]+", first[0]):
+                if not self.command(*line.split(maxsplit=1)):
+                    return
+            elif first:
+                self.answer(line)
+
+    def answer(self, line: str) -> None:
+        """Answer a turn, and print the answer and its figures. A turn that cannot be answered is forgotten."""
+        self.turns.append({"role": "user", "content": line})
+        tally, text, began, stop = Tally(answers=1), "", perf_counter(), Stop()
+        render = renderer(self.tokenizer, self.params.stop, self.color)
+        try:
+            with stop.listening(), stop.deferred(), closing(self.engine.stream(self.messages, self.params)) as chunks:
+                for chunk in chunks:
+                    print(render(chunk), end="", flush=True)
+                    text += chunk.text
+                    now = perf_counter()
+                    tally.add(chunk, now - began)
+                    began = now
+                    if chunk.output is not None and chunk.output.error is not None:
+                        raise PromptError(chunk.output.error)
+                    stop.check()
+        except Stopped as e:
+            if e.exit_code != Stopped(signal.SIGINT).exit_code:
+                raise
+        except EagleError as e:
+            self.turns.pop()
+            note(f"error: {e}" if not self.turns else f"error: {e}; /clear forgets the conversation")
+            return
+        print(flush=True)
+        self.turns.append({"role": "assistant", "content": text})
+        self.total += tally
+        self.options.say(painted(str(tally), DIM) if self.color and has_color(sys.stderr) else str(tally))
+
+    def command(self, name: str, text: str = "") -> bool:
+        """Run a command of the chat. Return whether the chat goes on."""
+        match name:
+            case "/exit":
+                return False
+            case "/clear":
+                self.turns.clear()
+                note("the conversation is empty")
+            case "/system":
+                self.system = text.strip() or self.system
+                note(f"system prompt: {self.system or 'none'}")
+            case "/stats":
+                length = len(encode(self.engine.target, self.messages)) if self.turns else 0
+                note(f"{self.total}, {self.total.answers} answers")
+                note(f"the conversation has {length} of {self.engine.target.context_length} tokens")
+            case _:
+                note(f"unknown command {name}; the commands are\n{COMMANDS}")
+        return True
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def read_line() -> str | None:
+    """Return the next line of standard input; None at its end. At a terminal, Ctrl-C discards the line.
+
+    Raises PromptError if it is not UTF-8.
+    """
+    by_hand = sys.stdin.isatty()
+    while True:
+        try:
+            return input("> " if by_hand and sys.stdout.isatty() else "")
+        except EOFError:
+            return None
+        except UnicodeDecodeError as e:
+            raise PromptError(f"standard input cannot be read ({e}); give text in UTF-8") from e
+        except KeyboardInterrupt:
+            if not by_hand:
+                raise
+            note("\nCtrl-D or /exit ends the chat")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run eagle-chat. Returns the exit status: 0, 2 for an error, or 130 if interrupted."""
+    about = "Chat with a model in the terminal. Accepted draft tokens are green."
+    return exit_code(lambda: _chat(read(ChatOptions, argv, "eagle-chat", about, EPILOG)))
+
+
+def _chat(options: ChatOptions) -> None:
+    chat = Chat(options.engine(max_batch=1, cache_prefixes=True), options)
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import_module("readline")  # lets `input` edit lines and remember them
+        options.say(f"{COMMANDS}\nCtrl-C stops an answer, Ctrl-D ends the chat.")
+    chat.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
