@@ -175,6 +175,8 @@ def read_line() -> str | None:
         try:
             return input("> " if by_hand and sys.stdout.isatty() else "")
         except EOFError:
+            if by_hand:
+                note("")
             return None
         except UnicodeDecodeError as e:
             raise PromptError(f"standard input cannot be read ({e}); give text in UTF-8") from e
