@@ -39,8 +39,8 @@ COMMANDS = (
 )
 INTRODUCTION = """# Flags
 
-`python docs/flags.py` writes this page from `--help`, which has full texts and examples. `--no-ngram` turns a switch
-off.
+`python docs/flags.py` writes this page from `--help`, which has full texts and examples. `--no-`, as in `--no-ngram`,
+turns a switch off.
 """
 Row = tuple[str, str, str]
 """Flag, default, and what it does."""
