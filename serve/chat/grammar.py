@@ -19,7 +19,7 @@ from eagle_mlx.errors import ConfigError
 
 from ..processes import Process, ProcessEnded
 from .parser import ReasoningTags
-from .tools import Tool, ToolCallTags
+from .tools import CallForm, Tool, ToolCallTags
 
 Schema = Mapping[str, Any]
 TagWriter = Callable[[str], str]
@@ -46,13 +46,15 @@ def grammar_text(
     rules += _thought(thoughts, thinking, tag)
     answers = []
     if schema is not None:
-        answers.append("json")
+        answers.append(f"{tag(thoughts.answer)} json")
         rules.append(f"json: {_json(schema)}")
     if tools:
         assert calls is not None
+        assert calls.form is not None
         answers.append("calls")
-        rules.append('calls: call ("\\n" call)*' if several else "calls: call")
-        rules += _calls(tools, calls, tag(calls.start), tag)
+        more = f" ({tag(calls.form.outer)} call)*" if several and calls.form.outer is not None else ""
+        rules.append(f"calls: call{more}")
+        rules += _calls(tools, calls.form, tag(calls.form.start), several, tag)
     return "\n".join([*rules, f"answer: {' | '.join(answers)}", ""])
 
 
@@ -73,7 +75,8 @@ def free_text_grammar(tools: Sequence[Tool], calls: ToolCallTags, free_tokens: s
         # A lazy rule ends with the first tag.
         f"open[lazy]: ANY {start}" if start == spelled else f"open: TEXT? {start}",
     ]
-    return "\n".join([*rules, *_calls(tools, calls, "open", tag), ""])
+    assert calls.form is not None
+    return "\n".join([*rules, *_calls(tools, calls.form, "open", True, tag), ""])
 
 
 def _json(schema: Schema) -> str:
@@ -81,14 +84,15 @@ def _json(schema: Schema) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-def _calls(tools: Sequence[Tool], tags: ToolCallTags, opening: str, tag: TagWriter) -> list[str]:
-    """Return the rules of a call: a JSON object of name and arguments on a line, between opening and end tag."""
+def _calls(tools: Sequence[Tool], form: CallForm, opening: str, several: bool, tag: TagWriter) -> list[str]:
+    """Return the rules of a call, or of several in the same tags. opening: the grammar of the opening tag."""
     bodies, rules = [], []
     for index, tool in enumerate(tools):
-        name = json.dumps(f'{{"name": {json.dumps(tool["function"]["name"])}, "arguments": ')
-        bodies.append(f"{name} arguments_{index}")
+        bodies.append(f"{tag(form.name + tool['function']['name'] + form.arguments)} arguments_{index}")
         rules.append(f"arguments_{index}: {_json(parameters_of(tool))}")
-    return [f'call: {opening} "\\n" body "}}\\n" {tag(tags.end)}', f"body: {' | '.join(bodies)}", *rules]
+    more = f" ({tag(form.inner)} one)*" if several and form.inner is not None else ""
+    first = [f"call: {opening} one{more} {tag(form.last)}", f"one: body {tag(form.end)}"]
+    return [*first, f"body: {' | '.join(bodies)}", *rules]
 
 
 def parameters_of(tool: Tool) -> Schema:
@@ -100,11 +104,11 @@ def parameters_of(tool: Tool) -> Schema:
 def _thought(tags: ReasoningTags, thinking: bool, tag: TagWriter) -> list[str]:
     if not tags.think_start:
         return ['before: ""']
-    end = tag(tags.think_end)
+    end, resume = tag(tags.think_end), tag(tags.resume)
     opening = "" if thinking else f"{tag(tags.think_start)} "
     if end.startswith("<"):
-        return [f"before: {opening}THOUGHT {end} BREAKS", "THOUGHT: /(.|\\n)*/", "BREAKS: /\\n{0,2}/"]
-    return [f"before: {opening}thought BREAKS", f"thought[suffix={end}]: /(.|\\n)*/", "BREAKS: /\\n{0,2}/"]
+        return [f"before: {opening}THOUGHT {end} BREAKS {resume}", "THOUGHT: /(.|\\n)*/", "BREAKS: /\\n{0,2}/"]
+    return [f"before: {opening}thought BREAKS {resume}", f"thought[suffix={end}]: /(.|\\n)*/", "BREAKS: /\\n{0,2}/"]
 
 
 MASK_SECONDS = 10.0

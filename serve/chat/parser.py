@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.text import IncrementalText, held_back
 
+from .bare_calls import BareCallParser
 from .tools import Tool, ToolCall, ToolCallParser, safe_length
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class ReasoningTags:
     """For each state (`content`, `reasoning`, or a state of the template's own): tags, and the states they lead to."""
     initial: str = ""
     """The state in which an answer begins, if it is not content or reasoning."""
+    resume: str = ""
+    """The text that follows a thought, before content or calls."""
+    answer: str = ""
+    """The text before content, with a grammar."""
 
 
 class ReasoningParser:
@@ -123,7 +128,8 @@ class AnswerParser:
         self, format: ChatFormat, tools: Sequence[Tool] = (), starts_in_reasoning: bool = False, several: bool = True
     ):
         tags = format.calls if tools else None
-        self._calls = ToolCallParser(tags, tools, format.thoughts.think_end) if tags else None
+        calls = ToolCallParser if tags is None or tags.start else BareCallParser
+        self._calls = calls(tags, tools, format.thoughts.think_end) if tags else None
         self._thoughts = ReasoningParser(format.thoughts, starts_in_reasoning)
         self._several = several
         self.has_ended = False

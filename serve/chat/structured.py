@@ -37,8 +37,6 @@ MOST_SCHEMA_BYTES = 64 * 1024
 """The limit for all schemas of one request, as JSON text."""
 _MOST_KEPT = 16
 """Number of compiled grammars that are kept for later requests."""
-_FORCED = ("json_tools",)
-"""mlx-lm's parsers for calls that are JSON between tags."""
 
 
 class Grammars:
@@ -86,9 +84,9 @@ class Grammars:
         if schema is None and not tools:
             return None
         calls, thoughts = self._format.calls, self._format.thoughts
-        if tools and (calls is None or calls.parser not in _FORCED):
-            raise ConfigError(_why_not_calls(calls.parser if calls else "", offer))
         is_free = schema is None and not offer.forced
+        if tools and (calls is None or calls.form is None or (is_free and not calls.form.start)):
+            raise ConfigError(_why_not_calls(calls.parser if calls else "", offer))
         if is_free:
             tools = tuple(tool if tool in offer.strict else without(tool, "parameters") for tool in tools)
         schemas: dict[str, Schema] = {} if schema is None else {_place_of_schema(response_format): schema}
@@ -150,15 +148,16 @@ class Grammars:
         return CompiledGrammar(process, unpacked(first, self._vocab), self._vocab, self._ends)
 
     def _tag(self, tag: str) -> str:
-        """Return special tokens as ids, other text as it is. Raises ConfigError for a tag that mixes both."""
+        """Return a text for a grammar: special tokens as ids, other text as it is."""
         self.start()
-        tokens = self._tokenizer.encode(tag, add_special_tokens=False)
-        special = [token in self._special for token in tokens]
-        if all(special):
-            return " ".join(f"<[{token}]>" for token in tokens)
-        if any(special):
-            raise ConfigError(f"grammars are not possible with this model: {tag!r} is only partly a special token")
-        return json.dumps(tag, ensure_ascii=False)
+        parts, rest = [], tag
+        for token in self._tokenizer.encode(tag, add_special_tokens=False):
+            if token in self._special:
+                before, _, rest = rest.partition(self._tokenizer.convert_ids_to_tokens(token))
+                parts += [*([json.dumps(before, ensure_ascii=False)] if before else []), f"<[{token}]>"]
+        if rest or not parts:
+            parts.append(json.dumps(rest, ensure_ascii=False))
+        return " ".join(parts)
 
     def _free_tokens(self, start: str) -> str:
         """Return a set of tokens that a grammar's text does not allow, and that neither end a text nor begin a call.
@@ -253,8 +252,8 @@ def _why_not_calls(parser: str, offer: ToolOffer) -> str:
     else:
         what, how = "response_format: cannot be combined with tools", 'use tool_choice "none"'
     reason = (
-        f"writes its calls in mlx-lm's format {parser!r}, not as JSON between tags"
+        f"writes its calls in the format {parser!r}, not as JSON between tags"
         if parser
-        else ("has tool calls that mlx-lm cannot parse")
+        else "has tool calls that no parser reads"
     )
     return f"{what} on this model, which {reason}; {how}"

@@ -16,7 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.target import Target
 
+from .families import JSON_TOOLS, call_tags, reasoning_tags
 from .parser import ReasoningTags
+from .tool_text import Way, ways_to_render
 from .tools import Tool, ToolCallTags
 
 Message = Mapping[str, Any]
@@ -263,7 +265,7 @@ class ChatFormat:
     tokenizer: TokenizerWrapper | None
     thoughts: ReasoningTags
     calls: ToolCallTags | None
-    """None if mlx-lm has no parser for the model's calls."""
+    """None if there is no parser for the model's calls."""
     volatile: Volatile = field(default_factory=Volatile)
     """Patterns to remove from system prompts."""
 
@@ -304,15 +306,11 @@ class ChatFormat:
             raise PromptError("messages: this model has no chat template; give it text through /v1/completions")
         if tools and self.calls is None:
             raise PromptError(
-                "tools: mlx-lm finds no parser for this model's tool calls; if one of its parsers fits, set it as "
+                "tools: there is no parser for this model's tool calls; if one of mlx-lm's parsers fits, set it as "
                 "tool_parser_type in the model's tokenizer_config.json"
             )
-        try:
-            chat = Chat.render(self.tokenizer, self.volatile.strip(read), arguments)
-        except Exception as e:  # a template is a program and raises anything
-            raise PromptError(f"messages: the model's chat template raised an error: {e}") from e
-        chat.check_tools_are_rendered()
-        return chat
+        read = self.volatile.strip(read)
+        return _first_rendered(self.tokenizer, ways_to_render(read, arguments, self.calls))
 
     def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends in an open thought, which the answer continues."""
@@ -321,6 +319,21 @@ class ChatFormat:
             return False
         end: str = self.tokenizer.decode(list(prompt[-len(start) - 8 :]))
         return end.rstrip().endswith(start)
+
+
+def _first_rendered(tokenizer: TokenizerWrapper, ways: Sequence[Way]) -> Chat:
+    """Return the first chat that the template takes with its tools and calls. Raises PromptError if there is none."""
+    error: Exception | None = None
+    for messages, arguments in ways:
+        try:
+            chat = Chat.render(tokenizer, messages, arguments)
+            chat.check_tools_are_rendered()
+            return chat
+        except Exception as e:  # a template is a program and raises anything
+            error = e
+    if isinstance(error, PromptError):
+        raise error
+    raise PromptError(f"messages: the model's chat template raised an error: {error}") from error
 
 
 def _encodes_the_text(tokenizer: TokenizerWrapper) -> bool:
@@ -340,14 +353,17 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _tool_call_tags(tokenizer: TokenizerWrapper) -> ToolCallTags | None:
     if not tokenizer.has_tool_calling:
-        return None
+        return call_tags(tokenizer.chat_template)
     parser = tokenizer.tool_parser
     name = str(getattr(parser, "__module__", "")).rsplit(".", 1)[-1]
-    return ToolCallTags(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parser, name)
+    form = JSON_TOOLS if name == "json_tools" else None
+    return ToolCallTags(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parser, name, form)
 
 
 def _reasoning_tags(tokenizer: TokenizerWrapper) -> ReasoningTags:
     """Return the think tags, other tags that are dropped from answers, and the states that the template defines."""
+    if not tokenizer.has_tool_calling and (known_tags := reasoning_tags(tokenizer.chat_template)):
+        return known_tags
     names = {"normal": "content"}
     edges: dict[str, list[tuple[str, str]]] = {}
     if tokenizer.has_thinking:

@@ -1,4 +1,4 @@
-"""Tools: what a request offers a model to call, and the calls that mlx-lm's parsers find in its text."""
+"""Tools: what a request offers a model to call, and the calls that parsers find in its text."""
 
 from __future__ import annotations
 
@@ -114,15 +114,49 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class CallForm:
+    """How a model writes calls with JSON arguments, for grammars and prompts."""
+
+    name: str
+    """The text between the opening tag, or the call before, and the function's name."""
+    arguments: str
+    """The text between the name and the arguments."""
+    end: str
+    """The text after the arguments."""
+    start: str = ""
+    """The opening tag."""
+    last: str = ""
+    """The closing tag."""
+    inner: str | None = None
+    """The text between two calls in the same tags. None if tags hold one call."""
+    outer: str | None = None
+    """The text between two pairs of tags. None if an answer has only one pair."""
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Return the text of calls: names, and arguments as JSON."""
+        each = [f"{self.name}{name}{self.arguments}{arguments}{self.end}" for name, arguments in calls]
+        if self.inner is not None:
+            each = [self.inner.join(each)]
+        return (self.outer or "").join(f"{self.start}{one}{self.last}" for one in each)
+
+
+@dataclass(frozen=True)
 class ToolCallTags:
     """The tags of a model's calls."""
 
     start: str
+    """Empty if calls have no tags (`bare_calls.py`)."""
     end: str
     """Empty if a call lasts until the answer ends."""
     parse: ToolParser
     parser: str
-    """The name of mlx-lm's parser."""
+    """The name of the parser."""
+    form: CallForm | None = None
+    """None if grammars cannot describe the calls."""
+    one_by_one: bool = False
+    """Whether the template writes only one call per message."""
+    rewrites: bool = False
+    """Whether tools and calls become text if the template ignores them."""
 
 
 class ToolCallParser:
@@ -159,7 +193,7 @@ class ToolCallParser:
         return self._outside(thinking, final, complete)
 
     def _outside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
-        tags = (self._tags.start,) if self._malformed < _MOST_MALFORMED else ()
+        tags = () if self._is_tired else (self._tags.start,)
         at = self._text.find(self._tags.start) if tags else -1
         if at < 0:
             return self._take(len(self._text) if final else safe_length(self._text, tags))
@@ -181,11 +215,16 @@ class ToolCallParser:
         if calls:
             self._take(at + len(self._tags.end) if closed else len(self._text))
             return calls
-        if not self._tags.end and closed and self._malformed < _MOST_MALFORMED:
+        if not self._tags.end and closed and not self._is_tired:
             self._malformed += 1  # the tag may be part of an argument
             self._searched = at + len(end)
             return self._inside(thinking, final, complete)
         return self._give_up()
+
+    @property
+    def _is_tired(self) -> bool:
+        """Whether so many calls failed that the rest is text."""
+        return self._malformed >= _MOST_MALFORMED
 
     def _give_up(self) -> str | None:
         """Treat the tag of a failed call as text, and search again after it."""
@@ -203,7 +242,7 @@ class ToolCallParser:
             found = {"name": body.strip()} if self._is_bare(body) else self._tags.parse(body, self._tools)
             each = found if isinstance(found, list) else [found]
             calls = [self._call(call, self._count + index) for index, call in enumerate(each)]
-        except Exception:  # mlx-lm's parsers raise any exception
+        except Exception:  # parsers raise any exception
             return []
         self._count += len(calls)
         return calls

@@ -65,8 +65,11 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def scripted_target_folder(folder: Path, lines: Sequence[Line], context: int = CONTEXT) -> Path:
-    """Write a target that says the first line whose condition holds, and nothing if none does."""
+def scripted_target_folder(folder: Path, lines: Sequence[Line], context: int = CONTEXT, mark: str = "") -> Path:
+    """Write a target that says the first line whose condition holds, and nothing if none does.
+
+    mark: a part of another family's chat template, whose call format the target has instead of Qwen's.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for file in TOKENIZER_FILES:
         shutil.copy(EMBEDDED_TARGET / file, folder / file)
@@ -84,7 +87,8 @@ def scripted_target_folder(folder: Path, lines: Sequence[Line], context: int = C
         chain.insert(0, len(vocab) + index)
         tokenizer["added_tokens"].append({"id": chain[0], "content": _start(index), **flags})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "chat_template.jinja").write_text(f"{_TURNS}{''.join(rules)}{{%- endif %}}{{% endif %}}")
+    turns = "{# " + mark + " #}" + _TURNS.replace("tool_call>", "call>") if mark else _TURNS
+    (folder / "chat_template.jinja").write_text(f"{turns}{''.join(rules)}{{%- endif %}}{{% endif %}}")
     _save(folder, chains, len(vocab) + len(lines), context)
     return folder
 

@@ -250,7 +250,7 @@ BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
         ({**ONE, "tools": [{"name": f"f{i}", "input_schema": {}} for i in range(129)]}, "tools: "),
         ({**ONE, "tool_choice": {"type": "tool"}}, "tool_choice.name: must name the tool"),
         ({**ONE, "tool_choice": {"type": "any"}}, "tool_choice: 'required' needs tools"),
-        ({**ONE, "tools": [SEARCH, {"name": "f", "input_schema": {}}]}, "tools: mlx-lm finds no parser"),
+        ({**ONE, "tools": [SEARCH, {"name": "f", "input_schema": {}}]}, "tools: there is no parser"),
         ({**ONE, "output_config": {"format": BAD | {"name": None}}}, "output_config.format.name"),
         (
             {**ONE, "output_config": {"format": {"type": "json_schema", "schema": {"type": "wizard"}}}},

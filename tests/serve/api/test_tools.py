@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +180,36 @@ def test_strict_is_refused_if_calls_are_not_json(coder: Live, dialect: Dialect) 
     assert "strict: not possible on this model" in message
     assert "leave strict out" in message
     assert coder.http.post(dialect.path, json=asking(dialect, "x", strict=False) | {"stream": False}).status_code == 200
+
+
+ROME = '{"city": "Rome", "days": 3}'
+FAMILIES = {
+    "<|channel|>commentary": (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ROME}<|call|>"
+    ),
+    '"parameters": dictionary': f'Let me see.\n{{"name": "get_weather", "parameters": {ROME}}}',
+    "<start_of_turn>": "Let me see.\n```tool_code\nget_weather(city='Rome', days=3)\n```",
+    "<\uff5ctool▁calls▁begin\uff5c> ```json": (
+        "Let me see.\n<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>"
+        f"get_weather\n```json\n{ROME}\n```<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c>"
+    ),
+}
+
+
+@pytest.mark.parametrize("mark", FAMILIES)
+def test_calls_of_other_families_are_the_same_in_every_api(mark: str, tmp_path: Path) -> None:
+    plan = LoadConfig(
+        scripted_target_folder(tmp_path, [Line("names", FAMILIES[mark])], mark=mark), Speculation(mode="ngram")
+    )
+    with live(models=one_model(lambda: load(plan, lambda _: None))) as running:
+        for dialect in DIALECTS:
+            for answer in told(running, dialect, asking(dialect, "x")):
+                assert answer.text == "Let me see."
+                assert [(name, json.loads(given)) for name, given in answer.calls] == [
+                    ("get_weather", json.loads(ROME))
+                ]
+                assert answer.has_ended
 
 
 @pytest.fixture(scope="module")

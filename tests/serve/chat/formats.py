@@ -6,7 +6,7 @@ import json
 import shutil
 import string
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 import eagle_mlx as em
+from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.serve.chat import ChatFormat
 from tests.fakes import EMBEDDED_TARGET, TOKENIZER_FILES, tiny_target
 
@@ -22,6 +23,8 @@ VOCAB = 4160
 """The models' vocabularies are larger than their tokenizers', as in real models."""
 
 WIDE = 49_152
+END = 2
+"""The token that ends an answer."""
 
 _TURNS = """
 {%- for m in messages %}
@@ -58,6 +61,42 @@ _MISTRAL = """
   {%- else %}{{ raise_exception('only user and assistant may speak, not ' + m.role) }}{% endif %}
 {%- endfor %}"""
 
+_HARMONY = """
+{%- if tools %}{{ '<|start|>developer<|message|># Tools\\n' + tools | tojson + '<|end|>' }}{% endif %}
+{%- for m in messages %}
+  {%- if m.tool_calls %}
+    {%- if m.content and m.thinking %}{{ raise_exception('either content or thinking') }}{% endif %}
+    {%- if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}
+    {{- '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + '<|channel|>commentary json<|message|>' }}
+    {{- m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
+  {%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+_LLAMA = """
+{%- if tools %}{{ 'Respond in the format {"name": function name, "parameters": dictionary of arguments}.' }}
+  {{- tools | tojson }}
+{%- endif %}
+{%- for m in messages %}
+  {%- if m.tool_calls | length > 1 %}{{ raise_exception('only single tool-calls at once') }}{% endif %}
+  {{- '<|' + m.role + '|>' + m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}
+{%- endfor %}"""
+_GEMMA = """
+{%- for m in messages %}
+  {%- if m.role not in ('user', 'assistant') %}{{ raise_exception(m.role + ' role not supported') }}{% endif %}
+  {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+  {{- '<start_of_turn>' + m.role + '\\n' + m.content + '<end_of_turn>\\n' }}
+{%- endfor %}"""
+_DEEPSEEK = """
+{%- for m in messages %}
+  {{- '<' + m.role + '>' + m.content }}
+  {%- for c in m.tool_calls if m.content is none %}
+    {{- '<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>' + c.type + '<\uff5ctool▁sep\uff5c>' }}
+    {{- c.function.name }}
+    {{- '\\n```json\\n' + c.function.arguments + '\\n```<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c>' }}
+  {%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"""
+
 TEMPLATES = {
     "plain": (EMBEDDED_TARGET / "chat_template.jinja").read_text(),
     "qwen": _TOOLS + _TURNS,
@@ -66,6 +105,10 @@ TEMPLATES = {
     "joined": _JOINED,
     "mistral": _MISTRAL,
     "coder": _TOOLS + _TURNS,
+    "gpt-oss": _HARMONY,
+    "llama3": _LLAMA,
+    "gemma": _GEMMA,
+    "deepseek": _DEEPSEEK,
 }
 TOOL_TAGS = ("<tool_call>", "</tool_call>")
 THINK_TAGS = ("<think>", "</think>")
@@ -75,6 +118,11 @@ ADDED = {
     "joined": TOOL_TAGS,
     "coder": TOOL_TAGS,
     "mistral": ("[TOOL_CALLS]", "[ARGS]"),
+    "gpt-oss": tuple(f"<|{n}|>" for n in ("start", "channel", "message", "end", "constrain", "call", "return")),
+    "deepseek": (
+        *THINK_TAGS,
+        *(f"<\uff5ctool▁{n}\uff5c>" for n in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
+    ),
 }
 PARSERS = {"joined": "json_tools", "coder": "qwen3_coder"}
 
@@ -171,6 +219,18 @@ def format_with_template(template: str, added: tuple[str, ...] = ()) -> ChatForm
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = _load(Path(folder), template, added)
     return ChatFormat.of(em.Target(tiny_target(layers=2).model, tokenizer, name="told"))
+
+
+def allows(make: Callable[[], Grammar] | None, text: str, name: str = "plain", special: bool = False) -> bool:
+    """Return whether the text can be written token by token, and can end there."""
+    assert make is not None
+    grammar = make()
+    for token in tokenizer_of(name, special).encode(text, add_special_tokens=False):
+        allowed = bool(grammar.mask()[token].item())
+        assert grammar.advance(token) == allowed
+        if not allowed:
+            return False
+    return bool(grammar.mask()[END].item())
 
 
 def with_format(source: Path, name: str, folder: Path) -> Path:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 import eagle_mlx as em
 from eagle_mlx.errors import PromptError
-from eagle_mlx.serve.chat import ChatFormat, ToolOffer
+from eagle_mlx.serve.chat import AnswerParser, ChatFormat, ToolOffer
 from tests.fakes import tiny_target
 from tests.serve.chat.formats import CLOCK, HELLO, WEATHER, format_of
 
@@ -176,6 +176,46 @@ def test_tools_and_calls_that_the_template_ignores_are_refused() -> None:
         plain.chat(HELLO, [WEATHER]).tokens()
     with pytest.raises(PromptError, match=r"^messages\[1\]\.tool_calls: .*ignores tool calls"):
         plain.chat([*HELLO, called()]).tokens()
+
+
+CALLING = [
+    {"role": "system", "content": "Be brief."},
+    *HELLO,
+    {**called(), "reasoning_content": "hm", "content": "I look."},
+    {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    {"role": "user", "content": "Thanks."},
+]
+
+
+@pytest.mark.parametrize(("name", "roles"), [("gemma", ["user"]), ("deepseek", ["system", "user"])])
+def test_tools_and_calls_are_text_if_the_template_ignores_or_refuses_them(name: str, roles: list[str]) -> None:
+    format = format_of(name)
+    chat = format.chat(CALLING, [WEATHER, CLOCK])
+    assert [message["role"] for message in chat.messages] == [*roles, "assistant", "user"]
+    told, answer, result = "\n\n".join(each["content"] for each in chat.messages[:-2]), *chat.messages[-2:]
+    assert '"name": "clock"' in told
+    assert told.index("write only this") < told.index("Be brief.") < told.index("hello")
+    assert result["content"] == "Result of get_weather:\nsunny\n\nThanks."
+    reader = AnswerParser(format, [WEATHER])
+    deltas = [*reader.push(answer["content"]), *reader.finish()]
+    assert deltas[0].content == "I look."
+    assert deltas[1].tool_call is not None
+    assert deltas[1].tool_call.arguments == '{"city": "Oslo"}'
+    assert not any("You have access" in message["content"] for message in format.chat(HELLO).messages)
+
+
+def test_templates_that_take_one_call_per_message_get_one() -> None:
+    both = called()
+    both["tool_calls"] += called('{"city": "Rome"}', id="call_2")["tool_calls"]
+    results = [{"role": "tool", "tool_call_id": f"call_{n}", "content": word} for n, word in ((1, "rain"), (2, "sun"))]
+    text = written("llama3", [*HELLO, both, *results], [WEATHER])
+    words = ("Oslo", "rain", "Rome", "sun")
+    assert [text.rindex(word) for word in words] == sorted(text.rindex(word) for word in words)
+
+
+def test_gpt_oss_gets_its_reasoning_before_calls_back() -> None:
+    text = written("gpt-oss", CALLING[1:], [WEATHER])
+    assert "<|channel|>analysis<|message|>hm\n\nI look.<|end|><|start|>assistant to=functions.get_weather" in text
 
 
 def test_late_instructions_become_user_messages_if_the_template_allows_no_others() -> None:
