@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+from eagle_mlx import Engine, Output, SamplingParams, Target
 from eagle_mlx.command import exit_code, read
-from eagle_mlx.engine import Engine
 from eagle_mlx.errors import OutputError, PromptError
 from eagle_mlx.files import write_output
-from eagle_mlx.request import Output
 from eagle_mlx.request import Prompt as EnginePrompt
-from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.setting import setting
-from eagle_mlx.target import Target
 
 from .colors import COLOR_HELP, has_color, renderer
 from .decoding_options import DecodingOptions

@@ -15,11 +15,11 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import module_from_spec, spec_from_file_location
 from inspect import getfile
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from runpy import run_path
 from threading import Lock
 from typing import Any
 
@@ -177,23 +177,14 @@ def _bound_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size + more, resource.RLIM_INFINITY))
 
 
-def _held(path: str, kind: str) -> Any:
-    """Create the object that answers. An import by name would also import the package and MLX."""
-    spec = spec_from_file_location(kind, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, kind)()
-
-
 def main() -> None:
     """Serve the descriptor in the first argument. When it closes, all forks end too."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks need no waitpid
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     descriptor, memory, path, kind = sys.argv[1:]
-    _serve(Connection(int(descriptor)), int(memory), _held(path, kind))
+    held = run_path(path)[kind]()  # an import by name would also import the package and MLX
+    _serve(Connection(int(descriptor)), int(memory), held)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -124,9 +124,8 @@ def with_filler(questions: Sequence[Question], target: Target, tokens: int) -> l
     """
     if target.tokenizer is None:
         raise ConfigError("--filler needs a target with a tokenizer")
-    pieces = _pieces(target.tokenizer, tokens)
     filled = []
-    for question, text in zip(questions, pieces, strict=False):
+    for question, text in zip(questions, _pieces(target.tokenizer, tokens), strict=False):
         content: Any = question.content
         if isinstance(content, str):
             content = f"{text}\n\n{content}"

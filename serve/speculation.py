@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,23 +11,18 @@ from typing import Any, Literal, Self
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx import hub
+from eagle_mlx import DraftModelProposer, EagleError, Engine, HeadProposer, NgramProposer, hub, learn_costs
 from eagle_mlx.catalog import embedded
 from eagle_mlx.catalog.head_search import FoundHead, find_heads, load_found, where_mtp_layers_are
-from eagle_mlx.engine import Engine
-from eagle_mlx.engine.cost_curve import learn_costs
 from eagle_mlx.engine.prefill import PREFILL_CHUNK
-from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, quantize_for
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.proposers.draft_model import DraftModelProposer
-from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer, model_of
-from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, GIGABYTES, Group, find, flag, setting, settings_of
 from eagle_mlx.target import Target, fingerprint, load_target
@@ -37,7 +31,6 @@ from .speculative_config import from_json
 
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
 _HEADS: tuple[Mode, ...] = ("eagle", "mtp")
-"""Modes in which a head drafts."""
 HeadBits = Literal[4, 8, 16]
 PolicyName = Literal["throughput", "acceptance-ema", "fixed"]
 Bits = Literal["4bit", "8bit"]
@@ -45,7 +38,6 @@ TARGET_HELP = "folder or hub id of the model (default: the embedded one)"
 AUTO, NO_HEAD = "auto", "none"
 """Values of `--head`: search for one (`load_proposer`), or use none."""
 DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": MOST_TOKENS, "acceptance-ema": 4, "fixed": 4}
-"""Default draft tokens per round."""
 
 _EMA = "with acceptance-ema: "
 _OF_EMA = ("disable_at_rows", "threshold", "alpha", "adaptive", "dynamic")
@@ -119,11 +111,7 @@ class Speculation(Group):
         also=("draft_model_path",),
     )
     draft_bits: Bits | None = setting(None, "quantize the draft model on load", name="draft_model_quantize")
-    ngrams: bool = setting(
-        True,
-        "also draft with n-grams if the text repeats itself and they are faster",
-        name="ngram",
-    )
+    ngrams: bool = setting(True, "also draft with n-grams if the text repeats itself and they are faster", name="ngram")
     ngram_max: int | None = setting(None, "maximum n-gram length (default: 3; 4 with a head or draft model)")
     ngram_min: int | None = setting(None, "minimum n-gram length (default: 1; 2 with a head or draft model)")
     prompt_lookup: bool = setting(True, "look for n-grams in the prompt, too", name="ngram_prompt_lookup")
@@ -201,10 +189,10 @@ class Speculation(Group):
         resolved = self
         if self.head in (None, AUTO) and self.draft_model is None and self.mode in (None, *_HEADS):
             head = AUTO if target is not None or self.mode == "mtp" else str(embedded("head"))
-            resolved = dataclasses.replace(self, head=head)
+            resolved = replace(self, head=head)
         elif self.head == NO_HEAD:
             mode = self.mode or ("draft" if self.draft_model is not None else "none")
-            resolved = dataclasses.replace(self, head=None, mode=mode)
+            resolved = replace(self, head=None, mode=mode)
         return target or embedded("target"), resolved
 
     @property
@@ -223,8 +211,7 @@ class Speculation(Group):
     @property
     def max_depth(self) -> int:
         """The maximum depth of a draft."""
-        grown = levels_for(self.tree_nodes) if self.policy == "throughput" else 0
-        return max(self.depth, grown)
+        return max(self.depth, levels_for(self.tree_nodes) if self.policy == "throughput" else 0)
 
     def proposer(self, target: Target) -> Proposer | None:
         """Load the proposer, or return None for plain decoding. Warns on stderr about a head that is rarely accepted.
@@ -299,9 +286,10 @@ class Speculation(Group):
     def notes(self, engine: Engine) -> list[str]:
         """Return lines on the number format of the head's weights, and on why there are no trees, if either applies."""
         proposer = model_of(engine.proposer)
-        head = [f"head weights: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
-        chains = [f"no draft trees for this target: {engine.chains_only}; it drafts chains"]
-        return [*head, *(chains if engine.chains_only else [])]
+        notes = [f"head weights: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
+        if engine.chains_only:
+            notes.append(f"no draft trees for this target: {engine.chains_only}; it drafts chains")
+        return notes
 
     def __str__(self) -> str:
         mode = self.resolved_mode()

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
+
+from sse_starlette import ServerSentEvent
 
 from eagle_mlx.request import Output, draft_runs
 from eagle_mlx.request_state import RequestState
@@ -92,16 +94,15 @@ class Completed(Measured):
 
 def failure(outputs: Sequence[Output]) -> ApiError | None:
     """Return the error of the first request that failed."""
-    failed = next((output for output in outputs if output.error is not None), None)
-    if failed is None:
-        return None
-    if failed.cut_off == TIME:  # a retry would only add to the load
-        return ApiError(504, str(failed.error), code="timeout", headers={"x-should-retry": "false"})
-    return ApiError(400 if failed.refused else 500, str(failed.error), code="generation_failed")
+    for output in outputs:
+        if output.error is not None and output.cut_off == TIME:  # a retry would only add to the load
+            return ApiError(504, output.error, code="timeout", headers={"x-should-retry": "false"})
+        if output.error is not None:
+            return ApiError(400 if output.refused else 500, output.error, code="generation_failed")
+    return None
 
 
 def stats(call: Call, outputs: Sequence[Output]) -> dict[str, Any]:
-    """Return `timings` and `metrics`."""
     metrics = Metrics(speculative_decoding=_speculation(outputs))
     return Measured(timings=_timings(call, outputs), metrics=metrics).plain()
 
@@ -148,20 +149,9 @@ def _speculation(outputs: Sequence[Output]) -> Speculation:
 DONE = b"data: [DONE]\n\n"
 PROGRESS_SECONDS = 1.0
 """Interval between checks of what a request waits for."""
-
-
-class Writer(Protocol):
-    """Writes the events of one answer."""
-
-    def open(self) -> str:
-        """Return what comes before the first token."""
-        ...
-
-    def write(self, event: RequestEvent) -> str: ...
-
-    def close(self, output: Output, more: str) -> str:
-        """Return the last events. more: timings and metrics, if this is the last answer of the request."""
-        ...
+COMMENT = ServerSentEvent(comment="waiting", sep="\n")
+"""A keep-alive message that every event reader ignores."""
+dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def named_event(fields: dict[str, Any]) -> str:
@@ -179,8 +169,9 @@ async def waiting_comments(call: Call) -> AsyncIterator[bytes]:
 
 
 class Answer(ABC):
-    """A request that a route has prepared for decoding."""
+    """A request that a route has prepared for decoding, and how its answer is written."""
 
+    ping = COMMENT
     call: Call
     requests: Sequence[RequestState]
 
@@ -189,12 +180,25 @@ class Answer(ABC):
         """Return the complete answer after all requests have ended."""
 
     @abstractmethod
-    def writers(self) -> Sequence[Writer]:
-        """Return a writer for each request."""
+    def open(self) -> str:
+        """Return the events before the first token."""
+
+    @abstractmethod
+    def write(self, event: RequestEvent) -> str:
+        """Return the events of a step of one request."""
+
+    @abstractmethod
+    def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
+        """Return the last events of one request. more: timings and metrics, if all requests have ended."""
+
+    @staticmethod
+    def error_event(error: ApiError) -> bytes:
+        """Return the end of a stream that fails before its answer begins."""
+        return f"data: {dumps(error.body)}\n\n".encode() + DONE
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the event of an error that ends the stream."""
-        return error_event(error)
+        """Return the end of a stream that fails later."""
+        return self.error_event(error)
 
     def end_stream(self, outputs: Sequence[Output]) -> bytes:
         """Return what follows all answers."""
@@ -202,26 +206,25 @@ class Answer(ABC):
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events; those that are ready together are sent together."""
-        call, writers = self.call, self.writers()
-        if opening := "".join(writer.open() for writer in writers):
+        if opening := self.open():
             yield opening.encode()
-        async for comment in waiting_comments(call):
+        async for comment in waiting_comments(self.call):
             yield comment
         outputs: dict[int, Output] = {}
-        while len(outputs) < len(writers):
-            pieces: list[str] = []
-            for event in await call.events():
-                output, writer = event.output, writers[event.index]
-                if output is not None and (error := failure([output])):
-                    call.failed = True
-                    yield "".join(pieces).encode() + self.fail(error)
+        while len(outputs) < len(self.requests):
+            text = ""
+            for event in await self.call.events():
+                if event.output is not None and (error := failure([event.output])):
+                    self.call.failed = True
+                    yield text.encode() + self.fail(error)
                     return
-                pieces.append(writer.write(event))
-                if output is not None:
-                    outputs[event.index] = output
-                    more = _stats(call, list(outputs.values())) if len(outputs) == len(writers) else ""
-                    pieces.append(writer.close(output, more))
-            if text := "".join(pieces):
+                text += self.write(event)
+                if event.output is not None:
+                    outputs[event.index] = event.output
+                    is_last = len(outputs) == len(self.requests)
+                    more = stats(self.call, list(outputs.values())) if is_last else {}
+                    text += self.close(event.index, event.output, more)
+            if text:
                 yield text.encode()
         if last := self.end_stream([outputs[index] for index in range(len(outputs))]):
             yield last
@@ -231,22 +234,20 @@ class Choices(Answer):
     """An answer of OpenAI's older routes: choices, as one body or in chunks."""
 
     prefix: str
-    """Prefix of its id."""
+    """The beginning of its id. The other two are the field `object` of a body and of a chunk."""
     kind: str
-    """The field `object`."""
     chunk_kind: str
     requests: list[RequestState]
 
     def __init__(self, call: Call, body: Request, loaded: Loaded):
         self.call, self.body, self.loaded, self.requests = call, body, loaded, []
+        self._written: Counter[int] = Counter()
+        self._drafted: Counter[int] = Counter()
+        """Accepted draft tokens of each choice that no chunk has reported yet."""
 
     @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         """Return a complete choice."""
-
-    @abstractmethod
-    def writer(self, index: int) -> Writer:
-        """Return the writer of a choice's chunks."""
 
     def thought_tokens(self, output: Output) -> int:
         """Count the tokens of an answer's reasoning."""
@@ -254,31 +255,47 @@ class Choices(Answer):
 
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
         choices = [self.choice(index, output) for index, output in enumerate(outputs)]
-        usage = self._usage(outputs)
-        return self._head(self.kind) | {"choices": choices, "usage": usage} | stats(self.call, outputs)
+        return self._whole(self.kind, choices, usage=self._usage(outputs), **stats(self.call, outputs))
 
-    def writers(self) -> Sequence[Writer]:
-        self._open = f"data: {dumps(self._head(self.chunk_kind))[:-1]},"
-        self._tail = ',"usage":null' if self.body.usage_wanted else ""
-        writers = [self.writer(index) for index in range(len(self.requests))]
+    def write(self, event: RequestEvent) -> str:
+        """Return the events of a step. If requested, accepted draft tokens and the target's own get separate chunks."""
         if not self.body.drafts_wanted:
-            return writers
-        self._drafted = [0] * len(writers)
-        return [_ByDraft(*each, self._drafted) for each in zip(writers, self.requests, strict=True)]
+            return self.extend(event)
+        start, text = self._written[event.index], ""
+        self._written[event.index] += len(event.tokens)
+        for part, drafted in draft_runs(self.requests[event.index].from_draft[start : self._written[event.index]]):
+            tokens = event.tokens[part]
+            self._drafted[event.index] += drafted * len(tokens)
+            output = event.output if part.stop == len(event.tokens) else None
+            text += self.extend(RequestEvent(event.index, tokens, event.logprobs[part], output))
+        return text
 
-    def chunk(self, index: int, piece: str, logprobs: str = "null", finish: str = "null", more: str = "") -> str:
-        """piece: the choice's own field, as JSON. more: further fields of the chunk, starting with a comma."""
+    @abstractmethod
+    def extend(self, event: RequestEvent) -> str:
+        """Return the chunks of a step, or of a part of it."""
+
+    def chunk(self, index: int, piece: dict[str, Any], logprobs: Any = None, finish: Any = None, **more: Any) -> str:
+        """Return a chunk of a choice. piece: the choice's own field. more: further fields of the chunk."""
         if self.body.drafts_wanted:
-            more = f',"draft_n_accepted":{self._drafted[index]}{more}'
-            self._drafted[index] = 0
-        choice = f'{{"index":{index},{piece},"logprobs":{logprobs},"finish_reason":{finish}}}'
-        return f'{self._open}"choices":[{choice}]{self._tail}{more}}}\n\n'
+            more = {"draft_n_accepted": self._drafted.pop(index, 0), **more}
+        return self._chunk([{"index": index, **piece, "logprobs": logprobs, "finish_reason": finish}], **more)
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def end_stream(self, outputs: Sequence[Output]) -> bytes:
+        if not self.body.usage_wanted:
+            return DONE
+        return self._chunk([], usage=self._usage(outputs), **stats(self.call, outputs)).encode() + DONE
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        usage: dict[str, Any] = {"usage": None} if self.body.usage_wanted else {}
+        return f"data: {dumps(self._whole(self.chunk_kind, choices, **usage | more))}\n\n"
+
+    def _whole(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Return a body or a chunk, with the fields that all of them have."""
         service = self.call.service
         named = {"id": f"{self.prefix}-{self.call.id}", "object": kind, "created": self.call.created}
         tier = {"service_tier": SERVICE_TIER} if self.body.service_tier is not None else {}
-        return {**named, "model": service.name, "system_fingerprint": service.fingerprint, **tier}
+        named |= {"model": service.name, "system_fingerprint": service.fingerprint, **tier}
+        return {**named, "choices": choices, **more}
 
     def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Count tokens. If a prompt has several answers, its tokens count once."""
@@ -291,43 +308,3 @@ class Choices(Answer):
             "prompt_tokens_details": {"cached_tokens": sum(o.cached_tokens for o in firsts)},
             "completion_tokens_details": {"reasoning_tokens": sum(map(self.thought_tokens, outputs))},
         }
-
-    def end_stream(self, outputs: Sequence[Output]) -> bytes:
-        if not self.body.usage_wanted:
-            return DONE
-        usage = dumps(self._usage(outputs))
-        return f'{self._open}"choices":[],"usage":{usage}{_stats(self.call, outputs)}}}\n\n'.encode() + DONE
-
-
-class _ByDraft:
-    """Writes accepted draft tokens and the target's own tokens in separate chunks, and counts the former."""
-
-    def __init__(self, writer: Writer, request: RequestState, drafted: list[int]):
-        """drafted: accepted draft tokens of each choice that no chunk has reported yet."""
-        self.open, self.close = writer.open, writer.close
-        self._writer, self._request, self._drafted = writer, request, drafted
-        self._seen = 0
-
-    def write(self, event: RequestEvent) -> str:
-        start, self._seen = self._seen, self._seen + len(event.tokens)
-        pieces = []
-        for part, drafted in draft_runs(self._request.from_draft[start : self._seen]):
-            tokens = event.tokens[part]
-            self._drafted[event.index] += drafted * len(tokens)
-            output = event.output if part.stop == len(event.tokens) else None
-            pieces.append(self._writer.write(RequestEvent(event.index, tokens, event.logprobs[part], output)))
-        return "".join(pieces)
-
-
-def error_event(error: ApiError) -> bytes:
-    """Return an error event for a Chat Completions or Completions stream that has begun."""
-    return f"data: {dumps(error.body)}\n\n".encode() + DONE
-
-
-def _stats(call: Call, outputs: Sequence[Output]) -> str:
-    """Return timings and metrics as further fields of a chunk."""
-    return f",{dumps(stats(call, outputs))[1:-1]}"
-
-
-def dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from json.encoder import encode_basestring as quote
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -13,7 +12,7 @@ from eagle_mlx.request import Output
 from eagle_mlx.text import TextStream
 
 from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer
-from .answer import Choices, Completed, dumps
+from .answer import Choices, Completed
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import ChatLogprobs, chat_logprobs
@@ -58,7 +57,7 @@ async def chat_completions(request: Request) -> Response:
     async def prepare(call: Call, loaded: Loaded) -> ChatAnswer:
         return await prepare_chat(request, call, loaded, body)
 
-    return await respond(request, service, body.answers, prepare, bool(body.stream), answer_seconds=body.answer_seconds)
+    return await respond(request, service, body.answers, prepare, bool(body.stream), ChatAnswer, body.answer_seconds)
 
 
 async def prepare_chat(
@@ -80,6 +79,9 @@ class ChatAnswer(Choices):
     body: ChatRequest
     offer: ToolOffer
     starts_in_reasoning: bool
+    _streams: list[DeltaStream]
+    _calls: set[int]
+    """Indexes of the choices with calls."""
 
     def prepare(self, encode: Encode, owner: Owner, at_most: int | None = None) -> None:
         """Render and encode the prompt, and check the request.
@@ -97,15 +99,14 @@ class ChatAnswer(Choices):
         only_call = (lambda: FirstCall(loaded.tokenizer, self.reader())) if is_single else None
         params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
         shared = chat.boundaries(prompt, encode) if loaded.engine.wants_boundaries else ()
-        self.requests = [loaded.engine.prepare(prompt, each, shared, **owner, limit=at_most) for each in params]
+        self.requests = [loaded.engine.prepare(prompt, each, shared, *owner, at_most) for each in params]
 
     def reader(self) -> AnswerParser:
         return AnswerParser(self.loaded.chat, self.offer.tools, self.starts_in_reasoning, self.offer.several)
 
     def deltas(self, output: Output) -> list[Delta]:
         """Split a complete answer into deltas."""
-        reader = self.reader()
-        return [*reader.push(output.text), *reader.finish(output.finish_reason == "stop")]
+        return DeltaStream(self).push(RequestEvent(0, [], [], output))
 
     def thought_tokens(self, output: Output) -> int:
         """Count the tokens of an answer's reasoning, including its end tag."""
@@ -126,8 +127,8 @@ class ChatAnswer(Choices):
         deltas = self.deltas(output)
         calls = [_call(delta.tool_call) for delta in deltas if delta.tool_call is not None]
         content = "".join(delta.content for delta in deltas)
-        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-        message["refusal"] = None
+        text = content if content or not calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if reasoning := "".join(delta.reasoning for delta in deltas):
             message["reasoning_content"] = reasoning
         if calls:
@@ -136,8 +137,23 @@ class ChatAnswer(Choices):
         reason = finish_reason(output, bool(calls))
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def writer(self, index: int) -> _Writer:
-        return _Writer(self, index)
+    def open(self) -> str:
+        self._streams, self._calls = [DeltaStream(self) for _ in self.requests], set()
+        begun = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+        return "".join(self.chunk(index, begun) for index in range(len(self.requests)))
+
+    def extend(self, event: RequestEvent) -> str:
+        index, deltas = event.index, self._streams[event.index].push(event)
+        self._calls |= {index for delta in deltas if delta.tool_call is not None}
+        pieces = list(map(_piece, deltas))
+        logprobs = None
+        if self.body.logprobs and event.logprobs:  # tokens whose text is held back are listed with empty text
+            pieces, logprobs = pieces or [_piece(Delta())], chat_logprobs(self.loaded.texts, event.logprobs)
+        firsts = [self.chunk(index, piece, logprobs) for piece in pieces[:1]]
+        return "".join([*firsts, *(self.chunk(index, piece) for piece in pieces[1:])])
+
+    def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
+        return self.chunk(index, {"delta": {}}, finish=finish_reason(output, index in self._calls), **more)
 
 
 class DeltaStream:
@@ -189,33 +205,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-class _Writer:
-    def __init__(self, answer: ChatAnswer, index: int):
-        self._answer, self._index = answer, index
-        self._deltas = DeltaStream(answer)
-        self._calls = False
-
-    def open(self) -> str:
-        return self._answer.chunk(self._index, '"delta":{"role":"assistant","content":"","refusal":null}')
-
-    def write(self, event: RequestEvent) -> str:
-        deltas = self._deltas.push(event)
-        if self._answer.body.logprobs and event.logprobs:
-            # Tokens whose text is held back are listed with empty text.
-            logprobs = dumps(chat_logprobs(self._answer.loaded.texts, event.logprobs))
-            first, rest = (deltas[0], deltas[1:]) if deltas else (Delta(), [])
-            return self._piece(first, logprobs) + "".join(map(self._piece, rest))
-        return "".join(map(self._piece, deltas))
-
-    def close(self, output: Output, more: str) -> str:
-        reason = f'"{finish_reason(output, self._calls)}"'
-        return self._answer.chunk(self._index, '"delta":{}', finish=reason, more=more)
-
-    def _piece(self, delta: Delta, logprobs: str = "null") -> str:
-        if delta.tool_call is not None:
-            self._calls = True
-            called = dumps({"index": delta.tool_call.index, **_call(delta.tool_call)})
-            return self._answer.chunk(self._index, f'"delta":{{"tool_calls":[{called}]}}', logprobs)
-        name = "reasoning_content" if delta.reasoning else "content"
-        piece = f'"delta":{{"{name}":{quote(delta.reasoning or delta.content)}}}'
-        return self._answer.chunk(self._index, piece, logprobs)
+def _piece(delta: Delta) -> dict[str, Any]:
+    if (call := delta.tool_call) is not None:
+        return {"delta": {"tool_calls": [{"index": call.index, **_call(call)}]}}
+    return {"delta": {"reasoning_content": delta.reasoning} if delta.reasoning else {"content": delta.content}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import socket
 import sys
@@ -16,11 +15,10 @@ from typing import NoReturn
 from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.memory import free_memory, gb, models_bytes
-from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, GIGABYTES, SECONDS_OR_0, Group, Limit, flag, setting, settings_of
+from eagle_mlx.setting import GIGABYTES, Group, flag, setting, settings_of
 
 from ..speculation import bytes_of
 from .guard import is_loopback
-from .limits import Limits
 from .loader import LoadConfig, check, load, several
 from .log import set_up_log
 from .models import Models, read_models
@@ -55,34 +53,6 @@ After SIGTERM, requests in progress finish first."""
 
 
 @dataclass(frozen=True)
-class LimitOptions(Group):
-    """Limits of requests, and of all models together."""
-
-    max_queue: int = setting(Limits.queue, "requests that may wait for a model; more are refused with 429", AT_LEAST_0)
-    max_body_mb: float = setting(
-        Limits.body_bytes / (1 << 20),
-        "size limit of a request; larger ones get 413",
-        Limit(lambda size: 0.001 <= size < math.inf, "must be at least 0.001, not {}"),
-        metavar="MB",
-    )
-    request_seconds: float | None = setting(
-        None,
-        "time limit of a request, waiting included; it then ends with its text so far (default: none)",
-        ABOVE_0,
-        metavar="S",
-    )
-    memory_gb: float | None = setting(
-        None,
-        "with --models: memory for weights and KV caches of all models (default: four fifths of what is free)",
-        GIGABYTES,
-        metavar="GB",
-    )
-    drain_seconds: float = setting(
-        Settings.drain_seconds, "seconds that requests get to finish at shutdown", SECONDS_OR_0, metavar="S"
-    )
-
-
-@dataclass(frozen=True)
 class ServeOptions(Group):
     """A server: its models, its address, and its limits."""
 
@@ -90,14 +60,19 @@ class ServeOptions(Group):
     models: Path | None = setting(
         None, "serve several models, listed in this YAML file; see the example below", metavar="FILE"
     )
+    memory_gb: float | None = setting(
+        None,
+        "with --models: memory for weights and KV caches of all models (default: four fifths of what is free)",
+        GIGABYTES,
+        metavar="GB",
+    )
     place: Settings = field(default_factory=Settings)
     model: LoadConfig = field(default_factory=LoadConfig)
-    limits: LimitOptions = field(default_factory=LimitOptions)
 
     def _check(self) -> None:
-        if self.models is None and self.limits.memory_gb is not None:
-            raise ConfigError("--memory-gb is for several models, with --models; for a single model use --kv-gb")
         if self.models is None:
+            if self.memory_gb is not None:
+                raise ConfigError("--memory-gb is for several models, with --models; for a single model use --kv-gb")
             return
         of_a_model = [(name, known.default) for name, known in settings_of(LoadConfig).items()]
         for name, default in [*of_a_model, ("served_model_name", None)]:
@@ -118,14 +93,8 @@ class ServeOptions(Group):
 
     def settings(self) -> Settings:
         """Return the settings that all models share. Raises ConfigError for an invalid key."""
-        place, limits = self.place, self.limits
-        seconds = math.inf if limits.request_seconds is None else limits.request_seconds
-        return replace(
-            place,
-            api_key=os.environ.get("EAGLE_API_KEY") if place.api_key is None else place.api_key,
-            limits=Limits(int(limits.max_body_mb * (1 << 20)), limits.max_queue, request_seconds=seconds),
-            drain_seconds=limits.drain_seconds,
-        )
+        key = self.place.api_key
+        return replace(self.place, api_key=os.environ.get("EAGLE_API_KEY") if key is None else key)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,7 +162,7 @@ def _models(configs: dict[str, LoadConfig], settings: Settings, options: ServeOp
         ((name, config),) = configs.items()
         say(f"model: {name}")
         return Models(settings, [Source(name, lambda: load(config, say), config.max_batch)], at_start=True)
-    nbytes = bytes_of(options.limits.memory_gb) or models_bytes(free_memory())
+    nbytes = bytes_of(options.memory_gb) or models_bytes(free_memory())
     sources = several(configs, nbytes, logging.getLogger("eagle_mlx.serve").info)
     say(f"models: {', '.join(configs)}; each is loaded on demand, within {gb(nbytes)}")
     return Models(settings, sources, nbytes)

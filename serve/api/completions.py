@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring as quote
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -13,7 +12,7 @@ from eagle_mlx.errors import PromptError
 from eagle_mlx.request import Output, TokenLogprob
 from eagle_mlx.text import TextStream
 
-from .answer import Choices, Completed, dumps
+from .answer import Choices, Completed
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import CompletionLogprobs, LogprobLists, score_prompt
@@ -41,7 +40,10 @@ class Completion(Completed):
 async def completions(request: Request) -> Response:
     """Return text that continues a prompt, or each of several."""
     body, service = await read_request(request, CompletionRequest)
-    service.settings.limits.check_prompts(len(body.prompts))
+    if not body.prompts:
+        raise ApiError(400, "prompt is an empty list; give at least one prompt", "prompt")
+    if len(body.prompts) > (most := service.settings.limits.prompts):
+        raise ApiError(400, f"{len(body.prompts)} prompts in one request; send at most {most}", "prompt")
     if body.best_of not in (None, body.answers):
         raise ApiError(400, "best_of must equal n, because all answers are returned", "best_of")
     if body.max_tokens == 0 and not body.echo:
@@ -58,7 +60,7 @@ async def completions(request: Request) -> Response:
         return answer
 
     slots = len(body.prompts) * body.answers
-    return await respond(request, service, slots, prepare, bool(body.stream), answer_seconds=body.answer_seconds)
+    return await respond(request, service, slots, prepare, bool(body.stream), CompletionAnswer, body.answer_seconds)
 
 
 @dataclass
@@ -83,7 +85,7 @@ class CompletionAnswer(Choices):
         grammar = loaded.grammars.grammar(body.answer_format)
         params = sampling(body, loaded, body.max_tokens, body.logprobs, grammar)
         for prompt in self.prompts:
-            self.requests += [loaded.engine.prepare(prompt.tokens, each, **owner) for each in params]
+            self.requests += [loaded.engine.prepare(prompt.tokens, each, (), *owner) for each in params]
         if body.max_tokens == 0:  # only the echo is wanted
             for engine_request in self.requests:
                 engine_request.finish("length")
@@ -100,7 +102,6 @@ class CompletionAnswer(Choices):
         return prompt
 
     def prompt(self, index: int) -> _Prompt:
-        """Return the prompt of a choice."""
         return self.prompts[index // self.body.answers]
 
     def lists(self, index: int) -> tuple[CompletionLogprobs, dict[str, Any]]:
@@ -117,31 +118,24 @@ class CompletionAnswer(Choices):
         text = self.prompt(index).text + output.text if self.body.echo else output.text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
-    def writer(self, index: int) -> _Writer:
-        return _Writer(self, index)
-
-
-class _Writer:
-    def __init__(self, answer: CompletionAnswer, index: int):
-        self._answer, self._index = answer, index
-        self._text = TextStream(answer.loaded.tokenizer, answer.body.stops)
-        self._lists: CompletionLogprobs | None = None
-        self._echoed: dict[str, Any] | None = None
-        if answer.body.logprobs is not None:
-            self._lists, self._echoed = answer.lists(index)
-
     def open(self) -> str:
-        if not self._answer.body.echo:
-            return ""
-        return self._chunk(self._answer.prompt(self._index).text, self._echoed)
+        self._texts = [TextStream(self.loaded.tokenizer, self.body.stops) for _ in self.requests]
+        self._lists: list[CompletionLogprobs] = []
+        opening = ""
+        for index in range(len(self.requests)):
+            first = None
+            if self.body.logprobs is not None:
+                lists, first = self.lists(index)
+                self._lists.append(lists)
+            if self.body.echo:
+                opening += self.chunk(index, {"text": self.prompt(index).text}, first)
+        return opening
 
-    def write(self, event: RequestEvent) -> str:
-        text = self._text.push(event.tokens) if event.output is None else self._text.finish(event.output.text)
-        lists = self._lists.take(event.logprobs) if self._lists is not None and event.logprobs else None
-        return self._chunk(text, lists) if text or lists else ""
+    def extend(self, event: RequestEvent) -> str:
+        stream, output = self._texts[event.index], event.output
+        text = stream.push(event.tokens) if output is None else stream.finish(output.text)
+        lists = self._lists[event.index].take(event.logprobs) if event.logprobs else None
+        return self.chunk(event.index, {"text": text}, lists) if text or lists else ""
 
-    def close(self, output: Output, more: str) -> str:
-        return self._answer.chunk(self._index, '"text":""', finish=f'"{output.finish_reason}"', more=more)
-
-    def _chunk(self, text: str, lists: dict[str, Any] | None) -> str:
-        return self._answer.chunk(self._index, f'"text":{quote(text)}', "null" if lists is None else dumps(lists))
+    def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
+        return self.chunk(index, {"text": ""}, finish=output.finish_reason, **more)

@@ -11,17 +11,16 @@ from typing import Any, Literal, get_args
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Discriminator
-from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
 from eagle_mlx.request import Output
 
 from ..chat import Delta
 from . import schema
-from .answer import Answer, Writer
+from .answer import Answer
 from .chat import ChatAnswer, DeltaStream, prepare_chat
 from .errors import ApiError
-from .flow import COMMENT, respond
+from .flow import respond
 from .model import Loaded, check
 from .schema import Body, ChatRequest, ToolName
 from .service import Call, Service
@@ -53,7 +52,6 @@ class Conversation:
         self._turns: list[dict[str, Any]] = []
         """Messages with lists of pieces, joined once; repeated concatenation takes quadratic time."""
         self._made: set[str] = set()
-        """Ids of the calls so far."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -130,7 +128,7 @@ class BareTool(BaseModel):
     strict: bool | None = None
 
 
-def without_details(tool: object) -> object:
+def as_bare_tool(tool: object) -> object:
     """Keep only the fields of BareTool, so that others are not refused."""
     return {key: tool[key] for key in BareTool.model_fields if key in tool} if isinstance(tool, dict) else tool
 
@@ -164,7 +162,7 @@ class Names:
         return text
 
 
-class PartsAnswer(Answer, Writer):
+class PartsAnswer(Answer):
     """A chat's answer in parts. Its stream starts, extends and ends each part before the next."""
 
     def __init__(self, call: Call, chat: ChatAnswer):
@@ -194,9 +192,6 @@ class PartsAnswer(Answer, Writer):
         self.write(RequestEvent(0, [], [], output))  # collects the parts
         return self.ended(output)
 
-    def writers(self) -> Sequence[Writer]:
-        return [self]
-
     def write(self, event: RequestEvent) -> str:
         return "".join(map(self._piece, self._deltas.push(event)))
 
@@ -216,10 +211,9 @@ async def answer_chat(
     chat: ChatRequest,
     names: Names,
     at_most: int | None,
+    kind: type[PartsAnswer],
     answer: Callable[[Call, ChatAnswer], PartsAnswer],
     stream: bool | None,
-    error_event: Callable[[ApiError], bytes],
-    ping: ServerSentEvent = COMMENT,
 ) -> Response:
     """Answer a translated chat with at most so many tokens. Errors get the names of the requested API."""
     with names.used():
@@ -229,4 +223,4 @@ async def answer_chat(
         with names.used():
             return answer(call, await prepare_chat(request, call, loaded, chat, at_most))
 
-    return await respond(request, service, 1, prepare, bool(stream), ping, error_event, chat.answer_seconds)
+    return await respond(request, service, 1, prepare, bool(stream), kind, chat.answer_seconds)

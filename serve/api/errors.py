@@ -30,7 +30,6 @@ MESSAGES, MODELS = "/v1/messages", "/v1/models"
 MOST_SAID = 4000
 """Characters of a message: enough for all routes and a long reason, and a bound on quoted client input."""
 _NAMED = 200
-"""Characters of an unknown path to quote."""
 _FIELD = re.compile(r"([a-z_]+(?:[\[.][\w\[\].]*)?)(?::| must| names| has| cannot)")
 """A field, optionally with an index, at the beginning of a message."""
 

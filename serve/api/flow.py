@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from math import inf
 from threading import Event
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from eagle_mlx.errors import EagleError
-from eagle_mlx.request import Output
+from eagle_mlx import EagleError, Output
 
 from . import schema
-from .answer import Answer, dumps, error_event, failure
+from .answer import Answer, dumps, failure
 from .errors import ApiError, Shape, bad_request, client_gone
 from .limits import read_body
 from .model import Encode, Loaded, check
@@ -30,8 +28,8 @@ T = TypeVar("T")
 R = TypeVar("R", bound=schema.Request)
 KEEP_ALIVE_SECONDS = 15
 """Interval between keep-alive messages in a stream; the HTML standard advises about 15 seconds (9.2.7)."""
-COMMENT = ServerSentEvent(comment="waiting", sep="\n")
-"""A keep-alive message that every event reader ignores."""
+Owner = tuple[str, str]
+"""A client, and the namespace of its prefix cache."""
 Prepare = Callable[[Call, Loaded], Awaitable[Answer]]
 """Prepares a request for decoding once its model is loaded."""
 
@@ -60,13 +58,6 @@ def client_of(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
-class Owner(TypedDict):
-    """The owner of a request, as `Engine.prepare` takes it."""
-
-    client: str
-    namespace: str
-
-
 def owner_of(request: Request) -> Owner:
     """Return the owner of a request: its client, and a prefix cache for its key and `cache_salt`.
 
@@ -74,7 +65,7 @@ def owner_of(request: Request) -> Owner:
     """
     key, salt = getattr(request.state, "key", None), request.state.cache_salt
     namespace = "" if key is None and salt is None else json.dumps([key, salt])
-    return Owner(client=client_of(request), namespace=namespace)
+    return client_of(request), namespace
 
 
 def json_response(body: Any, status: int = 200) -> Response:
@@ -130,15 +121,13 @@ async def respond(
     slots: int,
     prepare: Prepare,
     stream: bool,
-    ping: ServerSentEvent = COMMENT,
-    error_event: Callable[[ApiError], bytes] = error_event,
-    answer_seconds: float = inf,
+    kind: type[Answer],
+    answer_seconds: float,
 ) -> Response:
     """Serve a request that needs `slots` slots of a model, as one body or as a stream.
 
     A stream begins with its answer, or after `KEEP_ALIVE_SECONDS` if the answer takes longer, for example while the
-    model loads. ping: keeps an idle connection alive. error_event: formats an error after the stream has begun.
-    answer_seconds: time limit of each answer, from its first token.
+    model loads. kind: what `prepare` returns. answer_seconds: time limit of each answer, from its first token.
     """
     call = service.admit(slots, client_of(request))
     call.beginning = beginning = asyncio.ensure_future(_begin(request, call, prepare, answer_seconds))
@@ -147,9 +136,9 @@ async def respond(
         if stream:
             await unless_disconnected(request, asyncio.wait({beginning}, timeout=KEEP_ALIVE_SECONDS))
             in_time = beginning.done()
-            events = beginning.result().stream() if in_time else _later(call, beginning, ping, error_event)
+            events = beginning.result().stream() if in_time else _later(beginning, kind)
             streaming = True
-            return EventStream(call, events, ping)
+            return EventStream(call, events, kind.ping)
         whole = await unless_disconnected(request, beginning)
         outputs = await unless_disconnected(request, finished(call))
         if error := failure(outputs):
@@ -179,15 +168,13 @@ async def _begin(request: Request, call: Call, prepare: Prepare, answer_seconds:
     return answer
 
 
-async def _later(
-    call: Call, beginning: asyncio.Future[Answer], ping: ServerSentEvent, error_event: Callable[[ApiError], bytes]
-) -> AsyncIterator[bytes]:
+async def _later(beginning: asyncio.Future[Answer], kind: type[Answer]) -> AsyncIterator[bytes]:
     """Yield the events of an answer that begins after its stream."""
-    yield ping.encode()
+    yield kind.ping.encode()
     try:
         answer = await beginning
     except ApiError as e:
-        yield error_event(e)
+        yield kind.error_event(e)
         return
     async for event in answer.stream():
         yield event

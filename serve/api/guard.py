@@ -38,23 +38,21 @@ class KeyGuard:
         self.app, self._keys = app, frozenset(map(_hashed, keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key = self._key_of(scope) if scope["type"] == "http" else None
-        if key is not None:
-            scope.setdefault("state", {})["key"] = key
-        if scope["type"] != "http" or scope["path"] in OPEN or key is not None:
+        if scope["type"] != "http" or self._admits(scope):
             await self.app(scope, receive, send)
             return
-        client = scope.get("client") or ("unknown", 0)
-        log.warning("refused with 401: the API key is missing or wrong; client %s", client[0])
-        headers = {"WWW-Authenticate": "Bearer"}
-        refusal = ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
+        client, said = scope.get("client") or ("unknown", 0), "the API key is missing or wrong"
+        log.warning("refused with 401: %s; client %s", said, client[0])
+        refusal = ApiError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         await refusal.response(scope["path"], Headers(scope=scope))(scope, receive, send)
 
-    def _key_of(self, scope: Scope) -> str | None:
-        """Return the hash of the request's key, or None if it is missing or wrong."""
-        scheme, _, given = (header(scope, b"authorization") or "").partition(" ")
-        texts = (given if scheme.lower() == "bearer" else "", header(scope, b"x-api-key") or "")
-        return next((name for name in map(_hashed, texts) if name in self._keys), None)
+    def _admits(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        texts = (given if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        key = next((name for name in map(_hashed, texts) if name in self._keys), None)
+        scope.setdefault("state", {})["key"] = key
+        return key is not None or scope["path"] in OPEN
 
 
 def _hashed(key: str) -> str:
@@ -73,8 +71,8 @@ class HostGuard:
         self.app, self._allowed = app, {name.lower() for name in allowed}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = header(scope, b"host")
-        if scope["type"] != "http" or host is None or self._knows(host):  # browsers always send a host
+        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if host is None or self._knows(host):  # browsers always send a host
             await self.app(scope, receive, send)
             return
         said = f"the host {host[:100]!r} is not allowed; to allow it, start the server with --allowed-host"
@@ -100,13 +98,7 @@ def check_trusted(given: str) -> tuple[str, ...]:
     return (ANYBODY,) if ANYBODY in parts else parts
 
 
-def header(scope: Scope, name: bytes) -> str | None:
-    """Return the first header with this lower-case name."""
-    return next((value.decode("latin-1") for key, value in scope.get("headers", ()) if key == name), None)
-
-
 def is_loopback(address: str) -> bool:
-    """Return whether a text is a loopback IP address."""
     try:
         return ip_address(address).is_loopback
     except ValueError:
@@ -128,12 +120,10 @@ class RequestForms:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        asked = {**scope, **_relative(scope)}
         is_head = scope["method"] == "HEAD"
-        if is_head:
-            asked["method"] = "GET"
-        is_anthropic = speaks_messages(asked["path"], Headers(scope=asked))
-        name = b"request-id" if is_anthropic else b"x-request-id"
+        asked = {**scope, **_relative(scope), "method": "GET" if is_head else scope["method"]}
+        headers = Headers(scope=asked)
+        name = b"request-id" if speaks_messages(asked["path"], headers) else b"x-request-id"
         id = (name, f"req_{secrets.token_hex(12)}".encode())
 
         async def answer(message: Message) -> None:
@@ -143,7 +133,7 @@ class RequestForms:
                 message = {**message, "body": b""}
             await send(message)
 
-        if None in (header(asked, b"content-length"), header(asked, b"transfer-encoding")):
+        if "content-length" not in headers or "transfer-encoding" not in headers:
             await self.app(asked, receive, answer)
             return
         said = "the request has both Content-Length and Transfer-Encoding; send one of them"
@@ -156,11 +146,5 @@ def _relative(scope: Scope) -> dict[str, Any]:
     found = _ABSOLUTE.fullmatch(scope["path"])
     if found is None:
         return {}
-    path = found[2] or "/"
-    raw = _ABSOLUTE.fullmatch(scope.get("raw_path", b"").decode("latin-1"))
     headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
-    return {
-        "path": path,
-        "raw_path": ((raw[2] if raw else None) or "/").encode("latin-1"),
-        "headers": [(b"host", found[1].encode("latin-1", "replace")), *headers],
-    }
+    return {"path": found[2] or "/", "headers": [(b"host", found[1].encode("latin-1", "replace")), *headers]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,8 +14,7 @@ from weakref import WeakValueDictionary
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from eagle_mlx.engine import Engine
-from eagle_mlx.request_state import RequestState
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, Group, Limit, setting
 
 from .errors import ApiError, client_gone
 
@@ -24,12 +23,23 @@ _LINGERING = 8
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Bounds of requests."""
+class Limits(Group):
+    """Limits of requests."""
 
-    body_bytes: int = 8 << 20
-    queue: int = 128
-    """Engine requests that may wait while others decode."""
+    queue: int = setting(128, "requests that may wait for a model; more are refused with 429", AT_LEAST_0, "max_queue")
+    body_mb: float = setting(
+        8.0,
+        "size limit of a request; larger ones get 413",
+        Limit(lambda size: 0.001 <= size < inf, "must be at least 0.001, not {}"),
+        "max_body_mb",
+        "MB",
+    )
+    request_seconds: float | None = setting(
+        None,
+        "time limit of a request, waiting included; it then ends with its text so far (default: none)",
+        ABOVE_0,
+        metavar="S",
+    )
     n: int = 16
     prompts: int = 64
     """Prompts per completions request."""
@@ -52,18 +62,14 @@ class Limits:
     """Time to receive a request's head, as nginx's client_header_timeout."""
     body_seconds: float = 60.0
     """Time to receive the whole body."""
-    request_seconds: float = inf
-    """Time of a request, from arrival to its last token."""
     send_seconds: float = 60.0
     """How long a client may read nothing of its answer, as nginx's send_timeout."""
     room_seconds: float = 60.0
     """How long to wait for other models to become idle before one can be loaded, as nginx's proxy_read_timeout."""
 
-    def check_prompts(self, count: int) -> None:
-        if not count:
-            raise ApiError(400, "prompt is an empty list; give at least one prompt", "prompt")
-        if count > self.prompts:
-            raise ApiError(400, f"{count} prompts in one request; send at most {self.prompts}", "prompt")
+    @property
+    def body_bytes(self) -> int:
+        return int(self.body_mb * (1 << 20))
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -100,26 +106,6 @@ def _too_large(limits: Limits) -> ApiError:
     # The rest of the body may be unread, so the connection cannot serve another request.
     message = f"the body is larger than {limits.body_bytes} bytes; shorten it"
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
-
-
-def waits_for(engine: Engine, requests: Sequence[RequestState], with_counts: bool = True) -> str | None:
-    """Return what requests without a token wait for: their turn or prefill.
-
-    Returns None if there is nothing to report, or if the prompts are short enough for one prefill step. Any thread may
-    call this. It does not wait for the engine, so the answer may be a step old.
-
-    with_counts: whether to include how many tokens have been read, prefix cache hits included.
-    """
-    begun = [request for request in requests if request.read_tokens]
-    if begun:
-        read, prompts = sum(each.read_tokens for each in begun), sum(len(each.prompt) for each in begun)
-        is_long = any(len(each.prompt) - 1 > engine.prefill_chunk for each in begun)
-        counts = f", {read} of {prompts} tokens" if with_counts else ""
-        return f"reading the prompt{counts}" if is_long else None
-    places = [place for place in map(engine.before, requests) if place is not None]
-    if not places:
-        return None
-    return f"waiting, {min(places)} request{'' if min(places) == 1 else 's'} before this one"
 
 
 T = TypeVar("T")

@@ -10,20 +10,16 @@ from typing import Literal, Self
 
 import mlx.core as mx
 
-from eagle_mlx import hub, memory
+from eagle_mlx import Engine, FixedPolicy, SamplingParams, Target, hub, memory
 from eagle_mlx.catalog import embedded
 from eagle_mlx.cpu import blas
-from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier, default_bytes
 from eagle_mlx.engine.prefill import LEAST_CHUNK, PREFILL_MS
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.formats.tensors import check_length
 from eagle_mlx.memory import gb
-from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, GIGABYTES, GIGABYTES_OR_0, Group, Limit, setting
-from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from ..bench.decoding import compare, tolerance_for
@@ -70,10 +66,7 @@ class LoadConfig(Group):
     )
     kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
     volatile: tuple[str, ...] = setting(
-        (),
-        "changing text to remove from system prompts; repeatable",
-        metavar="REGEX",
-        repeat=True,
+        (), "changing text to remove from system prompts; repeatable", metavar="REGEX", repeat=True
     )
     keep_volatile: bool = setting(
         False, "keep Claude Code's billing header in system prompts; it changes with every request"
@@ -251,11 +244,10 @@ def check_files(config: LoadConfig) -> None:
     Reads only configs, tokenizer and headers of weights, so it is fast. Run it before unloading another model.
     """
     for folder in _folders(config):
-        if not (files := _weights(folder)):
+        if not _weights(folder):
             raise TargetError(f"{folder} has no weights; download or create them again")
-        for file in files:
-            if file.suffix == ".safetensors":
-                check_length(file)
+        for file in folder.glob("*.safetensors"):
+            check_length(file)
     load_target(config, lazy=True)
     if config.speculation.draft_model is not None:
         TargetOptions().load(config.speculation.draft_model, lazy=True)

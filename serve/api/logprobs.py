@@ -50,20 +50,20 @@ class LogprobLists(Shape):
     top_logprobs: list[dict[str, float] | None]
 
 
-class TokenTexts:
-    """The text and bytes of each token of a vocabulary, computed once."""
+class TokenTexts(dict[int, tuple[str, bytes]]):
+    """The text and bytes of each token of a vocabulary, computed when they are first asked for.
+
+    The text of a part of a character reads `bytes:\\xe2\\x82`, so that texts are unique.
+    """
 
     def __init__(self, tokenizer: TokenizerWrapper):
         self._tokenizer: Any = tokenizer
         self._anchor: list[int] = list(tokenizer.encode(_ANCHOR, add_special_tokens=False))
         self._before: str = tokenizer.decode(self._anchor)
-        self._known: dict[int, tuple[str, bytes]] = {}
 
-    def __getitem__(self, token: int) -> tuple[str, bytes]:
-        """Return a token's text and bytes. Part of a character reads `bytes:\\xe2\\x82`, so that texts are unique."""
-        if token not in self._known:
-            self._known[token] = self._find(token)
-        return self._known[token]
+    def __missing__(self, token: int) -> tuple[str, bytes]:
+        found = self[token] = self._find(token)
+        return found
 
     def _find(self, token: int) -> tuple[str, bytes]:
         text: str = self._tokenizer.decode([*self._anchor, token])[len(self._before) :]
@@ -82,17 +82,12 @@ class TokenTexts:
 
 
 def chat_logprobs(texts: TokenTexts, found: Iterable[TokenLogprob]) -> dict[str, Any]:
-    content = []
-    for each in found:
-        entry = _entry(texts, each.token, each.logprob)
-        entry["top_logprobs"] = [_entry(texts, token, logprob) for token, logprob in each.top]
-        content.append(entry)
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text, raw = texts[token]
+        return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(raw)}
+
+    content = [{**entry(one.token, one.logprob), "top_logprobs": [entry(*top) for top in one.top]} for one in found]
     return {"content": content, "refusal": None}
-
-
-def _entry(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
-    text, raw = texts[token]
-    return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(raw)}
 
 
 class CompletionLogprobs:

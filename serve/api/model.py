@@ -13,14 +13,10 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from eagle_mlx import hub
-from eagle_mlx.engine import Engine
-from eagle_mlx.engine.cost_curve import learn_costs
+from eagle_mlx import EagleError, Engine, HybridProposer, SamplingParams, Target, hub, learn_costs
 from eagle_mlx.engine.disk import DiskTier
-from eagle_mlx.errors import ConfigError, EagleError
-from eagle_mlx.proposers.hybrid import HybridProposer
-from eagle_mlx.sampling_params import Drafter, Grammar, SamplingParams, StopWatcher
-from eagle_mlx.target import Target
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
 
 from ..chat import ChatFormat, Grammars, Volatile
 from ..speculation import Speculation
@@ -54,7 +50,6 @@ class Loaded:
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Default sampling parameters."""
     volatile: Volatile = field(default_factory=Volatile)
-    """What to leave out of system prompts."""
     speculation: Speculation = field(default_factory=Speculation)
     """The present settings."""
 
@@ -106,7 +101,6 @@ class Loaded:
 
     @property
     def disk(self) -> DiskTier | None:
-        """The disk tier of the prefix cache."""
         return self.engine.prefixes.disk if self.engine.prefixes is not None else None
 
     @property

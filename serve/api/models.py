@@ -68,20 +68,17 @@ class Models:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is in progress."""
         return all(service.idle for service in self.services.values())
 
     @property
     def failure(self) -> BaseException | None:
         """The failure of a model that the server cannot run without."""
-        if not self._at_start:
-            return None
-        return next((each.worker.failure for each in self.services.values() if each.worker.failure is not None), None)
+        failures = (each.worker.failure for each in self.services.values() if self._at_start)
+        return next((failure for failure in failures if failure is not None), None)
 
     def start(self) -> None:
         """Start the models' threads in the event loop."""
         for service in self.services.values():
-            service.worker.observer = service.totals.observe
             service.worker.start(asyncio.get_running_loop())
         for name in self._starting:
             self._begin(self.services[name])
@@ -94,11 +91,6 @@ class Models:
             service.worker.stop()
         for service in self.services.values():
             service.worker.join()  # not in a pool thread: work that hangs may hold all of them
-
-    def abort_all(self, reason: str) -> None:
-        """End every request with an error."""
-        for service in self.services.values():
-            service.worker.abort_all(reason)
 
     def check_open(self) -> None:
         """Raise ApiError 503 if the server takes no requests."""
@@ -217,7 +209,6 @@ class Models:
 
 
 DEFAULT = "default"
-"""The entry with settings for all models."""
 
 
 def read_models(file: Path) -> dict[str, LoadConfig]:
@@ -231,22 +222,19 @@ def read_models(file: Path) -> dict[str, LoadConfig]:
     for name in entries:
         if not (isinstance(name, str) and name and name.isprintable()):
             raise ConfigError(f"{file}: {name!r} is not a model name; write it in quotes")
-    shared = entries.pop(DEFAULT, None)
-    if not entries:
+    settings = {name: _settings(file, name, values) for name, values in entries.items()}
+    shared = settings.pop(DEFAULT, {})
+    if not settings:
         raise ConfigError(f"{file} has no models; write one as `name: {{target: folder or hub id}}`")
-    settings = {name: _settings(file, name, values) for name, values in [(DEFAULT, shared), *entries.items()]}
-    shared = settings.pop(DEFAULT)
     return {name: _config(file, name, {**shared, **own}) for name, own in settings.items()}
 
 
 def _settings(file: Path, name: str, values: Any) -> dict[str, Any]:
     """Return an entry's settings under their names in code."""
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
+    if not isinstance(values, dict | None):
         raise ConfigError(f"{file}: {name}: must hold settings such as `target: folder or hub id`, not {values!r}")
     known, found, keys = _keys(), dict[str, Any](), dict[str, str]()
-    for key, value in values.items():
+    for key, value in (values or {}).items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
             hint = f"; did you mean {near[0]}?" if near else f"; they are {', '.join(known)}"

@@ -238,31 +238,27 @@ async def tokenize(request: Request) -> Response:
     body = await body_of(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
-    return await respond_encoded(request, body.model, lambda loaded, encode: _tokens(body, loaded, encode))
 
+    def work(loaded: Loaded, encode: Encode) -> Tokens:
+        if body.messages is not None:
+            tokens = loaded.chat.chat([message.plain() for message in body.messages]).tokens(encode)
+        else:
+            tokens = encode(body.prompt or "", body.add_special_tokens is not False)
+        texts = [loaded.texts[token][0] for token in tokens] if body.return_token_strs else None
+        context = loaded.target.context_length
+        return Tokens(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=texts)
 
-def _tokens(body: TokenizeRequest, loaded: Loaded, encode: Encode) -> Tokens:
-    if body.messages is not None:
-        tokens = loaded.chat.chat([message.plain() for message in body.messages]).tokens(encode)
-    else:
-        assert body.prompt is not None
-        tokens = encode(body.prompt, body.add_special_tokens is not False)
-    return Tokens(
-        count=len(tokens),
-        max_model_len=loaded.target.context_length,
-        tokens=tokens,
-        token_strs=[loaded.texts[token][0] for token in tokens] if body.return_token_strs else None,
-    )
+    return await respond_encoded(request, body.model, work)
 
 
 @router.post("/detokenize", responses=documented(Text, *ERRORS))
 async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     body = await body_of(request, DetokenizeRequest)
-    return await respond_encoded(request, body.model, lambda loaded, _: _text(body, loaded))
 
+    def work(loaded: Loaded, _: Encode) -> Text:
+        if max(body.tokens, default=0) >= loaded.target.vocab_size:
+            raise ApiError(400, f"tokens contains an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
+        return Text(prompt=loaded.tokenizer.decode(body.tokens))
 
-def _text(body: DetokenizeRequest, loaded: Loaded) -> Text:
-    if max(body.tokens, default=0) >= loaded.target.vocab_size:
-        raise ApiError(400, f"tokens contains an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
-    return Text(prompt=loaded.tokenizer.decode(body.tokens))
+    return await respond_encoded(request, body.model, work)

@@ -299,10 +299,7 @@ _NO_OBJECT = ("model_type", "model_attributes_type")
 
 
 def read(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"] = "forbid") -> B:
-    """Parse and validate a body. Raises ApiError 400 that names the field.
-
-    unknown: what to do with unknown fields.
-    """
+    """Parse and validate a body. Raises ApiError 400 that names the field. unknown: what to do with unknown fields."""
     try:
         fields = from_json(body, allow_inf_nan=False)
     except ValueError as e:

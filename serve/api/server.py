@@ -55,7 +55,6 @@ _BODIES: dict[str, type[Body]] = {
 
 
 def add_schema(app: FastAPI) -> None:
-    """Add request bodies to the app's schema."""
     without_bodies = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -75,9 +74,6 @@ def add_schema(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it
 
 
-ROUTERS = (chat.router, completions.router, responses, messages, routes.router)
-
-
 def create_app(models: Models) -> FastAPI:
     """Return an application that serves these models; its startup also starts their threads."""
     settings = models.settings
@@ -94,7 +90,7 @@ def create_app(models: Models) -> FastAPI:
     app.state.registry = CollectorRegistry(auto_describe=False)
     app.state.registry.register(metrics.ServerCollector(models))
     add_handlers(app)
-    for router in ROUTERS:
+    for router in (chat.router, completions.router, responses, messages, routes.router):
         app.include_router(router)
     if settings.api_key is not None:
         app.add_middleware(KeyGuard, keys=settings.api_key.split())
@@ -230,7 +226,8 @@ class Server(uvicorn.Server):
         elif now > self._end and not self._abandoned:
             self._abandoned = True
             log.info("drain time is over; ending the remaining requests with an error")
-            self.models.abort_all("the server is shutting down")
+            for service in self.models.services.values():
+                service.worker.abort_all("the server is shutting down")
 
 
 def address(sock: socket.socket) -> str:

@@ -15,16 +15,15 @@ from math import inf
 from time import perf_counter
 from typing import Any, Literal
 
-from eagle_mlx.engine import Engine
+from eagle_mlx import Engine, Output
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import RoundResult
-from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.setting import SECONDS_OR_0, Group, setting
 
 from .errors import ApiError
 from .guard import check_trusted
-from .limits import Limits, waits_for
+from .limits import Limits
 from .model import Loaded
 from .watchdog import Watchdog
 from .worker import Job, RequestEvent, Worker
@@ -66,13 +65,11 @@ class Totals:
     bonus: int = 0
     """Tokens that the target added after drafts of which every token was accepted."""
     emitted: int = 0
-    """Emitted tokens."""
     verify_seconds: float = 0.0
     draft_seconds: float = 0.0
     depth: int = 0
-    """Depth of the last round."""
     rounds_by_depth: Counter[int] = field(default_factory=Counter)
-    """Rounds by the policy's depth, or by the depth of the early exit."""
+    """Rounds by `depth`: the policy's, or that of the early exit."""
     acceptance_ema: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -153,7 +150,7 @@ class Settings(Group):
     log_requests: bool = setting(False, "log one line per request: tokens, accepted drafts and seconds, never text")
     ignore_unknown_fields: bool = setting(False, "ignore unknown request fields; otherwise they are refused")
     limits: Limits = field(default_factory=Limits)
-    drain_seconds: float = 30.0
+    drain_seconds: float = setting(30.0, "seconds that requests get to finish at shutdown", SECONDS_OR_0, metavar="S")
     hosts: tuple[str, ...] | None = None
     """Accepted host names besides loopback ones; None accepts any."""
     is_local: bool = True
@@ -175,7 +172,6 @@ class Source:
     """A model that can be loaded."""
 
     name: str
-    """The name that clients use."""
     load: Callable[[], Loaded]
     """Raises EagleError if the model is not available."""
     max_batch: int = 8
@@ -188,15 +184,14 @@ class Service:
 
     def __init__(self, settings: Settings, source: Source):
         self.settings, self.source = settings, source
-        self.worker = Worker(source.load)
-        self.watchdog = Watchdog(self.worker, source.name, settings.stuck_seconds, settings.exit_when_stuck)
         self.totals = Totals()
+        self.worker = Worker(source.load, self.totals.observe)
+        self.watchdog = Watchdog(self.worker, source.name, settings.stuck_seconds, settings.exit_when_stuck)
         self.started = int(time.time())
         self.last_used = perf_counter()
         self.fingerprint = f"fp_{secrets.token_hex(5)}"
         self.state: State = "unloaded"
         self.on_idle: Callable[[], None] = lambda: None
-        """Called when the model becomes idle."""
         self._calls: set[Call] = set()
 
     @property
@@ -210,7 +205,6 @@ class Service:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is in progress."""
         return not self._calls
 
     @property
@@ -242,7 +236,17 @@ class Service:
 
         Raises ApiError 429 if the queue is full, 400 if `count` exceeds all slots.
         """
-        self._check_capacity(count, client)
+        slots = self.source.max_batch + self.settings.limits.queue
+        if count > slots:
+            raise ApiError(400, f"the request asks for {count} answers; at most {slots} fit at once", "n")
+        has_some = any(call.client == client and call.unfinished for call in self._calls)
+        if self.slots_taken + count > slots - (slots // _RESERVED_SHARE if has_some else 0):
+            self.totals.requests["refused"] += 1
+            log.warning("refused with 429: the queue of model %s is full; client %s", self.name, client or "unknown")
+            whole = self.totals.whole  # retry after the mean time of a request
+            seconds = max(1, min(60, round(whole.sum / max(1, sum(whole.buckets)))))
+            headers = {"Retry-After": str(seconds)}
+            raise ApiError(429, "the queue is full; try again later", code="queue_full", headers=headers)
         call = Call(self, count, client)
         self._calls.add(call)
         self.last_used = perf_counter()
@@ -263,25 +267,12 @@ class Service:
         finally:
             self.release(call)
 
-    def _check_capacity(self, count: int, client: str) -> None:
-        slots = self.source.max_batch + self.settings.limits.queue
-        if count > slots:
-            raise ApiError(400, f"the request asks for {count} answers; at most {slots} fit at once", "n")
-        has_some = any(call.client == client and call.unfinished for call in self._calls)
-        if self.slots_taken + count > slots - (slots // _RESERVED_SHARE if has_some else 0):
-            self.totals.requests["refused"] += 1
-            log.warning("refused with 429: the queue of model %s is full; client %s", self.name, client or "unknown")
-            whole = self.totals.whole  # retry after the mean time of a request
-            seconds = max(1, min(60, round(whole.sum / max(1, sum(whole.buckets)))))
-            headers = {"Retry-After": str(seconds)}
-            raise ApiError(429, "the queue is full; try again later", code="queue_full", headers=headers)
-
 
 class Call(Job):
     """An HTTP request from admission to its last byte."""
 
     def __init__(self, service: Service, slots: int, client: str):
-        super().__init__(service.worker.clock() + service.settings.limits.request_seconds, slots)
+        super().__init__(service.worker.clock() + (service.settings.limits.request_seconds or inf), slots)
         self.service, self.client = service, client
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
@@ -294,7 +285,7 @@ class Call(Job):
         """The task that prepares the requests."""
         self._closed = False
 
-    def submit(self, requests: Sequence[RequestState], answer_seconds: float = inf) -> None:
+    def submit(self, requests: Sequence[RequestState], answer_seconds: float) -> None:
         """answer_seconds: time limit of each request, from its first token."""
         self.requests, self.unfinished, self.answer_seconds = requests, len(requests), answer_seconds
         self.service.worker.submit(self)
@@ -306,11 +297,19 @@ class Call(Job):
         return self.begun.is_set()
 
     def waits_for(self) -> str | None:
-        """Return the reason why an answer has no output yet, or None if it should not be reported."""
-        loaded = self.service.worker.loaded
-        if loaded is None:
+        """Return what an answer without output waits for, its turn or its prompts; None if that takes one step.
+
+        This does not wait for the engine, so it may be a step old. Counts of tokens would reveal prefix cache hits.
+        """
+        if (engine := self.service.engine) is None:
             return None
-        return waits_for(loaded.engine, self.requests, self.service.settings.cache_report)
+        if begun := [request for request in self.requests if request.read_tokens]:
+            read, prompts = sum(each.read_tokens for each in begun), sum(len(each.prompt) for each in begun)
+            is_long = any(len(each.prompt) - 1 > engine.prefill_chunk for each in begun)
+            counts = f", {read} of {prompts} tokens" if self.service.settings.cache_report else ""
+            return f"reading the prompt{counts}" if is_long else None
+        places = [place for place in map(engine.before, self.requests) if place is not None]
+        return f"waiting, {min(places)} request{'' if min(places) == 1 else 's'} before this one" if places else None
 
     async def events(self) -> list[RequestEvent]:
         """Return the pending events of its requests, at least one."""

@@ -45,7 +45,6 @@ class RequestEvent:
     """What a step added to a request."""
 
     index: int
-    """Index in the job's requests."""
     tokens: list[int]
     logprobs: list[TokenLogprob]
     """One per token, if requested."""
@@ -65,7 +64,6 @@ class Job:
     answer_seconds: float = inf
     """Limit of each, from its first token to its end."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set with the first event."""
     _events: asyncio.Queue[RequestEvent] = field(default_factory=asyncio.Queue)
 
     def report(self, event: RequestEvent) -> None:
@@ -102,8 +100,9 @@ class Worker:
     Call all methods from the event loop's thread. `load` runs in the worker's; its error is kept in `failure`.
     """
 
-    def __init__(self, load: Callable[[], Loaded]):
-        self._load = load
+    def __init__(self, load: Callable[[], Loaded], observer: Callable[[RoundResult], None]):
+        """observer: is called after every round, in the worker's thread."""
+        self._load, self._observer = load, observer
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.slots: list[_Slot] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,8 +112,6 @@ class Worker:
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self.loaded: Loaded | None = None
         """None unless the model is fully loaded."""
-        self.observer: Callable[[RoundResult], None] | None = None
-        """Called after every round, in the worker's thread."""
         self.failure: BaseException | None = None
         """The error of the last load or of the engine."""
         self.clock: Callable[[], float] = perf_counter
@@ -170,7 +167,6 @@ class Worker:
         await self._ask(run)
 
     def abort_all(self, reason: str) -> None:
-        """End every request with an error."""
         self._commands.put(lambda: self._change(lambda engine: engine.abandon(reason)))
 
     def stop(self) -> None:
@@ -215,7 +211,7 @@ class Worker:
         self._unloading, self.failure = False, None
         try:
             loaded = self._load()
-            loaded.engine.observer = self.observer
+            loaded.engine.observer = self._observer
             loaded.target.on_lost = self._lose
         except BaseException as e:
             self.failure = e
@@ -320,8 +316,12 @@ class Worker:
         self._report(events)
 
     def _report(self, events: Sequence[tuple[Job, RequestEvent]]) -> None:
+        def deliver() -> None:
+            for job, event in events:
+                job.report(event)
+
         if events and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver, events)
+            self._loop.call_soon_threadsafe(deliver)
 
     def _submit(self, job: Job) -> None:
         for index, request in enumerate(job.requests):
@@ -358,11 +358,6 @@ def _exit_soon() -> None:
     last = Timer(_LAST_WORDS, os._exit, [1])
     last.daemon = True
     last.start()
-
-
-def _deliver(events: Sequence[tuple[Job, RequestEvent]]) -> None:
-    for job, event in events:
-        job.report(event)
 
 
 def _settle(result: Future[Any], value: object = None, error: BaseException | None = None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from eagle_mlx import hub
+from eagle_mlx import Target, hub, load_target
 from eagle_mlx.catalog import embedded
 from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.cpu import blas
@@ -20,22 +20,10 @@ from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
 from eagle_mlx.machine import describe
 from eagle_mlx.setting import AT_LEAST_1, Group, setting
-from eagle_mlx.target import Target, load_target
 from eagle_mlx.target_options import TargetOptions
 
+from .. import speculation
 from ..prompts import read_questions, with_filler
-from ..speculation import (
-    AUTO,
-    DEFAULT_TOKENS,
-    HEAD_BITS,
-    NO_HEAD,
-    TARGET_HELP,
-    HeadBits,
-    MemoryOptions,
-    PolicyName,
-    load_head,
-    usable_heads,
-)
 from . import report
 from .decoding import ModeName, tolerance_for
 from .measure import BenchConfig, measure, type_name
@@ -66,13 +54,13 @@ change the exit status."""
 class BenchOptions(Group):
     """What to measure, and on what."""
 
-    target: str | None = setting(None, TARGET_HELP, metavar="MODEL")
+    target: str | None = setting(None, speculation.TARGET_HELP, metavar="MODEL")
     head: str | None = setting(
         None,
         "folder or hub id of the head; auto (the default) finds one, as in eagle-serve; none uses no head; "
         "random is the worst case",
     )
-    head_bits: HeadBits | None = setting(None, HEAD_BITS)
+    head_bits: speculation.HeadBits | None = setting(None, speculation.HEAD_BITS)
     draft_model: str | None = setting(
         None,
         "folder or hub id of a small model with the same tokenizer",
@@ -92,7 +80,7 @@ class BenchOptions(Group):
     nodes: tuple[int, ...] = setting(
         (0,), "tokens in a draft tree of up to --depth levels; 0 drafts chains; --nodes 0 16 compares both"
     )
-    policy: tuple[PolicyName, ...] = setting(
+    policy: tuple[speculation.PolicyName, ...] = setting(
         ("fixed",), "how to choose the number of draft tokens, up to --depth; fixed always drafts --depth tokens"
     )
     temperature: tuple[float, ...] = setting(
@@ -114,7 +102,7 @@ class BenchOptions(Group):
     plot: Path | None = setting(None, "draw the figures as a bar chart", metavar="FILE.png")
     quiet: bool = setting(False, "no progress bars")
     measuring: BenchConfig = field(default_factory=BenchConfig)
-    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    memory: speculation.MemoryOptions = field(default_factory=speculation.MemoryOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
 
 
@@ -149,7 +137,7 @@ def _bench(options: BenchOptions, command: str) -> int:
     print(f"machine: {machine}\ntarget: {target.name}\nhead: {which}")
     if draft is not None:
         print(f"draft model: {draft.name}")
-    depth = options.depth or (min(DEFAULT_TOKENS[policy] for policy in options.policy),)
+    depth = options.depth or (min(speculation.DEFAULT_TOKENS[policy] for policy in options.policy),)
     runs: list[Run] = []
     stock = StockModel(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
     models = Models(target, head, draft, options.memory, options.prior, stock)
@@ -192,7 +180,7 @@ def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHea
         head: DraftHead = random_head(target)
         quantize_for(head, target, bits)
         return head
-    return in_dtype(load_head(name, target, bits), target.dtype)
+    return in_dtype(speculation.load_head(name, target, bits), target.dtype)
 
 
 def _modes(options: BenchOptions) -> tuple[list[ModeName], str | Path | None]:
@@ -216,11 +204,11 @@ def _modes(options: BenchOptions) -> tuple[list[ModeName], str | Path | None]:
 
 def _head_name(options: BenchOptions) -> str | Path | None:
     """Return the named head, the embedded one, or the first one found; None if no mode needs one."""
-    if options.head not in (None, AUTO) or set(options.modes or USE_HEAD).isdisjoint(USE_HEAD):
-        return None if options.head in (AUTO, NO_HEAD) else options.head
+    if options.head not in (None, speculation.AUTO) or set(options.modes or USE_HEAD).isdisjoint(USE_HEAD):
+        return None if options.head in (speculation.AUTO, speculation.NO_HEAD) else options.head
     if options.target is None:
         return embedded("head")
-    found = next(usable_heads(options.target, print), None)
+    found = next(speculation.usable_heads(options.target, print), None)
     if found is not None:
         print(f"head: {found.about}")
     return found.head if found is not None else None

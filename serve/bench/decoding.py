@@ -13,9 +13,8 @@ from typing import Literal
 import mlx.core as mx
 import numpy as np
 
+from eagle_mlx import Output, SamplingParams, Target
 from eagle_mlx.decoding.sampling import SamplingBatch, gumbel
-from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.target import Target
 
 from ..speculation import PolicyName
 
@@ -24,31 +23,19 @@ ModeName = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """The continuation of one prompt, including its end-of-turn token if it has one."""
-
-    tokens: tuple[int, ...]
-    text: str
-    rounds: int
-    """Target forwards that emitted tokens."""
-    drafted_by_position: tuple[int, ...] = ()
-    accepted_by_position: tuple[int, ...] = ()
+Decoding = Generator[int, None, list[Output]]
+"""Yields the number of new tokens after every step; returns the output of each prompt."""
 
 
-Decoding = Generator[int, None, list[Continuation]]
-"""Yields the number of new tokens after every step; returns the continuation of each prompt."""
+def acceptance_length(outputs: Sequence[Output]) -> float:
+    """Return τ over all outputs: tokens emitted per target forward, bonus tokens included."""
+    return sum(len(one.tokens) for one in outputs) / max(1, sum(one.rounds for one in outputs))
 
 
-def acceptance_length(continuations: Sequence[Continuation]) -> float:
-    """Return τ over all continuations: tokens emitted per target forward, bonus tokens included."""
-    return sum(len(one.tokens) for one in continuations) / max(1, sum(one.rounds for one in continuations))
-
-
-def acceptance_by_position(continuations: Sequence[Continuation]) -> list[float]:
+def acceptance_by_position(outputs: Sequence[Output]) -> list[float]:
     """For each draft position, return the share of rounds that accepted it among those that drafted it."""
-    drafted = map(sum, zip_longest(*(one.drafted_by_position for one in continuations), fillvalue=0))
-    accepted = map(sum, zip_longest(*(one.accepted_by_position for one in continuations), fillvalue=0))
+    drafted = map(sum, zip_longest(*(one.drafted_by_position for one in outputs), fillvalue=0))
+    accepted = map(sum, zip_longest(*(one.accepted_by_position for one in outputs), fillvalue=0))
     return [hits / count for hits, count in zip_longest(accepted, drafted, fillvalue=0) if count]
 
 
@@ -59,7 +46,6 @@ class Mode(ABC):
     model: str
     """The model that decodes, and the library that loaded it if that is not EAGLE-MLX."""
     dtype: mx.Dtype
-    """The type in which the model computes."""
     batch = 1
     depth = 0
     nodes = 0
@@ -68,22 +54,22 @@ class Mode(ABC):
 
     @abstractmethod
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
-        """Decode token-id prompts to their ends. Continuations are in the order of the prompts."""
+        """Decode token-id prompts to their ends. Outputs are in the order of the prompts."""
 
     def sync(self) -> None:
         """Wait for dispatched work that is no longer needed, so that it does not slow the next timing."""
         mx.synchronize()
 
 
-Timed = tuple[float, list[Continuation]]
-"""The seconds that a mode took, and its continuations."""
+Timed = tuple[float, list[Output]]
+"""The seconds that a mode took, and its outputs."""
 
 
 class _Runner:
     def __init__(self, mode: Mode, decoding: Decoding):
         self.mode, self.decoding = mode, decoding
         self.seconds, self.tokens = 0.0, 0
-        self.outputs: list[Continuation] | None = None
+        self.outputs: list[Output] | None = None
 
     def run(self, goal: float) -> None:
         """Continue until `goal` tokens are generated, or to the end."""

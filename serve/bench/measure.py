@@ -10,25 +10,14 @@ from typing import Literal
 
 import mlx.core as mx
 
+from eagle_mlx import Output, SamplingParams, Target
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SHARE, Group, setting
-from eagle_mlx.target import Target
 from eagle_mlx.text import LEAST_DISTINCT, is_loop
 
 from ..prompts import Question
-from .decoding import (
-    Continuation,
-    Identity,
-    Mode,
-    Timed,
-    acceptance_by_position,
-    acceptance_length,
-    compare,
-    take_turns,
-    tolerance_for,
-)
+from . import decoding
 from .modes import BASELINES, EngineMode, MlxLmMode, Models
 from .report import Category, Run
 
@@ -79,13 +68,13 @@ Place = tuple[int, int]
 
 @dataclass
 class _Results:
-    mode: Mode
+    mode: decoding.Mode
     prompts: dict[Place, list[int]] = field(default_factory=dict)
-    continuations: dict[Place, Continuation] = field(default_factory=dict)
+    continuations: dict[Place, Output] = field(default_factory=dict)
     times: list[dict[Place, tuple[float, float]]] = field(default_factory=list)
     """For each repeat: (seconds, seconds to the first token) of each group, by the group's first prompt."""
 
-    def outputs(self, places: Iterable[Place]) -> list[Continuation]:
+    def outputs(self, places: Iterable[Place]) -> list[Output]:
         return [self.continuations[place] for place in places]
 
     def seconds(self, kept: Sequence[Place], skipped: int = 0) -> list[float]:
@@ -109,7 +98,7 @@ class _Results:
 
 def measure(
     target: Target,
-    modes: Sequence[Mode],
+    modes: Sequence[decoding.Mode],
     prompts: Sequence[Sequence[int] | Question],
     config: BenchConfig,
     progress: bool = True,
@@ -135,7 +124,12 @@ class _Measurement:
     """All turns of all questions: first all first turns, then all second ones."""
 
     def __init__(
-        self, target: Target, modes: Sequence[Mode], questions: Sequence[Question], config: BenchConfig, progress: bool
+        self,
+        target: Target,
+        modes: Sequence[decoding.Mode],
+        questions: Sequence[Question],
+        config: BenchConfig,
+        progress: bool,
     ):
         self.target, self.questions, self.config, self.progress = target, questions, config, progress
         self.turns = range(1 + max(len(question.later) for question in questions))
@@ -176,11 +170,11 @@ class _Measurement:
             before = [result.continuations[at, earlier].text for earlier in range(turn)]
             result.prompts[at, turn] = self.questions[at].encode(self.target, before)
 
-    def _decode(self, results: Sequence[_Results], group: Sequence[Place], first: bool = False) -> list[Timed]:
+    def _decode(self, results: Sequence[_Results], group: Sequence[Place], first: bool = False) -> list[decoding.Timed]:
         """Decode some prompts by several modes, to the end or to the first token."""
         params = [replace(self.params[place], max_tokens=1) if first else self.params[place] for place in group]
         jobs = [(result.mode, [result.prompts[place] for place in group]) for result in results]
-        return take_turns(jobs, params, 0 if first else self.config.turn)
+        return decoding.take_turns(jobs, params, 0 if first else self.config.turn)
 
     def _time(self, places: Sequence[Place]) -> list[Place]:
         """Time every mode on some turns. Return those on which the reference does not loop."""
@@ -249,8 +243,8 @@ class _Measurement:
             ratio_to_mlx_lm=result.ratio_to(by_mode.get(("mlx-lm", 1)), kept),
             ratio_to_mlx_lm_batch=result.ratio_to(by_mode.get(("mlx-lm-batch", mode.batch)), kept),
             ratio_to_plain=result.ratio_to(by_mode.get(("plain", mode.batch)), kept),
-            acceptance_length=acceptance_length(said),
-            acceptance_by_position=acceptance_by_position(said),
+            acceptance_length=decoding.acceptance_length(said),
+            acceptance_by_position=decoding.acceptance_by_position(said),
             identical=identity.different == 0 if identity else None,
             identical_count=identity.identical if identity else None,
             excused=identity.excused if identity else None,
@@ -267,17 +261,16 @@ class _Measurement:
     def _by_category(self, result: _Results, mlx_lm: _Results | None, kept: Sequence[Place]) -> tuple[Category, ...]:
         found = []
         for name, count in Counter(self.questions[at].category for at, _ in sorted(result.continuations)).items():
-            if name is None:
-                continue
             own = [place for place in kept if self.questions[place[0]].category == name]
             figures: tuple[float | None, ...] = (None, None, None)
             if own:
-                tau = acceptance_length(result.outputs(own))
+                tau = decoding.acceptance_length(result.outputs(own))
                 figures = (median(result.rates(own)), result.ratio_to(mlx_lm, own), tau)
-            found.append(Category(name, len(own), count - len(own), *figures))
+            if name is not None:
+                found.append(Category(name, len(own), count - len(own), *figures))
         return tuple(found)
 
-    def _identity(self, result: _Results) -> Identity | None:
+    def _identity(self, result: _Results) -> decoding.Identity | None:
         """Compare all texts, including left-out prompts. None for mlx-lm's sampling and batches, and for other rules.
 
         After a difference, the prompts of later turns differ too. These turns are excused: the difference counts once.
@@ -287,8 +280,8 @@ class _Measurement:
         if name == "mlx-lm-batch" or (config.temperature > 0 and draws_differ):
             return None
         same = [place for place, prompt in sorted(result.prompts.items()) if self.reference.prompts[place] == prompt]
-        tolerance = max(tolerance_for(self.target), tolerance_for(result.mode))
-        identity = compare(
+        tolerance = max(decoding.tolerance_for(self.target), decoding.tolerance_for(result.mode))
+        identity = decoding.compare(
             self.target,
             [result.prompts[place] for place in same],
             [one.tokens for one in self.reference.outputs(same)],

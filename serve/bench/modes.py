@@ -13,19 +13,14 @@ import mlx.core as mx
 import mlx_lm
 from mlx.utils import tree_flatten
 
-from eagle_mlx import hub
+from eagle_mlx import DraftModelProposer, HeadProposer, HybridProposer, NgramProposer, Output, SamplingParams, hub
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.proposers.draft_model import DraftModelProposer
-from eagle_mlx.proposers.head import HeadProposer
-from eagle_mlx.proposers.hybrid import HybridProposer
-from eagle_mlx.proposers.ngram import NgramProposer
-from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 
 from ..speculation import MemoryOptions, PolicyName, Speculation
-from .decoding import Continuation, Decoding, Mode, ModeName
+from .decoding import Decoding, Mode, ModeName
 
 MLX_LM = "mlx-lm"
 """Prefix of the names of mlx-lm's modes."""
@@ -68,7 +63,7 @@ class MlxLmMode(_MlxLm):
         self._extra: dict[str, Any] = {"draft_model": draft.model, "num_draft_tokens": depth} if draft else {}
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
-        continuations = []
+        outputs = []
         for prompt, each in zip(prompts, params, strict=True):
             steps = []
             for step in mlx_lm.stream_generate(
@@ -82,10 +77,9 @@ class MlxLmMode(_MlxLm):
             ):
                 steps.append(step)
                 yield 1
-            rounds = sum(not step.from_draft for step in steps)
-            text = "".join(step.text for step in steps)
-            continuations.append(Continuation(tuple(int(step.token) for step in steps), text, max(1, rounds)))
-        return continuations
+            rounds = max(1, sum(not step.from_draft for step in steps))
+            outputs.append(_output("".join(step.text for step in steps), [int(step.token) for step in steps], rounds))
+        return outputs
 
     def sync(self) -> None:
         mx.synchronize(self._stream)
@@ -115,11 +109,15 @@ class MlxLmBatchMode(_MlxLm):
         )
         assert generated.token_ids is not None
         yield sum(map(len, generated.token_ids))
-        continuations = []
+        outputs = []
         for tokens, text, limit in zip(generated.token_ids, generated.texts, limits, strict=True):
-            ended = () if len(tokens) == limit else (self._end,)
-            continuations.append(Continuation((*tokens, *ended), text, rounds=len(tokens) + len(ended)))
-        return continuations
+            ended = [] if len(tokens) == limit else [self._end]
+            outputs.append(_output(text, [*tokens, *ended], len(tokens) + len(ended)))
+        return outputs
+
+
+def _output(text: str, tokens: list[int], rounds: int) -> Output:
+    return Output(text, tokens, "", 0, rounds, 0, 0, [], [])
 
 
 def _sampler(params: SamplingParams) -> Callable[[mx.array], mx.array] | None:
@@ -142,7 +140,6 @@ NEEDS: dict[ModeName, tuple[str, ...]] = {
 }
 """Modes that need a second model, and the flags that name one."""
 USE_HEAD: tuple[ModeName, ...] = ("eagle", "hybrid")
-"""Modes in which a head drafts, if there is one."""
 
 
 def missing(name: ModeName) -> ConfigError:
@@ -160,7 +157,6 @@ class Models:
     prior: bool = False
     """Whether policies begin with the target's cost curve."""
     stock: StockModel | None = None
-    """The target as mlx-lm loads it."""
 
     def proposer(self, name: ModeName) -> Proposer | None:
         """Return a new proposer for a mode, or None for plain. Raises ConfigError if its model is missing."""
@@ -212,12 +208,7 @@ class EngineMode(Mode):
         finally:
             for request in requests:
                 engine.cancel(request)
-        return [
-            Continuation(
-                tuple(out.tokens), out.text, out.rounds, tuple(out.drafted_by_position), tuple(out.accepted_by_position)
-            )
-            for out in map(engine.output, requests)
-        ]
+        return list(map(engine.output, requests))
 
     def sync(self) -> None:
         start = perf_counter()

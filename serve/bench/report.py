@@ -56,7 +56,6 @@ class Run:
     """The number of prompts in the figures. Identity covers left-out prompts as well."""
     left_out_looping: int
     tokens: int
-    """Tokens generated in one repeat."""
     seconds: float
     """Seconds of one repeat; median."""
     by_category: tuple[Category, ...] = ()
@@ -64,7 +63,6 @@ class Run:
     model: str = ""
     """The model that decoded, and the library that loaded it if that is not EAGLE-MLX."""
     dtype: str = ""
-    """The type in which the model computes."""
     reference: str = ""
     """The reference of the comparison: mode, model and type."""
 

@@ -5,8 +5,8 @@ The tags that a model's tokenizer knows separate reasoning from content.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -70,7 +70,9 @@ class ReasoningParser:
                 self._fresh = not self._text
             found = next_tag(self._text, list(tags), final)
             at = len(self._text[: found[0]].rstrip("\n")) if found else safe_length(self._text, list(tags))
-            self._emit(self._text[: len(self._text) if final and not found else at], parts)
+            text = self._text[: len(self._text) if final and not found else at]
+            if text and self._state in ("content", "reasoning"):
+                parts.append(("reasoning" if self.thinking else "content", text))
             if found is None:
                 self._text = "" if final else self._text[at:]
                 return parts
@@ -95,10 +97,6 @@ class ReasoningParser:
 
     def _go(self, state: str, read: int) -> None:
         self._state, self._text, self._fresh = state, self._text[read:], True
-
-    def _emit(self, text: str, parts: list[tuple[Kind, str]]) -> None:
-        if text and self._state in ("content", "reasoning"):
-            parts.append(("reasoning" if self.thinking else "content", text))
 
 
 def next_tag(text: str, tags: Sequence[str], final: bool = False) -> tuple[int, str] | None:
@@ -142,8 +140,7 @@ class AnswerParser:
     def finish(self, complete: bool = True) -> list[Delta]:
         """Return the rest. complete: whether the model ended its answer itself; if not, an open call is text."""
         deltas = self._read("", True, complete)
-        for kind, text in self._thoughts.push("", final=True):
-            _add(deltas, kind, text)
+        _add(deltas, self._thoughts.push("", final=True))
         return deltas
 
     def _read(self, text: str, final: bool, complete: bool) -> list[Delta]:
@@ -151,24 +148,19 @@ class AnswerParser:
         if self.has_ended:
             return deltas
         if self._calls is None:
-            self._add_text(deltas, text)
+            _add(deltas, self._thoughts.push(text))
             return deltas
         self._calls.feed(text)
         while (part := self._calls.next(self._thoughts.thinking, final, complete)) is not None:
             if isinstance(part, str):
-                self._add_text(deltas, part)
+                _add(deltas, self._thoughts.push(part))
                 continue
-            for kind, waiting in self._thoughts.interrupt():
-                _add(deltas, kind, waiting)
+            _add(deltas, self._thoughts.interrupt())
             if not self._several:
                 self.has_ended = True
                 return [*deltas, Delta(tool_call=part[0])]
             deltas += [Delta(tool_call=call) for call in part]
         return deltas
-
-    def _add_text(self, deltas: list[Delta], text: str) -> None:
-        for kind, part in self._thoughts.push(text):
-            _add(deltas, kind, part)
 
 
 class FirstCall:
@@ -184,11 +176,9 @@ class FirstCall:
         return self._parser.has_ended
 
 
-def _add(deltas: list[Delta], kind: Kind, text: str) -> None:
-    last = deltas[-1] if deltas else Delta()
-    if kind == "content" and last.content:
-        deltas[-1] = replace(last, content=last.content + text)
-    elif kind == "reasoning" and last.reasoning:
-        deltas[-1] = replace(last, reasoning=last.reasoning + text)
-    else:
-        deltas.append(Delta(content=text) if kind == "content" else Delta(reasoning=text))
+def _add(deltas: list[Delta], parts: Iterable[tuple[Kind, str]]) -> None:
+    for kind, text in parts:
+        before: str = getattr(deltas[-1], kind) if deltas else ""
+        if before:
+            deltas.pop()
+        deltas.append(Delta(content=before + text) if kind == "content" else Delta(reasoning=before + text))

@@ -14,17 +14,7 @@ from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.target import Target
 
 from ..processes import Process, ProcessEnded
-from .grammar import (
-    MOST_MEMORY,
-    CompiledGrammar,
-    MatcherGrammar,
-    Schema,
-    free_text_grammar,
-    grammar_text,
-    on_one_line,
-    parameters_of,
-    unpacked,
-)
+from . import grammar as lark
 from .process_work import MatcherProcess, Places
 from .template import ChatFormat
 from .tools import ToolOffer, tool_names, without
@@ -36,7 +26,6 @@ _TOKENIZER_SECONDS = 60.0
 MOST_SCHEMA_BYTES = 64 * 1024
 """The limit for all schemas of one request, as JSON text."""
 _MOST_KEPT = 16
-"""Number of compiled grammars that are kept for later requests."""
 
 
 class Grammars:
@@ -89,19 +78,24 @@ class Grammars:
             raise ConfigError(_why_not_calls(calls.parser if calls else "", offer))
         if is_free:
             tools = tuple(tool if tool in offer.strict else without(tool, "parameters") for tool in tools)
-        schemas: dict[str, Schema] = {} if schema is None else {_place_of_schema(response_format): schema}
-        schemas |= {_place_of_tool(offer, tool): parameters_of(tool) for tool in tools}
+        schemas: dict[str, lark.Schema] = {}
+        if schema is not None and response_format is not None:
+            older = response_format["type"] == "json_object"
+            schemas["response_format.schema" if older else "response_format.json_schema.schema"] = schema
+        for tool in tools:
+            place = tool_names(offer.tools).index(tool["function"]["name"])
+            schemas[f"tools[{place}].function.parameters"] = lark.parameters_of(tool)
         places = _as_texts(schemas)
         if is_free:
             assert calls is not None
-            text = free_text_grammar(tools, calls, self._free_tokens(calls.start), self._tag)
+            text = lark.free_text_grammar(tools, calls, self._free_tokens(calls.start), self._tag)
         else:
-            text = grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
+            text = lark.grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
         compiled = self._compiled(text, places)
         if not compiled.process.alive:  # it was killed
             self._compiled.cache_clear()
             compiled = self._compiled(text, places)
-        return lambda: MatcherGrammar(compiled)
+        return lambda: lark.MatcherGrammar(compiled)
 
     def start(self) -> Process:
         """Return the first process. Starting it takes a second.
@@ -111,12 +105,13 @@ class Grammars:
         """
         with self._starting:
             if self._process is None or not self._process.alive:  # or it was killed
-                process = Process.start(MatcherProcess, MOST_MEMORY)
+                process = Process.start(MatcherProcess, lark.MOST_MEMORY)
                 process.ask("open", *_opening_arguments(self._tokenizer, self._vocab, self._ends))
                 answer = process.answer(_TOKENIZER_SECONDS)
                 if answer is None or answer[1]:
-                    reason = answer[1] if answer else f"reading it takes more than {_TOKENIZER_SECONDS:g} s"
-                    raise ConfigError(f"grammars are not possible with this model's tokenizer: {on_one_line(reason)}")
+                    slow = f"reading it takes more than {_TOKENIZER_SECONDS:g} s"
+                    reason = lark.on_one_line(answer[1]) if answer else slow
+                    raise ConfigError(f"grammars are not possible with this model's tokenizer: {reason}")
                 self._special, self._partial = map(frozenset, answer[0])
                 self._process = process
             return self._process
@@ -128,7 +123,7 @@ class Grammars:
                 self._process.end()
             self._compiled.cache_clear()
 
-    def _compile(self, grammar: str, schemas: Places) -> CompiledGrammar:
+    def _compile(self, grammar: str, schemas: Places) -> lark.CompiledGrammar:
         """Compile a grammar. schemas: the grammar's schemas. Raises ConfigError with the place and the reason."""
         where = ", ".join(where for where, _ in schemas)
         try:
@@ -137,15 +132,15 @@ class Grammars:
             answer = process.answer(COMPILE_SECONDS)
         except ProcessEnded as e:
             raise ConfigError(
-                f"{where}: too complex: compiling it needs more than {MOST_MEMORY >> 20} MB of memory; simplify it"
+                f"{where}: too complex: compiling it needs more than {lark.MOST_MEMORY >> 20} MB of memory; simplify it"
             ) from e
         if answer is None:
             process.end()
             raise ConfigError(f"{where}: too complex: compiling it takes more than {COMPILE_SECONDS:g} s; simplify it")
         first, reason = answer
         if reason:
-            raise ConfigError(on_one_line(reason))
-        return CompiledGrammar(process, unpacked(first, self._vocab), self._vocab, self._ends)
+            raise ConfigError(lark.on_one_line(reason))
+        return lark.CompiledGrammar(process, lark.unpacked(first, self._vocab), self._vocab, self._ends)
 
     def _tag(self, tag: str) -> str:
         """Return a text for a grammar: special tokens as ids, other text as it is."""
@@ -195,16 +190,6 @@ def _token_set(tokens: Iterable[int]) -> str:
     return f"<[{','.join(f'{first}-{last}' for first, last in ranges)}]>" if ranges else ""
 
 
-def _place_of_tool(offer: ToolOffer, tool: Mapping[str, Any]) -> str:
-    names = tool_names(offer.tools)
-    return f"tools[{names.index(tool['function']['name'])}].function.parameters"
-
-
-def _place_of_schema(response_format: Mapping[str, Any] | None) -> str:
-    is_older = response_format is not None and response_format["type"] == "json_object"
-    return "response_format.schema" if is_older else "response_format.json_schema.schema"
-
-
 def read_response_format(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the schema that an answer must follow, or None for any text. The fields are those of `schema.py`.
 
@@ -225,7 +210,7 @@ def read_response_format(response_format: Mapping[str, Any] | None) -> dict[str,
     return dict(response_format["json_schema"]["schema"])
 
 
-def _as_texts(schemas: Mapping[str, Schema]) -> Places:
+def _as_texts(schemas: Mapping[str, lark.Schema]) -> Places:
     places = []
     for where, schema in schemas.items():
         if "x-guidance" in schema:
@@ -251,9 +236,5 @@ def _why_not_calls(parser: str, offer: ToolOffer) -> str:
         what, how = f"tools[{at}].function.strict: not possible", "leave strict out, and check the arguments"
     else:
         what, how = "response_format: cannot be combined with tools", 'use tool_choice "none"'
-    reason = (
-        f"writes its calls in the format {parser!r}, not as JSON between tags"
-        if parser
-        else "has tool calls that no parser reads"
-    )
-    return f"{what} on this model, which {reason}; {how}"
+    other = f"writes its calls in the format {parser!r}, not as JSON between tags"
+    return f"{what} on this model, which {other if parser else 'has tool calls that no parser reads'}; {how}"

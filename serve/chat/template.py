@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -246,16 +246,13 @@ class Volatile:
         """
         read, left = [], SEARCHED
         for message in messages:
-            searched = min(left, len(message["content"])) if message["role"] == "system" else 0
-            left -= searched
             text = message["content"]
-            read.append({**message, "content": self._without(text[:searched]) + text[searched:]})
+            start, rest = (text[:left], text[left:]) if message["role"] == "system" else ("", text)
+            left -= len(start)
+            for pattern in self.patterns:
+                start = pattern.sub("", start)
+            read.append({**message, "content": start + rest})
         return read
-
-    def _without(self, text: str) -> str:
-        for pattern in self.patterns:
-            text = pattern.sub("", text)
-        return text
 
 
 @dataclass(frozen=True)
@@ -266,15 +263,12 @@ class ChatFormat:
     thoughts: ReasoningTags
     calls: ToolCallTags | None
     """None if there is no parser for the model's calls."""
-    volatile: Volatile = field(default_factory=Volatile)
-    """Patterns to remove from system prompts."""
+    volatile: Volatile = Volatile()
 
     @classmethod
-    def of(cls, target: Target, volatile: Volatile | None = None) -> ChatFormat:
+    def of(cls, target: Target, volatile: Volatile = Volatile()) -> ChatFormat:
         """Read a target's tokenizer. Without one, `has_chat_template` is false."""
-        volatile = volatile or Volatile()
-        tokenizer = target.tokenizer
-        if tokenizer is None:
+        if (tokenizer := target.tokenizer) is None:
             return cls(None, ReasoningTags(), None, volatile)
         return cls(tokenizer, _reasoning_tags(tokenizer), _tool_call_tags(tokenizer), volatile)
 

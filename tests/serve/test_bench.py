@@ -20,11 +20,11 @@ from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.machine import describe
+from eagle_mlx.request import Output
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.decoding import (
-    Continuation,
     Decoding,
     Identity,
     ModeName,
@@ -81,8 +81,8 @@ def test_only_a_near_tie_excuses() -> None:
 
 
 def test_acceptance_over_several_continuations() -> None:
-    one = Continuation((1, 2, 3, 4, 5, 6), "", rounds=2, drafted_by_position=(2, 2), accepted_by_position=(2, 1))
-    two = Continuation((1, 2), "", rounds=2, drafted_by_position=(2,), accepted_by_position=(0,))
+    one = Output("", [1, 2, 3, 4, 5, 6], "length", 1, 2, 4, 3, drafted_by_position=[2, 2], accepted_by_position=[2, 1])
+    two = Output("", [1, 2], "length", 1, 2, 2, 0, drafted_by_position=[2], accepted_by_position=[0])
     assert acceptance_length([one, two]) == 2.0
     assert acceptance_by_position([one, two]) == [0.5, 0.5]
     assert acceptance_by_position([]) == []

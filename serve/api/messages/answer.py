@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from json.encoder import encode_basestring as quote
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -21,8 +20,6 @@ from ..flow import body_of, models_of, respond_encoded
 from ..model import Encode, Loaded
 from ..service import Call
 from .request import CountTokensRequest, MessagesRequest, chat_request, names_of
-
-PING = 'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 class MessageOutputDetails(Shape):
@@ -76,13 +73,16 @@ class TokenCount(Shape):
 class MessageAnswer(PartsAnswer):
     """A chat's answer as a message, or as events that write its blocks in turn."""
 
+    ping = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
+
     def __init__(self, call: Call, chat: ChatAnswer, body: MessagesRequest):
         super().__init__(call, chat)
         self.body = body
         self.hides_thoughts = body.thinking is not None and body.thinking.display == "omitted"
 
-    def fail(self, error: ApiError) -> bytes:
-        return error_event(error)
+    @staticmethod
+    def error_event(error: ApiError) -> bytes:
+        return named_event(error.messages_body).encode()
 
     def ended(self, output: Output) -> dict[str, Any]:
         content = [self._block(part) for part in self.parts]
@@ -92,11 +92,11 @@ class MessageAnswer(PartsAnswer):
     def open(self) -> str:
         """Return the first events. Cached tokens are not known yet; the last event has the final counts."""
         message = self._message([], _usage(len(self.requests[0].prompt)))
-        return named_event({"type": "message_start", "message": message}) + PING
+        return named_event({"type": "message_start", "message": message}) + self.ping.encode().decode()
 
-    def close(self, output: Output, more: str = "") -> str:
+    def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
         usage = self._final_usage(output)
-        delta = {"type": "message_delta", "delta": self._reason(output), "usage": usage, **stats(self.call, [output])}
+        delta = {"type": "message_delta", "delta": self._reason(output), "usage": usage, **more}
         return self.end("completed") + named_event(delta) + named_event({"type": "message_stop"})
 
     def start(self) -> str:
@@ -117,10 +117,8 @@ class MessageAnswer(PartsAnswer):
         return signed + named_event({"type": "content_block_stop", "index": len(self.parts) - 1})
 
     def _delta(self, kind: str, name: str, text: str) -> str:
-        """Return a delta event, built without a dictionary because there is one for every piece."""
-        delta = f'{{"type":"{kind}","{name}":{quote(text)}}}'
-        head = 'event: content_block_delta\ndata: {"type":"content_block_delta","index":'
-        return f'{head}{len(self.parts) - 1},"delta":{delta}}}\n\n'
+        delta = {"type": kind, name: text}
+        return named_event({"type": "content_block_delta", "index": len(self.parts) - 1, "delta": delta})
 
     @property
     def _signature(self) -> str:
@@ -171,10 +169,6 @@ def _opened(part: Delta) -> dict[str, Any]:
     return {"type": "thinking", "thinking": "", "signature": ""} if part.reasoning else {"type": "text", "text": ""}
 
 
-def error_event(error: ApiError) -> bytes:
-    return named_event(error.messages_body).encode()
-
-
 router = APIRouter()
 
 
@@ -183,13 +177,12 @@ async def messages(request: Request) -> Response:
     """Return the next message of a conversation, for clients of Anthropic's API."""
     body = await body_of(request, MessagesRequest)
     service = models_of(request).named(body.model)
-    ping = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
 
     def answer(call: Call, chat: ChatAnswer) -> MessageAnswer:
         return MessageAnswer(call, chat, body)
 
     names, chat = names_of(body), chat_request(body)
-    return await answer_chat(request, service, chat, names, body.max_tokens, answer, body.stream, error_event, ping)
+    return await answer_chat(request, service, chat, names, body.max_tokens, MessageAnswer, answer, body.stream)
 
 
 @router.post("/v1/messages/count_tokens", responses=documented(TokenCount, *ERRORS, error=MessagesError))

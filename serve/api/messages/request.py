@@ -9,17 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, Tag
 
-from ..conversation import (
-    EFFORTS,
-    PARAGRAPH,
-    BareTool,
-    Conversation,
-    Extensions,
-    Names,
-    OwnTool,
-    one_of,
-    without_details,
-)
+from ..conversation import EFFORTS, PARAGRAPH, BareTool, Conversation, Extensions, Names, OwnTool, as_bare_tool, one_of
 from ..errors import ApiError
 from ..schema import Body, ChatRequest, Many, supported, validated
 
@@ -94,7 +84,7 @@ class ClientTool(OwnTool, Cached):
 
 
 OfferedTool = Annotated[
-    Annotated[ClientTool, Tag("<custom>")] | Annotated[BareTool, BeforeValidator(without_details), Tag("<>")],
+    Annotated[ClientTool, Tag("<custom>")] | Annotated[BareTool, BeforeValidator(as_bare_tool), Tag("<>")],
     one_of(ClientTool),
 ]
 

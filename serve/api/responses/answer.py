@@ -31,7 +31,6 @@ ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-"""Prefix of an item's id, by item type."""
 
 
 @dataclass(frozen=True)
@@ -87,20 +86,17 @@ class ResponseMemory:
 
     def delete(self, id: str, param: str | None = None) -> StoredResponse:
         """Remove and return a stored response. Raises ApiError as `get` does."""
-        found = self._responses.pop(id, None)
-        if found is None:
-            raise self._missing(id, param)
+        if id not in self._responses:
+            message = (
+                f"response {id[:100]!r} is not stored: it was sent with store false, was deleted, or is too old (the "
+                f"server keeps {self.most} responses, at most {self.most_bytes >> 20} MB). Send the conversation as "
+                "input"
+            )
+            code = "response_not_found" if param is None else "previous_response_not_found"
+            raise ApiError(404 if param is None else 400, message, param, code)  # as in OpenAI's API
+        found = self._responses.pop(id)
         self.nbytes -= found.nbytes
         return found
-
-    def _missing(self, id: str, param: str | None) -> ApiError:
-        message = (
-            f"response {id[:100]!r} is not stored: it was sent with store false, was deleted, or is too old (the "
-            f"server keeps {self.most} responses, at most {self.most_bytes >> 20} MB). Send the conversation as input"
-        )
-        if param is not None:  # as in OpenAI's API
-            return ApiError(400, message, param, "previous_response_not_found")
-        return ApiError(404, message, None, "response_not_found")
 
 
 Keep = Callable[[dict[str, Any]], None]
@@ -128,7 +124,6 @@ class ResponseAnswer(PartsAnswer):
         self.body, self._functions, self._keep = body, functions, keep
         self._number = -1
         self._id = ""
-        """Id of the last item."""
 
     def ended(self, output: Output) -> dict[str, Any]:
         """Return the response of an answer that is complete or cut off; store it unless `store` is false."""
@@ -150,10 +145,15 @@ class ResponseAnswer(PartsAnswer):
         begun = self._begun()
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def close(self, output: Output, more: str = "") -> str:
+    def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
         last = self.end("incomplete" if output.finish_reason == "length" else "completed")
         response = self.ended(output)
         return last + self._event(f"response.{response['status']}", response=response)
+
+    @staticmethod
+    def error_event(error: ApiError) -> bytes:
+        fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+        return named_event({**fields, "sequence_number": 0}).encode()
 
     def fail(self, error: ApiError) -> bytes:
         code = "invalid_prompt" if error.status == 400 else "server_error"
@@ -287,12 +287,7 @@ async def responses(request: Request) -> Response:
         return ResponseAnswer(call, chat, body, functions, keep)
 
     chat, most = chat_request(body, items, functions), body.max_output_tokens
-    return await answer_chat(request, service, chat, functions.names, most, answer, body.stream, _error_event)
-
-
-def _error_event(error: ApiError) -> bytes:
-    fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-    return named_event({**fields, "sequence_number": 0}).encode()
+    return await answer_chat(request, service, chat, functions.names, most, ResponseAnswer, answer, body.stream)
 
 
 @router.get("/v1/responses/{id}", responses=documented(ResponseObject, 400, 401, 404))

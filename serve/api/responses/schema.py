@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, Tag
 
 from ..answer import CachedTokens, Measured, ReasoningTokens
-from ..conversation import BareTool, Extensions, OwnTool, one_of, without_details
+from ..conversation import BareTool, Extensions, OwnTool, as_bare_tool, one_of
 from ..errors import Shape
 from ..schema import Body, Many, Obfuscation, OpenAIRequest, supported
 
@@ -132,7 +132,7 @@ ResponsesTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
     | Annotated[CustomTool, Tag("<custom>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
-    | Annotated[BareTool, BeforeValidator(without_details), Tag("<>")],
+    | Annotated[BareTool, BeforeValidator(as_bare_tool), Tag("<>")],
     one_of(FunctionTool, CustomTool, NamespaceTool),
 ]
 

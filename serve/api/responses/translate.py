@@ -11,22 +11,7 @@ from ...chat import ToolCall
 from ..conversation import EFFORTS, PARAGRAPH, BareTool, Conversation, Names
 from ..errors import ApiError
 from ..schema import ChatRequest, validated
-from .schema import (
-    CallOutputItem,
-    ChosenTool,
-    ContentPart,
-    CustomCallItem,
-    CustomTool,
-    FunctionCallItem,
-    FunctionTool,
-    Item,
-    MessageItem,
-    NamespaceTool,
-    ReasoningItem,
-    ResponsesRequest,
-    ResponsesTool,
-    TextPart,
-)
+from . import schema
 
 _CALLS = {"function": "function_call", "custom": "custom_tool_call"}
 _TEXT = {
@@ -41,14 +26,14 @@ _TEXT = {
 class Functions:
     """The functions that a model sees."""
 
-    def __init__(self, tools: Sequence[ResponsesTool] = ()):
+    def __init__(self, tools: Sequence[schema.ResponsesTool] = ()):
         """Leave out tools that OpenAI runs. Raises ApiError if that leaves none."""
         self.functions: list[dict[str, Any]] = []
         self.calls: dict[str, dict[str, Any]] = {}
         """For each function, the item of a call of its tool, without the input."""
         self.names = Names(_FIELDS, [])
         for at, tool in enumerate(tools):
-            if isinstance(tool, NamespaceTool):
+            if isinstance(tool, schema.NamespaceTool):
                 for inner in tool.tools:
                     self._add(at, inner, tool.name)
             elif not isinstance(tool, BareTool):
@@ -57,23 +42,17 @@ class Functions:
             message = f"tools[0].type: {hosted.type[:60]} runs on OpenAI's servers; give tools that the client runs"
             raise ApiError(400, message, "tools[0].type")
 
-    def _add(self, place: int, tool: FunctionTool | CustomTool, namespace: str | None) -> None:
+    def _add(self, place: int, tool: schema.FunctionTool | schema.CustomTool, namespace: str | None) -> None:
         name = flat_name(tool.name, namespace)
-        parameters = tool.parameters if isinstance(tool, FunctionTool) else _TEXT
+        parameters = tool.parameters if isinstance(tool, schema.FunctionTool) else _TEXT
         function: dict[str, Any] = {"name": name, "description": _description(tool), "parameters": parameters}
-        if isinstance(tool, FunctionTool) and tool.strict:
+        if isinstance(tool, schema.FunctionTool) and tool.strict:
             function["strict"] = True
         self.functions.append({"type": "function", "function": function})
         self.names.tools.append(place)
         self.calls[name] = {"type": _CALLS[tool.type], "name": tool.name}
         if namespace is not None:
             self.calls[name]["namespace"] = namespace
-
-    def choice(self, chosen: str | ChosenTool | None) -> str | dict[str, Any] | None:
-        """Return `tool_choice` for Chat Completions."""
-        if not isinstance(chosen, ChosenTool):
-            return chosen
-        return {"type": "function", "function": {"name": flat_name(chosen.name, chosen.namespace)}}
 
     def called(self, call: ToolCall) -> dict[str, Any]:
         """Return the item of a call, without its id and status."""
@@ -96,9 +75,9 @@ def _text_of(arguments: str) -> str:
     return found if isinstance(found, str) else arguments
 
 
-def _description(tool: FunctionTool | CustomTool) -> str | None:
+def _description(tool: schema.FunctionTool | schema.CustomTool) -> str | None:
     """Return a tool's description, with the grammar of its input, which is not enforced here."""
-    form: dict[str, Any] = (tool.format or {}) if isinstance(tool, CustomTool) else {}
+    form: dict[str, Any] = (tool.format or {}) if isinstance(tool, schema.CustomTool) else {}
     if not isinstance(definition := form.get("definition"), str):
         return tool.description
     grammar = f"The input follows this grammar ({form.get('syntax', 'lark')}):\n{definition}"
@@ -116,16 +95,19 @@ _SEALED = "thought:"
 """Prefix of `encrypted_content`, which holds the reasoning in plain base64: the client may read it."""
 
 
-def input_items(body: ResponsesRequest) -> list[Item]:
-    return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+def input_items(body: schema.ResponsesRequest) -> list[schema.Item]:
+    return [schema.MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
-def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions) -> ChatRequest:
+def chat_request(body: schema.ResponsesRequest, items: Sequence[schema.Item], functions: Functions) -> ChatRequest:
     """Return the chat of these items. It leaves out max_output_tokens, which is only a bound. Raises ApiError."""
+    choice: Any = body.tool_choice
+    if isinstance(choice, schema.ChosenTool):
+        choice = {"type": "function", "function": {"name": flat_name(choice.name, choice.namespace)}}
     asked: dict[str, Any] = {
         "messages": _messages(body.instructions, items, len(items) - len(input_items(body))),
         "tools": functions.functions or None,
-        "tool_choice": functions.choice(body.tool_choice),
+        "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body),
         "verbosity": body.text.verbosity if body.text is not None else None,
@@ -156,35 +138,35 @@ def _unsealed(text: str | None) -> str:
         return ""
 
 
-def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> list[dict[str, Any]]:
+def _messages(instructions: str | None, items: Sequence[schema.Item], kept: int) -> list[dict[str, Any]]:
     """Return the messages of a chat. kept: how many items come from the previous response."""
     conversation = Conversation()
     if instructions:
         conversation.say("system", instructions)
     for index, item in enumerate(items):
-        if isinstance(item, MessageItem):
+        if isinstance(item, schema.MessageItem):
             role = "system" if item.role == "developer" else item.role
             conversation.say(role, _text(item.content))
-        elif isinstance(item, ReasoningItem):
+        elif isinstance(item, schema.ReasoningItem):
             thought = "".join(part.text for part in item.content or item.summary)
             conversation.think(thought or _unsealed(item.encrypted_content))
-        elif isinstance(item, CallOutputItem):
+        elif isinstance(item, schema.CallOutputItem):
             conversation.result(item.call_id, _text(item.output), f"input[{index - kept}].call_id")
-        elif isinstance(item, CustomCallItem):
+        elif isinstance(item, schema.CustomCallItem):
             arguments = json.dumps({"input": item.input}, ensure_ascii=False)
             conversation.call(item.call_id, flat_name(item.name, item.namespace), arguments)
-        elif isinstance(item, FunctionCallItem):
+        elif isinstance(item, schema.FunctionCallItem):
             conversation.call(item.call_id, flat_name(item.name, item.namespace), item.arguments)
     return conversation.messages
 
 
-def _text(content: str | Sequence[ContentPart]) -> str:
+def _text(content: str | Sequence[schema.ContentPart]) -> str:
     if isinstance(content, str):
         return content
-    return PARAGRAPH.join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+    return PARAGRAPH.join(part.text if isinstance(part, schema.TextPart) else part.refusal for part in content)
 
 
-def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
+def _response_format(body: schema.ResponsesRequest) -> dict[str, Any] | None:
     """Return `text.format` for Chat Completions, which nests the schema's fields."""
     form = body.text.format if body.text is not None else None
     if form is None:

@@ -63,7 +63,7 @@ def test_streamed_pieces_equal_the_whole_answer(written: tuple[ChatAnswer, Outpu
     ]
     for answer, put_together in pairs:
         writer = answer()
-        text = writer.open() + "".join(map(writer.write, events)) + writer.close(output)
+        text = writer.open() + "".join(map(writer.write, events)) + writer.close(0, output, {})
         found = [json.loads(event.split("data: ", 1)[1]) for event in text.split("\n\n")[:-1]]
         whole = answer().response([output])
         assert put_together(found) == without_ids(whole.get("content") or whole["output"])

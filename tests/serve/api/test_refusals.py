@@ -41,7 +41,7 @@ def formed(form: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Live]:
-    limits = Limits(body_bytes=4096, queue=2)
+    limits = Limits(body_mb=1 / 256, queue=2)
     with live(settings=wide(limits, api_key="secret", allow_origin=("https://page.example",))) as running:
         yield running
 
