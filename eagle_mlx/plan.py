@@ -52,6 +52,8 @@ class Abilities:
     early_exit: bool = False
     lookup: bool = False
     """Whether n-grams match in most rows, and could draft instead of a model."""
+    may_pad: bool = True
+    """Whether it can read prompts of different lengths together."""
 
 
 @dataclass(frozen=True)

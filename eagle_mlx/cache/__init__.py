@@ -4,6 +4,7 @@ from eagle_mlx.cache.full import STEP, RaggedKV
 from eagle_mlx.cache.kinds import check_cacheable, may_pad
 from eagle_mlx.cache.lengths import RowLengths, without_row
 from eagle_mlx.cache.ragged import CacheSize, KVPiece, RaggedCache, Saved
+from eagle_mlx.cache.recurrent import joined_rows
 
 __all__ = [
     "STEP",
@@ -14,6 +15,7 @@ __all__ = [
     "RowLengths",
     "Saved",
     "check_cacheable",
+    "joined_rows",
     "may_pad",
     "without_row",
 ]

@@ -158,7 +158,7 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
             self.cache = list(other.cache)
             return
         mine, theirs = self.rows.rows, other.rows.rows
-        self.cache = [_joined(a, mine, b, theirs) for a, b in zip(self.cache, other.cache, strict=True)]
+        self.cache = [joined_rows(a, mine, b, theirs) for a, b in zip(self.cache, other.cache, strict=True)]
 
     def remove(self, row: int, last: RecurrentState | None) -> None:
         self.cache = [x if x is None else without_row(x, row) for x in self.cache]
@@ -201,8 +201,8 @@ def _where(rows: mx.array, these: mx.array | None, those: mx.array) -> mx.array:
     return mx.where(rows.reshape(-1, *[1] * (those.ndim - 1)), these, those)
 
 
-def _joined(a: mx.array | None, rows_a: int, b: mx.array | None, rows_b: int) -> mx.array | None:
-    """Concatenate the states of two batches; a missing state counts as zeros."""
+def joined_rows(a: mx.array | None, rows_a: int, b: mx.array | None, rows_b: int) -> mx.array | None:
+    """Concatenate arrays of two batches; a missing one counts as zeros."""
     if a is None and b is None:
         return None
     like = a if a is not None else b

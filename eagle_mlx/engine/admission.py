@@ -58,7 +58,7 @@ class Admission:
         self.freed = FreedBuffers()
         if prefixes is not None:
             prefixes.spare = lambda: budget.nbytes - budget.set_aside(self.admitted)
-        self._may_pad = may_pad(target.model)
+        self._may_pad = may_pad(target.model) and (proposer is None or proposer.abilities.may_pad)
         self.prefills: list[Prefill] = []
         """Prefills in progress, oldest first."""
         self._others_are_due = False

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from eagle_mlx.cache import RaggedCache, check_cacheable
+from eagle_mlx.cache import RaggedCache, check_cacheable, joined_rows, may_pad, without_row
 from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
@@ -34,13 +34,11 @@ class DraftModelProposer:
 
     name = "draft"
     aux_layers: tuple[int, ...] = ()
-    abilities = Abilities(trees=True, early_exit=True)
 
     def __init__(self, draft: Target):
         check_cacheable(draft.model)
-        if RaggedCache.of(draft.model, 1).recurrent:
-            raise TargetError("this draft model has recurrent state, which cannot be rolled back; choose another")
         self.draft = draft
+        self.abilities = Abilities(trees=True, early_exit=True, may_pad=may_pad(draft.model))
         self.vocab_size = draft.vocab_size
 
     def bind(self, target: Target) -> None:
@@ -65,8 +63,7 @@ class _RowText:
     """What the draft model has read of one row."""
 
     unread: list[int]
-    """The newest tokens, not yet in the cache; at least one."""
-    newest_read: int = 0
+    """The newest tokens, not yet in the cache; none if the row sat out the round of its last draft."""
     read: int = 0
     """Number of the row's tokens in the cache."""
     drafted: int = 0
@@ -77,12 +74,15 @@ class DraftModelState:
     """The draft model's cache, and what it has read of each row.
 
     While drafting, the model reads its own tokens. Accepted tokens stay in the cache; the others are masked and
-    overwritten. The last draft token is never read, so after full acceptance two tokens are unread.
+    overwritten. The last draft token is never read, so after full acceptance two tokens are unread. A recurrent state
+    returns to where it was before the draft, and the next draft reads the accepted tokens again in its first forward.
     """
 
     def __init__(self, proposer: DraftModelProposer, texts: list[_RowText]):
         self.proposer, self.texts = proposer, texts
         self.cache = RaggedCache.of(proposer.draft.model, len(texts))
+        self._logits: mx.array | None = None
+        """[B, 1, V]: the logits after what each row had read when it last drafted; None before the first draft."""
 
     def prefill(self, seen: Observation) -> None:
         """Read as many prompt tokens as the target has, so that long prompts are read in the target's chunks."""
@@ -106,10 +106,9 @@ class DraftModelState:
         return mx.full((len(self.texts),), drafted, mx.int32)
 
     def _chain(self, depth: int, draws: Draws) -> list[mx.array]:
-        self._reread_newest()
         while max(len(text.unread) for text in self.texts) > _CHUNK:  # positions from the target's prefix cache
             self._read_chunk([_CHUNK] * len(self.texts))
-        first = self._read([list(text.unread) for text in self.texts])
+        first = self._logits = self._read_all()
         committed = self.cache.save()
 
         def forward(token: mx.array | None) -> mx.array:
@@ -122,17 +121,17 @@ class DraftModelState:
         tokens = draws.chain(depth, forward)
         self.cache.restore(committed)
         for text in self.texts:
-            text.drafted = len(tokens) - 1
+            text.drafted = 0 if self.cache.recurrent else len(tokens) - 1
         return tokens
 
-    def _reread_newest(self) -> None:
-        """Re-read the newest token of rows that sat out the round of their last draft."""
-        back = [0 if text.unread else 1 for text in self.texts]
-        if any(back):
-            for text, count in zip(self.texts, back, strict=True):
-                text.unread, text.read = text.unread or [text.newest_read], text.read - count
-            self.cache.advance(-mx.array(back, mx.int32), at_most=0)
-            self._sync()
+    def _read_all(self) -> mx.array:
+        """Read all unread tokens; return the logits [B, 1, V] after each row's newest token."""
+        pieces = [list(text.unread) for text in self.texts]
+        if self._logits is None or all(pieces):
+            return self._read(pieces)
+        if not any(pieces):
+            return self._logits
+        return mx.where(mx.array([[[bool(piece)]] for piece in pieces]), self._read(pieces), self._logits)
 
     def _tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         """Draft a chain of the most likely tokens, with side branches."""
@@ -148,14 +147,20 @@ class DraftModelState:
         width = max(map(len, pieces))
         counts = [len(piece) for piece in pieces]
         tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
-        self.cache.expect(counts)
+        before = self.cache.save()
+        if self.proposer.abilities.may_pad:
+            self.cache.expect(counts)
         ends = [max(0, count - 1) for count in counts]
         logits = self.proposer.draft.forward(tokens, self.cache, ends=ends).logits
-        self.cache.advance(mx.array(counts, mx.int32), at_most=width)
+        if min(counts) == width:
+            self.cache.advance(width)
+        elif self.proposer.abilities.may_pad:
+            self.cache.advance(mx.array(counts, mx.int32), at_most=width)
+        else:
+            self.cache.advance_some(mx.array(counts, mx.int32), width, before)
         for text, piece in zip(self.texts, pieces, strict=True):
             text.unread = text.unread[len(piece) :]
             text.read += len(piece)
-            text.newest_read = piece[-1] if piece else text.newest_read
         self._sync()
         return logits
 
@@ -174,17 +179,22 @@ class DraftModelState:
 
     def append(self, other: ProposerState) -> None:
         assert isinstance(other, DraftModelState)
+        self._logits = joined_rows(self._logits, len(self.texts), other._logits, len(other.texts))
         self.cache.append(other.cache)
         self.texts.extend(other.texts)
 
     def remove(self, row: int) -> None:
         self.cache.remove(row)
+        self._logits = None if self._logits is None else without_row(self._logits, row)
         self.texts = swap_removed(self.texts, row)
 
     def take(self, row: int) -> DraftModelState:
         taken = DraftModelState(self.proposer, [self.texts[row]])
         taken.cache = self.cache.fork(row, self.texts[row].read)
-        mx.eval(taken.cache.state)  # pending computation would keep buffers alive, and they would be copied
+        taken._logits = None if self._logits is None else self._logits[row : row + 1]
+        mx.eval(
+            taken.cache.state, taken._logits
+        )  # pending computation would keep buffers alive, and they would be copied
         self.remove(row)
         return taken
 

@@ -21,7 +21,7 @@ from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.hybrid import HybridProposer
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.target import Target
-from tests.architectures import COMMON, CONFIGS
+from tests.architectures import COMMON, CONFIGS, tiny_model
 from tests.fakes import randomize, tiny_config, tiny_head
 
 SHAPE: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -45,6 +45,12 @@ def mtp(target: Target, seed: int = 0, model_type: str = "qwen3", **fields: Any)
     head = MTPHead(MTPConfig(model_type, mtp_layer(target, model_type), **fields))
     randomize(head, seed, 0.2)
     return head
+
+
+def recurrent_draft(target: Target) -> DraftModelProposer:
+    model = tiny_model("qwen3_5", vocab_size=target.vocab_size)
+    randomize(model, 0, 0.2)
+    return DraftModelProposer(Target(model))
 
 
 def from_mlx_vlm(head: MTPHead) -> MTPHead:
@@ -161,9 +167,10 @@ PROPOSERS: dict[str, Callable[[Target], Any]] = {
     "none": lambda t: None,
     "n-grams": lambda t: NgramProposer(),
     "draft model": lambda t: DraftModelProposer(Target(t.model)),
+    "recurrent draft model": recurrent_draft,
     **WITH_HEADS,
 }
-"""Ways to draft, for the same suites. The draft model is the target itself."""
+"""Ways to draft, for the same suites. The first draft model is the target itself."""
 ALL: dict[str, Callable[[Target], DraftHead]] = {**KINDS, **BLOCKS, **PARALLEL}
 
 

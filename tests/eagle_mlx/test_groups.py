@@ -84,7 +84,7 @@ HOW = {
     "seeded": em.SamplingParams(max_tokens=TOKENS, temperature=0.9, seed=3),
     "penalised": em.SamplingParams(max_tokens=TOKENS, temperature=0.7, seed=3, repetition_penalty=1.2),
 }
-CASES = [case for case in in_full(mixed, diagonal)(CACHES, PROPOSERS, HOW) if case[:2] != ("recurrent", "draft model")]
+CASES = in_full(mixed, diagonal)(CACHES, PROPOSERS, HOW)
 
 
 def target_of(cache: str) -> em.Target:
