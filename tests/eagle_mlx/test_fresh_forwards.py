@@ -398,7 +398,7 @@ def totals() -> Iterator[Figures]:
         print(f"\nall: {figures}")
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS) if ROUNDS > 1 else in_turn(sorted(CONFIGS), 1, of=6))
+@pytest.mark.parametrize("name", sorted(CONFIGS) if ROUNDS > 1 else in_turn(sorted(CONFIGS), 1, of=8))
 def test_every_token_is_the_targets_own(name: str, totals: Figures) -> None:
     figures = Figures()
     for seed in range(FIRST, FIRST + ROUNDS):

@@ -21,7 +21,7 @@ from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import Target, load_target
 from tests.eagle_mlx.heads import ALL, bigram_target, eagle, silence
 from tests.fakes import EMBEDDED_TARGET, tiny_head, tiny_target
-from tests.full import in_full
+from tests.full import in_full, in_turn
 
 SHIPPED = EMBEDDED_TARGET.parent / "head"
 
@@ -104,7 +104,7 @@ def test_a_head_that_is_right_by_construction_passes() -> None:
     assert head_warning(head, tiny) is None
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", in_turn(ALL))
 def test_heads_of_every_kind_are_tried(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """These heads know nothing, but each of them works."""
     tokens = in_full(head_check.TOKENS, 24)

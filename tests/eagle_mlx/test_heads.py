@@ -21,7 +21,7 @@ from eagle_mlx.proposers.base import Observation
 from tests.architectures import tiny_model
 from tests.eagle_mlx.heads import ALL, bigram_target, eagle, eagle3, mtp, silence
 from tests.fakes import randomize, tiny_target
-from tests.full import in_full
+from tests.full import in_full, in_turn
 
 TARGET = tiny_target(vocab=64)
 HEADS = {name: make(TARGET) for name, make in ALL.items()}
@@ -40,7 +40,7 @@ def alone() -> list[list[int]]:
     return [em.Engine(TARGET).generate([p], each)[0].tokens for p, each in zip(PROMPTS, PARAMS, strict=True)]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", in_turn(ALL, of=3))
 def test_the_text_is_that_of_plain_decoding(name: str) -> None:
     engine = em.Engine(TARGET, em.HeadProposer(HEADS[name]), policy=em.FixedPolicy(4), max_batch=3, prefill_chunk=8)
     outputs = engine.generate(PROMPTS, PARAMS)
@@ -116,7 +116,7 @@ def seen(head: DraftHead, texts: list[list[int]], starts: list[int], stops: list
     return Observation(following, tuple(mx.concatenate(list(layer)) for layer in zip(*rows, strict=True)))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", in_turn(ALL, 1, of=3))
 def test_the_next_turn_reuses_the_cache(name: str) -> None:
     params = em.SamplingParams(max_tokens=in_full(12, 8))
     proposer = em.HeadProposer(HEADS[name])

@@ -33,7 +33,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.text import StopStrings
 from tests import grammars
 from tests.fakes import tiny_head, tiny_target
-from tests.full import FULL, diagonal, some
+from tests.full import FULL, diagonal, mixed, some
 
 TARGET = tiny_target()
 VOCAB = TARGET.vocab_size
@@ -509,9 +509,7 @@ def fails_alone(params: SamplingParams, message: str, drafts: bool) -> None:
     assert re.search(message, outputs[1].error or ""), outputs[1].error
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", [Misshapen, MisshapenLate])
+@pytest.mark.parametrize(("shape", "kind", "drafts"), mixed(SHAPES, [Misshapen, MisshapenLate], [False, True]))
 def test_8_masks_of_another_shape_fail_their_row_alone(kind: Any, shape: str, drafts: bool) -> None:
     change, message = SHAPES[shape]
     fails_alone(
@@ -519,8 +517,7 @@ def test_8_masks_of_another_shape_fail_their_row_alone(kind: Any, shape: str, dr
     )
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("answer", [[], (), 3])
+@pytest.mark.parametrize(("answer", "drafts"), diagonal([[], (), 3], [False, True]))
 def test_9_a_grammar_that_returns_no_masks_fails_its_row(answer: Any, drafts: bool) -> None:
     """It is never decoded unmasked."""
     params = SamplingParams(max_tokens=LENGTH, grammar=lambda: Answers(lambda _: answer))

@@ -21,7 +21,7 @@ from eagle_mlx.target import Target
 from tests.eagle_mlx.heads import ALL, KINDS, eagle, eagle3, mtp
 from tests.eagle_mlx.test_formats_damage import JUNK
 from tests.fakes import tiny_target, tiny_target_folder
-from tests.full import diagonal
+from tests.full import diagonal, in_turn
 
 TARGET = tiny_target(vocab=64)
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 7, 8, 50, 3, 2, 1, 60, 33], list(range(30))]
@@ -59,7 +59,7 @@ def change(folder: Path, **fields: Any) -> None:
 # Decoding
 
 
-@pytest.mark.parametrize(("kind", "bits"), diagonal(ALL, [4, 8]))
+@pytest.mark.parametrize(("kind", "bits"), in_turn(diagonal(ALL, [4, 8]), 2, of=3))
 def test_the_text_is_that_of_plain_decoding(kind: str, bits: int, plain: list[list[int]]) -> None:
     head = ALL[kind](TARGET)
     quantize_for(head, TARGET, bits)
@@ -160,7 +160,7 @@ def test_other_bits_are_refused(bits: Any, tmp_path: Path) -> None:
 # On disk
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "dflash", "dspark", "dspark, gated"])
+@pytest.mark.parametrize("kind", in_turn([*KINDS, "dflash", "dspark", "dspark, gated"]))
 def test_a_quantised_head_comes_back_as_it_went(kind: str, tmp_path: Path) -> None:
     head: Any = ALL[kind](TARGET)
     quantize(head, 4, 32)

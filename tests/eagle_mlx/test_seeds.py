@@ -15,7 +15,7 @@ import eagle_mlx as em
 from eagle_mlx.sampling_params import Drafter
 from tests.eagle_mlx.heads import BLOCKS, IN_BLOCKS, PROPOSERS
 from tests.fakes import generate, tiny_head, tiny_target
-from tests.full import diagonal, in_full
+from tests.full import diagonal, in_full, in_turn
 from tests.grammars import END, LateSteps, Steps
 
 TARGET = tiny_target()
@@ -119,7 +119,7 @@ def expected_of_grammars(seeds: tuple[int, ...]) -> list[list[int]]:
     return [plain.generate([p], each)[0].tokens for p, each in zip(PROMPTS, asked, strict=True)]
 
 
-@pytest.mark.parametrize(("proposer", "depth", "seeded"), diagonal(DRAFTS, [3, 5], [True, False, False]))
+@pytest.mark.parametrize(("proposer", "depth", "seeded"), diagonal(in_turn(DRAFTS), [3, 5], [True, False, False]))
 def test_1_the_same_tokens_even_if_masks_are_late(proposer: str, depth: int, seeded: bool) -> None:
     """A request without a seed follows the seed that it gets when it is prepared."""
     made: list[Late] = []

@@ -24,6 +24,7 @@ from eagle_mlx.serve.prompts import Question
 from eagle_mlx.target import fingerprint
 from eagle_mlx.target_options import TargetOptions
 from tests.fakes import tiny_adapters, tiny_head, tiny_target_folder
+from tests.full import in_full
 
 CHAT = [{"role": "user", "content": "def f(x):"}]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if short %} Be short.{% endif %}"
@@ -189,8 +190,13 @@ def wired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return told
 
 
-@pytest.mark.parametrize("flags", [[], ["--no-wire"]])
-@pytest.mark.parametrize("command", ["generate", "bench", "serve", "regenerate"])
+COMMANDS = ("generate", "bench", "serve", "regenerate")
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [*((name, []) for name in COMMANDS), *((name, ["--no-wire"]) for name in in_full(COMMANDS, COMMANDS[:1]))],
+)
 def test_12_commands_wire_the_active_memory_after_the_head_is_loaded(
     models: tuple[Path, Path], tmp_path: Path, wired: list[int], command: str, flags: list[str]
 ) -> None:

@@ -243,7 +243,7 @@ def test_an_architecture_without_mtp_is_refused_by_name() -> None:
         KINDS["mtp"].check(target, config_of("mtp"))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", in_full(list(KINDS), ["eagle3", "mtp", "dspark"]))
 def test_a_quantized_target(name: str) -> None:
     target = tiny_target(hidden=64)
     nn.quantize(target.model, 32, 4)

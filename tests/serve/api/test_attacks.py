@@ -289,14 +289,15 @@ def test_one_client_cannot_take_all_places(encoder: LongTexts) -> None:
 @ELSEWHERE
 def test_05_unread_streams_of_one_client_do_not_hold_up_another(unread: Callable[[Live], socket.socket]) -> None:
     with live(unread_bytes=4096) as server, another_client(server) as other:
-        for _ in range(8):
-            unread(server)
+        raws = [unread(server) for _ in range(8)]
         server.until(lambda: server.service.running == 4)
         server.until(lambda: server.service.waiting >= 20)
         assert other.post(CHAT, json=SHORT | {"max_tokens": 4}).status_code == 200
         assert server.service.slots_taken == 32  # none of them has ended
         metrics = server.http.get("/metrics").text
         assert 'vllm:num_preemptions_total{model_name="tiny"} 1.0' in metrics
+        for raw in raws:  # or the server would wait for them at its end
+            raw.close()
 
 
 @ELSEWHERE

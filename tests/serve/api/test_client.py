@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 import eagle_mlx as em
 from eagle_mlx.request import Output
 from eagle_mlx.serve.api.model import Loaded
+from tests.full import diagonal
 from tests.serve.api.given import TARGET
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live
 
@@ -64,14 +65,16 @@ def test_a_completion_is_the_engines(server: Live, reference: em.Engine) -> None
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 0.0},
-        {"temperature": 0.9, "seed": 7},
-        {"temperature": 1.3, "seed": 8, "top_p": 0.9, "frequency_penalty": 0.5, "presence_penalty": 0.2},
-    ],
+    ("more", "sampling"),
+    diagonal(
+        [{}, {"spec_decode": "none"}, {"num_speculative_tokens": 1}, {"top_k": 40}],
+        [
+            {"temperature": 1.3, "seed": 8, "top_p": 0.9, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+            {"temperature": 0.0},
+            {"temperature": 0.9, "seed": 7},
+        ],
+    ),
 )
-@pytest.mark.parametrize("more", [{}, {"spec_decode": "none"}, {"num_speculative_tokens": 1}, {"top_k": 40}])
 def test_text_is_the_same_with_and_without_speculation(
     headed: Live, server: Live, reference: em.Engine, sampling: dict[str, Any], more: dict[str, Any]
 ) -> None:

@@ -1,6 +1,6 @@
 """Sixty-four clients of three APIs, a third of which disconnect: every request ends, and nothing is left over.
 
-It takes two seconds, or three in full. `SOAK_SECONDS=120 pytest tests/serve/api/test_soak.py` is the long run, with
+It takes a second, or three in full. `SOAK_SECONDS=120 pytest tests/serve/api/test_soak.py` is the long run, with
 `eagle-serve` as a separate process whose memory is observed. tests/clients/README.md lists its checks.
 """
 
@@ -97,7 +97,7 @@ def soak(base: str, pid: int, seconds: float, asked: Sequence[Question]) -> Acco
 
 def test_everybody_gets_an_end_and_nothing_stays_behind(caplog: pytest.LogCaptureFixture) -> None:
     with live(lambda: loaded_format("qwen", prefix_cache_bytes=1 << 20), wide(Limits(queue=QUEUE))) as server:
-        account = soak(server.base, os.getpid(), in_full(3.0, 2.0), in_full(questions(), questions()[::4]))
+        account = soak(server.base, os.getpid(), in_full(3.0, 1.0), in_full(questions(), questions()[::4]))
         assert server.until(lambda: server.idle) < 1.0
     assert not account.faults, account.table()
     ends = {end for _, _, end in account.ends}
