@@ -29,3 +29,11 @@ def progress_bar(iterable: Iterable[Any] | None = None, **settings: Any) -> tqdm
     """Return a tqdm bar on stderr; in a log, it is updated only every LOG_SECONDS."""
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
     return tqdm(iterable, **({} if on_terminal else {"mininterval": LOG_SECONDS}) | settings)
+
+
+def show_step(bar: tqdm[Any], text: str, first: bool = False) -> None:
+    """Show a text after a bar, as often as the bar is drawn. first: a new step, which a terminal shows at once."""
+    if not bar.disable:
+        bar.miniters = 0
+        bar.set_postfix_str(text, refresh=first and bar.mininterval < LOG_SECONDS)
+        bar.update(0)

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -124,6 +125,8 @@ def _bench(options: BenchOptions, command: str) -> int:
         if path is not None:
             report.check_writable(path)
     modes, head_name = _modes(options)
+    say = partial(print, file=sys.stderr) if not options.quiet else lambda text: None
+    say(f"loading {' and '.join(str(each) for each in (name, head_name, options.draft_model) if each)}")
     target = loading.load(name)
     head = _head(head_name, target, options.head_bits)
     draft = load_target(options.draft_model) if options.draft_model is not None else None
@@ -142,6 +145,7 @@ def _bench(options: BenchOptions, command: str) -> int:
     stock = StockModel(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
     models = Models(target, head, draft, options.memory, options.prior, stock)
     for temperature in options.temperature:
+        say("preparing the modes")
         built = build_modes(models, modes, options.batch, depth, options.policy, options.nodes)
         config = replace(options.measuring, temperature=temperature)
         runs += measure(target, built, questions, config, progress=not options.quiet)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import inf
 from time import perf_counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -39,6 +39,12 @@ def acceptance_by_position(outputs: Sequence[Output]) -> list[float]:
     return [hits / count for hits, count in zip_longest(accepted, drafted, fillvalue=0) if count]
 
 
+def acceptance_rate(outputs: Sequence[Output]) -> float | None:
+    """Return the share of draft tokens that were accepted; None if none were drafted."""
+    drafted = sum(one.drafted for one in outputs)
+    return sum(one.accepted for one in outputs) / drafted if drafted else None
+
+
 class Mode(ABC):
     """A way of decoding."""
 
@@ -61,41 +67,57 @@ class Mode(ABC):
         mx.synchronize()
 
 
-Timed = tuple[float, list[Output]]
-"""The seconds that a mode took, and its outputs."""
+class Timed(NamedTuple):
+    """The time and memory that a mode took, and its outputs."""
+
+    seconds: float
+    outputs: list[Output]
+    peak: int
+    """The most bytes that MLX used at a time, for all models together."""
+
+
+Watch = Callable[[Mode, int], None]
+"""Called before each turn and after each step, with the number of new tokens so far."""
 
 
 class _Runner:
-    def __init__(self, mode: Mode, decoding: Decoding):
-        self.mode, self.decoding = mode, decoding
-        self.seconds, self.tokens = 0.0, 0
+    def __init__(self, mode: Mode, decoding: Decoding, watch: Watch):
+        self.mode, self.decoding, self.watch = mode, decoding, watch
+        self.seconds, self.tokens, self.peak = 0.0, 0, 0
         self.outputs: list[Output] | None = None
 
     def run(self, goal: float) -> None:
         """Continue until `goal` tokens are generated, or to the end."""
         if self.outputs is not None:
             return
+        self.watch(self.mode, self.tokens)
         mx.clear_cache()  # start without another mode's buffers
+        mx.reset_peak_memory()
         start = perf_counter()
         try:
             while self.tokens < goal:
                 self.tokens += next(self.decoding)
+                self.watch(self.mode, self.tokens)
             self.mode.sync()  # wait for dispatched work, which counts toward this turn
             self.seconds += perf_counter() - start
         except StopIteration as end:
             self.seconds += perf_counter() - start
             self.mode.sync()
             self.outputs = end.value
+        self.peak = max(self.peak, mx.get_peak_memory())
 
 
 def take_turns(
-    jobs: Sequence[tuple[Mode, Sequence[list[int]]]], params: Sequence[SamplingParams], tokens: int = 0
+    jobs: Sequence[tuple[Mode, Sequence[list[int]]]],
+    params: Sequence[SamplingParams],
+    tokens: int = 0,
+    watch: Watch = lambda mode, tokens: None,
 ) -> list[Timed]:
     """Decode every mode's prompts in turns of `tokens` new tokens per row; 0 for one turn until all prompts end.
 
     A mode that returns all its tokens at once has one long turn.
     """
-    runners = [_Runner(mode, mode.decode(prompts, params)) for mode, prompts in jobs]
+    runners = [_Runner(mode, mode.decode(prompts, params), watch) for mode, prompts in jobs]
     step = tokens * min(len(params), max(mode.batch for mode, _ in jobs)) or inf
     goal, order = 0.0, list(runners)
     while any(runner.outputs is None for runner in runners):
@@ -103,7 +125,7 @@ def take_turns(
         for runner in order:
             runner.run(goal)
         order = order[1:] + order[:1]
-    return [(runner.seconds, runner.outputs or []) for runner in runners]
+    return [Timed(runner.seconds, runner.outputs or [], runner.peak) for runner in runners]
 
 
 # Larger than a forward's rounding errors, and much smaller than real differences. In float32 with OpenBLAS, logits of

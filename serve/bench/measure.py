@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
+from tqdm import tqdm
 
 from eagle_mlx import Output, SamplingParams, Target
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.progress import progress_bar
+from eagle_mlx.progress import counted, progress_bar, show_step
 from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SHARE, Group, setting
 from eagle_mlx.text import LEAST_DISTINCT, is_loop
 
@@ -73,6 +74,7 @@ class _Results:
     continuations: dict[Place, Output] = field(default_factory=dict)
     times: list[dict[Place, tuple[float, float]]] = field(default_factory=list)
     """For each repeat: (seconds, seconds to the first token) of each group, by the group's first prompt."""
+    peak: int = 0
 
     def outputs(self, places: Iterable[Place]) -> list[Output]:
         return [self.continuations[place] for place in places]
@@ -88,6 +90,11 @@ class _Results:
         """Return the tokens per second of each repeat; `skipped`: 1 without each prompt's first token."""
         tokens = sum(len(one.tokens) - skipped for one in self.outputs(kept))
         return [tokens / max(seconds, 1e-9) for seconds in self.seconds(kept, skipped)]
+
+    def prompt_rate(self, kept: Sequence[Place]) -> float:
+        """Return the prompt tokens per second, up to the first new tokens: the median of the repeats."""
+        firsts = [sum(first for place, (_, first) in repeat.items() if place in kept) for repeat in self.times]
+        return sum(len(self.prompts[place]) for place in kept) / max(median(firsts), 1e-9)
 
     def ratio_to(self, baseline: _Results | None, kept: Sequence[Place]) -> float | None:
         """Return the speedup over a baseline: the median of the repeats' ratios."""
@@ -145,12 +152,20 @@ class _Measurement:
             for result in self.results if self.reference in self.results else [*self.results, self.reference]:
                 self._ask(result, asked)
             if turn == 0:
-                for result in self.results:
-                    self._decode([result], [(0, 0)])  # warms up
+                with self._bar("warm-up", len(self.results), "mode") as bar:
+                    for result in self.results:
+                        self._decode([result], [(0, 0)], bar)
+                        bar.update()
             last = self._time(asked)
             over |= {at for at, _ in set(asked) - set(last)}
             kept += last
-        return [self._figures(result, kept) for result in self.results]
+        with self._bar("comparison", len(self.results), "mode") as bar:
+            runs = []
+            for result in self.results:
+                show_step(bar, result.mode.name, first=True)
+                runs.append(self._figures(result, kept))
+                bar.update()
+        return runs
 
     def _reference(self) -> _Results:
         """Return the result to compare with: one of the measured modes, or an extra one.
@@ -170,11 +185,20 @@ class _Measurement:
             before = [result.continuations[at, earlier].text for earlier in range(turn)]
             result.prompts[at, turn] = self.questions[at].encode(self.target, before)
 
-    def _decode(self, results: Sequence[_Results], group: Sequence[Place], first: bool = False) -> list[decoding.Timed]:
-        """Decode some prompts by several modes, to the end or to the first token."""
+    def _bar(self, title: str, total: int, unit: str) -> tqdm[Any]:
+        return progress_bar(total=total, desc=title, unit=unit, disable=not self.progress)
+
+    def _decode(
+        self, results: Sequence[_Results], group: Sequence[Place], bar: tqdm[Any], first: bool = False
+    ) -> list[decoding.Timed]:
+        """Decode some prompts by several modes, to the end or to the first token. The bar shows the active mode."""
+
+        def watch(mode: decoding.Mode, tokens: int) -> None:
+            show_step(bar, f"{mode.name}: {counted(tokens, 'token')}", first=not tokens)
+
         params = [replace(self.params[place], max_tokens=1) if first else self.params[place] for place in group]
         jobs = [(result.mode, [result.prompts[place] for place in group]) for result in results]
-        return decoding.take_turns(jobs, params, 0 if first else self.config.turn)
+        return decoding.take_turns(jobs, params, 0 if first else self.config.turn, watch)
 
     def _time(self, places: Sequence[Place]) -> list[Place]:
         """Time every mode on some turns. Return those on which the reference does not loop."""
@@ -182,8 +206,10 @@ class _Measurement:
             self._repeat(0, self._groups(places))
             kept = self._kept(places)
         else:
-            for place in progress_bar(places, desc="reference", unit="prompt", disable=not self.progress):
-                self.reference.continuations[place] = self._decode([self.reference], [place])[0][1][0]
+            with self._bar("reference", len(places), "prompt") as bar:
+                for place in places:
+                    self.reference.continuations[place] = self._decode([self.reference], [place], bar)[0].outputs[0]
+                    bar.update()
             kept = self._kept(places)
             self._repeat(0, self._groups(kept) + self._groups([place for place in places if place not in kept]))
         for repeat in range(1, self.config.repeats):
@@ -215,22 +241,23 @@ class _Measurement:
             if len(result.times) == repeat:
                 result.times.append({})
         title = f"repeat {repeat + 1}/{self.config.repeats}"
-        count = sum(map(len, groups))
-        with progress_bar(total=count, desc=title, unit="prompt", disable=not self.progress) as bar:
+        with self._bar(title, sum(map(len, groups)), "prompt") as bar:
             for number, group in enumerate(groups):
                 start = number % len(self.results)
                 ordered = [*self.results[start:], *self.results[:start]]
-                firsts = self._decode(ordered, group, first=True)
-                timed = self._decode(ordered, group)
-                for result, (first, _), (seconds, out) in zip(ordered, firsts, timed, strict=True):
-                    result.times[repeat][group[0]] = seconds, first
-                    result.continuations.update(zip(group, out, strict=True))
+                firsts = self._decode(ordered, group, bar, first=True)
+                timed = self._decode(ordered, group, bar)
+                for result, first, whole in zip(ordered, firsts, timed, strict=True):
+                    result.times[repeat][group[0]] = whole.seconds, first.seconds
+                    result.peak = max(result.peak, first.peak, whole.peak)
+                    result.continuations.update(zip(group, whole.outputs, strict=True))
                 bar.update(len(group))
 
     def _figures(self, result: _Results, kept: Sequence[Place]) -> Run:
         mode, said, identity = result.mode, result.outputs(kept), self._identity(result)
         reference = self.reference.mode
         by_mode = {(other.mode.name, other.mode.batch): other for other in self.results}
+        mlx_lm, plain = by_mode.get(("mlx-lm", 1)), by_mode.get(("plain", mode.batch))
         return Run(
             mode=mode.name,
             batch=mode.batch,
@@ -240,9 +267,9 @@ class _Measurement:
             temperature=self.config.temperature,
             tokens_per_second=median(result.rates(kept)),
             decode_tokens_per_second=median(result.rates(kept, skipped=1)),
-            ratio_to_mlx_lm=result.ratio_to(by_mode.get(("mlx-lm", 1)), kept),
+            ratio_to_mlx_lm=result.ratio_to(mlx_lm, kept),
             ratio_to_mlx_lm_batch=result.ratio_to(by_mode.get(("mlx-lm-batch", mode.batch)), kept),
-            ratio_to_plain=result.ratio_to(by_mode.get(("plain", mode.batch)), kept),
+            ratio_to_plain=result.ratio_to(plain, kept),
             acceptance_length=decoding.acceptance_length(said),
             acceptance_by_position=decoding.acceptance_by_position(said),
             identical=identity.different == 0 if identity else None,
@@ -252,20 +279,26 @@ class _Measurement:
             left_out_looping=len(result.continuations) - len(kept),
             tokens=sum(len(one.tokens) for one in said),
             seconds=median(result.seconds(kept)),
-            by_category=self._by_category(result, by_mode.get(("mlx-lm", 1)), kept),
+            by_category=self._by_category(result, mlx_lm, plain, kept),
             model=mode.model,
             dtype=type_name(mode.dtype),
             reference=f"{reference.name}, {reference.model} in {type_name(reference.dtype)}",
+            prompt_tokens_per_second=result.prompt_rate(kept),
+            acceptance_rate=decoding.acceptance_rate(said),
+            peak_bytes=result.peak,
         )
 
-    def _by_category(self, result: _Results, mlx_lm: _Results | None, kept: Sequence[Place]) -> tuple[Category, ...]:
+    def _by_category(
+        self, result: _Results, mlx_lm: _Results | None, plain: _Results | None, kept: Sequence[Place]
+    ) -> tuple[Category, ...]:
         found = []
         for name, count in Counter(self.questions[at].category for at, _ in sorted(result.continuations)).items():
             own = [place for place in kept if self.questions[place[0]].category == name]
-            figures: tuple[float | None, ...] = (None, None, None)
+            figures: tuple[float | None, ...] = (None, None, None, None)
             if own:
                 tau = decoding.acceptance_length(result.outputs(own))
-                figures = (median(result.rates(own)), result.ratio_to(mlx_lm, own), tau)
+                ratios = result.ratio_to(mlx_lm, own), tau, result.ratio_to(plain, own)
+                figures = (median(result.rates(own)), *ratios)
             if name is not None:
                 found.append(Category(name, len(own), count - len(own), *figures))
         return tuple(found)

@@ -22,6 +22,7 @@ class Category:
     tokens_per_second: float | None
     ratio_to_mlx_lm: float | None
     acceptance_length: float | None
+    ratio_to_plain: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,18 @@ class Run:
     dtype: str = ""
     reference: str = ""
     """The reference of the comparison: mode, model and type."""
+    prompt_tokens_per_second: float = 0.0
+    """Prompt tokens over the time to the first new token; median of the repeats."""
+    acceptance_rate: float | None = None
+    """The share of draft tokens that were accepted. None if none were drafted, or for mlx-lm's drafts."""
+    peak_bytes: int = 0
+    """The most memory that MLX used while this mode decoded, for all models of the benchmark together."""
 
 
 _RUN = ("mode", "batch", "depth", "policy", "temp")
-_FIGURES = ("type", "tokens/s", "decode", "x mlx-lm", "x batched", "x plain", "tau", "by position", "identical")
-_BY_CATEGORY = ("turns", "looping", "tokens/s", "x mlx-lm", "tau")
+_SPEEDS = ("type", "tokens/s", "decode", "prompt", "x mlx-lm", "x batched", "x plain")
+_FIGURES = (*_SPEEDS, "tau", "accepted", "peak MB", "by position", "identical")
+_BY_CATEGORY = ("turns", "looping", "tokens/s", "x mlx-lm", "x plain", "tau")
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -85,7 +93,7 @@ def by_category(runs: Sequence[Run]) -> str:
     for name in dict.fromkeys(each.name for run in runs for each in run.by_category):
         for run, one in ((its, each) for its in runs for each in its.by_category if each.name == name):
             speed = "-" if one.tokens_per_second is None else f"{one.tokens_per_second:.1f}"
-            figures = (speed, _ratio(one.ratio_to_mlx_lm), _ratio(one.acceptance_length))
+            figures = (speed, *map(_ratio, (one.ratio_to_mlx_lm, one.ratio_to_plain, one.acceptance_length)))
             rows.append((name, *_which(run), str(one.prompts), str(one.left_out_looping), *figures))
     return _aligned(rows, first=2) + "\n\n"
 
@@ -106,10 +114,11 @@ def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
             for temperature, run in taken.items()
         ),
         "tokens/s: generated tokens per second, including the time to read the prompt; decode: without the first token "
-        "and the time to it.",
+        "and the time to it; prompt: prompt tokens per second until then.",
         "x mlx-lm, x batched, x plain: tokens/s relative to mlx-lm's stream_generate, to its batch_generate at this "
         "batch size, and to the engine without drafts at this batch size.",
-        "tau: tokens per target forward, including the bonus token.",
+        "tau: tokens per target forward, including the bonus token; accepted: the share of draft tokens.",
+        "peak MB: the most memory that MLX used while the mode decoded, for all models of this run together.",
         *_models(runs),
     ]
     if excused:
@@ -147,8 +156,11 @@ def _cells(run: Run) -> tuple[str, ...]:
         run.dtype or "-",
         f"{run.tokens_per_second:.1f}",
         f"{run.decode_tokens_per_second:.1f}",
+        f"{run.prompt_tokens_per_second:.1f}",
         *map(_ratio, (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch, run.ratio_to_plain)),
         f"{run.acceptance_length:.2f}",
+        _ratio(run.acceptance_rate),
+        f"{run.peak_bytes / 1e6:,.0f}",
         " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-",
         _identity(run),
     )
@@ -167,12 +179,12 @@ def _identity(run: Run) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], first: int) -> str:
-    """Return aligned lines of cells, with a rule under the headings. Columns `first` to 11 are right-aligned."""
+    """Return aligned lines of cells, with a rule under the headings. Columns `first` to 14 are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
         cells = zip(row, widths, strict=True)
-        aligned = [c.rjust(w) if first <= at <= 11 else c.ljust(w) for at, (c, w) in enumerate(cells)]
+        aligned = [c.rjust(w) if first <= at <= 14 else c.ljust(w) for at, (c, w) in enumerate(cells)]
         return "  ".join(aligned).rstrip()
 
     rule = "  ".join("-" * width for width in widths)

@@ -123,6 +123,9 @@ def test_all_modes_produce_the_same_greedy_text() -> None:
         assert run.tokens_per_second > 0
         assert run.acceptance_length >= 1
         assert len(run.acceptance_by_position) <= run.depth
+        assert run.prompt_tokens_per_second > 0
+        assert run.peak_bytes > 0
+        assert (run.acceptance_rate is not None) == (run.mode in ("ngram", "draft", "eagle", "hybrid"))
     assert runs[0].ratio_to_mlx_lm == 1.0
     assert all(run.acceptance_length == 1.0 for run in runs if run.mode in ("mlx-lm", "mlx-lm-batch", "plain"))
 
@@ -179,11 +182,17 @@ def test_rounds_are_not_charged_for_other_modes_turns(monkeypatch: pytest.Monkey
     seconds: list[float] = []
     quick.engine.observer = lambda report: seconds.append(report.seconds)
     params = BenchConfig().params(4, 12)
-    (_, first), (_, second) = take_turns([(slow, PROMPTS), (quick, PROMPTS)], params, 3)
+    watched: list[tuple[ModeName, int]] = []
+    jobs = [(slow, PROMPTS), (quick, PROMPTS)]
+    first, second = take_turns(jobs, params, 3, lambda mode, tokens: watched.append((mode.name, tokens)))
+    for mode in ("plain", "ngram"):
+        counts = [tokens for name, tokens in watched if name == mode]
+        assert (counts[0], counts[-1]) == (0, 4 * 12)
+        assert counts == sorted(counts)
     assert now[0] >= 7 * 12
     assert len(seconds) > 6
     assert max(seconds) < 1
-    assert [one.tokens for one in first] == [one.tokens for one in second]
+    assert [one.tokens for one in first.outputs] == [one.tokens for one in second.outputs]
 
 
 def test_a_modes_time_includes_waiting_for_its_own_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,30 +261,32 @@ def test_eagle_needs_a_head() -> None:
 
 
 RUN = Run("eagle", 2, 4, 0, "fixed", 0.7, 151.26, 170.0, 1.624, 1.2, 1.5, 2.75, [0.8, 0.5], True, 9, 1, 8, 2, 800, 5.3)
+RUN = replace(RUN, prompt_tokens_per_second=1234.5, acceptance_rate=0.38, peak_bytes=15_234_000_000)
 
 
 def test_table_shows_every_figure() -> None:
-    text = report.table([RUN, replace(RUN, mode="mlx-lm", depth=0, identical=None, acceptance_by_position=[])])
+    text = report.table(
+        [RUN, replace(RUN, mode="mlx-lm", depth=0, identical=None, acceptance_by_position=[], acceptance_rate=None)]
+    )
     head, _, eagle, plain = text.splitlines()
     assert head.split()[:3] == ["mode", "batch", "depth"]
-    for cell in ("eagle", "151.3", "170.0", "1.62", "1.20", "1.50", "2.75", "0.80 0.50", "yes 9/10 ~1"):
-        assert cell in eagle
-    assert plain.split() == [
-        "mlx-lm",
-        "2",
-        "-",
-        "-",
-        "0.7",
-        "-",
+    for cell in (
+        "eagle",
         "151.3",
         "170.0",
         "1.62",
         "1.20",
         "1.50",
         "2.75",
-        "-",
-        "-",
-    ]
+        "0.80 0.50",
+        "1234.5",
+        "0.38",
+        "15,234",
+        "yes 9/10 ~1",
+    ):
+        assert cell in eagle
+    figures = "151.3 170.0 1234.5 1.62 1.20 1.50 2.75 - 15,234 - -"
+    assert plain.split() == ["mlx-lm", "2", "-", "-", "0.7", "-", *figures.split()]
     assert "NO 9/10" in report.table([replace(RUN, identical=False)])
     assert "2 more left out" in report.footnote([RUN], 128, 1e-3)
 
@@ -349,6 +360,10 @@ def test_command_measures_and_writes(
         "temperature",
         "tokens_per_second",
         "ratio_to_mlx_lm",
+        "ratio_to_plain",
+        "prompt_tokens_per_second",
+        "peak_bytes",
+        "acceptance_rate",
         "acceptance_length",
         "acceptance_by_position",
         "identical",
@@ -357,6 +372,18 @@ def test_command_measures_and_writes(
         assert schema <= set(run)
         assert run["identical"] is True
         assert run["prompts"] == 2
+
+
+def test_no_phase_is_silent(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    loud = [flag for flag in QUICK if flag != "--quiet"]
+    assert main(["--target", folders[0], "--modes", "plain", "ngram", "--batch", "2", *loud]) == 0
+    shown = capsys.readouterr().err
+    phases = (f"loading {folders[0]}", "preparing the modes", "warm-up:", "reference:", "repeat 1/1:", "comparison:")
+    places = [shown.find(phase) for phase in phases]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert main(["--target", folders[0], "--modes", "plain", *QUICK]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_quantized_heads_are_named_and_trees_measured_with_chains(
