@@ -835,7 +835,7 @@ def first_alone(draft: Draft, row: int, emitted: Sequence[int]) -> Pending | Non
 rest_of = Draft.unjudged
 
 
-@pytest.mark.parametrize("broken", [lambda *_: None, first_alone], ids=["dropped", "first alone"])
+@pytest.mark.parametrize("broken", in_full([lambda *_: None, first_alone], [first_alone]))
 def test_9_a_sampler_that_drops_a_draft_because_of_its_tokens_misses_the_bar(
     broken: Callable[..., Pending | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,13 @@ def _few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """
     if not FULL and "pictures" not in request.fixturenames:
         monkeypatch.setattr(loop, "write_plots", leave_empty_pictures)
+
+
+@pytest.fixture(autouse=True)
+def _short_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs measure one step before they begin, unless in full or if that is tested: a third of a tiny run."""
+    if not FULL and request.path.name != "test_bound_and_probe.py":
+        monkeypatch.setattr(sys.modules["eagle_mlx.train.plan.probe"], "LONG", 0.0)
 
 
 @pytest.fixture

@@ -27,7 +27,11 @@ def run(target: Path, chats: Path, output: Path, *more: str) -> int:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_the_files_of_a_run(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_files_of_a_run(
+    target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A second run overwrites them, with a record for Weights & Biases, offline."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
     out = tmp_path / "out"
     assert run(target, chats, out, "--max-steps", "5", "--eval-steps", "2") == 0
     assert {p.name for p in out.iterdir()} == {
@@ -55,8 +59,9 @@ def test_the_files_of_a_run(target: Path, chats: Path, tmp_path: Path, capsys: A
     assert run(target, chats, out, "--max-steps", "1") == 2
     assert "exists already" in capsys.readouterr().err
     assert json.loads((out / "report.json").read_text()) == report, "what was there is kept"
-    assert run(target, chats, out, "--max-steps", "1", "--overwrite") == 0
+    assert run(target, chats, out, "--max-steps", "1", "--overwrite", "--wandb") == 0
     assert json.loads((out / "report.json").read_text())["steps"] == 1
+    assert list(out.glob("wandb/offline-run-*"))
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -145,10 +150,3 @@ def test_help_shows_every_setting(capsys: Any) -> None:
     shown = capsys.readouterr().out
     assert "--draft-vocab N" in shown
     assert "(default: 32,000)" in " ".join(shown.split())
-
-
-@pytest.mark.usefixtures("pictures")
-def test_wandb_works_offline(target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert run(target, chats, tmp_path / "out", "--max-steps", "1", "--wandb") == 0
-    assert list((tmp_path / "out").glob("wandb/offline-run-*"))

@@ -260,17 +260,17 @@ def test_23_the_rate_falls_and_only_learned_data_counts_if_training_slows_down(
 ) -> None:
     """Training slows down in the middle of the last phase, so much of its data is not used."""
     clock, out = Clock(monkeypatch), tmp_path / "head"
-    learn, total = Stepper.__call__, 3600 * HOURS
+    learn, hours = Stepper.__call__, in_full(HOURS, HOURS / 2)
 
     def slow(stepper: Stepper, rows: Any, factor: float) -> Any:
         before = clock.now
         result = learn(stepper, rows, factor)
-        if before > 0.7 * total:
+        if before > 0.7 * 3600 * hours:
             clock.now += (slower - 1) * 0.01
         return result
 
     monkeypatch.setattr(Stepper, "__call__", slow)
-    report = train_for_hours(target, config_of(out, epochs=1, log_steps=1), watch=Stopwatch(clock))
+    report = train_for_hours(target, config_of(out, hours=hours, epochs=1, log_steps=1), watch=Stopwatch(clock))
     factors = [row["learning_rate_factor"] for row in metrics_of(out, "train")]
     said = capsys.readouterr()
     if slower == 1:

@@ -19,9 +19,11 @@ from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
 from eagle_mlx.train.cli import flags_parser, main, new_run
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import storage
+from eagle_mlx.train.run import loop
 from tests.fakes import interrupt_after, talking_target_folder, tiny_target_folder
+from tests.train.empty_pictures import leave_empty_pictures
 
-TOKENS = 300
+TOKENS = 200
 SMALL = [
     *("--self-tokens", str(TOKENS), "--head", "eagle", "--length", "64", "--max-length", "64", "--rows", "2"),
     *("--max-steps", "2", "--eval-prompts", "2", "--eval-tokens", "4", "--eval-depth", "2"),
@@ -33,6 +35,7 @@ def _short_turns() -> Iterator[None]:
     """Shorten turns, because random models loop to the end of a greedy turn."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "MakeConfig", partial(MakeConfig, user_tokens=30, max_tokens=12))
+        patch.setattr(loop, "write_plots", leave_empty_pictures)
         yield
 
 

@@ -82,8 +82,8 @@ def test_it_begins_as_the_head_that_was_saved_and_learns(tmp_path: Path, name: s
     for key, value in weights_of(merged(head)).items():
         assert value.dtype == mx.float32
         np.testing.assert_array_equal(value, weights_of(saved)[key])
-    prompts = [list(range(i, i + 5)) for i in range(8)]
-    evaluator = Evaluator(TARGET, prompts, depth=3, max_tokens=12)
+    prompts = [list(range(i, i + 5)) for i in range(in_full(8, 4))]
+    evaluator = Evaluator(TARGET, prompts, depth=3, max_tokens=in_full(12, 8))
     assert evaluator.measure(head).acceptance_length == evaluator.measure(saved).acceptance_length
     rows = batch(TARGET, head)
     stepper = Stepper(head, TARGET, config)

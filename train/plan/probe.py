@@ -28,7 +28,7 @@ from ..kinds import KINDS, Head, choose_trained, resolved
 from ..step import NotFiniteError, Stepper
 from .bound import FLOAT, MOST, leaves
 
-_LONG = 1.0
+LONG = 1.0
 """Seconds after which a step is long enough to measure."""
 _WRITTEN = 16
 """Tokens per row to measure how fast the target writes."""
@@ -99,7 +99,7 @@ def probe(target: Target, config: TrainConfig, head: Head | None = None, free: i
         fixed = min(taken, mx.get_active_memory() - begin + gradients)
         each = max(0, taken - fixed) // count
         check_memory(config, fixed, each, free)
-        if count == at_once or learning > _LONG:
+        if count == at_once or learning > LONG:
             break
         count = min(at_once, 2 * count)
     written = _written(target) if config.optimization.hours else 0.0
@@ -140,7 +140,7 @@ def _measured(work: Callable[[], object], begin: int) -> tuple[int, float]:
         since = time.perf_counter()
         work()
         seconds = time.perf_counter() - since
-        if seconds > _LONG and use_shortcuts():  # otherwise, the first call compiles
+        if seconds > LONG and use_shortcuts():  # otherwise, the first call compiles
             break
     return max(0, mx.get_peak_memory() - begin), seconds
 

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def recipe_for(target: str) -> Recipe | None:
     return next((one for one in every if any(same_model(name, one.base_model) for name in names)), None)
 
 
+@cache
 def _read(name: str) -> Recipe:
     return Recipe(name=name, **_fields(name))
 
