@@ -27,7 +27,7 @@ from tests.architectures import VOCAB, tiny_model
 from tests.eagle_mlx.heads import PROPOSERS
 from tests.eagle_mlx.test_masks import params_of
 from tests.fakes import Oracle, randomize, steps_of, tiny_config, tiny_target
-from tests.full import diagonal, in_full, mixed
+from tests.full import diagonal, in_full, in_turn, mixed
 from tests.grammars import Never
 
 TARGET = tiny_target()
@@ -84,7 +84,7 @@ HOW = {
     "seeded": em.SamplingParams(max_tokens=TOKENS, temperature=0.9, seed=3),
     "penalised": em.SamplingParams(max_tokens=TOKENS, temperature=0.7, seed=3, repetition_penalty=1.2),
 }
-CASES = in_full(mixed, diagonal)(CACHES, PROPOSERS, HOW)
+CASES = in_full(mixed, diagonal)(CACHES, in_turn(PROPOSERS), HOW)
 
 
 def target_of(cache: str) -> em.Target:

@@ -16,7 +16,7 @@ from eagle_mlx.request_state import RequestState
 from tests.architectures import tiny_model
 from tests.eagle_mlx.heads import PROPOSERS
 from tests.fakes import randomize, tiny_head, tiny_target
-from tests.full import diagonal
+from tests.full import diagonal, in_turn
 
 MANY = 1 << 30
 SYSTEM = [(7 * i * i + 3 * i) % 90 + 1 for i in range(50)]
@@ -43,7 +43,7 @@ def answered(engine: em.Engine, prompt: Sequence[int], boundaries: Sequence[int]
     return row
 
 
-@pytest.mark.parametrize(("name", "drafts", "chunk"), diagonal(KINDS, DRAFTS, [16, 7, 512]))
+@pytest.mark.parametrize(("name", "drafts", "chunk"), diagonal(KINDS, in_turn(DRAFTS), [16, 7, 512]))
 def test_the_next_turn_and_another_question_continue_from_a_boundary(name: str, drafts: str, chunk: int) -> None:
     which = target(name)
 

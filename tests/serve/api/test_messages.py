@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from eagle_mlx.serve.api import flow
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
+from tests.full import diagonal
 from tests.serve.api.given import TARGET
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 from tests.serve.chat.formats import WEATHER
@@ -75,8 +76,10 @@ def streamed(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[st
     return blocks, found[-2]
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 7}, {"top_k": 9, "seed": 8}])
-@pytest.mark.parametrize("messages", [USER, TURNS])
+@pytest.mark.parametrize(
+    ("messages", "sampling"),
+    diagonal([USER, TURNS], [{"temperature": 0}, {"temperature": 0.9, "seed": 7}, {"top_k": 9, "seed": 8}]),
+)
 def test_the_text_is_that_of_chat_completions(server: Live, messages: Any, sampling: dict[str, Any]) -> None:
     asked = {"messages": [{"role": "system", "content": "Be brief."}, *messages], "max_tokens": 24, **sampling}
     chat = server.http.post(CHAT, json=asked).json()

@@ -31,7 +31,7 @@ from tests.serve.api.given import PATIENCE
 from tests.serve.api.live import DEPTH, ELSEWHERE, NAME, Live, another_client, engine, live, wide
 
 LONG = "SCHEMA_CASES" in os.environ
-CASES = int(os.environ.get("SCHEMA_CASES", in_full("30", "6")))
+CASES = int(os.environ.get("SCHEMA_CASES", in_full("30", "4")))
 """Cases for each route and kind, and for conversations."""
 ENOUGH = 5000
 STEPS = 6

@@ -11,6 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from eagle_mlx.serve.api.limits import Limits
+from tests.full import diagonal
 from tests.serve.api.given import TARGET
 from tests.serve.api.live import NAME, Live, live, wide
 from tests.serve.chat.formats import CLOCK, WEATHER
@@ -74,8 +75,12 @@ def alike(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 7}, {"top_k": 9, "seed": 8}])
-@pytest.mark.parametrize("given", ["def f(x):", USER, TURNS])
+@pytest.mark.parametrize(
+    ("given", "sampling"),
+    diagonal(
+        ["def f(x):", USER, TURNS], [{"temperature": 0}, {"temperature": 0.9, "seed": 7}, {"top_k": 9, "seed": 8}]
+    ),
+)
 def test_the_text_is_that_of_chat_completions(server: Live, given: Any, sampling: dict[str, Any]) -> None:
     messages = USER if isinstance(given, str) else given
     asked = {"messages": [{"role": "system", "content": "Be brief."}, *messages], "max_tokens": 24, **sampling}

@@ -12,6 +12,7 @@ import eagle_mlx as em
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.speculation import Speculation
+from tests.full import in_full
 from tests.serve.api.given import given_head, given_target
 from tests.serve.api.live import NAME, Live, live, wide
 
@@ -89,7 +90,8 @@ def test_speculation_of_a_running_server_changes_from_the_next_round_on(hybrid: 
         found: dict[str, Any] = hybrid.http.get(METRICS).json()
         return {name: found[name] for name in ("spec_decode_drafters", "current_k", "spec_policy")}
 
-    text = complete(hybrid, max_tokens=120)["choices"][0]["text"]
+    length = in_full(120, 80)
+    text = complete(hybrid, max_tokens=length)["choices"][0]["text"]
     for asked, drafters, depth, policy in (
         ({"spec_decode": "eagle"}, ["eagle"], 3, "fixed"),
         ({"num_speculative_tokens": 1}, ["eagle"], 1, "fixed"),
@@ -99,7 +101,7 @@ def test_speculation_of_a_running_server_changes_from_the_next_round_on(hybrid: 
         ({"spec_decode": "auto"}, ["eagle"], 2, "acceptance-ema"),
         ({"spec_policy": "throughput"}, ["eagle", "ngram"], 2, "throughput"),
     ):
-        body = BODY | {"max_tokens": 120, "stream": True}
+        body = BODY | {"max_tokens": length, "stream": True}
         with hybrid.slowed(0.001), hybrid.http.stream("POST", COMPLETIONS, json=body) as stream:
             pieces = stream.iter_text()
             begun = next(pieces)
