@@ -76,7 +76,8 @@ ENDLESS, NO_NUMBER, TEXT = ([[1, 0.5], [2, value]] for value in (float("inf"), f
     "curve",
     ["no JSON", [], {}, None, 3, SHORT, TWICE, NEGATIVE, ENDLESS, NO_NUMBER, TEXT, [[0, 1], [1, 2]], [[1]]],
 )
-def test_a_file_that_is_damaged_is_measured_again(tmp_path: Path, curve: Any) -> None:
+def test_a_file_that_is_damaged_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, curve: Any) -> None:
+    monkeypatch.setattr(cost_curve, "SIZES", (1, 2))
     curve_of(TARGET, tmp_path)
     [file] = tmp_path.iterdir()
     content = json.loads(file.read_text())

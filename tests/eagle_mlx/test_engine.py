@@ -71,7 +71,7 @@ SIZES = [(1, 1), (4, 2), (5, 8)]
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize(("which", "size"), in_turns(len(proposers()), SIZES, 2))
+@pytest.mark.parametrize(("which", "size"), in_turns(len(proposers()), SIZES, 1))
 def test_greedy_text_is_mlx_lms_own(which: int, size: tuple[int, int]) -> None:
     depth, max_batch = size
     engine = em.Engine(TARGET, proposers()[which], policy=em.FixedPolicy(depth), max_batch=max_batch)  # type: ignore[arg-type]
@@ -372,7 +372,7 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "which"), in_turns(len(POLICIES), range(1, 5), 2))
+@pytest.mark.parametrize(("policy", "which"), in_turns(len(POLICIES), range(1, 5), 1))
 def test_text_is_the_same_whatever_the_policy(policy: int, which: int) -> None:
     engine = em.Engine(TARGET, proposers()[which], policy=POLICIES[policy](), max_batch=3)  # type: ignore[arg-type]
     seeded = em.SamplingParams(temperature=0.9, seed=5, max_tokens=20)

@@ -155,7 +155,7 @@ def test_beyond_the_limit_the_connections_idle_longest_are_closed() -> None:
         with server.slowed(0.01), server.http.stream("POST", COMPLETIONS, json={"prompt": "x", "stream": True}) as held:
             raws = [connect(server) for _ in range(30)]
             server.until(lambda: len(server.server.server_state.connections) <= 8)
-            with httpx.Client(base_url=server.base) as other:
+            with httpx.Client(base_url=server.base, timeout=PATIENCE) as other:
                 assert other.get("/health").status_code == 200
         assert held.status_code == 200
         for raw in raws:
