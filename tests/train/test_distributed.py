@@ -79,7 +79,7 @@ def test_the_command_takes_settings_and_made_up_data_from_rank_zero(tmp_path: Pa
     for place in places:
         tiny_adapters(place / "adapters")
     settings = "--head eagle --length 64 --max-length 64 --rows 2 --max-steps 1 --eval-prompts 1 --eval-tokens 2"
-    flags = ["--target", str(target), "--adapter-path", "adapters", "--output", "out/head", "--self-tokens", "300"]
+    flags = ["--target", str(target), "--adapter-path", "adapters", "--output", "out/head", "--self-tokens", "600"]
     flags += settings.split()
     first, second = printed(2, tmp_path, "eagle_mlx.train.cli", *flags, places=places)
     assert "the head is in out/head/best" in first
