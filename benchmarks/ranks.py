@@ -31,7 +31,11 @@ import mlx.nn as nn
 from random_model import MIDDLING, QWEN3_06B, TINY, Shape, random_model
 
 from eagle_mlx.heads.eagle3 import random_head
-from eagle_mlx.ranks import Channel, LeadingTarget, World, follow, shard_tensors
+from eagle_mlx.ranks import World
+from eagle_mlx.ranks.channel import Channel
+from eagle_mlx.ranks.follower import follow
+from eagle_mlx.ranks.leader import LeadingTarget
+from eagle_mlx.ranks.load import shard_tensors
 
 DEPTH = 4
 PROMPT = 32

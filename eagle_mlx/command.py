@@ -35,10 +35,9 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """Turns SIGINT and SIGTERM into Stopped.
+    """Turns SIGINT and SIGTERM into Stopped, at once or in a `deferred` block at the next `check`.
 
-    It is raised at once, or in a `deferred` block at the next `check`. After the first signal, default handling is
-    restored, so a second signal always ends the process.
+    After the first signal, default handling is restored, so a second signal always ends the process.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,6 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        """Whether a signal has arrived."""
         return self._number is not None
 
     @contextmanager
@@ -80,7 +78,6 @@ class Stop:
             yield
 
     def check(self) -> None:
-        """Raise Stopped if a signal has arrived."""
         if self._number is not None:
             raise Stopped(self._number)
 
@@ -171,10 +168,9 @@ def add_flags(
     say: DefaultText = default_text,
     to: argparse._ActionsContainer | None = None,
 ) -> None:
-    """Add a flag for each setting, with a heading for each inner group.
+    """Add a flag for each setting, with a heading for each inner group; flags not given are not in the namespace.
 
-    Flags that are not given do not appear in the namespace. `say` formats the default for the help. `to` is the
-    heading to add the flags to, by default the parser.
+    `say` formats the default for the help. `to` is the heading to add the flags to, by default the parser.
     """
     for known in settings_of(group).values():
         if len(known.path) == 1:
@@ -200,7 +196,6 @@ def _add_one(to: argparse._ActionsContainer, known: Setting, say: DefaultText) -
 
 
 def _argument(known: Setting) -> dict[str, Any]:
-    """Return `add_argument`'s options for a setting's value."""
     if known.type is bool:
         return {"action": argparse.BooleanOptionalAction}
     several = typing.get_origin(known.type) is tuple
@@ -225,7 +220,6 @@ def _argument(known: Setting) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Format a setting's value for people."""
     if value is True:
         return "on"
     if isinstance(value, tuple):

@@ -9,23 +9,13 @@ from importlib.util import find_spec
 from eagle_mlx.command import exit_code
 from eagle_mlx.errors import ConfigError
 
+_PACKAGES = {
+    "train": ("datasets", "matplotlib", "mlx-data", "pydantic", "wandb"),
+    "serve": ("fastapi", "httpx", "llguidance", "prometheus-client", "pydantic", "sse-starlette", "uvicorn"),
+}
 EXTRAS = {
-    "train": {
-        "datasets": "datasets",
-        "matplotlib": "matplotlib",
-        "mlx-data": "mlx.data",
-        "pydantic": "pydantic",
-        "wandb": "wandb",
-    },
-    "serve": {
-        "fastapi": "fastapi",
-        "httpx": "httpx",
-        "llguidance": "llguidance",
-        "prometheus-client": "prometheus_client",
-        "pydantic": "pydantic",
-        "sse-starlette": "sse_starlette",
-        "uvicorn": "uvicorn",
-    },
+    extra: {name: "mlx.data" if name == "mlx-data" else name.replace("-", "_") for name in names}
+    for extra, names in _PACKAGES.items()
 }
 """The packages of each extra in pyproject.toml, and the modules that they are imported as."""
 

@@ -162,10 +162,7 @@ def swap(part: Path, path: Path) -> None:
 
 
 def read_yaml(file: Path, what: str) -> Any:
-    """Return the content of a YAML file.
-
-    Raises ConfigError, naming `what` the file is, if it cannot be read or has a key twice.
-    """
+    """Return a YAML file's content. Raises ConfigError, naming `what` it is, if it is unreadable or has a key twice."""
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError as e:

@@ -46,10 +46,8 @@ norm for each layer may do too well with layers in the wrong order to be noticed
 class Trial:
     """The result of the rounds."""
 
-    rounds: int
-    """Rounds with two draft tokens."""
-    first: int
-    """Rounds of these in which the first was accepted."""
+    rounds: int  # rounds with two draft tokens
+    first: int  # rounds of these in which the first was accepted
     both: int
 
 
@@ -130,7 +128,6 @@ def warning_of(trial: Trial, layers: tuple[int, ...] = ()) -> str | None:
 
 
 def _rows(target: Target) -> int:
-    """Return the number of prompts, or 1 if the model decodes only one row."""
     try:
         check_cacheable(target.model, len(PROMPTS))
     except TargetError:

@@ -24,12 +24,9 @@ LIMIT = float(np.finfo(np.float16).max)
 class HiddenStates:
     """Outputs of a target's layers for T tokens: n layers of hidden size H, and the last layer."""
 
-    layers: tuple[int, ...]
-    """The layers of `features` in order, counted from 0."""
-    features: NDArray[np.float16]
-    """[T, n * H]: the concatenated outputs of the layers that a head reads."""
-    last: NDArray[np.float16]
-    """[T, H]: the last layer's output, before the final norm."""
+    layers: tuple[int, ...]  # the layers of `features` in order, counted from 0
+    features: NDArray[np.float16]  # [T, n * H]: the concatenated outputs of the layers that a head reads
+    last: NDArray[np.float16]  # [T, H]: the last layer's output, before the final norm
 
     @classmethod
     def split(cls, layers: Sequence[int], whole: NDArray[np.float16]) -> HiddenStates:
@@ -43,7 +40,6 @@ class HiddenStates:
         return np.concatenate((self.features, self.last), axis=1, dtype=np.float16)
 
     def __getitem__(self, at: slice) -> HiddenStates:
-        """Return the states of some positions."""
         return replace(self, features=self.features[at], last=self.last[at])
 
     def of_layers(self, layers: Sequence[int], last_layer: int) -> HiddenStates:
@@ -61,12 +57,9 @@ class HiddenStates:
 class Example:
     """A training example: a conversation of T tokens."""
 
-    tokens: NDArray[np.int32]
-    """[T]"""
-    loss_mask: NDArray[np.uint8]
-    """[T], 1 on tokens to be learned."""
-    states: HiddenStates | None = None
-    """None until the target has read the example."""
+    tokens: NDArray[np.int32]  # [T]
+    loss_mask: NDArray[np.uint8]  # [T], 1 on tokens to be learned
+    states: HiddenStates | None = None  # None until the target has read the example
 
     @classmethod
     def of(cls, tokens: Sequence[int], loss_mask: Sequence[int], states: HiddenStates | None = None) -> Example:
@@ -76,7 +69,6 @@ class Example:
         return len(self.tokens)
 
     def __getitem__(self, at: slice) -> Example:
-        """Return some positions."""
         return Example(self.tokens[at], self.loss_mask[at], None if self.states is None else self.states[at])
 
 
@@ -95,8 +87,8 @@ def in_16_bits(states: mx.array) -> mx.array:
 
 def clipped(states: NDArray[Any]) -> NDArray[np.float16]:
     """Return the states as float16, clipped to its range, on the host."""
-    found: NDArray[np.float16] = np.clip(states, -LIMIT, LIMIT).astype(np.float16)
-    return found
+    out: NDArray[np.float16] = np.clip(states, -LIMIT, LIMIT).astype(np.float16)
+    return out
 
 
 def features_of(states: mx.array, hidden_size: int) -> mx.array:

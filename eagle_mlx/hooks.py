@@ -41,31 +41,29 @@ def hook(module: nn.Module, how: type[Hook]) -> None:
 class Recording:
     """What hooked modules record in one forward of a model."""
 
-    ends: mx.array | None = None
-    """[B, 1, 1] int32, the positions whose logits are requested; None for all."""
-    last: nn.Module | None = None
-    """The last layer."""
-    norm: object = None
-    """The final norm."""
-    cut: bool = False
-    """Whether the final norm passes on only the positions in `ends`."""
-    hidden: mx.array | None = None
-    """The input of the last call of the final norm."""
-    outputs: dict[int, mx.array] = field(default_factory=dict)
-    """The layers' outputs, by the id of the layer."""
+    ends: mx.array | None = None  # [B, 1, 1] int32, the positions whose logits are requested; None for all
+    last: nn.Module | None = None  # the last layer
+    norm: object = None  # the final norm
+    cut: bool = False  # whether the final norm passes on only the positions in `ends`
+    hidden: mx.array | None = None  # the input of the last call of the final norm
+    outputs: dict[int, mx.array] = field(default_factory=dict)  # the layers' outputs, by the id of the layer
     starts: Collection[int] = ()
     """The ids of the layers at whose output the device starts, while Python builds the next layers."""
     normed: list[bool] = field(default_factory=list)
     """For each call of the final norm, whether the last layer had run before it."""
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Make this the recording of all hooked modules within the block."""
-        token = _RUNNING.set(self)
-        try:
-            yield
-        finally:
-            _RUNNING.reset(token)
+        return _within(_RUNNING, self)
+
+
+@contextmanager
+def _within(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 _RUNNING: ContextVar[Recording | None] = ContextVar("recording", default=None)
@@ -315,7 +313,7 @@ class Projections:
 
     def recording(self) -> AbstractContextManager[None]:
         """Record the projections' outputs within the block."""
-        return _projecting(self._record)
+        return _within(_PROJECT, self._record)
 
     def replaying(self, choose: Callable[[Sequence[mx.array], int], mx.array | None]) -> AbstractContextManager[None]:
         """In the block, let projections return what `choose` takes from their recorded outputs; if None, they compute.
@@ -330,7 +328,7 @@ class Projections:
             found = choose(kept, number) if kept else None
             return compute() if found is None else found
 
-        return _projecting(replay)
+        return _within(_PROJECT, replay)
 
     def _record(self, projection: nn.Module, compute: Callable[[], mx.array]) -> mx.array:
         output = compute()
@@ -341,23 +339,13 @@ class Projections:
 _PROJECT: ContextVar[Project | None] = ContextVar("project", default=None)
 
 
-@contextmanager
-def _projecting(how: Project) -> Iterator[None]:
-    token = _PROJECT.set(how)
-    try:
-        yield
-    finally:
-        _PROJECT.reset(token)
-
-
 class KeepsProjection(Hook):
     """A linear projection in a layer whose call may be repeated."""
 
     def __call__(self, x: mx.array) -> mx.array:
         plain: Any = super().__call__  # type: ignore[misc]
         how = _PROJECT.get()
-        out: mx.array = plain(x) if how is None else how(self, lambda: plain(x))  # type: ignore[arg-type]
-        return out
+        return plain(x) if how is None else how(self, lambda: plain(x))  # type: ignore[arg-type]
 
 
 class NotesCalls(Hook):

@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import huggingface_hub
-from huggingface_hub import constants
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import constants, errors
 
 from eagle_mlx.errors import EagleError, OutputError
 
@@ -37,7 +28,7 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 _QUICK = 5.0
 """Timeout of `quick_file` in seconds; a reachable hub answers in less than one."""
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
-_TransportError = cast("type[Exception]", HfHubHTTPError.__bases__[0])
+_TransportError = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
 """The base class of the HTTP library's errors, which huggingface_hub does not catch."""
 
 
@@ -74,7 +65,7 @@ def cached(repo: str) -> Path | None:
 
 
 def quick_file(repo: str, file: str) -> Path:
-    """Return one file of a repository from the hub's cache, or fetch it if the hub answers at once.
+    """Return a file from the hub's cache, or fetch it if the hub answers at once.
 
     Never retries. Raises UnreachableError if the hub does not answer, EagleError as in `resolve`.
     """
@@ -96,10 +87,10 @@ def fetch_file(repo: str, file: str, commit: str | None = None, required: bool =
     with _asking(repo, repo, f"{file} of {repo}"):
         try:
             return Path(huggingface_hub.hf_hub_download(repo, file, revision=commit))
-        except EntryNotFoundError as e:  # includes LocalEntryNotFoundError
+        except errors.EntryNotFoundError as e:  # includes LocalEntryNotFoundError
             if not required:
                 return None
-            if isinstance(e, LocalEntryNotFoundError):
+            if isinstance(e, errors.LocalEntryNotFoundError):
                 raise
             raise EagleError(f"{repo} has no {file}; use the repository in which the model was published") from e
 
@@ -109,29 +100,29 @@ def _asking(repo: str, name: str, missing: str) -> Iterator[None]:
     """Turn errors of a download into one-line EagleErrors; `missing` names the file or model."""
     try:
         yield
-    except RepositoryNotFoundError as e:
-        if isinstance(e, GatedRepoError):
+    except errors.RepositoryNotFoundError as e:
+        if isinstance(e, errors.GatedRepoError):
             raise EagleError(_reason(repo, e)) from e
         raise EagleError(
             f"{name} is neither a local folder nor a model on the hub ({repo}); if it is private, {LOGIN}"
         ) from e
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, _TransportError) as e:
-        error = e if isinstance(e, HfHubHTTPError) else e.__cause__
-        if isinstance(error, HfHubHTTPError):
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, _TransportError) as e:
+        error = e if isinstance(e, errors.HfHubHTTPError) else e.__cause__
+        if isinstance(error, errors.HfHubHTTPError):
             raise EagleError(_reason(repo, error)) from e
         raise UnreachableError(
             f"{missing} is not in the hub's cache, and the hub cannot be reached; "
             "check the path, or fetch the model while online"
         ) from e
-    except (HFValidationError, OSError) as e:
+    except (errors.HFValidationError, OSError) as e:
         raise EagleError(_reason(repo, e)) from e
 
 
 def _reason(repo: str, error: BaseException) -> str:
     """Return in one line why the hub did not do something with a repository, and a remedy if there is one."""
     said = " ".join(str(getattr(error, "server_message", None) or error).split()) or type(error).__name__
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    if isinstance(error, GatedRepoError):
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    if isinstance(error, errors.GatedRepoError):
         return f"{repo} is gated: request access at {constants.ENDPOINT}/{repo}, then {LOGIN} for that account"
     if status == 401:
         return f"the hub does not know the token used for {repo} ({said}); {LOGIN}"
@@ -184,7 +175,7 @@ def check_full_id(name: str) -> None:
     """Raise OutputError if this is not a valid hub id `owner/name`."""
     try:
         huggingface_hub.hf_hub_url(name, "config.json")  # checks the name without network access
-    except HFValidationError as e:
+    except errors.HFValidationError as e:
         raise OutputError(f"{name!r} is not a valid repository name: {' '.join(str(e).split())}") from e
     if "/" not in name:
         raise OutputError(f"{name!r} is not a repository name: write it as user/{name}")
@@ -248,7 +239,7 @@ def _files(api: huggingface_hub.HfApi, repo: str, private: bool) -> Sequence[str
     """Return a repository's files, except those that the hub adds; None if there is no such repository."""
     try:
         info = api.model_info(repo)
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         return None
     if private and info.private is False:
         raise OutputError(f"{repo} already exists and is public; make it private on its page, or leave out --private")

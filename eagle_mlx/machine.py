@@ -24,8 +24,7 @@ class Machine:
     python: str
     mlx: str
     mlx_lm: str
-    device: str
-    """The device on which MLX computes: cpu, or the GPU's name."""
+    device: str  # the device on which MLX computes: cpu, or the GPU's name
     blas: str
 
     def __str__(self) -> str:
@@ -33,7 +32,6 @@ class Machine:
 
 
 def describe() -> Machine:
-    """Return a description of this machine."""
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     return Machine(
         cpu=_cpu(),

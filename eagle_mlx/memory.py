@@ -55,10 +55,7 @@ def wire_active() -> None:
 
 
 def wired_bytes(active: int, memory: int, recommended: int) -> int:
-    """Return how many of the `active` bytes to wire, given the machine's bytes of `memory`.
-
-    MLX refuses to wire more than the `recommended` bytes of the device.
-    """
+    """Return how many `active` bytes to wire: a share of `memory`, and not more than MLX's `recommended` bytes."""
     return max(0, min(active, int(_WIRED_SHARE * memory), recommended))
 
 

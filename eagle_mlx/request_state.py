@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.request import Output, Request, TokenLogprob
-from eagle_mlx.sampling_params import AsyncGrammar, Grammar, SamplingParams, StopWatcher
+from eagle_mlx.sampling_params import AsyncGrammar, Grammar, StopWatcher
 from eagle_mlx.text import StopStrings
 
 
@@ -22,8 +22,7 @@ class Pending:
     """
 
     tokens: Sequence[int]
-    probs: mx.array | None
-    """[k, V] float32: the distributions that the tokens were drawn from; None if they were not sampled."""
+    probs: mx.array | None  # [k, V] float32: what the tokens were drawn from; None if they were not sampled
 
     def after(self, token: int) -> Pending | None:
         """Return the tokens left to judge after the row emitted `token`; None if `token` differs from the draft."""
@@ -44,7 +43,8 @@ class RequestState:
         tokens: Sequence[int] = (),
     ):
         """`stops`, `grammar` and `watcher` are stateful and must not be shared with other requests."""
-        self.request = request
+        self.request, self.prompt, self.client = request, request.prompt, request.client
+        self.params, self.limit = request.params, request.limit
         self.stops, self.grammar, self.watcher = stops, grammar, watcher
         self.tokens = list(tokens)
         self.from_draft = bytearray(len(self.tokens))
@@ -88,30 +88,14 @@ class RequestState:
         return cls(request, stops, grammar, params.stop_watcher() if params.stop_watcher else None)
 
     @property
-    def prompt(self) -> list[int]:
-        return self.request.prompt
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def limit(self) -> int:
-        return self.request.limit
-
-    @property
-    def client(self) -> str:
-        return self.request.client
-
-    @property
     def length(self) -> int:
         """Tokens in the KV caches: all but the newest."""
-        return len(self.request.prompt) + len(self.tokens) - 1
+        return len(self.prompt) + len(self.tokens) - 1
 
     @property
     def text(self) -> list[int]:
         """Prompt and generated tokens. A resumed request reads all of it."""
-        return [*self.request.prompt, *self.tokens]
+        return [*self.prompt, *self.tokens]
 
     @property
     def leaves(self) -> bool:
@@ -126,8 +110,8 @@ class RequestState:
     @property
     def room(self) -> int:
         """The maximum number of useful draft tokens in the next round."""
-        room = 0 if self.rereads or self.pending else self.request.limit - len(self.tokens) - 1
-        most = self.request.params.num_speculative_tokens
+        room = 0 if self.rereads or self.pending else self.limit - len(self.tokens) - 1
+        most = self.params.num_speculative_tokens
         return room if most is None else min(room, most)
 
     def texts(self, draft: Sequence[int]) -> Iterator[list[int]]:
@@ -144,10 +128,9 @@ class RequestState:
 
     def read(self, positions: int) -> None:
         """Record that the caches hold this many positions of the text."""
-        self.read_tokens = min(positions, len(self.request.prompt))
+        self.read_tokens = min(positions, len(self.prompt))
 
     def reuse(self, cached: int) -> None:
-        """Record the number of prompt tokens from the prefix cache."""
         self.cached_tokens = cached
 
     def pause(self) -> None:
@@ -156,10 +139,7 @@ class RequestState:
         self.pauses += 1
 
     def take(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = ()) -> int:
-        """Append a round's tokens up to the first that ends the request. Return how many were taken.
-
-        `tokens` is empty if the row skipped the round.
-        """
+        """Append a round's tokens, if any, up to the first that ends the request; return how many were taken."""
         if self.finish_reason or not tokens:
             self.overran = bool(tokens)
             return 0
@@ -233,14 +213,14 @@ class RequestState:
             text=text,
             tokens=tokens,
             finish_reason=self.finish_reason or "length",
-            prompt_tokens=len(self.request.prompt),
+            prompt_tokens=len(self.prompt),
             rounds=self.rounds,
             drafted=sum(self.drafted_by_position),
             accepted=sum(self.accepted_by_position),
             drafted_by_position=self.drafted_by_position,
             accepted_by_position=self.accepted_by_position,
-            logprobs=self.logprobs if self.request.params.wants_logprobs else None,
-            lossless=self.request.params.lossless,
+            logprobs=self.logprobs if self.params.wants_logprobs else None,
+            lossless=self.params.lossless,
             cached_tokens=self.cached_tokens,
             error=self.error,
             refused=self.refused,
@@ -255,7 +235,7 @@ class RequestState:
         self.tokens.append(token)
         if ends or (self.stops is not None and self.stops.complete(token)) or self._is_last(token):
             self.finish_reason = self.finish_reason or "stop"
-        elif len(self.tokens) >= self.request.limit:
+        elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"
 
     def _is_last(self, token: int) -> bool:

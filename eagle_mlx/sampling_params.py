@@ -43,15 +43,12 @@ class Grammar(Protocol):
 
     def mask(self) -> mx.array:
         """Return the tokens allowed next, [V] bool, with end tokens if the text may end; all false if it must end."""
-        ...
 
     def advance(self, token: int) -> bool:
         """Add a token; return False, without a change, if it is not allowed. Tokens that end the text are not added."""
-        ...
 
     def rollback(self, count: int) -> None:
         """Undo the last `count` tokens."""
-        ...
 
 
 @runtime_checkable
@@ -64,14 +61,12 @@ class AsyncGrammar(Grammar, Protocol):
 
     def ask(self, draft: Sequence[int]) -> None:
         """Start computing the masks along a draft, which has no token that ends the text; do not block."""
-        ...
 
     def answer(self, seconds: float) -> list[mx.array] | None:
         """Return the masks [V] bool at the draft's positions, up to its first illegal token, with the state unchanged.
 
         Returns None if they are not ready within `seconds`. It may be called again in both cases.
         """
-        ...
 
 
 @dataclass(frozen=True)

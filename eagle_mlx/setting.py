@@ -72,7 +72,6 @@ class Setting:
 
     @property
     def field(self) -> str:
-        """The field name in its own group."""
         return self.path[-1]
 
     def convert(self, value: Any) -> Any:
@@ -132,7 +131,6 @@ class Group:
         return dataclasses.replace(self, **own)  # type: ignore[type-var]  # every group is a dataclass
 
     def value(self, name: str) -> Any:
-        """Return the value of a setting."""
         return functools.reduce(getattr, find(type(self), name).path, self)
 
     def flat(self) -> dict[str, Any]:

@@ -49,20 +49,15 @@ _FINGERPRINT_VALUES = 1024
 class Adapter:
     """The LoRA adapters of a target."""
 
-    name: str
-    """The name of their folder, without the path."""
-    digest: str
-    """A hexadecimal hash of their files, the same on every machine."""
+    name: str  # of their folder, without the path
+    digest: str  # a hexadecimal hash of their files, the same on every machine
 
 
 @dataclass(frozen=True)
 class Forward:
-    logits: mx.array
-    """[B, L, V]; computed only if used."""
-    aux: tuple[mx.array, ...]
-    """The outputs of the requested layers in order, [B, L, H] each."""
-    hidden: mx.array | None = None
-    """[B, L, H], the final norm's input."""
+    logits: mx.array  # [B, L, V]; computed only if used
+    aux: tuple[mx.array, ...]  # the outputs of the requested layers in order, [B, L, H] each
+    hidden: mx.array | None = None  # [B, L, H], the final norm's input
 
 
 class Target:
@@ -126,7 +121,6 @@ class Target:
 
     @property
     def free_memory(self) -> int:
-        """Bytes that are free after loading."""
         return free_memory()
 
     @property
@@ -264,7 +258,6 @@ def _adapter_folder(path: str | Path) -> Path:
 
 
 def _add_adapters(model: nn.Module, folder: Path) -> Adapter:
-    """Add LoRA layers, or other adapters that mlx-lm trains, to a model."""
     try:
         load_adapters(model, str(folder))
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
@@ -332,10 +325,11 @@ def text_settings(target: Target) -> dict[str, Any]:
 
 def nbytes_of(module: nn.Module) -> int:
     """Return the total bytes of a module's parameters."""
-    return sum(leaf.nbytes for _, leaf in _leaves(module))
+    return sum(leaf.nbytes for _, leaf in leaves_of(module))
 
 
-def _leaves(module: nn.Module) -> list[tuple[str, mx.array]]:
+def leaves_of(module: nn.Module) -> list[tuple[str, mx.array]]:
+    """Return a module's parameters with their full names."""
     return cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
 
 
@@ -344,14 +338,14 @@ def _digest_of_files(folder: Path, dtype: mx.Dtype | None, tokenizer: TokenizerW
     model = load_model(folder, lazy=True, trust_remote_code=trusted)[0]
     if dtype is not None:
         model.set_dtype(dtype)
-    leaves = _leaves(model)
+    leaves = leaves_of(model)
     del model
     return _digest(leaves, _template_of(tokenizer))
 
 
 def digest_of(module: nn.Module, more: str = "") -> str:
     """Return a hexadecimal hash of a module's tensors (names, shapes, dtypes, some values) and a text."""
-    return _digest(_leaves(module), more)
+    return _digest(leaves_of(module), more)
 
 
 def _digest(leaves: list[tuple[str, mx.array]], more: str) -> str:

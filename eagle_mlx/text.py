@@ -25,10 +25,7 @@ class IncrementalText:
         self._settled = 0
 
     def add(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Add tokens; return the text that has become certain, and the text after it that may still change.
-
-        The latter may end with U+FFFD for an incomplete character.
-        """
+        """Add tokens; return the newly certain text, and what may still change and end with U+FFFD."""
         self.window += tokens
         before, text = self._decoded(self._settled), self._decoded(len(self.window))
         end = self._certain(before, text)

@@ -200,9 +200,8 @@ class HostileState:
         if not width:
             return Draft(mx.zeros((len(self.rows), 0), mx.int32), self._lengths(0))
         tokens = [self._spoiled(self.proposer.continuation(row.text, width)) for row in self.rows]
-        return Draft(
-            mx.array(tokens, mx.int32), self._lengths(width), self._probs(width) if sampling.any_rejection else None
-        )
+        probs = self._probs(width) if "rejection" in sampling.rules else None
+        return Draft(mx.array(tokens, mx.int32), self._lengths(width), probs)
 
     def _probs(self, width: int) -> mx.array | None:
         """Return distributions from which the tokens may have been drawn, or None."""

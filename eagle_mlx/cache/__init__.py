@@ -1,21 +1,8 @@
 """KV caches in which every row of a batch has its own length, so that a rollback only changes lengths."""
 
-from eagle_mlx.cache.full import STEP, RaggedKV
 from eagle_mlx.cache.kinds import check_cacheable, may_pad
-from eagle_mlx.cache.lengths import RowLengths, without_row
-from eagle_mlx.cache.ragged import CacheSize, KVPiece, RaggedCache, Saved
+from eagle_mlx.cache.lengths import without_row
+from eagle_mlx.cache.ragged import RaggedCache, Saved
 from eagle_mlx.cache.recurrent import joined_rows
 
-__all__ = [
-    "STEP",
-    "CacheSize",
-    "KVPiece",
-    "RaggedCache",
-    "RaggedKV",
-    "RowLengths",
-    "Saved",
-    "check_cacheable",
-    "joined_rows",
-    "may_pad",
-    "without_row",
-]
+__all__ = ["RaggedCache", "Saved", "check_cacheable", "joined_rows", "may_pad", "without_row"]

@@ -23,6 +23,7 @@ _MOST = 1.3
 GROUP_SIZES = (64, 32)
 """Numbers that share a scale and a bias in a quantized cache. The first that divides the head width is used."""
 
+Mask = mx.array | str | None
 Triple = tuple[mx.array, ...]
 """Packed numbers [B, heads, L, D * bits / 32] uint32, scales and biases [B, heads, L, D / group_size]."""
 
@@ -38,10 +39,7 @@ def most_slots(rows: int, slots: int) -> int:
 
 
 def room(buffer: mx.array | None, like: mx.array, rows: int, slots: int, most: int | None = None) -> mx.array:
-    """Return a buffer [R, heads, capacity, D] with R >= rows and capacity >= slots: this one, or a copy with R = rows.
-
-    `most`: the most slots that a copy may have.
-    """
+    """Return a buffer [R >= rows, heads, >= slots, D]: this one, or a copy with R = rows and at most `most` slots."""
     have_rows, _, have, _ = buffer.shape if buffer is not None else (0, 0, 0, 0)
     if rows <= have_rows and slots <= have:
         assert buffer is not None
@@ -94,9 +92,7 @@ class RaggedKV:
             return self.lengths.places(self.lengths.branches.count)
         return self.lengths.upper if self.lengths.uniform else self.lengths.offset
 
-    def make_mask(
-        self, count: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
+    def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """Return the attention mask of `count` new positions per row."""
         if window_size is not None and window_size < self.lengths.upper + count:
             return self.lengths.mask(count, window_size)
@@ -145,10 +141,7 @@ class RaggedKV:
         return scattered(buffer, moving, moves.new)
 
     def append(self, other: RaggedKV) -> None:
-        """Append the other's rows. Call this before `lengths.append`, because it needs the old number of rows.
-
-        The rest of their slots is zeroed, because a row that left may have kept NaN there.
-        """
+        """Append the other's rows, before `lengths.append`. Slots after them are zeroed: they may hold a row's NaN."""
         mine, theirs = self.lengths.rows, other.lengths.rows
         if not mine:
             self.keys, self.values = other.keys, other.values
@@ -210,7 +203,6 @@ class RaggedKV:
         self._zero(slice(row, row + 1), start)
 
     def _zero(self, rows: slice, start: int) -> None:
-        """Zero the slots of some rows from `start` on."""
         if self.keys is not None and self.values is not None and start < self.keys.shape[2]:
             self.keys[rows, :, start:], self.values[rows, :, start:] = 0, 0
 
@@ -222,9 +214,7 @@ class RaggedKV:
 class RaggedGrouped(RaggedKV):
     """A cache for layers that group query heads themselves: their masks have one more axis."""
 
-    def make_mask(
-        self, count: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
+    def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """Return None or a mask [B, 1, 1, count, upper + count] bool."""
         mask = super().make_mask(count, return_array, window_size)
         return mask[:, :, None] if isinstance(mask, mx.array) else mask
@@ -271,7 +261,7 @@ class RaggedChunked(RaggedKV):
 
 
 class RaggedList(CallListener):
-    """Several caches of one layer, like mlx-lm's CacheList."""
+    """Several caches of one layer, like mlx-lm's CacheList. `RaggedCache` changes the caches themselves."""
 
     def __init__(self, caches: Sequence[Any]):
         self.caches = tuple(caches)
@@ -285,41 +275,13 @@ class RaggedList(CallListener):
         return self.caches[index]
 
     def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Projections | None:
-        """Pass the call to the first cache that listens."""
         listener = next((cache for cache in self.caches if isinstance(cache, CallListener)), None)
         return listener.note(layer, args, kwargs) if listener is not None else None
-
-    def append(self, other: RaggedList) -> None:
-        for mine, theirs in zip(self.caches, other.caches, strict=True):
-            mine.append(theirs)
-
-    def keep(self, moves: Moves) -> None:
-        for cache in self.caches:
-            cache.keep(moves)
-
-    def remove(self, row: int, last: RaggedList | None) -> None:
-        for index, cache in enumerate(self.caches):
-            cache.remove(row, None if last is None else last.caches[index])
-
-    def fit(self) -> list[mx.array]:
-        return [x for cache in self.caches for x in cache.fit()]
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> Self:
         other = copy(self)
         other.caches = tuple(cache.fork(row, length, lengths) for cache in self.caches)
         return other
-
-    def shortest(self, row: int) -> int:
-        longest: int = max(cache.shortest(row) for cache in self.caches)
-        return longest
-
-    def zero(self, row: int, start: int = 0) -> None:
-        for cache in self.caches:
-            cache.zero(row, start)
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [x for cache in self.caches for x in cache.state]
 
 
 class RaggedQuantized(RaggedList):
@@ -329,44 +291,35 @@ class RaggedQuantized(RaggedList):
     alone, so that a verify writes what plain decoding would have written.
     """
 
+    caches: tuple[RaggedKV, ...]
+
     def __init__(self, lengths: RowLengths, bits: int):
         super().__init__([RaggedKV(lengths) for _ in range(3)])
-        self.bits, self.group_size = bits, 0
+        self.bits, self.group_size = bits, GROUP_SIZES[0]
 
     @property
     def offset(self) -> int | mx.array:
-        offset: int | mx.array = self.caches[0].offset
-        return offset
+        return self.caches[0].offset
 
     @property
     def keys(self) -> mx.array | None:
         """The packed keys. mlx-lm's pipelines make them depend on a rank's send, so that computing them sends."""
-        keys: mx.array | None = self.caches[0].keys
-        return keys
+        return self.caches[0].keys
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
         self.caches[0].keys = keys
 
-    def make_mask(self, *args: Any, **kwargs: Any) -> mx.array | str | None:
-        """Return the mask of `RaggedKV.make_mask`."""
-        mask: mx.array | str | None = self.caches[0].make_mask(*args, **kwargs)
-        return mask
+    def make_mask(self, *args: Any, **kwargs: Any) -> Mask:
+        return self.caches[0].make_mask(*args, **kwargs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Triple, Triple]:
         """Write [B, heads, L, D] after each row's length. Raises TargetError if no group size fits the heads."""
+        widths = keys.shape[-1], values.shape[-1]
+        self.group_size = next((size for size in GROUP_SIZES if all(w and not w % size for w in widths)), 0)
         if not self.group_size:
-            widths = keys.shape[-1], values.shape[-1]
-            self.group_size = next((size for size in GROUP_SIZES if all(w and not w % size for w in widths)), 0)
-            if not self.group_size:
-                sizes = " and ".join(map(str, widths))
-                least = GROUP_SIZES[-1]
-                raise TargetError(f"heads of {sizes} numbers do not divide into quantization groups of {least}")
+            sizes, least = " and ".join(map(str, widths)), GROUP_SIZES[-1]
+            raise TargetError(f"heads of {sizes} numbers do not divide into quantization groups of {least}")
         quantized = (mx.quantize(x, group_size=self.group_size, bits=self.bits) for x in (keys, values))
         shown = [part.update_and_fetch(k, v) for part, k, v in zip(self.caches, *quantized, strict=True)]
         return tuple(k for k, _ in shown), tuple(v for _, v in shown)
-
-    def append(self, other: RaggedList) -> None:
-        assert isinstance(other, RaggedQuantized)
-        self.group_size = self.group_size or other.group_size
-        super().append(other)

@@ -45,9 +45,6 @@ REFUSED = {
 }
 """mlx-lm model files for which speculative decoding cannot be exact, and why."""
 
-GROUPED = frozenset({"gemma2"})
-"""mlx-lm model files whose attention groups the query heads itself."""
-
 
 def ragged(cache: Any, lengths: RowLengths, model: nn.Module, kv_bits: int | None = None) -> Any:
     """Return the ragged counterpart of one of mlx-lm's caches.
@@ -58,7 +55,8 @@ def ragged(cache: Any, lengths: RowLengths, model: nn.Module, kv_bits: int | Non
     if kind is KVCache and kv_bits is not None:
         return RaggedQuantized(lengths, kv_bits)
     if kind is KVCache:
-        return RaggedGrouped(lengths) if model_file(model) in GROUPED else RaggedKV(lengths)
+        groups_queries_itself = model_file(model) == "gemma2"
+        return RaggedGrouped(lengths) if groups_queries_itself else RaggedKV(lengths)
     if kind is RotatingKVCache and cache.keep == 0:
         return RaggedWindow(lengths, cache.max_size)
     if kind is ChunkedKVCache:

@@ -128,7 +128,7 @@ class RowLengths:
         self._offset = offset
 
     def _once(self, key: tuple[str | int, ...], compute: Callable[[], mx.array]) -> mx.array:
-        """Return an array that is computed once for all layers of a forward."""
+        """Compute an array once for all layers of a forward."""
         if key not in self._memo:
             self._memo[key] = compute()
         return self._memo[key]

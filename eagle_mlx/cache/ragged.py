@@ -23,8 +23,7 @@ from eagle_mlx.hooks import NotesCalls, hook
 class KVPiece:
     """Keys and values of some positions of one row, for all layers that keep every position."""
 
-    layers: list[list[mx.array]]
-    """For each layer, keys and values [1, heads, L, D]; empty if nothing was written to the layer."""
+    layers: list[list[mx.array]]  # each layer's keys and values [1, heads, L, D]; empty if nothing was written
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -88,7 +87,8 @@ class RaggedCache(Sequence[Any]):
         """The caches of all layers, with lists of caches flattened."""
         self.recurrent = [part for part in self.parts if isinstance(part, RecurrentState)]
         self.windows = [part for part in self.parts if isinstance(part, RaggedWindow)]
-        self.positional = [x for x in self.parts if isinstance(x, RaggedKV) and not isinstance(x, RaggedWindow)]
+        self.buffered = [part for part in self.parts if isinstance(part, RaggedKV)]
+        self.positional = [part for part in self.buffered if not isinstance(part, RaggedWindow)]
         """The caches that keep every position and can be cut anywhere."""
 
     def __len__(self) -> int:
@@ -134,8 +134,8 @@ class RaggedCache(Sequence[Any]):
         """
         moves = Moves.of(kept, starts)
         if moves is not None:
-            for layer in self.layers:
-                layer.keep(moves)
+            for part in self.buffered:
+                part.keep(moves)
 
     @property
     def is_positional(self) -> bool:
@@ -148,14 +148,12 @@ class RaggedCache(Sequence[Any]):
         return all(isinstance(part, RaggedKV) and not isinstance(part, RaggedChunked) for part in self.parts)
 
     def sync(self, lengths: Sequence[int]) -> None:
-        """Set the rows' exact lengths, which the host now knows."""
         self.lengths.sync(lengths)
 
     def save(self) -> Saved:
         return Saved(self.lengths.save(), [list(state.cache) for state in self.recurrent])
 
     def restore(self, saved: Saved) -> None:
-        """Return to a state from `save`."""
         self.lengths.restore(saved.lengths)
         for state, arrays in zip(self.recurrent, saved.states, strict=True):
             state.cache = list(arrays)
@@ -167,7 +165,7 @@ class RaggedCache(Sequence[Any]):
 
     def append(self, other: RaggedCache) -> None:
         """Append the other's rows. Buffers without space for them are copied."""
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
+        for mine, theirs in zip(self.parts, other.parts, strict=True):
             mine.append(theirs)
         self.lengths.append(other.lengths)
 
@@ -176,11 +174,11 @@ class RaggedCache(Sequence[Any]):
         last = self.fork(self.lengths.rows - 1, self.lengths.upper) if row < self.lengths.rows - 1 else None
         if last is not None:
             mx.eval(last.state)  # until computed, it refers to the buffers, and writing to those would copy them
-        for index, layer in enumerate(self.layers):
-            layer.remove(row, None if last is None else last.layers[index])
+        for index, part in enumerate(self.parts):
+            part.remove(row, None if last is None else last.parts[index])
         self.lengths.remove(row)
         # Until a smaller copy is computed, it refers to the larger buffer.
-        mx.async_eval([x for layer in self.layers for x in layer.fit()])
+        mx.async_eval([x for part in self.buffered for x in part.fit()])
 
     def fork(self, row: int, length: int) -> RaggedCache:
         """Return a cache with the first `length` positions of one row, at least `shortest(row)`."""
@@ -219,17 +217,17 @@ class RaggedCache(Sequence[Any]):
 
         It may exceed the row's length if a recurrent state has read further.
         """
-        return max((layer.shortest(row) for layer in self.layers), default=0)
+        return max((part.shortest(row) for part in self.parts), default=0)
 
     def zero(self, row: int, start: int = 0) -> None:
         """Zero a row from position `start` on, after a rejected draft led to NaN: a mask multiplies by 0, which keeps
-        NaN. `append` clears the slots of rows that have left."""
-        for layer in self.layers:
-            layer.zero(row, start)
+        NaN. `append` clears the slots of rows that have left, and states never include rejected tokens."""
+        for part in self.buffered:
+            part.zero(row, start)
 
     @property
     def state(self) -> list[mx.array]:
-        return [x for layer in self.layers for x in layer.state]
+        return [x for part in self.parts for x in part.state]
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,6 @@ class _Call:
     projections: Projections = field(default_factory=Projections)
 
     def replay(self, replace: Callable[[Any], Any]) -> None:
-        """Call the layer again, for its state only."""
         with self.projections.replaying(lambda outputs, number: outputs[number] if number < len(outputs) else None):
             self.layer(*map(replace, self.args), **{name: replace(value) for name, value in self.kwargs.items()})
 
@@ -163,10 +162,6 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
     def remove(self, row: int, last: RecurrentState | None) -> None:
         self.cache = [x if x is None else without_row(x, row) for x in self.cache]
 
-    def fit(self) -> list[mx.array]:
-        """Return no buffers: a state has no spare memory."""
-        return []
-
     def fork(self, row: int, length: int, lengths: RowLengths) -> RecurrentState:
         """Copy one row's state, which always covers all its positions."""
         other = RecurrentState(lengths, len(self.cache), self.masked)
@@ -176,9 +171,6 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
     def shortest(self, row: int) -> int:
         """Return the row's length: a state covers all positions."""
         return self.rows.bounds[row]
-
-    def zero(self, row: int, start: int = 0) -> None:
-        """Do nothing: a state leaves with its row and never includes rejected tokens."""
 
     @property
     def state(self) -> list[mx.array]:

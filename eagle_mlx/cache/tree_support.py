@@ -28,10 +28,7 @@ _LEAST = 16.0
 
 
 def why_no_trees(target: Target, kv_bits: int | None = None) -> str | None:
-    """Return None if this target reads trees exactly, else the reason why not.
-
-    Costs ten forwards of a few tokens.
-    """
+    """Return why this target does not read trees exactly, None if it does. Costs ten forwards of a few tokens."""
     file = model_file(target.model)
     if file in ONE_ROW:
         return ONE_ROW[file]

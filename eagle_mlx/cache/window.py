@@ -6,7 +6,7 @@ from typing import Self
 
 import mlx.core as mx
 
-from eagle_mlx.cache.full import RaggedKV, room, scattered
+from eagle_mlx.cache.full import Mask, RaggedKV, room, scattered
 from eagle_mlx.cache.lengths import Moves, RowLengths, ring_positions, swap_removed
 from eagle_mlx.errors import TargetError
 
@@ -30,9 +30,7 @@ class RaggedWindow(RaggedKV):
         self.displaced = [0] * lengths.rows
         """For each row, the position from which on no entry has been overwritten."""
 
-    def make_mask(
-        self, count: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
+    def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         window = self.window if window_size is None else window_size
         if window > self.window:
             raise TargetError(f"this model attends to {window} positions in prompts but caches only {self.window}")
@@ -55,7 +53,6 @@ class RaggedWindow(RaggedKV):
         return self.keys_and_values()
 
     def _displace(self, count: int) -> None:
-        """Record that positions up to `count` after each row's length are written to the ring."""
         ends = (bound + count for bound in self.lengths.bounds)
         self.displaced = [max(old, end - self.ring) for old, end in zip(self.displaced, ends, strict=True)]
 
@@ -140,7 +137,7 @@ class RaggedWindow(RaggedKV):
 
 
 def _gathered(buffer: mx.array, slots: mx.array, ring: int) -> mx.array:
-    """Gather each row's slots [B, S] from a buffer [R, heads, capacity, D] into [B, heads, S, D]."""
+    """Gather slots [B, S] of each row of a buffer [R, heads, capacity, D] as [B, heads, S, D]."""
     rows = slots.shape[0]
     where = mx.minimum(slots, min(ring, buffer.shape[2]) - 1)[:, None, :, None]
     return mx.take_along_axis(buffer[:rows], where, axis=2)

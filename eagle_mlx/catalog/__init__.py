@@ -1,7 +1,4 @@
-"""Find draft heads for a target: included, trained or downloaded on this machine, published, or in the model's files.
-
-The embedded target, head and prompts come with a checkout of the code.
-"""
+"""Draft heads for a target: included, made or fetched on this machine, published, or in the model's files."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ def embedded(name: str) -> Path:
 
 
 def is_embedded_target(name: str | Path) -> bool:
-    """Return whether a target's name is the folder of the embedded target."""
     place = Path(name).expanduser().resolve()
     return any(place == (root / "checkpoints" / "target").resolve() for root in _roots())
 

@@ -82,7 +82,7 @@ def _card(target: str, folder: Path) -> dict[str, Any]:
 
 
 def _read(card: Path) -> dict[str, Any]:
-    """Return the metadata of a local card; empty if it cannot be read."""
+    """Return a local card's metadata; empty if it cannot be read."""
     try:
         return metadata_load(card) or {}
     except (OSError, ValueError, yaml.YAMLError):
@@ -99,10 +99,7 @@ def _named_by(card: dict[str, Any]) -> str | None:
 
 
 def names_of(target: str | Path) -> tuple[str, ...]:
-    """Return the names of a model, the most certain first: its own and its base model's.
-
-    Nothing is fetched: a model that is not on this machine has only its own name.
-    """
+    """Return a model's own name, then its base model's if that is known on this machine. Fetches nothing."""
     own = hub.public_name(target)
     place = Path(target).expanduser()
     folder = place if place.is_dir() else hub.cached(own)

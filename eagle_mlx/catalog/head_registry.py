@@ -27,19 +27,13 @@ uses this many prompts."""
 class HeadRecord:
     """One head, which stays in its own folder. A record without its head is skipped."""
 
-    head: str
-    """Its folder, or its hub id if it was fetched."""
-    names: tuple[str, ...]
-    """Names of its target, the most certain first."""
+    head: str  # its folder, or its hub id if it was fetched
+    names: tuple[str, ...]  # names of its target, the most certain first
     how: How
-    fingerprint: str = ""
-    """The target's fingerprint if the target was in memory (`eagle_mlx.target.fingerprint`)."""
-    acceptance_length: float | None = None
-    """τ on held-out prompts, if it was measured."""
-    prompts: int | None = None
-    """The number of prompts that τ was measured on; None if unknown, which counts as few."""
-    made_at: float = field(default_factory=time.time)
-    """Seconds since 1970."""
+    fingerprint: str = ""  # the target's fingerprint if the target was in memory (`eagle_mlx.target.fingerprint`)
+    acceptance_length: float | None = None  # τ on held-out prompts, if it was measured
+    prompts: int | None = None  # the number of prompts that τ was measured on; None if unknown, which counts as few
+    made_at: float = field(default_factory=time.time)  # seconds since 1970
 
     @property
     def here(self) -> bool:
@@ -123,8 +117,7 @@ def records_for(names: tuple[str, ...], fingerprint: str | None = None) -> list[
 def best_first(heads: list[HeadRecord], fingerprint: str | None = None) -> list[HeadRecord]:
     """Return measured heads by `worth`, then the others, the newest first.
 
-    A τ holds only for the weights that it was measured with, so heads measured with weights other than `fingerprint`
-    come after the other measured heads. Among heads without a τ, those for the same weights come first.
+    A τ holds only for the weights that it was measured with: heads of other weights than `fingerprint` come after.
     """
 
     def place(one: HeadRecord) -> tuple[bool, bool, float, float]:

@@ -27,25 +27,19 @@ _CONFIG, _BEST = "config.json", "best"
 
 @dataclass(frozen=True)
 class FoundHead:
-    head: str
-    """A folder or hub id for `load_found`."""
-    about: str
-    """One line on what it is and for which model."""
-    here: bool = True
-    """Whether it is on this machine already."""
-    mode: Literal["eagle", "mtp"] | None = None
-    """How it drafts, if that is known before it is loaded."""
+    head: str  # a folder or hub id for `load_found`
+    about: str  # one line on what it is and for which model
+    here: bool = True  # whether it is on this machine already
+    mode: Literal["eagle", "mtp"] | None = None  # how it drafts, if that is known before it is loaded
 
 
 def find_heads(
     target: str | Path, fingerprint: str | None = None, say: Callable[[str], None] = lambda _: None
 ) -> list[FoundHead]:
-    """Return the heads for a target, a folder or hub id, in the order in which to try them.
+    """Return the heads for a target, a folder or hub id, in the order in which to try them. Fetches nothing.
 
-    First come the included head and those made or fetched here that have a measured τ, the best first. Then come heads
-    without a τ, the newest first; the model's own MTP layers; and published heads, by `PREFERRED` kind, those in the
-    hub's cache first.
-    Nothing is fetched. Heads with a τ below `LEAST` are left out and reported to `say`.
+    First come heads on this machine with a τ, the best first, then those without, the newest first; the model's own MTP
+    layers; and published heads by `PREFERRED` kind, cached ones first. Those with a τ below `LEAST` only go to `say`.
     """
     names = names_of(target)
     known = records_for(names, fingerprint)
@@ -81,7 +75,6 @@ def _published(names: tuple[str, ...]) -> list[FoundHead]:
 
 
 def _included(names: tuple[str, ...]) -> HeadRecord:
-    """Return the included head with the τ in its config."""
     folder = embedded("head")
     noted = read_config(folder).get("eagle_mlx") or {}
     tau, prompts = noted.get("acceptance_length"), noted.get("prompts")
@@ -132,16 +125,11 @@ DSpark, 3.11 for DFlash and 2.66 for EAGLE-3. P-EAGLE (arXiv 2602.01469) is EAGL
 
 @dataclass(frozen=True)
 class KnownHead:
-    target: str
-    """The hub id of the model that it was trained for."""
-    head: str
-    """The head's hub id."""
-    kind: str
-    """The key in `eagle_mlx.heads.KINDS`."""
-    license: str
-    """The license named on its page, or "unknown"."""
-    source: str
-    """URL of the page that describes the head."""
+    target: str  # the hub id of the model that it was trained for
+    head: str  # the head's hub id
+    kind: str  # the key in `eagle_mlx.heads.KINDS`
+    license: str  # the license named on its page, or "unknown"
+    source: str  # URL of the page that describes the head
 
     @property
     def mode(self) -> Literal["eagle", "mtp"]:
@@ -156,14 +144,9 @@ class KnownHead:
 def known_heads() -> tuple[KnownHead, ...]:
     """Return the table of published heads, in its order."""
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    sources = table["sources"]
     return tuple(
-        KnownHead(
-            target=target,
-            head=row["head"],
-            kind=row["kind"],
-            license=row["license"],
-            source=table["sources"][row["source"]].format(head=row["head"]),
-        )
+        KnownHead(target, row["head"], row["kind"], row["license"], sources[row["source"]].format(head=row["head"]))
         for target, rows in table["heads"].items()
         for row in rows
     )

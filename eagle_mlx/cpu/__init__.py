@@ -12,7 +12,7 @@ from eagle_mlx.cpu import blas
 blas.activate()  # before anything imports MLX
 
 from eagle_mlx.cpu import fastmath  # noqa: E402
-from eagle_mlx.cpu.blas import blas_threads, one_blas_thread, set_blas_threads  # noqa: E402
+from eagle_mlx.cpu.blas import one_blas_thread  # noqa: E402
 from eagle_mlx.cpu.rope_cache import RopeCache  # noqa: E402
 from eagle_mlx.cpu.shortcuts import (  # noqa: E402
     default_streams,
@@ -20,20 +20,16 @@ from eagle_mlx.cpu.shortcuts import (  # noqa: E402
     pad_to_fours,
     tune_process,
     use_shortcuts,
-    without_shortcuts,
 )
 
 __all__ = [
     "RopeCache",
     "blas",
-    "blas_threads",
     "default_streams",
     "fastmath",
     "make_streams",
     "one_blas_thread",
     "pad_to_fours",
-    "set_blas_threads",
     "tune_process",
     "use_shortcuts",
-    "without_shortcuts",
 ]

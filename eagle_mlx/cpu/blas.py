@@ -20,8 +20,7 @@ _CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
 @dataclass(frozen=True)
 class Blas:
     kind: Literal["openblas", "reference", "accelerate"]
-    path: str
-    """The library's file; empty if MLX brings its own."""
+    path: str  # the library's file; empty if MLX brings its own
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.path})" if self.path else self.kind
@@ -93,7 +92,6 @@ def blas_threads() -> int:
 
 
 def set_blas_threads(count: int) -> None:
-    """Set the number of OpenBLAS threads."""
     openblas = _openblas()
     if openblas and count:
         openblas.openblas_set_num_threads(count)

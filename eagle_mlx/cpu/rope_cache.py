@@ -71,7 +71,6 @@ class Rotation:
         """Whether the results equal the module's own to the last bit and are cheaper."""
 
     def clear(self) -> None:
-        """Discard the cached angles."""
         self._at: tuple[int | mx.array, int] = -1, 0
         """The offset and the number of positions of the cached angles."""
         self._cos_sin: tuple[mx.array, mx.array] = self._first, self._first
@@ -115,7 +114,6 @@ class Rotation:
 
 
 def _positions(offset: int | mx.array, count: int) -> mx.array:
-    """Return the positions, [B or 1, count] int32."""
     if isinstance(offset, int):
         return mx.arange(offset, offset + count, dtype=mx.int32)[None]
     return offset if offset.ndim == 2 else offset[:, None] + mx.arange(count, dtype=mx.int32)

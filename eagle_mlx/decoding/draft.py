@@ -43,20 +43,14 @@ class Branches:
 class Tree:
     """A draft tree. Node 0 is each row's newest token, node i + 1 its i-th draft token; parents precede children."""
 
-    parents: mx.array
-    """[B, n] int32: the parent node of each draft token."""
-    levels: int
-    """An upper bound on the depth, on the host."""
-    scores: mx.array | None = None
-    """[B, n] float32, if the proposer knows it: its estimate of the log probability that each draft token is accepted,
-    together with its ancestors."""
+    parents: mx.array  # [B, n] int32: the parent node of each draft token
+    levels: int  # an upper bound on the depth, on the host
 
     def branches(self) -> Branches:
         """Return the structure for the target's verify: each node sees itself and its ancestors.
 
         The matrix of steps to a node's parent and to itself reaches two steps up when squared, four when squared again,
-        and so on. Its entries count paths, which are few. A node deeper than `levels` may be reached only in part, so
-        it sees only itself and is on no path.
+        and so on. A node deeper than `levels` may be reached only in part, so it sees only itself and is on no path.
         """
         nodes = mx.arange(self.parents.shape[1] + 1, dtype=mx.int32)
         above = mx.pad(self.parents, [(0, 0), (1, 0)])  # the newest token is its own parent
@@ -97,22 +91,15 @@ def walk(
 class Draft:
     """The draft tokens of a batch: a chain or a tree per row."""
 
-    tokens: mx.array
-    """[B, k] int32, ids of the target; k may be smaller than requested, or 0."""
-    lengths: mx.array
-    """[B] int32, the number of real tokens in each row; may be 0."""
-    probs: mx.array | None = None
-    """[B, k, V] float32, the distributions that the tokens were drawn from; None if they were not drawn."""
-    tree: Tree | None = None
-    """The structure of the tokens, the most likely first; None for chains."""
+    tokens: mx.array  # [B, k] int32, ids of the target; k may be smaller than requested, or 0
+    lengths: mx.array  # [B] int32, the number of real tokens in each row; may be 0
+    probs: mx.array | None = None  # [B, k, V] float32, what the tokens were drawn from; None if they were not drawn
+    tree: Tree | None = None  # the structure of the tokens, the most likely first; None for chains
     confidences: Sequence[Sequence[float]] = ()
     """For early exit, as in `RoundResult`: every row's confidence at each time that the proposer checked it."""
 
     def unjudged(self, row: int, emitted: Sequence[int]) -> Pending | None:
-        """Return the part of a row's chain that follows the emitted tokens; None if there is none.
-
-        Waits for the draft, which is computed by the time the round is collected.
-        """
+        """Return the part of a row's chain after the emitted tokens, or None. Waits for the draft."""
         length, count = cast(int, self.lengths[row].item()), len(emitted)
         tokens = cast(list[int], self.tokens[row, :length].tolist())
         if count >= length or tokens[:count] != list(emitted):

@@ -39,8 +39,7 @@ def fused(function: Callable[..., mx.array], shapeless: bool = True) -> Callable
 
     @wraps(function)
     def call(*arrays: mx.array) -> mx.array:
-        result: mx.array = function(*arrays) if use_shortcuts() else compiled(*arrays)
-        return result
+        return function(*arrays) if use_shortcuts() else compiled(*arrays)
 
     return call
 
@@ -124,7 +123,6 @@ class Filters:
     def _least_of_many(
         self, x: mx.array, divisor: mx.array, top_k: mx.array, top_p: mx.array, dtype: mx.Dtype
     ) -> mx.array:
-        """Bisect."""
         greatest = mx.max(x, axis=-1, keepdims=True)
         start = greatest.astype(dtype)  # in the dtype that the logits had before
         least = mx.full(greatest.shape, -math.inf)

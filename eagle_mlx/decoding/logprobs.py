@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -39,9 +39,7 @@ class Logprobs:
 
     def read(self, tokens: Sequence[Sequence[int]]) -> dict[int, list[TokenLogprob]]:
         """Wait for them; return one for each emitted token, by row. tokens: each row's emitted tokens."""
-        chosen = cast(list[list[float]], self.chosen.tolist())
-        ids = cast(list[list[list[int]]], self.ids.tolist())
-        values = cast(list[list[list[float]]], self.values.tolist())
+        chosen, ids, values = (cast(list[Any], x.tolist()) for x in self.arrays)
         return {
             row: listed(tokens[row], chosen[m], ids[m], values[m], top)
             for m, (row, top) in enumerate(zip(self.rows, self.tops, strict=True))

@@ -24,18 +24,12 @@ _PER_ULP = -math.log(2) * 2.0**-23
 
 
 def gumbel_noise(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
-    """Return standard Gumbel noise, always finite.
-
-    keys: [B, 2] uint32; positions: [B, n] int32; tokens: [m] int32, token ids. Returns [B, n, m] float32.
-    """
+    """Return finite Gumbel noise [B, n, m] float32 for keys [B, 2] uint32, positions [B, n] and tokens [m] int32."""
     return gumbel_at(*noise_words(keys, positions), tokens)
 
 
 def noise_words(keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the two words of each position's noise, each [B, n, 1] uint32, which are then hashed with tokens.
-
-    keys, positions: as in `gumbel_noise`.
-    """
+    """Return two words of each position's noise, [B, n, 1] uint32 each. Arguments as in `gumbel_noise`."""
     words = mx.vmap(mx.vmap(lambda key: mx.random.split(key, 1)[0]))(_keyed(keys, positions))
     return words[..., :1], words[..., 1:]
 
@@ -58,9 +52,8 @@ def gumbel_ceiling(before: mx.array, between: mx.array, tokens: mx.array) -> mx.
 
 
 def uniform_noise(keys: mx.array, positions: mx.array) -> mx.array:
-    """Return uniform noise in [0, 1) for each position, [B, n]. keys, positions: as in `gumbel_noise`."""
-    draws: mx.array = mx.vmap(mx.vmap(lambda key: mx.random.uniform(key=key)))(_keyed(keys, positions))
-    return draws
+    """Return uniform noise in [0, 1) for each position, [B, n]. Arguments as in `gumbel_noise`."""
+    return mx.vmap(mx.vmap(lambda key: mx.random.uniform(key=key)))(_keyed(keys, positions))
 
 
 def _keyed(keys: mx.array, positions: mx.array) -> mx.array:

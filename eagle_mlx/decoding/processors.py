@@ -76,7 +76,6 @@ class Processors:
         return logits
 
     def _note(self, drafts: Sequence[list[int]], masks: Sequence[RequestMasks]) -> None:
-        """Record how much of the drafts can be verified."""
         judged = [count for _, count in masks]
         self.reach = None
         if judged != list(map(len, drafts)):
@@ -107,7 +106,6 @@ class Processors:
             self.penalties.counts = saved
 
     def _on(self, rows: mx.array, logits: mx.array, change: Callable[[mx.array], mx.array]) -> mx.array:
-        """Return the logits with some rows changed."""
         if rows.size == self._count:
             return change(logits)
         changed = change(logits[rows])
@@ -278,7 +276,6 @@ def _check(masks: object, by: str, vocab: int) -> None:
 
 
 def said(value: object) -> str:
-    """Describe a value for an error message."""
     if isinstance(value, mx.array):
         return f"{list(value.shape)} {str(value.dtype).removeprefix('mlx.core.')}"
     return f"{value!r:.80}"

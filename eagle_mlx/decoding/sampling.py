@@ -29,41 +29,36 @@ class Stream(IntEnum):
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The parameters of B requests as arrays, and flags that let the host skip work that no row needs."""
+    """The parameters of B requests as arrays, and what lets the host skip work that no row needs."""
 
     temperature: mx.array  # [B] float32, 0 in greedy rows, whose filters are off
     filters: Filters
     keys: mx.array  # [B, len(Stream), 2] uint32
     rejects: mx.array  # [B] bool, rows with the rejection rule
     thresholds: mx.array  # [B] float32, infinite unless the row has the threshold rule, which is not lossless
-    all_greedy: bool
-    any_greedy: bool
+    rules: frozenset[Rule]  # the acceptance rules of all rows
     any_filtered: bool
-    any_coupled: bool
-    any_rejection: bool
-    any_threshold: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingBatch:
         """Collect the rows' parameters. `seeds`: every row's seed, including those that the requests did not set."""
         rules = [row.rule for row in params]
-        sampled = [rule != "greedy" for rule in rules]
         filters = Filters.of(params)
         keys = [_stream_keys(seed, rule) for seed, rule in zip(seeds, rules, strict=True)]
-        temperature = [row.temperature if on else 0.0 for row, on in zip(params, sampled, strict=True)]
+        temperature = [0.0 if row.rule == "greedy" else row.temperature for row in params]
         return cls(
             temperature=mx.array(temperature, mx.float32),
             filters=filters,
             keys=mx.array(np.array(keys, np.uint32).reshape(-1, len(Stream), 2)),
             rejects=mx.array([rule == "rejection" for rule in rules], mx.bool_),
             thresholds=mx.array([p.threshold if p.rule == "threshold" else math.inf for p in params], mx.float32),
-            all_greedy=not any(sampled),
-            any_greedy=not all(sampled),
+            rules=frozenset(rules),
             any_filtered=filters.any,
-            any_coupled="coupled" in rules,
-            any_rejection="rejection" in rules,
-            any_threshold="threshold" in rules,
         )
+
+    @property
+    def all_greedy(self) -> bool:
+        return self.rules <= {"greedy"}
 
 
 def _stream_keys(seed: int, rule: Rule) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
@@ -96,7 +91,7 @@ def distribution(logits: mx.array, batch: SamplingBatch) -> mx.array:
     if batch.all_greedy:
         return _one_hot_argmax(logits)
     probs = fastmath.softmax(_filtered(logits, batch) / _divisor(batch))
-    if not batch.any_greedy:
+    if "greedy" not in batch.rules:
         return probs
     return mx.where(batch.temperature[:, None, None] == 0, _one_hot_argmax(logits), probs)
 
@@ -122,7 +117,7 @@ def sample(
         return mx.argmax(logits, axis=-1).astype(mx.int32)
     logits = _filtered(logits, batch) if batch.any_filtered else logits
     words = noise_words(batch.keys[:, stream], positions)
-    return noisy_argmax(logits, batch.temperature, words, token_ids, levels, batch.any_greedy)
+    return noisy_argmax(logits, batch.temperature, words, token_ids, levels, "greedy" in batch.rules)
 
 
 def draft_sample(
@@ -137,9 +132,10 @@ def draft_sample(
     draft id, None if they are equal. Returns tokens [B, n] int32 in the target's ids, and q [B, n, V] float32, None if
     no row needs it.
     """
-    logits, rest = filtered(logits, batch) if batch.any_rejection else (logits, batch)
+    rejects = "rejection" in batch.rules
+    logits, rest = filtered(logits, batch) if rejects else (logits, batch)
     tokens = sample(logits, rest, positions, stream=Stream.DRAFT, token_ids=token_ids)
-    q = distribution(logits, rest) if batch.any_rejection else None
+    q = distribution(logits, rest) if rejects else None
     if token_ids is None:
         return tokens, q
     if q is not None:
@@ -184,5 +180,4 @@ def _divisor(batch: SamplingBatch) -> mx.array:
 
 
 def _filtered(logits: mx.array, batch: SamplingBatch) -> mx.array:
-    """Return float32 logits with minus infinity for tokens that the row's filters remove."""
     return batch.filters.apply(logits, _divisor(batch)) if batch.any_filtered else logits.astype(mx.float32)

@@ -38,21 +38,20 @@ def verify(
     rejection rows' drafts were drawn with their own noise (`Stream.DRAFT`), None if the proposer has none; positions:
     [B, n+1] int32, of the tokens being drawn.
     """
-    if drafts.shape[1] == 0 or not (batch.any_rejection or batch.any_threshold):
+    if drafts.shape[1] == 0 or batch.rules <= {"greedy", "coupled"}:
         return match(sample(logits, batch, positions), drafts, lengths)
     logits, batch = filtered(logits, batch)
     p = distribution(logits, batch)
-    rejects_all = not (batch.any_greedy or batch.any_coupled or batch.any_threshold)
     verdict = None
-    if batch.any_rejection:
+    if "rejection" in batch.rules:
         # Each round starts at a new position, so its noise, keyed by that position, has never been used.
         noise = gumbel(batch, positions[:, :1], logits.shape[-1])
         u = uniform_noise(batch.keys[:, Stream.ACCEPT], positions[:, :-1])
         verdict = rejection(p, q, drafts, lengths, u, noise)
-    if not rejects_all:
+    if batch.rules != {"rejection"}:
         samples = sample(logits, batch, positions)
         others = match(samples, drafts, lengths)
-        if batch.any_threshold:
+        if "threshold" in batch.rules:
             kept = threshold(p, samples, drafts, lengths, batch.thresholds)
             others = _chosen(batch.thresholds <= 1, kept, others)
         verdict = others if verdict is None else _chosen(batch.rejects, verdict, others)
@@ -137,10 +136,8 @@ def cut_at_nan(verdict: Verdict, nan: mx.array, may_reread: mx.array) -> Verdict
 
     The next round reads the last of these again. If the first position is NaN, a draft after it may be the cause,
     because masked attention multiplies by 0: a row that may be read again then skips the round (-1 accepted), and must
-    draft nothing in the next. With the rejection rule, dropping the rest of the draft because of its content would
-    bias the text, so `judge_pending` verifies it later.
-
-    nan: [B, n+1] bool; may_reread: [B] bool.
+    draft nothing in the next. With the rejection rule, `judge_pending` verifies the rest of the draft later, because
+    dropping it for its content would bias the text. nan: [B, n+1] bool; may_reread: [B] bool.
     """
     said = nan if verdict.path is None else mx.take_along_axis(nan, verdict.path, axis=1)
     width = said.shape[1]

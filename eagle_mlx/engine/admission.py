@@ -184,7 +184,6 @@ class Admission:
         return prefill
 
     def read(self, prefill: Prefill) -> None:
-        """Read one chunk of the prefill that is due."""
         before = prefill.left
         prefill.step(self._now)
         self._just_read = before - prefill.left
@@ -249,10 +248,7 @@ class Admission:
         return begun
 
     def following(self, chunks: int | None = None) -> RequestState | None:
-        """Return the next request to join, or None if none waits or fits.
-
-        chunks: only consider prompts that need fewer chunks than this.
-        """
+        """Return the next request that fits, or None; with `chunks`, only of prompts that need fewer chunks."""
         if not self.waiting.lines:
             return None
         return self.waiting.first(
@@ -267,7 +263,6 @@ class Admission:
         return max(1, -(-positions // self._now))
 
     def take(self, request: RequestState) -> None:
-        """Admit a waiting request."""
         self.waiting.take(request, self._fits)
         request.admit()
         self._admitted = [*self.admitted, request]

@@ -70,7 +70,6 @@ class Batch:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The target layers whose hidden states the proposer reads."""
         return self.proposer.aux_layers if self.proposer is not None and self.state is not None else ()
 
     @property
@@ -78,7 +77,7 @@ class Batch:
         """The kinds of drafts that the proposer can make and the requests allow. Trees need the target's own draws."""
         if self.proposer is None:
             return Abilities()
-        drawn = self.processors is None and not (self.sampling.any_rejection or self.sampling.any_threshold)
+        drawn = self.processors is None and self.sampling.rules <= {"greedy", "coupled"}
         lookup = isinstance(self.state, HybridState) and self.state.can_look_up(self._drafters)
         return replace(self.proposer.abilities, trees=self.proposer.abilities.trees and drawn, lookup=lookup)
 
@@ -115,7 +114,6 @@ class Batch:
         return self.processors is None or may_decode(self.requests, patience)
 
     def checkpoint(self) -> Checkpoint:
-        """Return the state that a round will change, for `restore`."""
         return Checkpoint(self.cache.save(), self.newest, self.processors.save() if self.processors else None)
 
     def _no_draft(self) -> Draft:
@@ -124,8 +122,8 @@ class Batch:
     def draft(self, plan: Plan) -> Draft:
         """Return the proposer's draft for a plan, checked and cut to what each request can use.
 
-        If the proposer raises, its state is dropped, and the batch continues without drafts: the target has read
-        nothing yet. Raises ProposerError if the draft is malformed.
+        If the proposer raises, its state is dropped, and the batch continues without drafts. Raises ProposerError if
+        the draft is malformed.
         """
         if self.state is None or not plan.depth:
             return self._no_draft()
@@ -138,7 +136,7 @@ class Batch:
             )
             self.state = None
             return self._no_draft()
-        rejects = self.sampling.rejects if self.sampling.any_rejection else None
+        rejects = self.sampling.rejects if "rejection" in self.sampling.rules else None
         by, vocab = self.proposer.name, self.target.vocab_size
         return check_draft(draft, by, plan, self.rooms(plan), vocab, self.newest, rejects)
 
@@ -231,7 +229,7 @@ class Batch:
         return taken
 
     def _alone(self, row: int) -> Batch:
-        """Remove one row and return it as a batch with copied state."""
+        """Remove one row and return it as a batch of its own."""
         other = copy(self)
         other.requests = [self.requests[row]]
         other.cache = self.cache.fork(row, self.requests[row].length)
@@ -251,7 +249,6 @@ class Batch:
                 yield request.text, past
 
     def append(self, other: Batch) -> None:
-        """Append another batch's rows."""
         if self.state is None or other.state is None:
             self.state = None  # rows of a proposer that raised have no state
         else:

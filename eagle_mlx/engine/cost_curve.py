@@ -33,9 +33,8 @@ Curve = list[tuple[int, float]]
 def learn_costs(engine: Engine, folder: Path | None = None) -> bool:
     """Give the engine's policy its target's cost curve. Return whether it has one now.
 
-    The curve is read from a file for this machine and target, or measured and saved; file errors are ignored. Only
-    `ThroughputPolicy` uses it. Call this before the first request, while the machine is idle. `folder`: by default
-    `costs` in the cache folder.
+    It is read from a file in `folder` (default: `costs` in the cache folder), or measured and saved; file errors are
+    ignored. Only `ThroughputPolicy` uses it. Call this before the first request, while the machine is idle.
     """
     policy = engine.policy
     if engine.proposer is None or not isinstance(policy, ThroughputPolicy):
@@ -86,7 +85,6 @@ def _is_curve(curve: Curve) -> bool:
 
 
 def _about(engine: Engine) -> dict[str, object]:
-    """Return everything that a forward's cost depends on."""
     return {
         "version": _VERSION,
         "machine": {name: str(value) for name, value in asdict(describe()).items()},

@@ -35,16 +35,12 @@ from eagle_mlx.text import TextStream
 class Snapshot:
     """An engine's requests and memory use between two steps."""
 
-    groups: tuple[tuple[RequestState, ...], ...]
-    """The requests that decode, by group."""
+    groups: tuple[tuple[RequestState, ...], ...]  # the requests that decode, by group
     prefilling: tuple[RequestState, ...]
     waiting: tuple[RequestState, ...]
-    kv_used: int
-    """Upper bound of the KV bytes of decoding and prefilling requests now."""
-    kv_reserved: int
-    """The same for the longest that they may become."""
-    kv_bytes: int
-    """Limit for these requests and the prefix cache together."""
+    kv_used: int  # upper bound of the KV bytes of decoding and prefilling requests now
+    kv_reserved: int  # the same for the longest that they may become
+    kv_bytes: int  # limit for these requests and the prefix cache together
     prefix_bytes: int
 
     @property
@@ -209,10 +205,9 @@ class Engine:
     ) -> RequestState:
         """Return a request for `submit`. Thread-safe. `client` and `namespace`: see `Request`.
 
-        `boundaries`: lengths of prompt prefixes that later prompts may share. Only models with sliding windows or
-        recurrent states need them, because these cannot be cut. `limit`: maximum tokens to generate, if params do not
-        say; context and memory may allow fewer. Raises PromptError as `generate` does, and if the request can never
-        fit into `kv_bytes`.
+        `boundaries`: lengths of prompt prefixes that later prompts may share, for models whose windows or states cannot
+        be cut. `limit`: maximum tokens if params do not say; context and memory may allow fewer. Raises PromptError as
+        `generate` does, and if the request can never fit into `kv_bytes`.
         """
         request = make_request(self.target, prompt, params, boundaries, client, namespace)
         request = self.kv_budget.limited(request)
@@ -225,7 +220,6 @@ class Engine:
         self.admission.waiting.append(request)
 
     def output(self, request: RequestState) -> Output:
-        """Return a request's output so far."""
         return request.output(self.target.tokenizer)
 
     def cancel(self, request: RequestState) -> None:
@@ -294,7 +288,6 @@ class Engine:
         return [request for request in decoding if request.finish_reason]
 
     def _plan(self, batch: Batch, group: int) -> Plan:
-        """Return the plan for a group's next round."""
         if self.proposer is None:
             return PLAIN
         batch.drafter = self.drafter

@@ -52,8 +52,7 @@ class Row(NamedTuple):
 def arrange(rows: Sequence[Row], reads: RoundReads, size: CacheSize, allowed: int) -> Places:
     """Return the groups that minimize the bytes read per round, including the copies to form them.
 
-    Memory comes first: if one group could exceed `allowed` bytes, the groups take no more bytes than those of
-    `by_reach`.
+    Memory comes first: if one group could exceed `allowed` bytes, they take no more bytes than those of `by_reach`.
     """
     lengths, wanted = [row.length for row in rows], by_reach([row.reach for row in rows], size, allowed)
     stay = {row.group for row in rows if row.group is not None}
@@ -86,14 +85,12 @@ def _price(places: Places, rows: Sequence[Row], reads: RoundReads) -> float:
 class Groups:
     """The groups, their turns, and the moves of rows between them.
 
-    A group keeps its number, 0 or 1, while it has rows. `arrange` assigns rows by the bytes that rounds read and by
-    memory.
+    A group keeps its number, 0 or 1, while it has rows. `arrange` assigns rows by the bytes of rounds and of memory.
     """
 
     def __init__(self, reads: RoundReads, budget: KVBudget):
         self.reads, self.budget = reads, budget
-        self._served = self._rounds = 0
-        """The number of the group that had the last round, and the number of rounds."""
+        self._served = self._rounds = 0  # the group that had the last round, and the number of rounds
         self._settled: list[tuple[RequestState, int]] | None = None
         """The assignment at the last check that moved no row."""
         self._slots: list[Batch | None] = [None] * GROUPS
@@ -115,7 +112,6 @@ class Groups:
         return self._slots.index(batch)
 
     def holding(self, request: RequestState) -> Batch | None:
-        """Return the group of a request, or None."""
         return next((batch for batch in self.batches if request in batch.requests), None)
 
     def following(self, batch: Batch) -> Batch:
@@ -133,7 +129,6 @@ class Groups:
         return next((batch for patience in seconds for batch in turn if batch.may_decode(patience)), None)
 
     def serve(self, batch: Batch) -> None:
-        """Note that a group had a round."""
         self._served, self._rounds = self.number(batch), self._rounds + 1
 
     def moves(self, prefilling: Sequence[RequestState], joining: Batch | None = None) -> dict[RequestState, int] | None:

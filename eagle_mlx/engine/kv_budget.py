@@ -34,10 +34,7 @@ def by_reach(reaches: Sequence[int], size: CacheSize, allowed: int) -> Places:
 
 
 def split(lengths: Sequence[int]) -> Places:
-    """Return the two groups with the least padding, with the longest rows in group 1.
-
-    Return one group if a second would save nothing.
-    """
+    """Return the two groups with the least padding, the longest rows in group 1; one if a second saves nothing."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     longest = max(lengths, default=0)
     most, count = 0, 0

@@ -22,10 +22,8 @@ class Prefix:
     """A cached prefix of a prompt. The row that gets it owns these caches."""
 
     length: int
-    cache: RaggedCache
-    """One row with `length` positions."""
-    state: ProposerState | None = None
-    """The proposer's state, if it reads the target's hidden states."""
+    cache: RaggedCache  # one row with `length` positions
+    state: ProposerState | None = None  # the proposer's state, if it reads the target's hidden states
 
 
 class PrefixCache:
@@ -39,10 +37,8 @@ class PrefixCache:
 
     def __init__(self, capacity: int, proposer: Proposer | None = None):
         self.capacity, self.proposer = capacity, proposer
-        self.spare: Callable[[], int] | None = None
-        """Returns the bytes that rows leave to the cache, if that limits it."""
-        self.disk: DiskTier | None = None
-        """Saves texts across restarts, and is searched for texts that are not in memory."""
+        self.spare: Callable[[], int] | None = None  # returns the bytes that rows leave to the cache, if limited
+        self.disk: DiskTier | None = None  # saves texts across restarts, and is searched for those not in memory
         self._tree = PrefixTree()
 
     def __len__(self) -> int:
@@ -104,7 +100,6 @@ class PrefixCache:
         return True
 
     def stop_fetching(self) -> None:
-        """Drop partially loaded prefixes from disk."""
         if self.disk is not None:
             self.disk.stop()
 
@@ -122,7 +117,6 @@ class PrefixCache:
             self.disk.offer(keys, past, snapshot.outline)
 
     def trim(self) -> None:
-        """Evict the least recently used entries until the limit holds."""
         self._tree.trim(self._limit)
 
     @property

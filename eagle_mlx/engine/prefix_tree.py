@@ -70,15 +70,11 @@ class _Node:
 
     keys: Keys
     start: int
-    piece: PrefixPiece | None
-    """None only at the root."""
+    piece: PrefixPiece | None  # None only at the root
     parent: _Node | None
-    children: dict[int, _Node] = field(default_factory=dict)
-    """By first key."""
-    snapshot: Snapshot | None = None
-    """At position `end`."""
-    namespace: str = ""
-    """The namespace of the texts below; only at a root."""
+    children: dict[int, _Node] = field(default_factory=dict)  # by first key
+    snapshot: Snapshot | None = None  # at position `end`
+    namespace: str = ""  # the namespace of the texts below; only at a root
 
     @property
     def end(self) -> int:
@@ -100,8 +96,7 @@ class Found:
     """A cached prefix of a text."""
 
     length: int
-    pieces: list[PrefixPiece]
-    """Pieces with these positions, and possibly later ones."""
+    pieces: list[PrefixPiece]  # pieces with these positions, and possibly later ones
     snapshot: Snapshot
 
 
@@ -197,7 +192,6 @@ class PrefixTree:
                 del self._roots[node.namespace]
 
     def _forget(self, node: _Node) -> None:
-        """Remove only the node's snapshot."""
         assert node.snapshot is not None
         self.nbytes -= node.snapshot.nbytes
         node.snapshot = None
@@ -259,8 +253,7 @@ class Past:
     cache: RaggedCache
     row: int = 0
     state: Separable | None = None
-    namespace: str = ""
-    """The request's namespace. Only prompts of the same namespace may reuse this."""
+    namespace: str = ""  # of the request; only its prompts may reuse this
 
     def piece(self, start: int, end: int) -> PrefixPiece:
         state = self.state.piece(self.row, start, end) if self.state is not None else None

@@ -61,7 +61,6 @@ class RequestQueue:
             self.lines[request.client] = rest
 
     def remove(self, request: RequestState) -> None:
-        """Remove a waiting request."""
         self._skips.pop(request, None)
         self.lines[request.client] = [each for each in self.lines[request.client] if each is not request]
         if not self.lines[request.client]:

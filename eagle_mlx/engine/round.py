@@ -47,10 +47,7 @@ class Round:
         self._draft: Draft
 
     def dispatch(self, measured: bool = False) -> None:
-        """Start the round on the device.
-
-        The host only waits for the confidences of an early exit, or for the draft if it is `measured`.
-        """
+        """Start the round. The host waits only for an early exit's confidences, or for a `measured` draft."""
         batch, started = self.batch, perf_counter()
         draft = batch.draft(self.plan)
         if batch.state is None:

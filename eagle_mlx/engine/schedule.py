@@ -86,7 +86,6 @@ class Schedule:
         return self.admission.due(self._places(max_batch), decoding=bool(self.groups.batches))
 
     def _places(self, max_batch: int) -> int:
-        """Return the number of free rows."""
         return max_batch - len(self.groups.requests)
 
     def _planned(self, batch: Batch) -> Round:
@@ -121,10 +120,7 @@ class Schedule:
             self.working_on = before
 
     def dispatch(self, planned: Round, max_batch: int, measured: bool = False) -> None:
-        """Dispatch a round, and a second one if it will certainly be plain and useful.
-
-        `measured`: whether to time the draft of some rounds.
-        """
+        """Dispatch a round, and a certain plain one after it. `measured`: whether to time some rounds' drafts."""
         if planned not in self._rounds:
             self._dispatch(planned, measured)
         if (ahead := self._next_ahead(planned, max_batch)) is not None:
@@ -188,7 +184,6 @@ class Schedule:
             self.groups.drop(batch)
 
     def _cancel(self, batch: Batch) -> None:
-        """Undo a batch's dispatched rounds, newest first."""
         for each in reversed(self._rounds):
             if each.batch is batch:
                 each.cancel()
@@ -210,7 +205,6 @@ class Schedule:
                 self.release(batch)
 
     def abandon(self, reason: str) -> None:
-        """Fail all requests, including waiting ones."""
         for request in self.admission.waiting:
             request.fail(reason)
         self.admission.waiting.clear()

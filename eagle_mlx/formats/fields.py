@@ -70,6 +70,12 @@ _MOST_LAYERS = 64
 _MOST = 1 << 31
 
 
+def check(holds: object, message: str) -> None:
+    """Raise ConfigError unless something holds."""
+    if not holds:
+        raise ConfigError(message)
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the folder's config.json. Raises CheckpointError if it is missing or not a JSON object."""
     file = folder / "config.json"
@@ -132,17 +138,14 @@ def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """Return a head's quantization from the field that mlx-lm writes, or None.
-
-    Raises ConfigError if its mode is not supported. The head's config checks the values.
-    """
+    """Return a head's quantization from the field that mlx-lm writes, or None. Raises ConfigError for other modes."""
     how = config.get("quantization")
     if how is None:
         return None
     if not isinstance(how, dict):
         raise ConfigError(f"quantization is {how!r}; it must be an object with group_size and bits")
-    if how.get("mode", _MODE) != _MODE:
-        raise ConfigError(f"quantization has mode {how['mode']!r}; only {_MODE} is supported")
+    mode = how.get("mode", _MODE)
+    check(mode == _MODE, f"quantization has mode {mode!r}; only {_MODE} is supported")
     return {name: value for name, value in how.items() if name != "mode"}
 
 
@@ -170,8 +173,7 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a decoder layer, with the names in head configs. Raises KeyError, ConfigError."""
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     layers = _size(config, "num_hidden_layers", 1)
-    if layers > _MOST_LAYERS:
-        raise ConfigError(f"num_hidden_layers is {layers}; that is a model, not a head")
+    check(layers <= _MOST_LAYERS, f"num_hidden_layers is {layers}; that is a model, not a head")
     longest = _size(config, "max_position_embeddings", 2048)
     windows = _windows(config, layers)
     theta, scaling = rope_fields(config, longest, windows)
@@ -198,8 +200,7 @@ def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) ->
     """Return a size, at least 1. Raises KeyError, ConfigError."""
     value = config.get(name) if otherwise is not None else config[name]
     size = otherwise if value is None and otherwise is not None else int(value)  # type: ignore[arg-type]
-    if not 0 < size <= _MOST:
-        raise ConfigError(f"{name} is {size}")
+    check(0 < size <= _MOST, f"{name} is {size}")
     return size
 
 
@@ -213,23 +214,19 @@ def rope_fields(
     """
     scaling = _rope_of(config.get("rope_scaling") or config.get("rope_parameters") or {}, windows)
     theta = float(scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
-    if scaling.pop("partial_rotary_factor", 1) != 1:
-        raise ConfigError("partial_rotary_factor is set; RoPE rotates whole heads")
+    check(scaling.pop("partial_rotary_factor", 1) == 1, "partial_rotary_factor is set; RoPE rotates whole heads")
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     if kind == "default" and "mrope_section" not in scaling:
         return theta, None
     kind = "mrope" if kind == "default" else kind
-    if kind not in _ROPE:
-        raise ConfigError(f"RoPE scaling of type {kind} is not supported, only {', '.join(sorted(_ROPE))}")
+    check(kind in _ROPE, f"RoPE scaling of type {kind} is not supported, only {', '.join(sorted(_ROPE))}")
     unknown = sorted(name for name in scaling.keys() - _ROPE[kind] if scaling[name] is not None)
-    if unknown:
-        raise ConfigError(f"RoPE scaling {kind} with {', '.join(unknown)} is not supported")
+    check(not unknown, f"RoPE scaling {kind} with {', '.join(unknown)} is not supported")
     if kind == "mrope":
         return theta, None
     scaling = {name: value for name, value in scaling.items() if value is not None}
-    if "factor" not in scaling:
-        raise ConfigError(f"RoPE scaling {kind} lacks factor")
+    check("factor" in scaling, f"RoPE scaling {kind} lacks factor")
     if kind == "yarn":
         scaling.setdefault("original_max_position_embeddings", longest)
     return theta, {"rope_type": kind, **scaling}
@@ -242,18 +239,14 @@ def _rope_of(parameters: Mapping[str, Any], windows: Sequence[int | None]) -> di
     """
     if not any(isinstance(value, dict) for value in parameters.values()):
         return dict(parameters)
-    unknown = sorted(parameters.keys() - _LAYER_TYPES)
-    if unknown:
-        raise ConfigError(
-            f"RoPE parameters for {', '.join(unknown)}; only {' and '.join(sorted(_LAYER_TYPES))} are supported"
-        )
+    unknown, known = sorted(parameters.keys() - _LAYER_TYPES), " and ".join(sorted(_LAYER_TYPES))
+    check(not unknown, f"RoPE parameters for {', '.join(unknown)}; only {known} are supported")
     used = {"full_attention" if window is None else "sliding_attention" for window in windows or (None,)}
     lacking = sorted(kind for kind in used if not isinstance(parameters.get(kind), dict))
-    if lacking:
-        raise ConfigError(f"the RoPE parameters lack {' and '.join(lacking)}, which the head's layers have")
+    check(not lacking, f"the RoPE parameters lack {' and '.join(lacking)}, which the head's layers have")
     first, *others = (parameters[kind] for kind in used)
-    if any(other != first for other in others):
-        raise ConfigError("the RoPE parameters differ by type of layer; those of a head must be the same")
+    alike = all(other == first for other in others)
+    check(alike, "the RoPE parameters differ by type of layer; those of a head must be the same")
     return dict(first)
 
 
@@ -261,10 +254,9 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Return each layer's attention window. Only layers marked by `layer_types` or `use_sliding_window` have one."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if kinds:
-        if unknown := sorted(set(kinds) - _LAYER_TYPES):
-            raise ConfigError(f"layer_types name {', '.join(unknown)}; only sliding and full attention are known")
-        if len(kinds) < layers:
-            raise ConfigError(f"layer_types name {len(kinds)} of {layers} layers")
+        unknown = sorted(set(kinds) - _LAYER_TYPES)
+        check(not unknown, f"layer_types name {', '.join(unknown)}; only sliding and full attention are known")
+        check(len(kinds) >= layers, f"layer_types name {len(kinds)} of {layers} layers")
         sliding = [kind == "sliding_attention" for kind in kinds[:layers]]
     else:
         sliding = [bool(config.get("use_sliding_window"))] * layers
@@ -280,8 +272,7 @@ def window_json(windows: tuple[int | None, ...]) -> dict[str, Any]:
     sizes = {window for window in windows if window is not None}
     if not sizes:
         return {"sliding_window": None}
-    if len(sizes) > 1:
-        raise ConfigError(f"windows of {sorted(sizes)} positions cannot be written: a config names one size")
+    check(len(sizes) == 1, f"windows of {sorted(sizes)} positions cannot be written: a config names one size")
     kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
     return {"sliding_window": sizes.pop(), "layer_types": kinds}
 

@@ -10,14 +10,13 @@ from typing import Any, TypedDict, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.torchzip import read_torch
 from eagle_mlx.hub import why_damaged
-from eagle_mlx.target import compute_dtype
+from eagle_mlx.target import compute_dtype, leaves_of
 
 EXACT = ("e_score_correction_bias",)
 """Suffixes of weights that keep their dtype. They route to experts, and rounding would change the choice."""
@@ -81,7 +80,7 @@ def without_copy(config: Mapping[str, Any], tensors: dict[str, mx.array]) -> dic
 
 def weights_of(module: nn.Module) -> dict[str, mx.array]:
     """Return a module's parameters by full name."""
-    return cast("dict[str, mx.array]", tree_flatten(module.parameters(), destination={}))
+    return dict(leaves_of(module))
 
 
 def in_file_type(weights: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
@@ -229,10 +228,7 @@ def check_shapes(where: Path, tensors: Mapping[str, mx.array], expected: Mapping
 
 
 def check_length(file: Path) -> None:
-    """Raise CheckpointError if a safetensors file's header is damaged or does not match the file's size.
-
-    MLX loads lazily, so that a truncated file would fail late or never.
-    """
+    """Raise CheckpointError if a safetensors file is damaged or cut short, which a lazy load notices late or never."""
     try:
         with safe_open(file, "numpy"):
             pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,27 +13,15 @@ import numpy as np
 from mlx_lm.models.base import create_causal_mask
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError
-from eagle_mlx.formats.fields import Quantization, reading
+from eagle_mlx.formats.fields import reading
 from eagle_mlx.formats.tensors import fill
 from eagle_mlx.target import Target
 
 Mask = mx.array | str | None
 
 
-class HeadConfig(Protocol):
-    """Fields of every head's config."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def own_embedding(self) -> bool: ...
-    @property
-    def quantization(self) -> Quantization | None: ...
-
-
-Config = TypeVar("Config", bound=HeadConfig)
+Config = TypeVar("Config", bound=Any)
+"""A dataclass with at least `hidden_size`, `vocab_size`, `own_embedding` and `quantization`."""
 
 
 class HeadBase(nn.Module, Generic[Config]):
@@ -44,6 +32,8 @@ class HeadBase(nn.Module, Generic[Config]):
     tokens, and one with `aux_layers` names the layers that the head reads.
     """
 
+    config: Config
+    """Replacing it changes the behavior of the head, such as which output it feeds back, but not its weights."""
     _target: Target | None = None
     embed_tokens: nn.Embedding
     """Only if the head has its own embedding."""
@@ -53,19 +43,10 @@ class HeadBase(nn.Module, Generic[Config]):
         super().__init__()
         if (d2t is None) != (getattr(config, "draft_vocab_size", config.vocab_size) == config.vocab_size):
             raise ConfigError("a head needs d2t exactly when its draft vocabulary is smaller than the target's")
-        self._config = config
+        self.config = config
         self._token_ids = None if d2t is None else mx.arange(d2t.size, dtype=mx.int32) + d2t.astype(mx.int32)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-
-    @property
-    def config(self) -> Config:
-        return self._config
-
-    @config.setter
-    def config(self, config: Config) -> None:
-        """Change the behavior of the head without changing its weights, such as which output it feeds back."""
-        self._config = config
 
     def attach(self, target: Target) -> None:
         """Use this target's embedding, final norm and output projection unless the head has its own."""
@@ -81,12 +62,12 @@ class HeadBase(nn.Module, Generic[Config]):
     @property
     def hidden_size(self) -> int:
         """Width of a feature."""
-        return self._config.hidden_size
+        return int(self.config.hidden_size)
 
     @property
     def vocab_size(self) -> int:
         """Size of the target's vocabulary."""
-        return self._config.vocab_size
+        return int(self.config.vocab_size)
 
     @property
     def target_hidden_size(self) -> int:
@@ -95,8 +76,7 @@ class HeadBase(nn.Module, Generic[Config]):
     @property
     def named_layers(self) -> tuple[int, ...]:
         """Target layers that the config names, counted from 0; empty for a head that reads the last layer."""
-        named: tuple[int, ...] = getattr(self._config, "aux_layers", ())
-        return named
+        return getattr(self.config, "aux_layers", ())
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -116,12 +96,11 @@ class HeadBase(nn.Module, Generic[Config]):
     @property
     def cache_layers(self) -> int:
         """Number of layers with a KV cache."""
-        return getattr(self._config, "num_hidden_layers", 1)
+        return getattr(self.config, "num_hidden_layers", 1)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Token ids [...] -> embeddings [..., E]."""
-        out: mx.array = self.embed_tokens(tokens) if self._config.own_embedding else self.target.embed(tokens)
-        return out
+        return self.embed_tokens(tokens) if self.config.own_embedding else self.target.embed(tokens)
 
     @abstractmethod
     def features(self, aux: Sequence[mx.array]) -> mx.array:
@@ -213,13 +192,10 @@ def caches_of(cache: Any | None, layers: int) -> list[Any]:
 
 
 def layer_mask(cache: Any | None, length: int, mask: Mask, window: int | None = None, as_array: bool = False) -> Mask:
-    """Return the mask of a layer for `length` new positions, with an attention window if given.
-
-    A given mask is used unless the window or the layer needs another.
-    """
+    """Return the mask of a layer for `length` new positions: the given one unless window or layer need another."""
     if cache is not None and hasattr(cache, "make_mask") and (mask is None or window is not None or as_array):
-        made: Mask = cache.make_mask(length, return_array=as_array, window_size=window)
-        return made
+        out: Mask = cache.make_mask(length, return_array=as_array, window_size=window)
+        return out
     if mask == "causal" and (as_array or (window is not None and length > window)):
         causal: mx.array = create_causal_mask(length, window_size=window)
         return causal

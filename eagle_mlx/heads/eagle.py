@@ -16,16 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.errors import CheckpointError
-from eagle_mlx.formats.fields import (
-    layer_fields,
-    quantization_json,
-    read_config,
-    read_quantization,
-    reading,
-    refuse,
-    warn_of_unknown,
-    window_json,
-)
+from eagle_mlx.formats import fields
 from eagle_mlx.formats.tensors import SaveOptions, layer_width, read_weights, save_head, with_embedding, without_copy
 from eagle_mlx.heads.base import HeadBase, Mask, build, caches_of
 from eagle_mlx.heads.kinds import Format, HeadKind
@@ -68,54 +59,44 @@ class EagleHead(HeadBase[EagleConfig]):
 
 
 def save_eagle(head: EagleHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
-    """Write a head to a folder, which appears only once complete.
-
-    Other loaders expect an embedding in the file. It is the head's own or else the target's, so attach one first.
-    Quantized weights stay quantized, and other loaders cannot read them. Raises HeadError if there is neither an
-    embedding nor a target, OutputError if the folder cannot be written.
-    """
+    """Write a head (`Format.save`) with an embedding, its own or its target's. Raises HeadError without either."""
     weights, noted = with_embedding(head)
-    fields = dataclasses.asdict(head.config)
-    del fields["own_embedding"], fields["windows"], fields["qk_norm"], fields["quantization"]
+    values = dataclasses.asdict(head.config)
+    del values["own_embedding"], values["windows"], values["qk_norm"], values["quantization"]
     config = {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        **fields,
+        **values,
         "eagle_fc_bias": head.config.bias,
-        **window_json(head.config.windows),
-        **quantization_json(head.config.quantization),
+        **fields.window_json(head.config.windows),
+        **fields.quantization_json(head.config.quantization),
     }
     save_head(folder, config, weights, noted, **options)
 
 
-def load_eagle(folder: str | Path) -> EagleHead:
-    """Read a head; tensor names may have the prefix `model.`.
-
-    Raises CheckpointError if the folder is not in this layout, if a file is damaged, if any tensor is missing, unknown
-    or of the wrong shape, or if a flag is not supported.
-    """
-    folder = Path(folder)
-    written = read_config(folder)
+def load_eagle(folder: Path, _: int | None = None) -> EagleHead:
+    """Read a head (`Format.load`); tensor names may have the prefix `model.`."""
+    written = fields.read_config(folder)
     tensors = {name.removeprefix("model."): value for name, value in read_weights(folder).items()}
     tensors = without_copy(written, tensors)
     return build(folder, EagleHead, _from_json(folder / "config.json", written, tensors), tensors)
 
 
 def _from_json(file: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> EagleConfig:
-    warn_of_unknown(file, config)
-    refuse(file, {**config, "tie_word_embeddings": False})  # there is no output projection to tie
-    with reading(file):
+    fields.warn_of_unknown(file, config)
+    fields.refuse(file, {**config, "tie_word_embeddings": False})  # there is no output projection to tie
+    with fields.reading(file):
         flags = {bool(config[name]) for name in ("bias", "eagle_fc_bias") if config.get(name) is not None}
         if len(flags) > 1:
             raise CheckpointError(f"{file} sets bias and eagle_fc_bias to different values; keep one of them")
         return EagleConfig(
-            **layer_fields(config),
+            **fields.layer_fields(config),
             bias=flags.pop() if flags else "fc.bias" in tensors,
             qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
             own_embedding="embed_tokens.weight" in tensors,
-            quantization=read_quantization(config),
+            quantization=fields.read_quantization(config),
         )
 
 
@@ -127,19 +108,6 @@ def _holds(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
     return "fc.weight" in names and layer_width(config, tensors, "layers.0") == config.get("hidden_size", 0)
 
 
-KIND = HeadKind(
-    name="eagle",
-    title="EAGLE-1",
-    head_class=EagleHead,
-    formats=(
-        Format(
-            name="eagle",
-            about="EAGLE-1, as SafeAILab writes it",
-            readers=("SafeAILab", "SGLang"),
-            holds=_holds,
-            load=lambda folder, _: load_eagle(folder),
-            save=save_eagle,
-            has_embedding=True,
-        ),
-    ),
-)
+_FILES = _holds, load_eagle, save_eagle
+_FORMAT = Format("eagle", "EAGLE-1, as SafeAILab writes it", ("SafeAILab", "SGLang"), *_FILES, has_embedding=True)
+KIND = HeadKind("eagle", "EAGLE-1", EagleHead, (_FORMAT,))

@@ -32,9 +32,13 @@ class Format:
     holds: Holds
     """Checks whether config.json and tensors of a folder are in this layout."""
     load: Callable[[Path, int | None], Any]
-    """Loads the head from a folder, given the target's number of layers if known."""
+    """Reads a head from a folder, given the target's number of layers if known: it determines the aux layers if the
+    config does not name them. Raises CheckpointError if the folder is not in this layout, if a file is damaged, if any
+    tensor is missing, unknown or of the wrong shape, or if a field or its value is not supported."""
     save: Callable[..., None]
-    """Write a head: `save(head, folder, target_name=..., extra=..., dtype=..., overwrite=...)`."""
+    """Writes a head to a folder, which appears only once complete: `save(head, folder, **SaveOptions)`. Quantized
+    weights stay quantized. Raises ConfigError if the layout cannot express the head, OutputError if the folder cannot
+    be written."""
     has_embedding: bool = False
     """Whether the files hold an embedding, copied from the target if the head has none."""
     one_layer_in: tuple[str, ...] = ()

@@ -11,8 +11,7 @@ from mlx_lm.models import activations
 from mlx_lm.models.rope_utils import initialize_rope
 
 from eagle_mlx.cpu import fastmath, use_shortcuts
-from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats.fields import Quantization, check_quantization, window_json
+from eagle_mlx.formats.fields import Quantization, check, check_quantization, window_json
 from eagle_mlx.heads.base import Mask, layer_mask
 
 _MAX_JOINT_ROPE = 32
@@ -55,15 +54,10 @@ class LayerShape:
     """None if no layer is quantized."""
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
-        if self.num_hidden_layers < 1:
-            raise ConfigError(f"num_hidden_layers is {self.num_hidden_layers}; a head has at least one layer")
-        if self.windows and len(self.windows) != self.num_hidden_layers:
-            raise ConfigError(f"windows are given for {len(self.windows)} of {self.num_hidden_layers} layers")
+        heads, kv_heads, layers = self.num_attention_heads, self.num_key_value_heads, self.num_hidden_layers
+        check(heads % kv_heads == 0, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        check(layers > 0, f"num_hidden_layers is {layers}; a head has at least one layer")
+        check(len(self.windows) in (0, layers), f"windows are given for {len(self.windows)} of {layers} layers")
         check_quantization(self.quantization)
 
     def window_of(self, layer: int) -> int | None:
@@ -125,8 +119,7 @@ class Attention(nn.Module):
     def output(self, attended: mx.array) -> mx.array:
         """attended [B, heads, L, D] -> [B, L, H]."""
         b, _, length, _ = attended.shape
-        out: mx.array = self.o_proj(attended.transpose(0, 2, 1, 3).reshape(b, length, -1))
-        return out
+        return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(b, length, -1))
 
     def __call__(self, x: mx.array, mask: Mask, cache: Any | None) -> mx.array:
         q, k, v = self.project(x, 0 if cache is None else cache.offset)
@@ -145,8 +138,7 @@ class MLP(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         swiglu = fastmath.swiglu if use_shortcuts() else activations.swiglu
-        out: mx.array = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-        return out
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class PlainLayer(nn.Module):
@@ -167,8 +159,7 @@ class PlainLayer(nn.Module):
     def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
         """Add the attention's output to the residual, and apply the MLP."""
         h = residual + attended
-        out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
-        return out
+        return h + self.mlp(self.post_attention_layernorm(h))
 
     def __call__(self, x: mx.array, mask: Mask, cache: Any | None) -> mx.array:
         """x [B, L, H] -> [B, L, H]."""

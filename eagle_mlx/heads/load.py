@@ -34,10 +34,7 @@ def load_head(name: str | Path, target: Target | None = None) -> DraftHead:
 
 
 def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> tuple[HeadKind, Format]:
-    """Return the kind and layout of a head, from config.json and the tensors' names and shapes.
-
-    Raises CheckpointError, with what was found, if they are unknown.
-    """
+    """Return the kind and layout of a head by config and tensors. Raises CheckpointError if they are unknown."""
     if "medusa_num_heads" in config:
         raise CheckpointError(f"{folder} has Medusa heads, which cannot be loaded; EAGLE, MTP and block heads can")
     if str(config.get("model_type", "")).endswith("_assistant"):

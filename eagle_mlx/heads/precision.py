@@ -76,7 +76,6 @@ def quantize_for(head: DraftHead, target: Target | None, bits: int | None = None
 
 
 def quantization_of(head: DraftHead) -> Quantization | None:
-    """Return a head's quantization, or None."""
     found: Quantization | None = head.config.quantization
     return found
 
@@ -93,7 +92,6 @@ def _may_quantize(path: str, part: nn.Module, group_size: int) -> bool:
 
 
 def described(head: DraftHead) -> str:
-    """Describe the precision of a head's weights in a few words."""
     how = quantization_of(head)
     if how is not None:
         return f"{how['bits']}-bit weights in groups of {how['group_size']}"

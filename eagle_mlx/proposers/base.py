@@ -60,11 +60,9 @@ class StatePiece(Protocol):
     @property
     def arrays(self) -> list[mx.array]:
         """All arrays on the device."""
-        ...
 
     def split(self, at: int) -> tuple[Self, Self]:
         """Split into the first `at` positions and the rest. Do not use this piece afterward."""
-        ...
 
 
 @runtime_checkable
@@ -73,11 +71,9 @@ class Separable(Protocol):
 
     def length(self, row: int) -> int:
         """Return the number of positions that the row has read."""
-        ...
 
     def piece(self, row: int, start: int, end: int) -> StatePiece:
         """Return a copy of the state for positions `start` to `end` of a row."""
-        ...
 
 
 @runtime_checkable
@@ -90,7 +86,6 @@ class CanJoin(Protocol):
         The pieces start at position 0 and cover at least `length` positions. At least one more position is read before
         the next draft.
         """
-        ...
 
 
 @runtime_checkable
@@ -99,7 +94,6 @@ class Movable(Protocol):
 
     def take(self, row: int) -> ProposerState:
         """Remove a row and return its state. At least one other row remains."""
-        ...
 
 
 @runtime_checkable
@@ -109,11 +103,9 @@ class HasModel(Protocol):
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights read in a round, without the target's."""
-        ...
 
     def cache_size(self) -> CacheSize:
         """Return the size of its caches."""
-        ...
 
 
 class Proposer(Protocol):

@@ -25,14 +25,11 @@ class BlockDrafter:
     """One block of each row of a batch."""
 
     head: BlockHead | PEagleHead
-    states: mx.array
-    """[B, n, H], the states of the slots, the last `drafts` of which draft."""
+    states: mx.array  # [B, n, H], the states of the slots, the last `drafts` of which draft
     drafts: int
-    newest: mx.array
-    """[B, 1] int32, each row's newest token, for heads whose slots depend on the token before them."""
+    newest: mx.array  # [B, 1] int32, each row's newest token, for heads whose slots depend on the token before them
     sampling: SamplingBatch
-    positions: mx.array
-    """[B] int32, the positions of the first draft tokens."""
+    positions: mx.array  # [B] int32, the positions of the first draft tokens
 
     def draft(self, plan: Plan) -> Draft:
         """Draft a chain, or a chain with side branches, as the plan asks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import exp, isnan
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 
@@ -39,16 +39,15 @@ class Draws(ABC):
         """For each token, the negative logarithm of its confidence, [B, 1]; empty without `stop_below`."""
         self.confidences: list[list[float]] = []
         """As in `Draft`."""
+        self._kept: list[mx.array] = []
+        """For each token, the distributions or scores that a subclass keeps, [B, 1, V]."""
 
     @abstractmethod
     def __call__(self, logits: mx.array, step: int | mx.array) -> mx.array:
         """Take logits [B, n, Vd] and their positions in the chain, an int or [n]; return target ids [B, n] int32."""
 
     def chain(self, depth: int, forward: Forward) -> list[mx.array]:
-        """Draw up to `depth` tokens and return them, [B, 1] int32 each.
-
-        The device drafts while the host builds the next step.
-        """
+        """Draw up to `depth` tokens, [B, 1] int32 each. The device drafts while the host builds the next step."""
         tokens: list[mx.array] = []
         while len(tokens) < depth and not self._should_stop():
             logits = forward(tokens[-1] if tokens else None)
@@ -72,30 +71,21 @@ class Draws(ABC):
 class ChainSampler(Draws):
     """Samples tokens with each row's parameters, and keeps the distributions that rejection sampling needs."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._probs: list[mx.array] = []
-
     def __call__(self, logits: mx.array, step: int | mx.array) -> mx.array:
         at = self._positions[:, None]
         if not self._sampling.all_greedy:  # greedy rows draw no noise
             at = at + step
         token, q = draft_sample(logits, self._sampling, at, self._vocab, self.token_ids)
-        self._probs += [] if q is None else [q]
+        self._kept += [] if q is None else [q]
         return token
 
     def draft(self, tokens: list[mx.array], lengths: mx.array) -> Draft:
-        """Return the draft of these tokens."""
-        probs = mx.concatenate(self._probs[: len(tokens)], axis=1) if self._probs else None
+        probs = mx.concatenate(self._kept[: len(tokens)], axis=1) if self._kept else None
         return Draft(mx.concatenate(tokens, axis=1), lengths, probs, confidences=self.confidences)
 
 
 class TreeScorer(Draws):
     """Selects the most likely tokens, and keeps all scores for side branches."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._levels: list[mx.array] = []
 
     def of(self, logits: mx.array, step: int | mx.array) -> mx.array:
         """Return `draft_scores` of nodes [B, n, Vd] at depth `step`, which share their noise."""
@@ -103,11 +93,11 @@ class TreeScorer(Draws):
         return draft_scores(logits, self._sampling, at, self._vocab, self.token_ids)
 
     def __call__(self, logits: mx.array, step: int | mx.array) -> mx.array:
-        self._levels.append(self.of(logits, step))
-        best = mx.argmax(self._levels[-1], axis=-1).astype(mx.int32)
+        self._kept.append(self.of(logits, step))
+        best = mx.argmax(self._kept[-1], axis=-1).astype(mx.int32)
         return best if self.token_ids is None else self.token_ids[best]
 
     @property
     def levels(self) -> mx.array:
         """Scores [B, levels, Vd] float32 at all chain positions."""
-        return mx.concatenate(self._levels, axis=1)
+        return mx.concatenate(self._kept, axis=1)

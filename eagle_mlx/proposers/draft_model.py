@@ -62,12 +62,9 @@ class DraftModelProposer:
 class _RowText:
     """What the draft model has read of one row."""
 
-    unread: list[int]
-    """The newest tokens, not yet in the cache; none if the row sat out the round of its last draft."""
-    read: int = 0
-    """Number of the row's tokens in the cache."""
-    drafted: int = 0
-    """Number of cache entries of the latest draft, after these."""
+    unread: list[int]  # the newest tokens, not yet in the cache; none if the row sat out the round of its last draft
+    read: int = 0  # number of the row's tokens in the cache
+    drafted: int = 0  # number of cache entries of the latest draft, after these
 
 
 class DraftModelState:

@@ -137,14 +137,13 @@ def best_of(pool: Sequence[Nodes], nodes: int, levels: int) -> tuple[mx.array, T
         mx.concatenate([getattr(level, name) for level in pool], axis=1) for name in ("tokens", "scores", "parents")
     )
     order = mx.argsort(-scores, axis=1)[:, :nodes]
-    ordered = mx.take_along_axis(scores, order, axis=1)
     rank = mx.arange(1, order.shape[1] + 1, dtype=mx.int32)
     # Index -1 (the text) wraps to the extra last place, whose rank is 0.
     ranks = mx.put_along_axis(
         mx.zeros((scores.shape[0], scores.shape[1] + 1), mx.int32), order, mx.broadcast_to(rank, order.shape), axis=1
     )
     above = mx.take_along_axis(parents, order, axis=1) % ranks.shape[1]
-    return mx.take_along_axis(tokens, order, axis=1), Tree(mx.take_along_axis(ranks, above, axis=1), levels, ordered)
+    return mx.take_along_axis(tokens, order, axis=1), Tree(mx.take_along_axis(ranks, above, axis=1), levels)
 
 
 def _likeliest(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from eagle_mlx.cache import RaggedCache, without_row
 from eagle_mlx.cache.lengths import swap_removed
@@ -33,8 +32,7 @@ class HeadPiece:
     """The head's cache entries for consecutive positions of a row."""
 
     entries: KVPiece
-    known: bytes
-    """For each position, 1 if it has an entry, or 0 if the head has not read it."""
+    known: bytes  # for each position, 1 if it has an entry, or 0 if the head has not read it
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -77,8 +75,7 @@ class HeadProposer:
         check_fit(self.head, target)
         self.head.attach(target)
         self.head = in_dtype(self.head, target.dtype)
-        if isinstance(self.head, nn.Module):
-            place_one_by_one(self.head)
+        place_one_by_one(self.head)
         self._target = target
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:
@@ -93,7 +90,7 @@ class HeadProposer:
 
     @property
     def weight_bytes(self) -> int:
-        return nbytes_of(self.head) if isinstance(self.head, nn.Module) else 0
+        return nbytes_of(self.head)
 
     def cache_size(self) -> CacheSize:
         state = HeadState(self, 1)
@@ -112,10 +109,8 @@ _KEPT_UNREAD = 8
 class _Pending:
     """Committed positions that the head has not read yet."""
 
-    tokens: list[list[int]]
-    """For each row, the token after each position."""
-    aux: list[tuple[mx.array, ...]]
-    """The target's hidden states in chunks, one [B, L, H] for each layer."""
+    tokens: list[list[int]]  # for each row, the token after each position
+    aux: list[tuple[mx.array, ...]]  # the target's hidden states in chunks, one [B, L, H] for each layer
 
     @classmethod
     def of(cls, seen: Observation) -> _Pending:
@@ -192,7 +187,6 @@ class HeadState:
                 known.extend(bytes(dropped))
 
     def _append_pending(self, seen: Observation) -> _Pending:
-        """Append new positions to the pending ones."""
         new = _Pending.of(seen)
         if self._pending is not None and self._pending.even:
             self._pending.extend(new)
@@ -246,7 +240,6 @@ class HeadState:
     def _block(
         self, head: BlockHead | PEagleHead, depth: int, sampling: SamplingBatch, positions: mx.array
     ) -> BlockDrafter:
-        """Run the head once for up to `depth` tokens."""
         if isinstance(head, BlockHead):
             drafts, newest = min(depth, head.config.drafts), self.hidden[..., 0]
             return BlockDrafter(head, head.block(newest, self.cache, drafts), drafts, newest, sampling, positions)

@@ -26,16 +26,12 @@ _NEXT_BRANCH, _NEXT_TOKEN = 0.5, 0.8
 
 @dataclass
 class NgramIndex:
-    """The text of one row, and the positions at which each n-gram ended, latest first.
-
-    It is updated in place, with constant work per token and lookup.
-    """
+    """One row's text and where each n-gram ended, latest first. Adding and finding a token is constant work."""
 
     max_ngram: int
     min_ngram: int
     tokens: list[int] = field(default_factory=list)
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """The latest end of each n-gram."""
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # the latest end of each n-gram
     earlier: list[list[int]] = field(default_factory=list)
     """For each length from `min_ngram` on, the previous end of the n-gram that ends at each position; 0 for none."""
 

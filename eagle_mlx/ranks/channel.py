@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from time import monotonic, sleep
 from typing import Any, NoReturn
@@ -52,15 +51,6 @@ class State(IntEnum):
     """Its results differ from rank 0's."""
 
 
-@dataclass(frozen=True)
-class RankStatus:
-    """What a rank reported with the last message."""
-
-    state: State
-    waited: float
-    """Total seconds spent waiting for messages; for rank 0, until the others took them. Heartbeats do not count."""
-
-
 class Channel:
     """A sequence of messages, the same in all ranks; rank 0 calls `send`, the others `receive`.
 
@@ -73,17 +63,15 @@ class Channel:
         self.world, self.timeout = world, timeout
         self.state = State.RUNS
         self.on_lost: Callable[[str], None] = end_process
-        self.lost: str | None = None
-        """Why the connection is lost; None if it is not."""
-        self.statuses = [RankStatus(State.RUNS, 0.0)] * world.size
+        self.lost: str | None = None  # why the connection is lost; None if it is not
+        self.states = [State.RUNS] * world.size  # what each rank reported with the last message
+        self.waited = [0.0] * world.size
+        """Each rank's seconds of waiting for messages; rank 0's until the others took them. Heartbeats do not count."""
         self.messages = 0
         self._waited = 0.0
-        self._said = monotonic()
-        """Time of rank 0's last message other than a heartbeat."""
-        self.lock = threading.RLock()
-        """Hold it while layers communicate, so that no message comes in between."""
-        self._last = monotonic()
-        """Time of the last message."""
+        self._said = monotonic()  # time of rank 0's last message other than a heartbeat
+        self.lock = threading.RLock()  # hold it while layers communicate, so that no message comes in between
+        self._last = monotonic()  # time of the last message
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -112,7 +100,6 @@ class Channel:
 
     @property
     def closed(self) -> bool:
-        """Whether the channel is closed or lost."""
         return self._ended.is_set()
 
     def close(self) -> None:
@@ -170,14 +157,14 @@ class Channel:
         return numbers
 
     def _read_statuses(self, numbers: NDArray[np.int32]) -> None:
-        before = self.statuses
-        self.statuses = [RankStatus(State(int(state)), int(ms) / 1000) for state, ms in numbers.reshape(-1, 2)]
-        for rank, (old, new) in enumerate(zip(before, self.statuses, strict=True)):
-            if not rank or not self.world.is_rank_zero or new.state == old.state:
+        before, self.states = self.states, [State(int(state)) for state in numbers[::2]]
+        self.waited = [int(ms) / 1000 for ms in numbers[1::2]]
+        for rank, (old, new) in enumerate(zip(before, self.states, strict=True)):
+            if not rank or not self.world.is_rank_zero or new == old:
                 continue
-            if new.state == State.WANTS_TO_STOP:
+            if new == State.WANTS_TO_STOP:
                 os.kill(os.getpid(), signal.SIGTERM)
-            elif new.state == State.DIFFERS:
+            elif new == State.DIFFERS:
                 self._lose(f"rank {rank}'s results differ from rank 0's; see its output")
 
     def _heartbeat(self) -> None:

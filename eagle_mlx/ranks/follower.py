@@ -26,11 +26,9 @@ class Follower:
     def __init__(self, target: Target):
         self.target = target
         self._objects: dict[int, Any] = {}
-        self._hidden: mx.array | None = None
-        """The last layer's output in the last forward."""
+        self._hidden: mx.array | None = None  # the last layer's output in the last forward
         self._freed = FreedBuffers()
-        self.differs: str | None = None
-        """How this rank differs from rank 0; None if it does not."""
+        self.differs: str | None = None  # how this rank differs from rank 0; None if it does not
 
     def do(self, message: dict[str, Any]) -> bool:
         """Execute a message; return whether another will come."""

@@ -35,11 +35,9 @@ class Calls:
         self.channel = channel
         self.noted: list[tuple[Any, ...]] = []
         """Recorded calls: the object's number, the method, its arguments, and the numbers of its results."""
-        self._gone: deque[int] = deque()
-        """Numbers of deleted objects; any thread may add one at any time."""
+        self._gone: deque[int] = deque()  # numbers of deleted objects; any thread may add one at any time
         self._numbers = count()
-        self._inside = False
-        """Whether a recorded call is running, so that the calls it makes are not recorded."""
+        self._inside = False  # whether a recorded call is running, so that the calls it makes are not recorded
 
     def call(self, called: Any, name: str, do: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Make a call here and record it for the other ranks."""
@@ -85,7 +83,6 @@ class Calls:
 
 
 def _mirrored(kind: type, name: str) -> Callable[..., Any]:
-    """Return a method whose calls are also recorded for the other ranks."""
     own = getattr(kind, name)
     return wraps(own)(lambda self, *args, **kwargs: self.calls.call(self, name, partial(own, self), args, kwargs))
 
@@ -141,7 +138,7 @@ class LeadingTarget(Target):
 
     @property
     def rank_waits(self) -> tuple[float, ...]:
-        return tuple(status.waited for status in self.channel.statuses)
+        return tuple(self.channel.waited)
 
     def forward(
         self,

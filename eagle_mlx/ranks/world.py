@@ -32,10 +32,7 @@ class World:
 
     @classmethod
     def init(cls) -> Self:
-        """Return the processes that `mlx.launch` started, or only this one without it.
-
-        Raises ConfigError if they cannot reach one another.
-        """
+        """Return the processes of `mlx.launch`, or this one. Raises ConfigError if they cannot reach one another."""
         rank = int(os.environ.get("MLX_RANK", "0"))
         wanted = int(os.environ.get("MLX_WORLD_SIZE", rank + 1))
         try:
@@ -56,7 +53,6 @@ class World:
 
     @property
     def others(self) -> str:
-        """The other ranks, in words."""
         return " or ".join(f"rank {rank}" for rank in range(self.size) if rank != self.rank)
 
     def all_sum(self, numbers: NDArray[Any]) -> NDArray[Any]:

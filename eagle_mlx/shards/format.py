@@ -39,8 +39,7 @@ class ShardMeta:
     aux_layers: tuple[int, ...]
     bits: int = 16
     """Bits per value on disk: 16 is float16, 8 is the output of `quantize`. Readers always return float16."""
-    adapter: str = ""
-    """Digest of the target's LoRA adapters (`eagle_mlx.target.Adapter`); empty if it had none."""
+    adapter: str = ""  # digest of the target's LoRA adapters (`eagle_mlx.target.Adapter`); empty if it had none
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -53,12 +52,10 @@ class ShardFile:
 
     name: str
     sha256: str
-    size: int
-    """Bytes."""
+    size: int  # in bytes
     samples: int
     tokens: int
-    loss_tokens: int
-    """Tokens with a loss mask of 1."""
+    loss_tokens: int  # with a loss mask of 1
 
     @property
     def index(self) -> int:
@@ -66,7 +63,6 @@ class ShardFile:
 
     @classmethod
     def of(cls, index: int, data: bytes, examples: Sequence[Example]) -> ShardFile:
-        """Return the entry of shard `index` for a file with this content."""
         return cls(
             shard_name(index),
             hashlib.sha256(data).hexdigest(),
@@ -175,7 +171,6 @@ def encode(examples: Sequence[Example], meta: ShardMeta) -> bytes:
 
 
 def decode(path: Path, rows: slice, meta: ShardMeta) -> Example:
-    """Return the example in these rows of a shard."""
     with safe_open(str(path), "numpy") as file:
 
         def states(name: str) -> NDArray[np.float16]:
@@ -296,7 +291,6 @@ class ShardReader:
         return shard, index - (int(self._ends[shard - 1]) if shard else 0)
 
     def verify(self) -> None:
-        """Check the SHA-256 of every shard. Raises ShardError."""
         for shard in range(len(self.files)):
             self._check(shard)
 

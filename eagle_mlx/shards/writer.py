@@ -52,10 +52,8 @@ class ShardWriter:
         resume: bool = False,
     ):
         self.folder = Path(folder)
-        self.files: dict[int, ShardFile] = {}
-        """The complete shards, by number."""
-        self.part = unfinished_folder(folder)
-        """The folder that holds the shards for now."""
+        self.files: dict[int, ShardFile] = {}  # the complete shards, by number
+        self.part = unfinished_folder(folder)  # the folder that holds the shards for now
         self._overwrite, self._resume, self._whole = overwrite, resume, False
         self._manifest = Manifest(meta, made_from=dict(made_from))
         self._lock = ExitStack()

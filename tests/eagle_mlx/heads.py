@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -15,7 +16,8 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Head, PEagleConfig, PEagleHead
-from eagle_mlx.heads.mtp import MTPConfig, MTPHead, load_split, save_split
+from eagle_mlx.heads.mtp import MTPConfig, MTPHead
+from eagle_mlx.heads.mtp.formats import load_split, save_split
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.hybrid import HybridProposer
@@ -57,7 +59,7 @@ def from_mlx_vlm(head: MTPHead) -> MTPHead:
     """Return a head as it comes back from mlx-vlm's layout."""
     with TemporaryDirectory() as folder:
         save_split(head, f"{folder}/head", dtype=mx.float32)
-        return load_split(f"{folder}/head")
+        return load_split(Path(folder) / "head")
 
 
 def mtp_layer(target: Target, model_type: str) -> dict[str, Any]:

@@ -23,7 +23,11 @@ from eagle_mlx.catalog import embedded
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Context, Plan, RoundResult
-from eagle_mlx.ranks import Channel, LeadingTarget, World, follow, shard_layers, shard_tensors
+from eagle_mlx.ranks import World
+from eagle_mlx.ranks.channel import Channel
+from eagle_mlx.ranks.follower import follow
+from eagle_mlx.ranks.leader import LeadingTarget
+from eagle_mlx.ranks.load import shard_layers, shard_tensors
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.serve.bench.decoding import compare, tolerance_for
 from eagle_mlx.serve.prompts import read_questions
@@ -238,7 +242,7 @@ def life(world: World, shard: str, name: str, kv_bits: str = "") -> dict[str, An
             "equal": [differences(whole, params, texts, tokens) for tokens in ended],
             "cached": again.cached_tokens,
             "messages": target.channel.messages - before,
-            "waited": [status.waited for status in target.channel.statuses],
+            "waited": target.channel.waited,
         }
 
     return cast(dict[str, Any], led(world, whole_model(name, world.size, **wide), work, shard=shard))

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 import eagle_mlx as em
-from eagle_mlx.cache import STEP, RaggedCache, check_cacheable, full, without_row
+from eagle_mlx.cache import RaggedCache, check_cacheable, full, without_row
+from eagle_mlx.cache.full import STEP
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.recurrent import RecurrentState
 from eagle_mlx.cache.window import SLACK, RaggedWindow
-from eagle_mlx.cpu import without_shortcuts
+from eagle_mlx.cpu.shortcuts import without_shortcuts
 from eagle_mlx.errors import TargetError
 from eagle_mlx.target import Target
 from tests.architectures import tiny_model

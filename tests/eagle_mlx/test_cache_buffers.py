@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.cache import STEP, RaggedCache, RaggedKV, RowLengths, full
-from eagle_mlx.cache.full import RaggedQuantized, capacity, fit, room
+from eagle_mlx.cache import RaggedCache, full
+from eagle_mlx.cache.full import STEP, RaggedKV, RaggedQuantized, capacity, fit, room
+from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.request_state import RequestState
@@ -91,7 +92,7 @@ class Rows:
     def held(self, row: int, length: int) -> list[float]:
         layer = self.cache[0]
         if isinstance(layer, RaggedQuantized):
-            keys = mx.dequantize(*(part.keys[row, 0, :length] for part in layer.caches), layer.group_size, 8)
+            keys = mx.dequantize(*(part.keys[row, 0, :length] for part in layer.caches), full.GROUP_SIZES[-1], 8)
         elif isinstance(layer, RaggedWindow):
             keys = layer.keys[row, 0, mx.arange(max(0, length - WINDOW), length) % layer.ring]
         else:

@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.cpu import default_streams, fastmath, shortcuts, use_shortcuts, without_shortcuts
+from eagle_mlx.cpu import default_streams, fastmath, shortcuts, use_shortcuts
+from eagle_mlx.cpu.shortcuts import without_shortcuts
 from eagle_mlx.heads.layers import Attention
 from eagle_mlx.target import compute_dtype
 from tests.fakes import tiny_head, tiny_target

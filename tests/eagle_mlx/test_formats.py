@@ -13,7 +13,9 @@ import pytest
 from eagle_mlx.errors import CheckpointError, HeadError, HeadWarning, OutputError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import load_head
-from eagle_mlx.heads.eagle3 import Eagle3Head, load_eagle3, load_speculators, save_eagle3, save_speculators
+from eagle_mlx.heads.eagle3 import Eagle3Head, save_eagle3
+from eagle_mlx.heads.eagle3.portable import load_eagle3
+from eagle_mlx.heads.eagle3.speculators import load_speculators, save_speculators
 from tests.eagle_mlx import test_heads_golden as golden
 from tests.fakes import tiny_head, tiny_target
 

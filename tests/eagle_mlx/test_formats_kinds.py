@@ -17,9 +17,11 @@ from eagle_mlx.errors import CheckpointError, ConfigError, HeadError, OutputErro
 from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads import kind_of, load_head
 from eagle_mlx.heads.eagle import save_eagle
-from eagle_mlx.heads.eagle3 import load_speculators, save_eagle3, save_speculators
-from eagle_mlx.heads.mtp import mtp_of_model, mtp_of_tensors, save_speculators_mtp, save_split
-from eagle_mlx.heads.mtp.formats import quantized
+from eagle_mlx.heads.eagle3 import save_eagle3
+from eagle_mlx.heads.eagle3.speculators import load_speculators, save_speculators
+from eagle_mlx.heads.mtp import mtp_of_model
+from eagle_mlx.heads.mtp.formats import quantized, save_speculators_mtp, save_split
+from eagle_mlx.heads.mtp.published import mtp_of_tensors
 from eagle_mlx.target import load_target
 from tests.eagle_mlx.heads import ALL, KINDS, eagle, eagle3, mtp
 from tests.fakes import tiny_target, tiny_target_folder

@@ -61,7 +61,6 @@ def test_the_most_likely_branches_are_drafted(sizes: tuple[int, int], params: Sa
     batch = SamplingBatch.of([params] * 2, [params.seed or 0] * 2)
     draft = state.draft(Plan(depth, nodes), batch, mx.array([len(text) for text in TEXTS]))
     assert draft.tree is not None
-    assert draft.tree.scores is not None
     tokens, parents = np.array(draft.tokens), np.array(draft.tree.parents)
     assert draft.lengths.tolist() == [nodes, nodes]
     for row, text in enumerate(TEXTS):
@@ -73,7 +72,6 @@ def test_the_most_likely_branches_are_drafted(sizes: tuple[int, int], params: Sa
             branches.append([*branches[above], int(tokens[row, node])])
             joint.append(joint[above] + known[int(tokens[row, node])])
             assert len(branches[-1]) <= depth
-        np.testing.assert_allclose(np.array(draft.tree.scores)[row], joint[1:], atol=0.05)
         assert len({tuple(branch) for branch in branches}) == nodes + 1
         assert all(a >= b - 0.05 for a, b in itertools.pairwise(joint))  # likeliest first
         first = shares(text, [], params)

@@ -18,7 +18,8 @@ from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.mtp import MTPHead, mtp_of_model, save_split
+from eagle_mlx.heads.mtp import MTPHead, mtp_of_model
+from eagle_mlx.heads.mtp.formats import save_split
 from eagle_mlx.target import Target
 from tests.fakes import tiny_config
 from tests.golden import draws

@@ -20,10 +20,9 @@ import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.draft import Tree
 from eagle_mlx.errors import ConfigError, TargetError
-from eagle_mlx.ranks import shard_layers, shard_tensors
 from eagle_mlx.ranks.channel import decode, encode
 from eagle_mlx.ranks.leader import CACHE_CALLS, LeadingTarget
-from eagle_mlx.ranks.load import check_readable
+from eagle_mlx.ranks.load import check_readable, shard_layers, shard_tensors
 from eagle_mlx.target import Target, digest_of, fingerprint, load_target, nbytes_of
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.train.config import TrainConfig

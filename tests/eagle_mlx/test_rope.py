@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
-from eagle_mlx.cpu import RopeCache
+from eagle_mlx.cpu.rope_cache import RopeCache
 from eagle_mlx.hooks import place_one_by_one
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

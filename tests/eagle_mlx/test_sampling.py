@@ -121,18 +121,17 @@ def test_rule(params: SamplingParams, rule: str) -> None:
 def test_flags_show_what_some_row_needs() -> None:
     greedy, coupled = SamplingParams(top_p=0.5), SamplingParams(temperature=1, seed=1)
     batch = SamplingBatch.of([greedy, greedy], [1, 2])
-    assert (batch.all_greedy, batch.any_greedy, batch.any_filtered) == (True, True, False)
+    assert (batch.all_greedy, batch.rules, batch.any_filtered) == (True, {"greedy"}, False)
     batch = SamplingBatch.of([greedy, coupled], [1, 2])
-    assert (batch.all_greedy, batch.any_greedy, batch.any_filtered) == (False, True, False)
-    assert (batch.any_coupled, batch.any_rejection) == (True, False)
+    assert (batch.all_greedy, batch.rules, batch.any_filtered) == (False, {"greedy", "coupled"}, False)
     batch = SamplingBatch.of([replace(coupled, min_p=0.1), SamplingParams(temperature=1)], [1, 2])
-    assert (batch.any_greedy, batch.any_filtered, batch.any_coupled, batch.any_rejection) == (False, True, True, True)
+    assert (batch.rules, batch.any_filtered) == ({"coupled", "rejection"}, True)
     with pytest.raises(ValueError, match="zip"):
         SamplingBatch.of([greedy, greedy], [1])
     whole = SamplingBatch.of([SamplingParams(temperature=1, top_p=1, min_p=1)], [1])  # integers in place of floats
     assert {array.dtype for array in (whole.temperature, whole.filters.top_p, whole.filters.min_p)} == {mx.float32}
     empty = SamplingBatch.of([], [])
-    assert (empty.all_greedy, empty.any_greedy, empty.any_filtered) == (True, False, False)
+    assert (empty.all_greedy, empty.rules, empty.any_filtered) == (True, set(), False)
     assert (empty.keys.shape, empty.temperature.shape) == ((0, len(Stream), 2), (0,))
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from eagle_mlx import hub
 from eagle_mlx.catalog.head_registry import register
-from eagle_mlx.cpu import without_shortcuts
+from eagle_mlx.cpu.shortcuts import without_shortcuts
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.eagle3 import save_eagle3

@@ -164,10 +164,9 @@ class Database:
         return int(rows[0][0]) if rows else 0
 
     def find(self, keys: Keys, model: str, namespace: str, positional: bool) -> Match | None:
-        """Return the longest prefix of a text that the files have.
+        """Return the longest prefix of a text that the files have. `positional`: there are no states.
 
-        `positional`: every layer keeps every position, so that there are no states. A state also serves a prefix that
-        is a few positions shorter, but we look for it only in the block where the texts differ.
+        A state also serves a slightly shorter prefix, but we look for it only in the block where the texts differ.
         """
         best: Match | None = None
         path, parent, at = list[Entry](), _root(model, namespace), 0
@@ -213,10 +212,9 @@ class Database:
         return [entry for entry in entries if entry.path not in self._ignored]
 
     def write(self, entry: Entry, content: bytes, now: int) -> int:
-        """Write a file and its row. If necessary, remove the least recently used files.
+        """Write a file and its row; if necessary, remove the least recently used files. Raises OSError.
 
-        `now`: the time of its last use, in nanoseconds. Returns the bytes written: 0 if the file exists or does not
-        fit. Raises OSError.
+        `now`: the time of its last use, in ns. Returns the bytes written: 0 if the file exists or does not fit.
         """
         path, room = self.root / entry.path, len(content)
         if room > self.limit or path.is_dir():
@@ -322,7 +320,6 @@ class Database:
                 return
 
     def _delete(self, database: sqlite3.Connection, paths: Iterable[str]) -> None:
-        """Remove files and their rows. Raises OSError."""
         for path in paths:
             (self.root / path).unlink(missing_ok=True)
             database.execute("DELETE FROM files WHERE path = ?", (path,))

@@ -10,18 +10,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from eagle_mlx.engine.disk.database import BLOCK
 from eagle_mlx.engine.disk.snapshot_file import FORMAT
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.hybrid import model_of
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, leaves_of
 
 _THREADS = min(8, os.cpu_count() or 1)
 """Hashing releases the GIL. A core hashes 1.5 GB/s (EPYC, SHA-256), so 20 GB take 2 to 4 s on four to eight cores."""
@@ -81,7 +80,7 @@ def _version(name: str) -> str:
 
 def hash_of_arrays(module: nn.Module) -> str:
     """Return 32 hexadecimal digits that identify a module's arrays: their bytes, names, shapes and dtypes."""
-    leaves = sorted(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())), key=lambda leaf: leaf[0])
+    leaves = sorted(leaves_of(module), key=lambda leaf: leaf[0])
     on_host = [np.array(x.reshape(-1).view(mx.uint8), copy=False) for _, x in leaves]
     digest = hashlib.sha256()
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -84,7 +84,6 @@ def cut(content: Content, start: int, end: int) -> Content:
 
 
 def piece_from(about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> PrefixPiece:
-    """Return the piece in a block's file."""
     parts = {
         part: KVPiece([[arrays[f"{part}.{i}.{j}"] for j in range(count)] for i, count in enumerate(counts)])
         for part, counts in about["layers"].items()
@@ -94,7 +93,6 @@ def piece_from(about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Pref
 
 
 def joined(pieces: Sequence[PrefixPiece]) -> PrefixPiece:
-    """Join consecutive pieces."""
     heads = [piece.state for piece in pieces if isinstance(piece.state, HeadPiece)]
     target = KVPiece(_joined([piece.target.layers for piece in pieces]))
     if not heads:

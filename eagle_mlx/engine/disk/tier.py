@@ -95,7 +95,6 @@ class DiskTier:
 
     @property
     def bytes_waiting(self) -> int:
-        """Bytes that wait for the writer."""
         return self._writer.waiting_bytes
 
     @property
@@ -188,10 +187,7 @@ class DiskTier:
         self._writer.submit(match.entries)
 
     def offer(self, keys: Keys, past: Past, outline: RaggedCache) -> None:
-        """Write the part of a text in memory that the files lack. `outline`: the boundary state at its end.
-
-        The positions are copied from `past`, in whole blocks.
-        """
+        """Write the whole blocks of a text that the files lack, and `outline`, the boundary state at its end."""
         shortest = None if self._positional else outline.shortest(0)
         missing, here = self._database.lacks(entries_of(keys, self._model, past.namespace, shortest))
         missing = [entry for entry in missing if entry.path not in self._writer.waiting]
@@ -218,10 +214,8 @@ class Writer:
     def __init__(self, database: Database):
         self.database = database
         self.bytes_written = 0
-        self.waiting_bytes = 0
-        """Bytes that unwritten texts keep in memory."""
-        self.waiting: set[str] = set()
-        """Paths of files that are still to be written."""
+        self.waiting_bytes = 0  # that unwritten texts keep in memory
+        self.waiting: set[str] = set()  # paths of files that are still to be written
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
@@ -268,10 +262,7 @@ class Writer:
 
 
 def default_bytes(root: Path) -> int:
-    """Return the default limit of the files' size: a tenth of the disk, but at most half of its free space.
-
-    Raises ConfigError if the disk cannot be queried.
-    """
+    """Return a tenth of the disk, at most half of its free space. Raises ConfigError if it cannot be queried."""
     there = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
     own = 0
     with suppress(OSError):

@@ -7,7 +7,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats.fields import check
 from eagle_mlx.heads.layers import LayerShape
 
 WindowStart = Literal["slot", "anchor"]
@@ -63,26 +63,22 @@ class BlockConfig(LayerShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.aux_layers:
-            raise ConfigError("aux_layers is empty; a block drafter reads at least one target layer")
-        if self.draft_vocab_size > self.vocab_size:
-            raise ConfigError(f"draft_vocab_size {self.draft_vocab_size} is larger than vocab_size {self.vocab_size}")
-        if self.draft_vocab_size < self.vocab_size and not self.own_lm_head:
-            raise ConfigError("a head with a smaller draft vocabulary needs its own lm_head")
-        if self.causal and len(self.causal) != self.num_hidden_layers:
-            raise ConfigError(f"causal is given for {len(self.causal)} of {self.num_hidden_layers} layers")
-        if self.drafts < 1:
-            raise ConfigError(f"block_size is {self.block_size}; a block drafts at least one token")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ConfigError(f"mask_token_id {self.mask_token_id} is not in a vocabulary of {self.vocab_size}")
-        if (self.markov_head is None) != (self.markov_rank == 0) or self.markov_rank < 0:
-            raise ConfigError(f"markov_head is {self.markov_head} but markov_rank is {self.markov_rank}")
-        if self.conv_kernel_size and (self.conv_group_size < 1 or self.hidden_size % self.conv_group_size):
-            raise ConfigError(f"conv_group_size {self.conv_group_size} does not divide hidden_size {self.hidden_size}")
-        if self.selector_rank and not 0 < self.selector_top_k <= self.vocab_size:
-            raise ConfigError(f"selector_top_k is {self.selector_top_k}; it must be between 1 and vocab_size")
-        if self.confidence_head and self.confidence_with_markov and self.markov_head is None:
-            raise ConfigError("the confidence head reads a Markov head, which is missing")
+        draft_vocab, vocab, layers = self.draft_vocab_size, self.vocab_size, self.num_hidden_layers
+        size, group_size, markov, rank = self.hidden_size, self.conv_group_size, self.markov_head, self.markov_rank
+        check(self.aux_layers, "aux_layers is empty; a block drafter reads at least one target layer")
+        check(draft_vocab <= vocab, f"draft_vocab_size {draft_vocab} is larger than vocab_size {vocab}")
+        check(draft_vocab == vocab or self.own_lm_head, "a head with a smaller draft vocabulary needs its own lm_head")
+        check(len(self.causal) in (0, layers), f"causal is given for {len(self.causal)} of {layers} layers")
+        check(self.drafts > 0, f"block_size is {self.block_size}; a block drafts at least one token")
+        mask = self.mask_token_id
+        check(0 <= mask < vocab, f"mask_token_id {mask} is not in a vocabulary of {vocab}")
+        check(rank == 0 if markov is None else rank > 0, f"markov_head is {markov} but markov_rank is {rank}")
+        divides = not self.conv_kernel_size or (group_size > 0 and size % group_size == 0)
+        check(divides, f"conv_group_size {group_size} does not divide hidden_size {size}")
+        selects = not self.selector_rank or 0 < self.selector_top_k <= vocab
+        check(selects, f"selector_top_k is {self.selector_top_k}; it must be between 1 and vocab_size")
+        reads_markov = self.confidence_head and self.confidence_with_markov
+        check(markov is not None or not reads_markov, "the confidence head reads a Markov head, which is missing")
 
     @property
     def drafts(self) -> int:

@@ -98,10 +98,7 @@ def shared_fields(config: Mapping[str, Any], target_layers: int | None) -> dict[
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """Return the layers' types.
-
-    By default, layers from `max_window_layers` onward use sliding attention if the config enables it, as in Qwen3.
-    """
+    """Return the layers' types; by default Qwen3's: sliding from `max_window_layers` on, if enabled."""
     if config.get("layer_types"):
         return list(config["layer_types"])
     first, slides = config.get("max_window_layers"), bool(config.get("use_sliding_window"))

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats.fields import check
 from eagle_mlx.heads.block.config import BlockConfig
 from eagle_mlx.heads.block.layers import BlockLayer, ContextAttention, KeysValues
 from eagle_mlx.heads.layers import MLP
@@ -45,8 +45,7 @@ class GemmaAttention(ContextAttention):
 
 class GemmaMLP(MLP):
     def __call__(self, x: mx.array) -> mx.array:
-        out: mx.array = self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        return self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
 
 
 class GemmaLayer(BlockLayer):
@@ -68,8 +67,8 @@ class GemmaLayer(BlockLayer):
 def as_qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a Gemma config with the names of Qwen3's fields, without RoPE's. Raises ConfigError, KeyError."""
     kv_heads = config["num_global_key_value_heads" if config.get("attention_k_eq_v") else "num_key_value_heads"]
-    if config.get("hidden_activation") != ACTIVATION:
-        raise ConfigError(f"hidden_activation is {config.get('hidden_activation')!r}; only {ACTIVATION} is supported")
+    activation = config.get("hidden_activation")
+    check(activation == ACTIVATION, f"hidden_activation is {activation!r}; only {ACTIVATION} is supported")
     left_out = ("rope_parameters", "rope_scaling", "hidden_activation", "partial_rotary_factor")
     kept = {name: value for name, value in config.items() if name not in left_out}
     return {**kept, "head_dim": config["global_head_dim"], "num_key_value_heads": kv_heads}
@@ -80,9 +79,8 @@ def gemma_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict((config.get("rope_parameters") or {})["full_attention"])
     theta, kind = float(rope.pop("rope_theta")), rope.pop("rope_type", "default")
     unknown = sorted(rope.keys() - {"partial_rotary_factor", "factor"})
-    if kind not in ROPE or unknown:
-        fields = f" with {', '.join(unknown)}" if unknown else ""
-        raise ConfigError(f"RoPE of type {kind}{fields} is not supported in Gemma's heads")
+    fields = f" with {', '.join(unknown)}" if unknown else ""
+    check(kind in ROPE and not unknown, f"RoPE of type {kind}{fields} is not supported in Gemma's heads")
     return {
         "gemma": True,
         "key_is_value": bool(config.get("attention_k_eq_v")),

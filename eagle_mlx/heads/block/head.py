@@ -15,8 +15,7 @@ from eagle_mlx.cpu import pad_to_fours
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of
 from eagle_mlx.heads.block.config import BlockAttention, BlockConfig
 from eagle_mlx.heads.block.gemma import GemmaLayer
-from eagle_mlx.heads.block.layers import BlockLayer, ConvolvedLayer
-from eagle_mlx.heads.block.sequential import MARKOV_HEADS, CandidateSelector, ConfidenceHead
+from eagle_mlx.heads.block.layers import MARKOV_HEADS, BlockLayer, CandidateSelector, ConfidenceHead, ConvolvedLayer
 from eagle_mlx.target import Target
 
 
@@ -44,7 +43,7 @@ class BlockHead(HeadBase[BlockConfig]):
     def attach(self, target: Target) -> None:
         """Use the target's parts, and the scales of its embeddings and logits unless the head has its own."""
         super().attach(target)
-        own, args = self._config, getattr(target.model, "args", None)
+        own, args = self.config, getattr(target.model, "args", None)
         nested = getattr(args, "text_config", None)
         args = args if nested is None or isinstance(nested, dict) else nested
         of_gemma = str(getattr(args, "model_type", "")).startswith("gemma")  # Gemma scales its embeddings
@@ -63,10 +62,7 @@ class BlockHead(HeadBase[BlockConfig]):
         return out
 
     def extend(self, g: mx.array, cache: Any) -> None:
-        """Write the keys and values of context features g [B, L, H] after those in the cache.
-
-        The caller advances the cache's lengths.
-        """
+        """Write keys and values of context features g [B, L, H] into a cache, whose lengths the caller advances."""
         for layer, kept in zip(self.layers, cache, strict=True):
             kept.update_and_fetch(*layer.self_attn.context(g, kept.offset))
 
@@ -84,7 +80,7 @@ class BlockHead(HeadBase[BlockConfig]):
         masks: dict[BlockAttention, mx.array | None] = {}
         slots, x = embeddings.shape[1], pad_to_fours(embeddings)
         for index, (layer, kept) in enumerate(zip(self.layers, caches_of(cache, self.cache_layers), strict=True)):
-            sees = self._config.sees(index)
+            sees = self.config.sees(index)
             if sees not in masks:
                 masks[sees] = sees.mask(start, longest, slots, x.shape[1])
             past = layer.self_attn.context(g, 0) if kept is None else kept
@@ -98,7 +94,7 @@ class BlockHead(HeadBase[BlockConfig]):
         newest: [B, 1] int32, each row's newest token, which is not in the cache. Unless every layer is causal, later
         slots change earlier ones, so the whole block is read, as in training.
         """
-        config = self._config
+        config = self.config
         first = 0 if config.first_slot_drafts else 1
         slots = first + drafts if config.is_causal else config.block_size
         masks = mx.full((newest.shape[0], slots - 1), config.mask_token_id, mx.int32)
@@ -107,10 +103,10 @@ class BlockHead(HeadBase[BlockConfig]):
 
     def logits(self, h: mx.array) -> mx.array:
         """h [..., H], normed -> logits over the draft vocabulary [..., Vd], without the Markov head's bias."""
-        project = self.lm_head if self._config.own_lm_head else self.target.lm_head
+        project = self.lm_head if self.config.own_lm_head else self.target.lm_head
         out: mx.array = project(pad_to_fours(h))[..., : h.shape[-2], :] if h.ndim == 3 else project(h)
-        if self._config.output_multiplier != 1:
-            out = out * self._config.output_multiplier
+        if self.config.output_multiplier != 1:
+            out = out * self.config.output_multiplier
         if self._softcap is not None:
             out = mx.tanh(out / self._softcap) * self._softcap
         return out
@@ -118,7 +114,7 @@ class BlockHead(HeadBase[BlockConfig]):
     @property
     def is_sequential(self) -> bool:
         """Whether a slot's logits depend on the token before it."""
-        return self._config.markov_head is not None or self._config.selector_rank > 0
+        return self.config.markov_head is not None or self.config.selector_rank > 0
 
     def slot_logits(
         self, previous: mx.array, h: mx.array, logits: mx.array, state: mx.array | None, candidates: mx.array | None
@@ -135,13 +131,9 @@ class BlockHead(HeadBase[BlockConfig]):
         return logits + bias, state
 
     def confidence(self, h: mx.array, previous: mx.array | None) -> mx.array:
-        """Return the confidence head's logits [...] float32.
-
-        h [..., H]; previous [...] int32, the tokens before, which confidence heads may read if there is a Markov head.
-        """
-        read = previous if self._config.confidence_with_markov else None
-        out: mx.array = self.confidence_head(h, None if read is None else self.markov_head.embedding(read))
-        return out
+        """h [..., H], previous tokens [...] int32 (read with a Markov head) -> confidence logits [...] float32."""
+        read = previous if self.config.confidence_with_markov else None
+        return self.confidence_head(h, None if read is None else self.markov_head.embedding(read))
 
 
 class DFlashHead(BlockHead):

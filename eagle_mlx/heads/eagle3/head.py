@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats.fields import check
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
 from eagle_mlx.heads.layers import MLP, Attention, LayerShape, PlainLayer
 from eagle_mlx.target import Target
@@ -52,21 +52,20 @@ class Eagle3Config(LayerShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.draft_vocab_size > self.vocab_size:
-            raise ConfigError(
-                f"draft_vocab_size {self.draft_vocab_size} is larger than the target's vocabulary {self.vocab_size}"
-            )
-        if self.use_aux_hidden_state and not self.aux_layers:
-            raise ConfigError("aux_layers is empty; an EAGLE-3 head reads at least one target layer")
-        if self.norm_before_fc and self.fc_norm:
-            raise ConfigError("norm_before_fc and fc_norm are both set; a head has one of them or neither")
-        if not self.use_aux_hidden_state and (self.aux_layers or self.fc_norm or self.norm_before_fc):
-            raise ConfigError("a head without aux hidden states has no aux_layers, no fc_norm and no norm_before_fc")
-        if not self.use_aux_hidden_state and self.hidden_size != self.target_hidden_size:
-            raise ConfigError(
-                f"a head without aux hidden states has its target's hidden size, but hidden_size is {self.hidden_size} "
-                f"and target_hidden_size is {self.target_hidden_size}"
-            )
+        draft_vocab, vocab = self.draft_vocab_size, self.vocab_size
+        check(draft_vocab <= vocab, f"draft_vocab_size {draft_vocab} is larger than the target's vocabulary {vocab}")
+        one_norm = not (self.norm_before_fc and self.fc_norm)
+        check(one_norm, "norm_before_fc and fc_norm are both set; a head has one of them or neither")
+        if self.use_aux_hidden_state:
+            check(self.aux_layers, "aux_layers is empty; an EAGLE-3 head reads at least one target layer")
+            return
+        reads_none = not (self.aux_layers or self.fc_norm or self.norm_before_fc)
+        check(reads_none, "a head without aux hidden states has no aux_layers, no fc_norm and no norm_before_fc")
+        check(
+            self.hidden_size == self.target_hidden_size,
+            f"a head without aux hidden states has its target's hidden size, but hidden_size is {self.hidden_size} "
+            f"and target_hidden_size is {self.target_hidden_size}",
+        )
 
 
 _UNUSUAL = (
@@ -103,8 +102,7 @@ class DecoderLayer(nn.Module):
     def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
         """Add the attention's output to the residual, and apply the MLP."""
         h = residual + attended
-        out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
-        return out
+        return h + self.mlp(self.post_attention_layernorm(h))
 
     def __call__(self, embeddings: mx.array, g: mx.array, mask: Mask, cache: Any | None) -> mx.array:
         x, residual = self.inputs(embeddings, g)
@@ -134,21 +132,20 @@ class Eagle3Head(HeadBase[Eagle3Config]):
 
     @property
     def target_hidden_size(self) -> int:
-        return self._config.target_hidden_size
+        return self.config.target_hidden_size
 
     def features(self, aux: Sequence[mx.array]) -> mx.array:
         """Target's aux hidden states, each [B, L, target_hidden_size] -> features g [B, L, H]."""
-        if not self._config.use_aux_hidden_state:
+        if not self.config.use_aux_hidden_state:
             return self.target.norm(aux[0])
-        out: mx.array = self.fc(self.read(aux))
-        return out
+        return self.fc(self.read(aux))
 
     def read(self, aux: Sequence[mx.array]) -> mx.array:
         """Return the input of `fc`: the hidden states with the head's norms, concatenated."""
-        if self._config.fc_norm:
+        if self.config.fc_norm:
             aux = [norm(x) for norm, x in zip(self.fc_norm, aux, strict=True)]
         read = mx.concatenate(list(aux), axis=-1)
-        return self.input_norm(read) if self._config.norm_before_fc else read
+        return self.input_norm(read) if self.config.norm_before_fc else read
 
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
         """Run the decoder layers.
@@ -156,7 +153,7 @@ class Eagle3Head(HeadBase[Eagle3Config]):
         embeddings [B, L, H] of tokens t+1, features g [B, L, H] of positions t -> h [B, L, H], the feature of the next
         draft step: before the final norm, or after it with `norm_output`.
         """
-        first, *others = caches_of(cache, self._config.num_hidden_layers)
+        first, *others = caches_of(cache, self.config.num_hidden_layers)
         h = self.midlayer(embeddings, g, mask, first)
         if others:
             for layer, kept in zip(self.layers, others, strict=True):
@@ -165,13 +162,12 @@ class Eagle3Head(HeadBase[Eagle3Config]):
 
     def next_feature(self, h: mx.array) -> mx.array:
         """Last layer's output [..., H] -> feature of the next draft step."""
-        return self.norm(h) if self._config.norm_output else h
+        return self.norm(h) if self.config.norm_output else h
 
     def logits(self, h: mx.array) -> mx.array:
         """h [..., H] -> logits over the draft vocabulary [..., draft_vocab_size]."""
-        normed = self.norm(h) if self._config.norm_logits and not self._config.norm_output else h
-        out: mx.array = self.lm_head(normed)
-        return out
+        normed = self.norm(h) if self.config.norm_logits and not self.config.norm_output else h
+        return self.lm_head(normed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,10 +176,9 @@ class PEagleConfig(Eagle3Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ConfigError(f"mask_token_id {self.mask_token_id} is not in a vocabulary of {self.vocab_size}")
-        if self.windows:
-            raise ConfigError("a layer has a sliding window, which is not supported in P-EAGLE heads")
+        mask = self.mask_token_id
+        check(0 <= mask < self.vocab_size, f"mask_token_id {mask} is not in a vocabulary of {self.vocab_size}")
+        check(not self.windows, "a layer has a sliding window, which is not supported in P-EAGLE heads")
 
 
 class PEagleHead(Eagle3Head):

@@ -5,6 +5,11 @@ A folder with config.json and weights. Tensors: `fc`, `midlayer.*` (or `layers.0
 on flags, `embed_tokens`, `input_norm`, `fc_norm.*`, q/k norms and biases. Layer ids are written twice: in
 `eagle_config` as the output of layer k from 0 (SGLang, SpecForge), and at the top level as k + 1 (vLLM). DeepSpec names
 them `target_layer_ids`, from 0 (its `modeling/eagle3/qwen3`).
+
+P-EAGLE has EAGLE-3's tensors with `mask_hidden`, and the id of the mask token in the config. SpecForge
+(`PEagleDraftModel`), NeMo AutoModel (`parallel_drafting`) and Amazon (`ptd_token_id`) write it. Sources: SpecForge's
+`modeling/draft/peagle.py`; NeMo's `speculative/eagle/peagle_draft.py`; aws-neuron/nkipy, which reads
+amazon/GPT-OSS-20B-P-EAGLE; vLLM's `llama_eagle3.py`, which flattens `mask_hidden`.
 """
 
 from __future__ import annotations
@@ -19,20 +24,10 @@ from typing import Any, Unpack
 import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError
-from eagle_mlx.formats.fields import (
-    LAYER_IDS,
-    layer_fields,
-    quantization_json,
-    read_config,
-    read_quantization,
-    reading,
-    refuse,
-    warn_of_unknown,
-    window_json,
-)
+from eagle_mlx.formats import fields
 from eagle_mlx.formats.tensors import SaveOptions, layer_width, read_weights, save_head, weights_of
 from eagle_mlx.heads.base import build, vocabulary_tensors
-from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, PEagleConfig, default_aux_layers
+from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead, default_aux_layers
 from eagle_mlx.heads.kinds import of_class
 
 ARCHITECTURE, PEAGLE = "LlamaForCausalLMEagle3", "PEagleDraftModel"
@@ -42,36 +37,29 @@ _OF_DEEPSPEC = (
     *("ttt_length", "step_loss_decay", "draft_num_hidden_layers"),
 )
 _LAYER = re.compile(r"^layers\.(\d+)\.")
-_NESTED = {LAYER_IDS, "use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"}
+_NESTED = {fields.LAYER_IDS, "use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"}
 _NESTED_HARMLESS = {"use_mtp_layernorm": (False,), "next_layer_regular": (True,), "parallel_draft_step": (None, 0, 1)}
 """Unsupported flags of Model-Optimizer in eagle_config, with the values that have no effect."""
+_MASK_TOKEN = ("mask_token_id", "ptd_token_id", "pard_token")
+"""The names of the mask token's id; vLLM reads the last two."""
+_OF_PEAGLE = ("parallel_drafting", "num_depths", "num_aux_hidden_states")
 
 
 def save_eagle3(head: Eagle3Head, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
-    """Write a head to a folder, which appears only once complete. Quantized weights stay quantized.
-
-    Raises OutputError if the folder exists and `overwrite` is not set, or if it cannot be written; ConfigError if this
-    layout cannot express the head.
-    """
+    """Write an EAGLE-3 or P-EAGLE head (`Format.save`)."""
     tensors = {outer_name(name): value for name, value in weights_of(head).items()}
     save_head(folder, _to_json(head.config), tensors | vocabulary_tensors(head), **options)
 
 
-def load_eagle3(folder: str | Path, target_layers: int | None = None) -> Eagle3Head:
-    """Read a head; names may have the prefix `model.`, and the first layer may be `midlayer` or `layers.0`.
-
-    `target_layers` (the target's number of layers) determines the aux layers if the config does not name them, as in
-    SafeAILab's code. Raises CheckpointError if the folder is not in this layout, if a file is damaged, if any tensor is
-    missing, unknown or of the wrong shape, or if a flag is not supported.
-    """
-    folder = Path(folder)
-    return build(folder, Eagle3Head, *read_eagle3(folder, read_config(folder), target_layers), outer_name)
+def load_eagle3(folder: Path, target_layers: int | None = None) -> Eagle3Head:
+    """Read an EAGLE-3 head (`Format.load`). The first layer may be named `midlayer` or `layers.0`."""
+    return build(folder, Eagle3Head, *read_eagle3(folder, fields.read_config(folder), target_layers), outer_name)
 
 
 def read_eagle3(
     folder: Path, written: Mapping[str, Any], target_layers: int | None
 ) -> tuple[Eagle3Config, dict[str, mx.array]]:
-    """Return the config of a head, from the one in its file, and its tensors by the names of an Eagle3Head."""
+    """Return the config of a head with `written` in its file, and its tensors by the names of an Eagle3Head."""
     raw = read_weights(folder)
     by_specforge = any(name.startswith("midlayer.") for name in raw) and "norm_before_residual" not in written
     tensors = inner_tensors(folder, raw)
@@ -101,26 +89,26 @@ def outer_name(name: str) -> str:
 
 
 def _to_json(config: Eagle3Config) -> dict[str, Any]:
-    fields = dataclasses.asdict(config)
-    layers = list(fields.pop("aux_layers"))
-    del fields["own_embedding"], fields["windows"], fields["norm_logits"], fields["quantization"]
-    with_aux, first_norm = fields.pop("use_aux_hidden_state"), fields.pop("input_layernorm")
-    nested = {**({LAYER_IDS: layers} if layers else {}), "use_aux_hidden_state": with_aux}
+    values = dataclasses.asdict(config)
+    layers = list(values.pop("aux_layers"))
+    del values["own_embedding"], values["windows"], values["norm_logits"], values["quantization"]
+    with_aux, first_norm = values.pop("use_aux_hidden_state"), values.pop("input_layernorm")
+    nested = {**({fields.LAYER_IDS: layers} if layers else {}), "use_aux_hidden_state": with_aux}
     if not (first_norm and config.norm_logits):
         nested |= {"use_input_layernorm_in_first_layer": first_norm, "use_last_layernorm": config.norm_logits}
     if config.hidden_norm == with_aux:
-        del fields["hidden_norm"]
+        del values["hidden_norm"]
     parallel = isinstance(config, PEagleConfig)
     return {
         "architectures": [PEAGLE if parallel else ARCHITECTURE],
         "model_type": "llama",
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        **fields,
-        **({"parallel_drafting": True, "pard_token": fields["mask_token_id"]} if parallel else {}),
-        **window_json(config.windows),
-        **quantization_json(config.quantization),
-        **({LAYER_IDS: [k + 1 for k in layers]} if layers else {}),
+        **values,
+        **({"parallel_drafting": True, "pard_token": values["mask_token_id"]} if parallel else {}),
+        **fields.window_json(config.windows),
+        **fields.quantization_json(config.quantization),
+        **({fields.LAYER_IDS: [k + 1 for k in layers]} if layers else {}),
         "eagle_config": nested,
     }
 
@@ -135,18 +123,18 @@ def _from_json(
     file = folder / "config.json"
     config = _of_deepspec(file, config)
     nested = config.get("eagle_config") or {}
-    refuse(file, config)
-    warn_of_unknown(file, config)
+    fields.refuse(file, config)
+    fields.warn_of_unknown(file, config)
     _check_nested(file, nested)
-    ids = nested.get(LAYER_IDS), config.get(LAYER_IDS)
+    ids = nested.get(fields.LAYER_IDS), config.get(fields.LAYER_IDS)
     with_aux = bool(nested.get("use_aux_hidden_state", True))
-    with reading(file):
-        fields = layer_fields(config)
+    with fields.reading(file):
+        values = fields.layer_fields(config)
         recycled, normed = _norm_output(config, nested, tensors, by_specforge)
         return Eagle3Config(
-            **fields,
+            **values,
             draft_vocab_size=int(config.get("draft_vocab_size") or config["vocab_size"]),
-            target_hidden_size=int(config.get("target_hidden_size") or fields["hidden_size"]),
+            target_hidden_size=int(config.get("target_hidden_size") or values["hidden_size"]),
             aux_layers=aux_layers_of(file, *ids, target_layers) if with_aux else (),
             norm_before_residual=bool(config.get("norm_before_residual", False)),
             qk_norm=_flag(config, "qk_norm", "midlayer.self_attn.q_norm.weight" in tensors),
@@ -158,7 +146,7 @@ def _from_json(
             hidden_norm=_flag(config, "hidden_norm", with_aux or "midlayer.hidden_norm.weight" in tensors),
             use_aux_hidden_state=with_aux,
             own_embedding="embed_tokens.weight" in tensors,
-            quantization=read_quantization(config),
+            quantization=fields.read_quantization(config),
         )
 
 
@@ -172,9 +160,9 @@ def _of_deepspec(file: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     if config.get("num_hidden_layers") != 1:
         raise CheckpointError(f"{file} describes a {DEEPSPEC} of several layers; only one layer is supported")
-    with reading(file):
+    with fields.reading(file):
         ids = [k + 1 for k in config["target_layer_ids"]]
-    return {**{name: value for name, value in config.items() if name not in _OF_DEEPSPEC}, LAYER_IDS: ids}
+    return {**{name: value for name, value in config.items() if name not in _OF_DEEPSPEC}, fields.LAYER_IDS: ids}
 
 
 def _flag(config: Mapping[str, Any], name: str, otherwise: bool) -> bool:
@@ -236,3 +224,40 @@ def is_portable(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> b
         return False
     first, width = layer_width(config, tensors, "midlayer"), layer_width(config, tensors, "layers.0")
     return first is not None or width not in (None, config.get("hidden_size"))
+
+
+def holds_peagle(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
+    masked = any(name.removeprefix("model.") == "mask_hidden" for name in tensors)
+    named = of_class(PEAGLE)(config, tensors) or bool(config.get("parallel_drafting"))
+    return is_portable(config, tensors) and (masked or named)
+
+
+def load_peagle(folder: Path, target_layers: int | None = None) -> PEagleHead:
+    """Read a P-EAGLE head (`Format.load`)."""
+    written = fields.read_config(folder)
+    mask = take_mask_token(folder / "config.json", written)
+    rest = {name: value for name, value in written.items() if name not in _OF_PEAGLE}
+    return build_peagle(folder, *read_eagle3(folder, rest, target_layers), mask)
+
+
+def take_mask_token(file: Path, config: dict[str, Any]) -> int:
+    """Remove the id of the mask token from a config and return it. Raises CheckpointError without a single one."""
+    given = {name: config.pop(name) for name in _MASK_TOKEN if config.get(name) is not None}
+    with fields.reading(file):
+        ids = {int(value) for value in given.values()}
+    if len(ids) > 1:
+        raise CheckpointError(f"{file} names several mask tokens, {given}; keep the one that the head was trained with")
+    if not ids:
+        raise CheckpointError(f"{file} lacks mask_token_id; add the id of the token that the head was trained with")
+    return ids.pop()
+
+
+def build_peagle(folder: Path, plain: Eagle3Config, tensors: dict[str, mx.array], mask: int) -> PEagleHead:
+    """Return the head for the config of its layers, its tensors, and the id of its mask token."""
+    if "mask_hidden" not in tensors:
+        raise CheckpointError(f"{folder} lacks mask_hidden, without which mask tokens would read noise")
+    with fields.reading(folder / "config.json"):
+        own = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+        config = PEagleConfig(**own, mask_token_id=mask)
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
+    return build(folder, PEagleHead, config, tensors, outer_name)

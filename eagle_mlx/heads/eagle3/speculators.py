@@ -12,21 +12,11 @@ from typing import Any, Unpack
 import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError, ConfigError
-from eagle_mlx.formats.fields import (
-    LAYER_IDS,
-    layer_fields,
-    read_config,
-    reading,
-    refuse,
-    speculators_json,
-    warn_of_unknown,
-    window_json,
-)
+from eagle_mlx.formats import fields
 from eagle_mlx.formats.tensors import SaveOptions, read_weights, save_head, with_embedding, without_copy
 from eagle_mlx.heads.base import build, vocabulary_tensors
 from eagle_mlx.heads.eagle3.head import Eagle3Config, Eagle3Head, PEagleConfig
-from eagle_mlx.heads.eagle3.peagle import build_peagle, take_mask_token
-from eagle_mlx.heads.eagle3.portable import aux_layers_of, inner_tensors, outer_name
+from eagle_mlx.heads.eagle3.portable import aux_layers_of, build_peagle, inner_tensors, outer_name, take_mask_token
 from eagle_mlx.heads.kinds import check_expressible
 from eagle_mlx.heads.layers import layer_json
 
@@ -50,15 +40,9 @@ _FIELDS = (
 """The fields that are written as they are."""
 
 
-def load_speculators(folder: str | Path, target_layers: int | None = None) -> Eagle3Head:
-    """Read an EAGLE-3 or P-EAGLE head.
-
-    `target_layers` determines the aux layers if the config does not name them, as in speculators. Raises
-    CheckpointError if it is another kind of speculator, if a file is damaged, if any tensor is missing, unknown or of
-    the wrong shape, or if a flag is not supported.
-    """
-    folder = Path(folder)
-    file, config = folder / "config.json", read_config(folder)
+def load_speculators(folder: Path, target_layers: int | None = None) -> Eagle3Head:
+    """Read an EAGLE-3 or P-EAGLE head (`Format.load`)."""
+    file, config = folder / "config.json", fields.read_config(folder)
     kind = config.get("speculators_model_type")
     if kind not in ("eagle3", "peagle"):
         raise CheckpointError(f"{file} has speculators_model_type {kind}; it must be eagle3")
@@ -79,11 +63,11 @@ def _from_json(
     kind = layer.get("model_type", "qwen3")
     if not isinstance(kind, str) or kind not in LAYER_DEFAULTS:
         raise CheckpointError(f"{file} has a layer of type {kind}; only llama and qwen3 layers can be read")
-    refuse(file, {**layer, "tie_word_embeddings": False})  # this field is about the verifier
-    warn_of_unknown(file, {**layer, **config})
-    refuse(file, {name: value for name, value in config.items() if name != "tie_word_embeddings"})
-    with reading(file):
-        shape = layer_fields({**LAYER_DEFAULTS[kind], **_one_rope(layer)})
+    fields.refuse(file, {**layer, "tie_word_embeddings": False})  # this field is about the verifier
+    fields.warn_of_unknown(file, {**layer, **config})
+    fields.refuse(file, {name: value for name, value in config.items() if name != "tie_word_embeddings"})
+    with fields.reading(file):
+        shape = fields.layer_fields({**LAYER_DEFAULTS[kind], **_one_rope(layer)})
         size = shape["hidden_size"]
         if config.get("target_hidden_size") not in (None, size):
             raise ConfigError(f"target_hidden_size is {config['target_hidden_size']} but the head's own is {size}")
@@ -91,7 +75,7 @@ def _from_json(
             **shape,
             draft_vocab_size=int(config.get("draft_vocab_size") or 32000),
             target_hidden_size=size,
-            aux_layers=aux_layers_of(file, None, config.get(LAYER_IDS), target_layers),
+            aux_layers=aux_layers_of(file, None, config.get(fields.LAYER_IDS), target_layers),
             norm_before_residual=bool(config.get("norm_before_residual", True)),
             norm_before_fc=bool(config.get("norm_before_fc", False)),
             fc_norm=bool(config.get("fc_norm", False)),
@@ -118,15 +102,12 @@ def save_speculators(
     depth: int = 3,
     **options: Unpack[SaveOptions],
 ) -> None:
-    """Write a head in this layout to a folder, which appears only once complete.
+    """Write a head (`Format.save`) with an embedding, its own or its target's: without one, speculators would draft
+    with uninitialized memory.
 
     `base_model` is the target for other servers, a hub id or local folder. Without it, speculators loads no head; it
     reads embedding and projection there, which must not be quantized by MLX. `depth` is the number of tokens that a
-    server should draft.
-
-    If the head has no embedding, the target's is written, so attach one first: without one in the file, speculators
-    would draft with uninitialized memory. Raises ConfigError if this layout cannot express the head, HeadError if there
-    is neither an embedding nor a target, OutputError if the folder cannot be written.
+    server should draft. Raises HeadError if there is neither an embedding nor a target.
     """
     config = head.config
     _check_expressible(config)
@@ -134,11 +115,11 @@ def save_speculators(
     mask = {"mask_token_id": config.mask_token_id} if isinstance(config, PEagleConfig) else {}
     written = {
         "architectures": ["PEagleSpeculator" if mask else "Eagle3Speculator"],
-        **speculators_json("peagle" if mask else "eagle3", base_model, target_architectures, depth),
+        **fields.speculators_json("peagle" if mask else "eagle3", base_model, target_architectures, depth),
         **mask,
         **{name: getattr(config, name) for name in _FIELDS},
         "embed_requires_grad": False,
-        LAYER_IDS: [k + 1 for k in config.aux_layers],
+        fields.LAYER_IDS: [k + 1 for k in config.aux_layers],
         "transformer_layer_config": _layer_json(config),
     }
     tensors = {outer_name(name).replace("midlayer.", "layers.0."): value for name, value in weights.items()}
@@ -146,7 +127,7 @@ def save_speculators(
 
 
 def _check_expressible(config: Eagle3Config) -> None:
-    window_json(config.windows)
+    fields.window_json(config.windows)
     fixed = ("norm_logits", "input_layernorm", "hidden_norm", "use_aux_hidden_state", "qkv_bias", "quantization")
     usual = {name: getattr(Eagle3Config, name) for name in fixed}
     check_expressible(config, "the speculators", "write the portable layout", **usual)

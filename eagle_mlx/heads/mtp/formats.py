@@ -1,7 +1,13 @@
-"""File layouts for MTP heads: this project's own, and that of vllm-project/speculators, which only supports Qwen's.
+"""File layouts for MTP heads: this project's, that of vllm-project/speculators for Qwen's heads, and mlx-vlm's.
 
 Ours has `enorm`, `hnorm`, `eh_proj`, `block.*` with mlx-lm's names, `norm` and, if the head has its own, `embed_tokens`
 and `lm_head`. The fields of MTPConfig are under `eagle_mlx_mtp` in config.json.
+
+mlx-vlm's `qwen3_5_mtp` is the MTP layer of a Qwen3.5 or Qwen3-Next in a folder of its own, often quantized. The tensors
+have the published names without `mtp.`, mlx-lm's experts, and norms that multiply by their weights. The model's config
+is under `text_config`; `block_size` only says how many tokens to draft. `fc` reads the embedding first, the target's
+hidden state enters after its final norm, and the next step reads the output after the head's norm. Source: mlx-vlm
+0.7.10, `speculative/drafters/mtp_split.py` and `qwen3_5_mtp` (tests/golden/make_split.py).
 """
 
 from __future__ import annotations
@@ -14,12 +20,12 @@ from typing import Any, Unpack
 import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError, ConfigError
-from eagle_mlx.formats.fields import NOTED, quantization_json, read_config, reading, speculators_json
+from eagle_mlx.formats import fields
 from eagle_mlx.formats.tensors import SaveOptions, in_file_type, read_weights, save_head, weights_of
 from eagle_mlx.heads.base import build
-from eagle_mlx.heads.kinds import check_expressible
-from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead
-from eagle_mlx.heads.mtp.published import MIMO, ZERO_CENTRED, mtp_of_speculators, norms_of
+from eagle_mlx.heads.kinds import Format, check_expressible, of_speculators
+from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, layer_args
+from eagle_mlx.heads.mtp.published import MIMO, QWEN, ZERO_CENTRED, mtp_of_speculators, norms_of, split_layer
 from eagle_mlx.heads.precision import quantize
 
 FIELD = "eagle_mlx_mtp"
@@ -28,35 +34,30 @@ KEEP = "keep this project's layout"
 """What to do with a head that another layout cannot express."""
 _LAYERS = {"qwen3": ("qwen3",), "qwen3_next": ("qwen3_next",), "qwen3_5": ("qwen3_5_text", "qwen3_5_moe_text")}
 """Maps mlx-lm's module to speculators' layer types."""
+MODEL_TYPE = "qwen3_5_mtp"
+_READ = ("block_size", "tie_word_embeddings")
+_NAMES = {ours: theirs for theirs, ours in QWEN.items()}
 
 
 def save_mtp(head: MTPHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
-    """Write a head to a folder, which appears only once complete. Quantized weights stay quantized.
-
-    Raises OutputError if the folder cannot be written.
-    """
+    """Write a head in this project's layout (`Format.save`)."""
     config = {
         "architectures": [ARCHITECTURE],
         "model_type": head.config.model_type,
         "hidden_size": head.hidden_size,
         "vocab_size": head.vocab_size,
         FIELD: dataclasses.asdict(head.config),
-        **quantization_json(head.config.quantization),
+        **fields.quantization_json(head.config.quantization),
     }
     save_head(folder, config, weights_of(head), **options)
 
 
-def load_mtp(folder: str | Path) -> MTPHead:
-    """Read a head in either layout.
-
-    Raises CheckpointError if the folder is in neither layout, if a file is damaged, or if any tensor is missing,
-    unknown or of the wrong shape.
-    """
-    folder = Path(folder)
-    written, tensors = read_config(folder), read_weights(folder)
+def load_mtp(folder: Path, _: int | None = None) -> MTPHead:
+    """Read a head in either layout (`Format.load`)."""
+    written, tensors = fields.read_config(folder), read_weights(folder)
     if written.get("speculators_model_type") == "mtp":
-        with reading(folder / "config.json"):
-            config, tensors, _ = mtp_of_speculators(written, tensors)
+        with fields.reading(folder / "config.json"):
+            config, tensors = mtp_of_speculators(written, tensors)
     else:
         config = _from_json(folder, written)
     return build(folder, MTPHead, config, tensors)
@@ -64,14 +65,14 @@ def load_mtp(folder: str | Path) -> MTPHead:
 
 def _from_json(folder: Path, written: Mapping[str, Any]) -> MTPConfig:
     file = folder / "config.json"
-    fields = written.get(FIELD)
-    if not isinstance(fields, dict):
+    values = written.get(FIELD)
+    if not isinstance(values, dict):
         raise CheckpointError(f"{file} has no {FIELD}, so it is not an MTP head of this project")
-    unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(MTPConfig)})
+    unknown = sorted(values.keys() - {field.name for field in dataclasses.fields(MTPConfig)})
     if unknown:
         raise CheckpointError(f"{file} sets {FIELD}.{unknown[0]}, which is not known; update EAGLE-MLX")
-    with reading(file):
-        return MTPConfig(**fields)
+    with fields.reading(file):
+        return MTPConfig(**values)
 
 
 def quantized(head: MTPHead, bits: int = 4, group_size: int = 64) -> MTPHead:
@@ -94,12 +95,11 @@ def save_speculators_mtp(
     depth: int = 3,
     **options: Unpack[SaveOptions],
 ) -> None:
-    """Write a head in this layout to a folder, which appears only once complete.
+    """Write a head for speculators (`Format.save`). `base_model` and `depth` are as in `save_speculators`.
 
     Norms that are published zero-centered are written that way, in float32 if `dtype` would lose a digit (a float32
     head may lose the last digit). The layout has no field for which hidden state is read, so it is stored under
-    `eagle_mlx`. `base_model` and `depth` are as in `save_speculators`. Raises ConfigError if this layout cannot express
-    the head, OutputError if the folder cannot be written.
+    `eagle_mlx`.
     """
     config, dtype = head.config, options.get("dtype", mx.bfloat16)
     _check_expressible(config)
@@ -109,11 +109,11 @@ def save_speculators_mtp(
     exact = {name: _less_one(weights[name]) for name in within + around}
     written = {
         "architectures": ["MTPDraftModel"],
-        **speculators_json("mtp", base_model, target_architectures, depth),
+        **fields.speculators_json("mtp", base_model, target_architectures, depth),
         "num_nextn_predict_layers": 1,
         "transformer_layer_config": {**config.layer, "model_type": _layer_type(config)},
     }
-    noted = {"target_norm": config.target_norm, **({NOTED: True} if zero_centred else {})}
+    noted = {"target_norm": config.target_norm, **({fields.NOTED: True} if zero_centred else {})}
     save_head(folder, written, _outer(weights), noted, _outer(exact), **options)
 
 
@@ -156,3 +156,96 @@ def _outer(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 def _expert(name: str, projection: str) -> str:
     return f"{name.removeprefix('block.').split('.switch_mlp.')[0]}.experts.{projection}"
+
+
+def load_split(folder: Path, _: int | None = None) -> MTPHead:
+    """Read a head, whose quantized weights stay quantized (`Format.load`)."""
+    file, written, tensors = folder / "config.json", fields.read_config(folder), read_weights(folder)
+    own = {name: value for name, value in written.items() if name not in _READ}
+    fields.refuse(file, own)
+    fields.warn_of_unknown(file, own)
+    with fields.reading(file):
+        layer = dict(written["text_config"])
+        numbers = {_bare(name).split(".")[1] for name in tensors if _bare(name).startswith("layers.")}
+        if (count := max(len(numbers), int(layer.get("mtp_num_hidden_layers") or 1))) > 1:
+            raise ConfigError(f"it has {count} MTP layers; only one is supported")
+        if layer.get("mtp_use_dedicated_embeddings"):
+            raise ConfigError("mtp_use_dedicated_embeddings is set, but the layout has no embedding")
+        module, weights = split_layer(layer, tensors)
+        config = MTPConfig(module, layer, norm_output=True, quantization=_quantization(written, tensors))
+    return build(folder, MTPHead, config, weights, _in_file)
+
+
+def _quantization(written: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> fields.Quantization | None:
+    """Return the quantization of the layers with scales, which must be the same for all.
+
+    A field that was copied from the model's config may name layers, the head's or others, with their own.
+    """
+    how = written.get("quantization")
+    if not isinstance(how, dict):
+        return fields.read_quantization(written)
+    common = {name: value for name, value in how.items() if not isinstance(value, dict | bool)}
+    found: fields.Quantization | None = None
+    for name in sorted(_bare(name).removesuffix(".scales") for name in tensors if name.endswith(".scales")):
+        own = fields.read_quantization({"quantization": how.get(name) or common})
+        if found not in (None, own):
+            raise ConfigError(f"quantization of {name} is {own}, of others {found}; quantize all layers alike")
+        found = own
+    return found
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("mtp.")
+
+
+def _in_file(name: str) -> str:
+    module, _, last = name.rpartition(".")
+    return f"{_NAMES[module]}.{last}" if module in _NAMES else name.replace("block.", "layers.0.", 1)
+
+
+def save_split(head: MTPHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
+    """Write a head in this layout (`Format.save`)."""
+    config = head.config
+    if config.model_type not in ZERO_CENTRED:
+        raise ConfigError(f"the {MODEL_TYPE} layout is for Qwen3.5 and Qwen3-Next, not for {config.model_type}")
+    read = {"hidden_first": False, "target_norm": True, "norm_output": True}
+    check_expressible(config, f"the {MODEL_TYPE}", KEEP, **read, own_embedding=False, own_lm_head=False)
+    written = {
+        "model_type": MODEL_TYPE,
+        "text_config": {"model_type": config.model_type, **_angles(config), **config.layer, "mtp_num_hidden_layers": 1},
+        "block_size": 3,
+        "tie_word_embeddings": bool(config.layer.get("tie_word_embeddings", True)),
+        **fields.quantization_json(config.quantization),
+    }
+    save_head(folder, written, {_in_file(name): value for name, value in weights_of(head).items()}, **options)
+
+
+def _angles(config: MTPConfig) -> dict[str, Any]:
+    """Return RoPE's fields for a Qwen3-Next layer, as Qwen3.5 names them: mlx-vlm reads no others."""
+    if "rope_parameters" in config.layer:
+        return {}
+    if config.layer.get("rope_scaling"):
+        raise ConfigError(f"the {MODEL_TYPE} layout cannot express rope_scaling; {KEEP}")
+    args = layer_args(config.model_type, config.layer)
+    share, size = args.partial_rotary_factor, args.head_dim or args.hidden_size // args.num_attention_heads
+    rope = {
+        "rope_theta": args.rope_theta,
+        "partial_rotary_factor": share,
+        "mrope_section": [int(share * size) // 2, 0, 0],
+    }
+    return {"rope_parameters": {"type": "default", **rope}}
+
+
+def _holds_mtp(config: Mapping[str, Any], _: Mapping[str, mx.array]) -> bool:
+    return FIELD in config and config.get("speculators_model_type") is None
+
+
+def _holds_split(config: Mapping[str, Any], _: Mapping[str, mx.array]) -> bool:
+    return config.get("model_type") == MODEL_TYPE
+
+
+FORMATS = (
+    Format("mtp", "EAGLE-MLX", (), _holds_mtp, load_mtp, save_mtp),
+    Format("speculators", "speculators", ("speculators",), of_speculators("mtp"), load_mtp, save_speculators_mtp),
+    Format(MODEL_TYPE, "mlx-vlm, as a split MTP layer", ("mlx-vlm",), _holds_split, load_split, save_split),
+)

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.formats.fields import Quantization, check_quantization
+from eagle_mlx.formats.fields import Quantization, check, check_quantization
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
 
 
@@ -70,11 +70,9 @@ class MTPConfig:
                 f"{', '.join(sorted(_KINDS))}"
             )
         for name in ("hidden_size", "vocab_size", "rms_norm_eps"):
-            value = self.layer.get(name)
-            if not value:
-                raise ConfigError(f"the layer's config lacks {name}")
-            if not isinstance(value, (int, float) if name == "rms_norm_eps" else int) or value < 0:
-                raise ConfigError(f"the layer's config sets {name} to {value!r}")
+            value, kinds = self.layer.get(name), (int, float) if name == "rms_norm_eps" else int
+            check(value, f"the layer's config lacks {name}")
+            check(isinstance(value, kinds) and value > 0, f"the layer's config sets {name} to {value!r}")
         check_quantization(self.quantization)
 
     @property
@@ -148,25 +146,24 @@ class MTPHead(HeadBase[MTPConfig]):
 
     def features(self, aux: Sequence[mx.array]) -> mx.array:
         """Target's last layer output [B, L, H] -> the same, with the final norm if configured."""
-        return self.target.norm(aux[0]) if self._config.target_norm else aux[0]
+        return self.target.norm(aux[0]) if self.config.target_norm else aux[0]
 
     def __call__(self, embeddings: mx.array, g: mx.array, cache: Any | None = None, mask: Mask = None) -> mx.array:
         """Embeddings [B, L, H] of tokens t+1, hidden states g [B, L, H] of positions t -> h [B, L, H]."""
         x = self.eh_proj(self.normed(embeddings, g))
         [kept] = caches_of(cache, 1)
-        mask = layer_mask(kept, x.shape[1], mask, as_array=_KINDS[self._config.model_type].mask_arrays)
+        mask = layer_mask(kept, x.shape[1], mask, as_array=_KINDS[self.config.model_type].mask_arrays)
         h: mx.array = self.block(x, mask, kept)
-        return self.norm(h) if self._config.norm_output else h
+        return self.norm(h) if self.config.norm_output else h
 
     def normed(self, embeddings: mx.array, g: mx.array) -> mx.array:
         """Return the input of `eh_proj`: both [B, L, H] normed and concatenated."""
         parts = [self.enorm(embeddings), self.hnorm(g)]
-        if self._config.hidden_first:
+        if self.config.hidden_first:
             parts.reverse()
         return mx.concatenate(parts, axis=-1)
 
     def logits(self, h: mx.array) -> mx.array:
         """h [..., H] -> logits [..., V]."""
-        normed = h if self._config.norm_output else self.norm(h)
-        out: mx.array = self.lm_head(normed) if self._config.own_lm_head else self.target.lm_head(normed)
-        return out
+        normed = h if self.config.norm_output else self.norm(h)
+        return self.lm_head(normed) if self.config.own_lm_head else self.target.lm_head(normed)

@@ -132,7 +132,9 @@ def _count(layer: Mapping[str, Any]) -> Any:
     return layer.get("num_nextn_predict_layers") or layer.get("mtp_num_hidden_layers")
 
 
-def mtp_of_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Extracted:
+def mtp_of_speculators(
+    config: Mapping[str, Any], tensors: Mapping[str, mx.array]
+) -> tuple[MTPConfig, dict[str, mx.array]]:
     """Do the same for a speculators checkpoint, which uses the target's hidden states before the final norm.
 
     `target_norm` under `eagle_mlx` in the config overrides that. Raises ConfigError and CheckpointError likewise.
@@ -143,7 +145,7 @@ def mtp_of_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array
     inner = _stacked(_renamed(_under(known, "mtp_layers.0."), MIMO))
     inner |= {name: x for name, x in tensors.items() if name not in known and name != "verifier_lm_head.weight"}
     noted = config.get("eagle_mlx") or {}
-    inner, notes = (with_ones(inner), []) if noted.get(NOTED) else _plain_norms(file, inner)
+    inner = with_ones(inner) if noted.get(NOTED) else _plain_norms(file, inner)[0]
     made = MTPConfig(
         model_type=file,
         layer=layer,
@@ -152,14 +154,11 @@ def mtp_of_speculators(config: Mapping[str, Any], tensors: Mapping[str, mx.array
         own_embedding="embed_tokens.weight" in inner,
         own_lm_head="lm_head.weight" in inner,
     )
-    return made, inner, notes
+    return made, inner
 
 
 def split_layer(layer: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> tuple[str, dict[str, mx.array]]:
-    """Return mlx-lm's module and a head's weights for the tensors of Qwen's single MTP layer.
-
-    Norms are zero-centered in published tensors, whose names begin with `mtp.`, and plain in others.
-    """
+    """Return mlx-lm's module and a head's weights for Qwen's MTP layer; names with `mtp.` have zero-centered norms."""
     file = _file_of(layer.get("model_type") or "qwen3_5")
     inner = _stacked(_of_qwen({name.removeprefix("mtp."): value for name, value in tensors.items()}, 0))
     return file, _plain_norms(file, inner)[0] if any(name.startswith("mtp.") for name in tensors) else inner

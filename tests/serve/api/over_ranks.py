@@ -22,8 +22,11 @@ import eagle_mlx as em
 
 # isort: split
 # Behind eagle_mlx, which brings the fast BLAS before MLX.
-from eagle_mlx.ranks import Channel, LeadingTarget, World, shard_tensors
+from eagle_mlx.ranks import World
+from eagle_mlx.ranks.channel import Channel
 from eagle_mlx.ranks.follower import Follower
+from eagle_mlx.ranks.leader import LeadingTarget
+from eagle_mlx.ranks.load import shard_tensors
 from tests.processes import ROOT, free_ports, on_core
 
 RANKS = int(os.environ.get("EAGLE_TEST_RANKS", "1"))
