@@ -91,7 +91,7 @@ class Speculation(Group):
     num_tokens: int | None = setting(
         None,
         f"draft tokens per round; the maximum if the policy adapts, and 0 for none (default: "
- f"{DEFAULT_TOKENS['throughput']}, or {DEFAULT_TOKENS['fixed']} with --spec-policy fixed and acceptance-ema)",
+        f"{DEFAULT_TOKENS['throughput']}, or {DEFAULT_TOKENS['fixed']} with --spec-policy fixed and acceptance-ema)",
         AT_LEAST_0,
         "num_speculative_tokens",
         "K",
@@ -118,7 +118,7 @@ class Speculation(Group):
     in_one: str | None = setting(
         None,
         'how to draft, as one JSON object; as in vLLM: {"method": "eagle3", "model": "...", '
-'"num_speculative_tokens": 3}',
+        '"num_speculative_tokens": 3}',
         name="speculative_config",
         metavar="JSON",
     )

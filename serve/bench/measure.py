@@ -36,8 +36,7 @@ class BenchConfig(Group):
     seed: int = setting(0, "seed of the first prompt if the temperature is above 0; later prompts count up from it")
     least_distinct: float = setting(
         LEAST_DISTINCT,
-        "minimum share of distinct 4-grams in a reference continuation; prompts with less loop, and are left "
-"out",
+        "minimum share of distinct 4-grams in a reference continuation; prompts with less loop, and are left out",
         SHARE,
         metavar="R",
     )
@@ -55,7 +54,7 @@ class BenchConfig(Group):
     tolerance: float | None = setting(
         None,
         "difference of logits that counts as rounding; both tokens' logits must be this close to the best "
-"(default: by the model's type)",
+        "(default: by the model's type)",
     )
 
     def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
