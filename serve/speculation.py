@@ -46,7 +46,7 @@ HEAD_BITS = "quantize the head on load; 16: do not (default: the target's bits i
 
 @dataclass(frozen=True)
 class MemoryOptions(Group):
-    """Memory for the KV cache, and the number of prompt tokens per forward."""
+    """The engine's memory for the KV cache, and its positions per forward."""
 
     prefill_chunk: int = setting(
         PREFILL_CHUNK,
@@ -59,6 +59,11 @@ class MemoryOptions(Group):
         "weights); on machines of up to 16 GB, three fifths",
         GIGABYTES,
         metavar="GB",
+    )
+    exact: bool = setting(
+        False,
+        "read two positions in plain rounds, too, so that all rounds use the same kernels; eagle-doctor says whether "
+        "your machine needs it",
     )
 
     @property
@@ -277,8 +282,8 @@ class Speculation(Group):
 
         more: other arguments of Engine.
         """
-        chunk, kv_bytes = memory.prefill_chunk, memory.kv_bytes
-        engine = Engine(target, proposer, policy=self.make_policy(), prefill_chunk=chunk, kv_bytes=kv_bytes, **more)
+        more |= {"prefill_chunk": memory.prefill_chunk, "kv_bytes": memory.kv_bytes, "exact": memory.exact}
+        engine = Engine(target, proposer, policy=self.make_policy(), **more)
         if self.keep:
             learn_costs(engine)
         return engine

@@ -114,12 +114,14 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         return self._call.projections if self._call is not None else None
 
     def commit(self, count: int | mx.array) -> None:
-        """Keep the state after `count` of the positions last read: an int for all of them, else [B] int32."""
+        """Keep the state after `count` of the positions last read: an int for all rows, or [B] int32."""
         call, self._call = self._call, None
-        if isinstance(count, int) or self.rows.valid is not None:
+        if self.rows.valid is not None or (isinstance(count, int) and (call is None or count == call.width)):
             return
         if call is None:
             raise TargetError("this model keeps a state outside of its layers, which cannot be rolled back")
+        if isinstance(count, int):
+            count = mx.full((call.rows,), count, mx.int32)
         self._accepted = count
         if self.masked:
             self.cache = list(call.before)

@@ -56,6 +56,8 @@ class Batch:
             self.state = proposer.open(texts)
         self.drafter: Drafter | None = None
         """See `Engine.drafter`."""
+        self.exact = False
+        """Whether a forward reads at least two positions; see `Engine`."""
         self._gather()
         self.newest = mx.array([text[-1:] for text in texts], mx.int32).reshape(-1, 1)
         """[B, 1] int32: the newest token of each row, not yet in the caches."""
@@ -145,7 +147,10 @@ class Batch:
         tokens = mx.concatenate([self.newest, draft.tokens], axis=1)
         if draft.tree is not None:
             self.cache.branch(draft.tree.branches())
-        return self.target.forward(tokens, self.cache, self.aux_layers)
+        if tokens.shape[1] > 1 or not self.exact:
+            return self.target.forward(tokens, self.cache, self.aux_layers)
+        out = self.target.forward(mx.repeat(tokens, 2, axis=1), self.cache, self.aux_layers)
+        return Forward(out.logits[:, :1], tuple(x[:, :1] for x in out.aux))  # `commit` rolls the second back
 
     def verify(self, logits: mx.array, draft: Draft) -> Verdict:
         """Verify a draft with the target's logits [B, n+1, V] and the requests' sampling settings."""

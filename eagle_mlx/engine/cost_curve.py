@@ -11,6 +11,7 @@ from pathlib import Path
 from time import perf_counter
 
 import mlx.core as mx
+import numpy as np
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.engine import Engine
@@ -46,14 +47,14 @@ def learn_costs(engine: Engine, folder: Path | None = None) -> bool:
         content = json.loads(file.read_text(encoding="utf-8"))
         saved = sorted((int(tokens), float(seconds)) for tokens, seconds in content["curve"])
         if _is_curve(saved):
-            policy.costs.curve = saved
+            policy.costs.curve = _of_rounds(saved, engine.exact)
             return True
     if engine.target.is_sharded:  # the other ranks would have to take part
         return False
     curve = measured_curve(engine.target, engine.kv_bits)
     if not _is_curve(curve):
         return False
-    policy.costs.curve = curve
+    policy.costs.curve = _of_rounds(curve, engine.exact)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps({"about": about, "curve": curve}).encode())
@@ -77,6 +78,14 @@ def measured_curve(target: Target, kv_bits: int | None = None, seconds: float = 
             shortest[size] = min(perf_counter() - started, shortest.get(size, seconds))
         compiled.add(size)
     return [(size, min(took for of, took in shortest.items() if of >= size)) for size in sorted(shortest)]
+
+
+def _of_rounds(curve: Curve, exact: bool) -> Curve:
+    """Return the curve of an engine's rounds, which read two tokens instead of one if it is exact."""
+    if not exact:
+        return curve
+    tokens, seconds = zip(*curve, strict=True)
+    return [(1, float(np.interp(2, tokens, seconds))), *(point for point in curve if point[0] > 1)]
 
 
 def _is_curve(curve: Curve) -> bool:

@@ -77,12 +77,15 @@ class Engine:
         kv_bytes: int | None = None,
         groups: int = GROUPS,
         prefill_ms: float = PREFILL_MS,
+        exact: bool = False,
     ):
         """`prefill_chunk`: maximum prompt positions per forward, over all requests.
         `prefill_ms`: maximum milliseconds that a chunk delays decoding requests, unless 128 positions take longer.
         `kv_bytes`: limit for KV caches and prefix cache together; by default a share of the free memory.
         `groups`: 1 keeps all rows in one batch, for comparison. A proposer with states that are not `Movable` does too.
         `kv_bits`: 4 or 8 to quantize the KV cache. The text then equals this engine's text without a proposer.
+        `exact`: plain rounds read two positions, like drafts. Metal reads one position with other kernels, which round
+        differently; the text then equals that of an exact engine without a proposer.
         """
         sizes = {"max_batch": max_batch, "prefill_chunk": prefill_chunk, "prefix_cache_bytes": prefix_cache_bytes + 1}
         check_settings(sizes if kv_bytes is None else {**sizes, "kv_bytes": kv_bytes}, prefill_ms, kv_bits, groups)
@@ -94,7 +97,7 @@ class Engine:
         self.target, self.proposer = target, proposer
         self.drafter: Drafter | None = None
         """What drafts for requests that do not say; None: whichever is faster. You may change it between steps."""
-        self.max_batch, self.prefill_chunk, self.kv_bits = max_batch, prefill_chunk, kv_bits
+        self.max_batch, self.prefill_chunk, self.kv_bits, self.exact = max_batch, prefill_chunk, kv_bits, exact
         self.observer: Callable[[RoundResult], None] | None = None
         """Called with the result of every round."""
         self.prefixes = PrefixCache(prefix_cache_bytes, proposer) if prefix_cache_bytes else None
@@ -288,6 +291,7 @@ class Engine:
         return [request for request in decoding if request.finish_reason]
 
     def _plan(self, batch: Batch, group: int) -> Plan:
+        batch.exact = self.exact
         if self.proposer is None:
             return PLAIN
         batch.drafter = self.drafter

@@ -150,13 +150,14 @@ def load_target(config: LoadConfig, lazy: bool = False) -> Target:
 
 def check(loaded: Loaded, say: Callable[[str], None]) -> bool:
     """Return whether greedy text is the same with and without speculation, apart from rounding."""
-    target = loaded.target
+    target, exact = loaded.target, loaded.engine.exact
     most, drafter = min(_CHECK_TOKENS, target.context_length - 2), loaded.engine.drafter
     params = SamplingParams(max_tokens=most, ignore_eos=True, drafter=drafter)
     prompt = loaded.engine.prepare(_CHECK_PROMPT, params).prompt[-(target.context_length - params.max_tokens - 1) :]
-    plain = Engine(target, max_batch=1).generate([prompt], params)[0]
+    plain = Engine(target, max_batch=1, exact=exact).generate([prompt], params)[0]
     policy = FixedPolicy(loaded.most_drafts)
-    drafted = Engine(target, loaded.engine.proposer, policy=policy, max_batch=1).generate([prompt], params)[0]
+    engine = Engine(target, loaded.engine.proposer, policy=policy, max_batch=1, exact=exact)
+    drafted = engine.generate([prompt], params)[0]
     identity = compare(target, [prompt], [plain.tokens], [drafted.tokens], [params], tolerance_for(target))
     tau = f"tau {drafted.acceptance_length:.2f} ({len(drafted.tokens)} tokens in {drafted.rounds} forwards)"
     if identity.different:

@@ -44,7 +44,8 @@ examples:
 
 All modes decode the same prompts in one process and take turns. Figures are medians over the repeats. mlx-lm and
 mlx-lm-draft decode one prompt at a time, whatever --batch is; mlx-lm-batch is measured for each batch above 1. Texts
-are compared with mlx-lm's greedy text or, above temperature 0, with the plain engine's text for the same seeds.
+are compared with mlx-lm's greedy text or, above temperature 0 and with --exact, with the plain engine's text for the
+same seeds.
 
 All modes except mlx-lm-stock share one model, as EAGLE-MLX loads it: on a CPU under Linux in float32. mlx-lm-stock
 decodes a second copy in the folder's own type. If the types differ, near-ties may resolve differently; this does not

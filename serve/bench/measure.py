@@ -18,6 +18,7 @@ from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SHARE, Group, setting
 from eagle_mlx.text import LEAST_DISTINCT, is_loop
 
 from ..prompts import Question
+from ..speculation import MemoryOptions
 from . import decoding
 from .modes import BASELINES, EngineMode, MlxLmMode, Models
 from .report import Category, Run
@@ -113,9 +114,9 @@ def measure(
     """Time every mode on every prompt, `config.repeats` times, and compare their texts.
 
     Each mode sees its own answers to a question's earlier turns. The reference is mlx-lm's greedy text, or plain
-    decoding with the same seeds if sampled or ends are ignored. If the reference loops on a prompt, the prompt is
-    decoded once, for the comparison only, and its later turns are skipped. Raises ConfigError if all prompts loop, and
-    PromptError if a question's last turn may not fit the context.
+    decoding with the same seeds if sampled, exact, or with ends ignored. If the reference loops on a prompt, the prompt
+    is decoded once, for the comparison only, and its later turns are skipped. Raises ConfigError if all prompts loop,
+    and PromptError if a question's last turn may not fit the context.
     """
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
@@ -174,11 +175,13 @@ class _Measurement:
         because they would share rounds with the others.
         """
         config, target = self.config, self.target
-        name = "plain" if config.temperature or config.ignore_eos or target.is_sharded else "mlx-lm"
+        exact = any(isinstance(result.mode, EngineMode) and result.mode.engine.exact for result in self.results)
+        name = "plain" if config.temperature or config.ignore_eos or target.is_sharded or exact else "mlx-lm"
         found = next((result for result in self.results if result.mode.name == name and result.mode.batch == 1), None)
         if found is not None and all(result.mode.batch == 1 for result in self.results):
             return found
-        return _Results(EngineMode("plain", Models(target), 1) if name == "plain" else MlxLmMode(target))
+        plain = Models(target, memory=MemoryOptions(exact=exact))
+        return _Results(EngineMode("plain", plain, 1) if name == "plain" else MlxLmMode(target))
 
     def _ask(self, result: _Results, places: Sequence[Place]) -> None:
         for at, turn in places:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from eagle_mlx.engine.cost_curve import Curve
@@ -72,8 +72,8 @@ def as_text(found: Findings) -> str:
     lines += ["", f"draft token: {steps.draft_ms:.2f} ms, {steps.draft_ms / one:.2f} of a verify of one position"]
     lines += [f"prompt: {tokens_per_second(found.prefill)}"]
     lines += [
-        f"verify of {each.positions}: the same bits as one position at {each.equal} of {each.compared} positions, "
-        f"another most likely token at {each.other_argmax}"
+        f"verify of {each.positions}: of {each.compared} positions, {each.equal} have the bits of a verify of 1, "
+        f"{each.as_two} those of a verify of 2, and {each.other_argmax} another most likely token"
         for each in found.same_bits
     ]
     lines.append(
@@ -123,7 +123,7 @@ def advice(found: Findings) -> Iterator[str]:
 
 def _about_bits(same: Sequence[SameBits], verify: Mapping[int, float], random_weights: bool) -> Iterator[str]:
     if all(each.equal == each.compared for each in same):
-        yield "Verifies and plain rounds give the same bits: texts are equal token for token."
+        yield "Verifies and plain rounds give the same bits: texts are equal token for token without --exact."
         return
     other, compared = sum(each.other_argmax for each in same), sum(each.compared for each in same)
     more = " (trained weights have fewer near-ties)" if random_weights else ""
@@ -131,6 +131,11 @@ def _about_bits(same: Sequence[SameBits], verify: Mapping[int, float], random_we
         "Verifies and plain rounds round differently, so near-ties may give another text: the most likely token "
         f"differs at {other} of {compared} positions{more}."
     )
-    if 2 in verify and all(each.as_two == each.compared for each in same):
-        cost = f"{verify[2] / verify[1]:.2f} times as much"
-        yield f"Verifies of 2 to 16 positions have equal bits. Plain rounds of 2 positions would cost {cost}."
+    widest = max((each.positions for each in takewhile(lambda each: each.as_two == each.compared, same)), default=0)
+    if widest <= 2:
+        yield "--exact does not help: verifies of 2 and 4 positions round differently, too."
+        return
+    yield (
+        f"With --exact, texts are equal while rounds read up to {widest} positions (for one request: "
+        f"--num-speculative-tokens {widest - 1}); plain rounds then take {verify[2] / verify[1]:.2f} times as long."
+    )

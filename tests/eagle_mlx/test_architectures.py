@@ -92,13 +92,14 @@ def test_text_is_mlx_lms_own(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kept"), diagonal(in_full([*CHAINS_ONLY, *WITH_TREES], REPRESENTATIVE[:4]), [0, 1 << 20])
+    ("name", "kept", "exact"),
+    diagonal(in_full([*CHAINS_ONLY, *WITH_TREES], REPRESENTATIVE[:4]), [0, 1 << 20], [True, True, False]),
 )
-def test_05_text_of_rows_that_are_paused_is_mlx_lms_own(name: str, kept: int) -> None:
-    check_text_is_mlx_lms_own(name, pauses=0.3, kept=kept)
+def test_05_text_of_rows_that_are_paused_is_mlx_lms_own(name: str, kept: int, exact: bool) -> None:
+    check_text_is_mlx_lms_own(name, pauses=0.3, kept=kept, exact=exact)
 
 
-def check_text_is_mlx_lms_own(name: str, pauses: float = 0.0, kept: int = 0) -> None:
+def check_text_is_mlx_lms_own(name: str, pauses: float = 0.0, kept: int = 0, exact: bool = False) -> None:
     said: set[int] = set()
     for params, rows, depth, chunk in decodings(name):
         plains = [plain(name, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
@@ -106,7 +107,13 @@ def check_text_is_mlx_lms_own(name: str, pauses: float = 0.0, kept: int = 0) -> 
         oracle = Oracle({tuple(p): text for p, (text, _) in zip(PROMPTS, plains, strict=True)}, wrong=0.3)
         policy = em.FixedPolicy(depth)
         engine = em.Engine(
-            target(name), oracle, policy=policy, max_batch=rows, prefill_chunk=chunk, prefix_cache_bytes=kept
+            target(name),
+            oracle,
+            policy=policy,
+            max_batch=rows,
+            prefill_chunk=chunk,
+            prefix_cache_bytes=kept,
+            exact=exact,
         )
         outputs = generate(engine, PROMPTS, params, pauses)
         assert (engine.pauses > 0) == (pauses > 0)
@@ -222,15 +229,17 @@ def test_rows_near_the_end_of_the_context_read_nothing_after_it(name: str, rows:
     assert [(len(o.tokens), o.error) for o in plains] == [(min(44, context - len(p)), None) for p in prompts]
     texts = {tuple(p): o.tokens for p, o in zip(prompts, plains, strict=True)}
     proposer = Oracle(texts, wrong=0.5) if drafting == "oracle" else em.DraftModelProposer(short)
-    outputs = em.Engine(short, proposer, policy=em.FixedPolicy(8), max_batch=rows).generate(prompts, params)
+    engine = em.Engine(short, proposer, policy=em.FixedPolicy(8), max_batch=rows, exact=drafting == "oracle")
+    outputs = engine.generate(prompts, params)
     assert [(o.error, o.tokens) for o in outputs] == [(None, o.tokens) for o in plains]
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", ["gpt_oss", "granitemoehybrid", "rwkv7"])
-def test_plain_rounds_after_the_end_of_a_row_are_undone(name: str) -> None:
+def test_plain_rounds_after_the_end_of_a_row_are_undone(name: str, exact: bool) -> None:
     plains = [plain(name, prompt, em.SamplingParams(max_tokens=12)) for prompt in PROMPTS]
     params = [em.SamplingParams(max_tokens=12, stop_token_ids=[text[n]]) for n, (text, _) in enumerate(plains)]
-    outputs = em.Engine(target(name), max_batch=5).generate(PROMPTS, params)
+    outputs = em.Engine(target(name), max_batch=5, exact=exact).generate(PROMPTS, params)
     for output, (text, margins) in zip(outputs, plains, strict=True):
         assert first_difference(output.tokens, text[: len(output.tokens)], margins) is None
 

@@ -34,6 +34,9 @@ def test_a_curve_is_measured_once(tmp_path: Path) -> None:
     assert seconds == sorted(seconds), "more tokens never count as less"
     assert curve_of(TARGET, tmp_path) == first
     assert len(list(tmp_path.iterdir())) == 1
+    (_, two), *others = curve_of(TARGET, tmp_path, exact=True)  # a plain round reads two tokens
+    assert others == first[1:]
+    assert first[0][1] <= two <= first[1][1]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text"])

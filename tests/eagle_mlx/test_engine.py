@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import CONFIDENCE_LAG, Context, Plan, RoundResult
 from eagle_mlx.request import draft_runs
 from eagle_mlx.sampling_params import Drafter
+from eagle_mlx.target import Forward
 from tests.fakes import Oracle, tiny_head, tiny_target
 from tests.full import diagonal, in_full
 
@@ -66,20 +68,42 @@ def in_turns(count: int, others: Sequence[Any], each: int) -> list[tuple[int, An
     return [(one, others[place]) for one, place in places]
 
 
-SIZES = [(1, 1), (4, 2), (5, 8)]
-"""Depth and rows."""
+SIZES = [(1, 1, False), (4, 2, True), (5, 8, False), (0, 3, True)]
+"""Depth, rows, and whether the engine is exact."""
 
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("which", "size"), in_turns(len(proposers()), SIZES, 1))
-def test_greedy_text_is_mlx_lms_own(which: int, size: tuple[int, int]) -> None:
-    depth, max_batch = size
-    engine = em.Engine(TARGET, proposers()[which], policy=em.FixedPolicy(depth), max_batch=max_batch)  # type: ignore[arg-type]
+def test_greedy_text_is_mlx_lms_own(which: int, size: tuple[int, int, bool]) -> None:
+    depth, max_batch, exact = size
+    engine = em.Engine(TARGET, proposers()[which], policy=em.FixedPolicy(depth), max_batch=max_batch, exact=exact)  # type: ignore[arg-type]
     outputs = engine.generate(PROMPTS, em.SamplingParams(max_tokens=24))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert len(output.tokens) == 24
         assert output.finish_reason == "length"
         assert_same_text(prompt, output.tokens)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 4])
+def test_an_exact_engine_reads_one_position_with_the_kernels_of_two(
+    which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here forwards of one position give other logits, as they may on a GPU."""
+    widths, forward = list[int](), TARGET.forward
+
+    def other_kernels(tokens: mx.array, *args: Any, **kwargs: Any) -> Forward:
+        widths.append(tokens.shape[1])
+        out = forward(tokens, *args, **kwargs)
+        return replace(out, logits=mx.roll(out.logits, tokens.shape[1] == 1, axis=-1))
+
+    monkeypatch.setattr(TARGET, "forward", other_kernels)
+    params = em.SamplingParams(max_tokens=24)
+    for exact in (True, False):
+        engine = em.Engine(TARGET, proposers()[which], policy=Recording([0, 0, 0, 4, 1]), max_batch=2, exact=exact)  # type: ignore[arg-type]
+        widths.clear()  # of the constructor, which only asks for shapes
+        outputs = engine.generate([PROMPTS[0], PROMPTS[2]], params)
+        assert ([output.tokens for output in outputs] == [GREEDY[tuple(PROMPTS[at])][0] for at in (0, 2)]) == exact
+        assert min(widths) == (2 if exact else 1)
 
 
 def test_a_perfect_proposer_is_always_accepted() -> None:
@@ -118,12 +142,13 @@ def test_rows_join_and_leave_in_the_middle_and_come_back_in_order() -> None:
         assert_same_text(prompt, output.tokens)
 
 
-def test_rounds_read_no_more_than_the_longest_row() -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_rounds_read_no_more_than_the_longest_row(exact: bool) -> None:
     """Plain rounds add a position to the bound of all rows. Unless it is reset, it grows as long as any row remains.
 
     Without the reset, answering 12,000 prompts in batches of 64 became three times slower after 14 minutes.
     """
-    engine = em.Engine(TARGET, max_batch=3)
+    engine = em.Engine(TARGET, max_batch=3, exact=exact)
     rows = [engine.prepare(PROMPTS[i % 5][:9], em.SamplingParams(max_tokens=3 + i % 5)) for i in range(40)]
     for row in rows:
         engine.submit(row)
@@ -374,7 +399,8 @@ POLICIES = [
 
 @pytest.mark.parametrize(("policy", "which"), in_turns(len(POLICIES), range(1, 5), 1))
 def test_text_is_the_same_whatever_the_policy(policy: int, which: int) -> None:
-    engine = em.Engine(TARGET, proposers()[which], policy=POLICIES[policy](), max_batch=3)  # type: ignore[arg-type]
+    exact = which % 2 == 0
+    engine = em.Engine(TARGET, proposers()[which], policy=POLICIES[policy](), max_batch=3, exact=exact)  # type: ignore[arg-type]
     seeded = em.SamplingParams(temperature=0.9, seed=5, max_tokens=20)
     lengths = [24, 7, 15, 24]
     params = [em.SamplingParams(max_tokens=n) for n in lengths]

@@ -62,15 +62,19 @@ CHOICES: list[tuple[Drafter | None, ...]] = [(None, "ngrams", "model", "none"), 
 
 
 @pytest.mark.parametrize(
-    ("proposer", "depth", "batch", "pauses", "chosen"),
-    diagonal(DRAFTS, [0, 1, 3, 5, 2], [1, 4, 8], [0.0, 0.2], CHOICES),
+    ("proposer", "depth", "batch", "pauses", "chosen", "exact"),
+    diagonal(DRAFTS, [0, 1, 3, 5, 2], [1, 4, 8], [0.0, 0.2], CHOICES, [True, False, False, True]),
 )
 def test_the_same_tokens_every_time(
-    proposer: str, depth: int, batch: int, pauses: float, chosen: tuple[Drafter | None, ...]
+    proposer: str, depth: int, batch: int, pauses: float, chosen: tuple[Drafter | None, ...], exact: bool
 ) -> None:
-    prefixes = 1 << 20 if pauses and batch > 1 else 0
     engine = em.Engine(
-        TARGET, DRAFTS[proposer](TARGET), policy=em.FixedPolicy(depth), max_batch=batch, prefix_cache_bytes=prefixes
+        TARGET,
+        DRAFTS[proposer](TARGET),
+        policy=em.FixedPolicy(depth),
+        max_batch=batch,
+        prefix_cache_bytes=1 << 20 if pauses and batch > 1 else 0,
+        exact=exact,
     )
     params = [replace(each, drafter=chosen[index % len(chosen)]) for index, each in enumerate(PARAMS)]
     outputs = generate(engine, PROMPTS, params, pauses)
@@ -120,8 +124,11 @@ def expected_of_grammars(seeds: tuple[int, ...]) -> list[list[int]]:
     return [plain.generate([p], each)[0].tokens for p, each in zip(PROMPTS, asked, strict=True)]
 
 
-@pytest.mark.parametrize(("proposer", "depth", "seeded"), diagonal(in_turn(DRAFTS), [3, 5], [True, False, False]))
-def test_1_the_same_tokens_even_if_masks_are_late(proposer: str, depth: int, seeded: bool) -> None:
+@pytest.mark.parametrize(
+    ("proposer", "depth", "seeded", "exact"),
+    diagonal(in_turn(DRAFTS), [3, 5], [True, False, False], [False, True]),
+)
+def test_1_the_same_tokens_even_if_masks_are_late(proposer: str, depth: int, seeded: bool, exact: bool) -> None:
     """A request without a seed follows the seed that it gets when it is prepared."""
     made: list[Late] = []
 
@@ -129,7 +136,7 @@ def test_1_the_same_tokens_even_if_masks_are_late(proposer: str, depth: int, see
         made.append(Late(len(made)))
         return made[-1]
 
-    engine = em.Engine(TARGET, DRAFTS[proposer](TARGET), policy=em.FixedPolicy(depth), max_batch=4)
+    engine = em.Engine(TARGET, DRAFTS[proposer](TARGET), policy=em.FixedPolicy(depth), max_batch=4, exact=exact)
     asked = [replace(each, grammar=late, stop_token_ids=(END,), seed=each.seed if seeded else None) for each in PARAMS]
     rows = [engine.prepare(prompt, each) for prompt, each in zip(PROMPTS, asked, strict=True)]
     for row in rows:

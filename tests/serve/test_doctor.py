@@ -148,7 +148,10 @@ def test_the_advice_follows_from_the_figures() -> None:
     assert "wired limit not changed" in as_text(good)
     differing = findings(same_bits=[SameBits(2, 64, 3, 64, 1, 0.1), SameBits(4, 64, 0, 64, 2, 0.1)])
     assert "differs at 3 of 128 positions (trained" in " ".join(advice(differing))
-    assert "2 positions would cost 1.10 times as much" in " ".join(advice(differing))
+    assert "up to 4 positions (for one request: --num-speculative-tokens 3)" in " ".join(advice(differing))
+    assert "take 1.10 times as long" in " ".join(advice(differing))
+    useless = findings(same_bits=[SameBits(2, 64, 3, 64, 1, 0.1), SameBits(4, 64, 0, 63, 2, 0.1)])
+    assert "--exact does not help" in " ".join(advice(useless))
     costly = " ".join(advice(findings("M1 and M2")))
     assert "Even a good head gains little" in costly
     assert "A verify of 5 positions costs 1.28 times one of 4" in " ".join(advice(findings("M3 Max")))
