@@ -7,7 +7,7 @@ from itertools import accumulate
 from operator import mul
 
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Context, Plan, RoundResult
-from eagle_mlx.policy.base import check_depth, check_share
+from eagle_mlx.policy.base import check_depths, check_share
 
 NEUTRAL = 0.5
 """The acceptance assumed for a first draft token until one was verified: it may pay or not."""
@@ -26,12 +26,11 @@ class _Shares:
         self._tries: list[float] = []
         self._hits: list[float] = []
 
-    def _first(self, at: int) -> float:
-        """Return the first guess."""
+    def _first_guess(self, at: int) -> float:
         return NEUTRAL / (1 + at)
 
     def rate(self, at: int) -> float:
-        return self._hits[at] / self._tries[at] if at < len(self._tries) else self._first(at)
+        return self._hits[at] / self._tries[at] if at < len(self._tries) else self._first_guess(at)
 
     def _chances(self, count: int) -> Iterable[float]:
         """Return the chance of each draft token to be accepted."""
@@ -43,7 +42,7 @@ class _Shares:
 
     def _count(self, at: int, tries: float, hits: float) -> None:
         while at >= len(self._tries):
-            self._hits.append(_WEIGHT * self._first(len(self._tries)))
+            self._hits.append(_WEIGHT * self._first_guess(len(self._tries)))
             self._tries.append(_WEIGHT)
         self._tries[at] = self._tries[at] * _DECAY + tries
         self._hits[at] = self._hits[at] * _DECAY + hits
@@ -55,7 +54,7 @@ class AcceptanceByPosition(_Shares):
     A position without tries has the share of the last position that has some.
     """
 
-    def _first(self, at: int) -> float:
+    def _first_guess(self, at: int) -> float:
         return self.rate(min(at, len(self._tries)) - 1) if at and self._tries else NEUTRAL
 
     def add(self, depth: int, accepted: Sequence[int]) -> None:
@@ -89,7 +88,7 @@ class ConfidenceCalibration(_Shares):
 
     _BINS = 10
 
-    def _first(self, at: int) -> float:
+    def _first_guess(self, at: int) -> float:
         return (at + 0.5) / self._BINS
 
     def add(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -131,10 +130,9 @@ class AcceptancePolicy:
     _plain_rounds: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        check_depth("k", self.k)
+        check_depths(k=self.k, disable_at_rows=self.disable_at_rows)
         check_share("alpha", self.alpha)
         check_share("threshold", self.threshold)
-        check_depth("disable_at_rows", self.disable_at_rows)
 
     def plan(self, context: Context) -> Plan:
         return PLAIN if 0 < self.disable_at_rows <= context.rows else Plan(self._depth())

@@ -39,8 +39,7 @@ class FixedPolicy:
     """If more than k, draft a tree of this many tokens and at most k levels instead of a chain."""
 
     def __post_init__(self) -> None:
-        check_depth("k", self.k)
-        check_depth("nodes", self.nodes)
+        check_depths(k=self.k, nodes=self.nodes)
 
     @property
     def wants_trees(self) -> bool:
@@ -54,10 +53,11 @@ class FixedPolicy:
         """Learn nothing."""
 
 
-def check_depth(name: str, value: int) -> None:
-    """Raise ConfigError if `value` is not a whole number."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{name} must be an integer of at least 0; got {value!r}")
+def check_depths(**values: int) -> None:
+    """Raise ConfigError, with the name, if a value is not a whole number."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"{name} must be an integer of at least 0; got {value!r}")
 
 
 def check_share(name: str, value: float) -> None:

@@ -8,7 +8,7 @@ from statistics import median_low
 
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy.acceptance import AcceptanceByPosition, AcceptanceByRank, ConfidenceCalibration
-from eagle_mlx.policy.base import check_depth, check_share
+from eagle_mlx.policy.base import check_depths, check_share
 from eagle_mlx.policy.costs import CHAIN_KIND, PLAIN_KIND, Costs, Drift
 
 MOST_TOKENS = 8
@@ -104,8 +104,7 @@ class ThroughputPolicy:
 
     def __init__(self, max_depth: int = MOST_TOKENS, explore: float = 0.01, max_nodes: int = 0):
         """Limit chains to `max_depth` draft tokens and trees to `max_nodes`; 0 means no trees."""
-        check_depth("max_depth", max_depth)
-        check_depth("max_nodes", max_nodes)
+        check_depths(max_depth=max_depth, max_nodes=max_nodes)
         check_share("explore", explore)
         self.max_depth, self.max_nodes, self.explore = max_depth, max_nodes, explore
         self.costs = Costs()
@@ -183,10 +182,12 @@ class ThroughputPolicy:
         return min(filter(is_affordable, due), key=lambda arm: self._due.get(arm, 0), default=None)
 
     def _candidates(self, rows: int, arms: list[Plan], best: Plan) -> list[Plan]:
-        """Return the arms worth exploring: if the best is plain, the best of each drafter."""
+        """Return the arms worth exploring: if plain leads, the best of each drafter, and longer ones never tried."""
         if best == PLAIN:
             drafters = [[arm for arm in arms if arm.depth and bool(arm.lookup) == lookup] for lookup in (True, False)]
-            return [max(each, key=lambda arm: self._speed(rows, arm)) for each in drafters if each]
+            found = [max(each, key=lambda arm: self._speed(rows, arm)) for each in drafters if each]
+            longer = {replace(arm, depth=arm.depth + more) for arm in found for more in range(1, _NEAR + 1)}
+            return [*found, *(arm for arm in arms if arm in longer and arm not in self._due)]
         kinds: dict[str, list[Plan]] = {}
         for arm in arms[1:]:
             kinds.setdefault(_kind(arm), []).append(arm)

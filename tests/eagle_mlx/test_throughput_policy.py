@@ -77,6 +77,12 @@ def test_it_finds_a_depth_within_four_percent_of_the_best(curve: str, rows: int,
     assert reached.mean() > 0.97
 
 
+def test_it_finds_a_long_chain_that_pays_after_short_ones_that_do_not() -> None:
+    """With four rows on an M3 Max, one and two draft tokens lose, and seven win by half."""
+    reached = speeds(500, curve="M3 Max", chance=0.85, rows=4, seeds=[2])
+    assert reached.mean() > 0.96 * World("M3 Max", 0.85).best(4)
+
+
 @pytest.mark.parametrize(("curve", "chance"), diagonal(CURVES, [0.6, 0.95]))
 def test_it_finds_a_depth_without_a_measured_curve(curve: str, chance: float) -> None:
     assert speeds(500, curve=curve, chance=chance, known=False).mean() > 0.96 * World(curve, chance).best()
