@@ -182,12 +182,12 @@ class ThroughputPolicy:
         return min(filter(is_affordable, due), key=lambda arm: self._due.get(arm, 0), default=None)
 
     def _candidates(self, rows: int, arms: list[Plan], best: Plan) -> list[Plan]:
-        """Return the arms worth exploring: if plain leads, the best of each drafter, and longer ones never tried."""
+        """Return the arms worth exploring: if plain leads, the best of each drafter, and chains longer than any yet."""
         if best == PLAIN:
             drafters = [[arm for arm in arms if arm.depth and bool(arm.lookup) == lookup] for lookup in (True, False)]
             found = [max(each, key=lambda arm: self._speed(rows, arm)) for each in drafters if each]
             longer = {replace(arm, depth=arm.depth + more) for arm in found for more in range(1, _NEAR + 1)}
-            return [*found, *(arm for arm in arms if arm in longer and arm not in self._due)]
+            return [*found, *(arm for arm in arms if arm in longer and arm.depth > self._deepest)]
         kinds: dict[str, list[Plan]] = {}
         for arm in arms[1:]:
             kinds.setdefault(_kind(arm), []).append(arm)

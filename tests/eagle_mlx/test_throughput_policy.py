@@ -146,15 +146,19 @@ def test_a_plan_is_not_judged_by_its_first_round_alone() -> None:
 
 @pytest.mark.parametrize("curve", CURVES)
 def test_it_recovers_after_a_change_of_the_text(curve: str) -> None:
-    for seed in SEEDS:
+    better, worse = [], []
+    for seed in in_full(range(24), range(3)):
         world, policy = World(curve, 0.0, seed=seed), policy_for(curve)
         world.run(policy, ROUNDS)
         world.chance = 0.9
         world.run(policy, 3 * LONGEST_PAUSE)  # one in ten explorations fails
-        assert world.run(policy, 500) > 0.95 * world.best()
+        better.append(world.run(policy, 500) / world.best())
         world.chance = 0.0
         world.run(policy, 200)
-        assert world.run(policy, 500) > 0.97
+        worse.append(world.run(policy, 500))
+    assert min(better) > 0.95
+    assert np.mean(worse) > 0.97
+    assert min(worse) > 0.95  # the share of the time that explorations saved while drafts paid is spent at once
 
 
 def test_it_recovers_after_a_change_of_the_machine() -> None:
