@@ -14,21 +14,22 @@ from eagle_mlx import Target, hub, load_target
 from eagle_mlx.catalog import embedded
 from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.cpu import blas
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.extras import require
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
 from eagle_mlx.machine import describe
-from eagle_mlx.setting import AT_LEAST_1, Group, setting
+from eagle_mlx.setting import AT_LEAST_1, Group, find, flag, setting
 from eagle_mlx.target_options import TargetOptions
 
 from .. import speculation
-from ..prompts import read_questions, with_filler
+from ..prompts import Question, read_questions, with_filler
 from . import report
 from .decoding import ModeName, tolerance_for
 from .measure import BenchConfig, measure, type_name
 from .modes import DEFAULT_MODES, MLX_LM, NEEDS, STOCK, USE_HEAD, Models, StockModel, build_modes, missing
+from .race import race
 from .report import Run
 
 RANDOM = "random"
@@ -40,6 +41,7 @@ examples:
   eagle-bench --target mlx-community/Qwen3-4B-4bit --head out/head --prompts mine.jsonl --json figures.json
   eagle-bench --batch 1 4 8 --temperature 0 0.7
   eagle-bench --target Qwen3-4B-4bit --prompts spec_bench.jsonl --limit 80      τ and tokens/s by category
+  eagle-bench --race 'def median(values):'              one prompt by each mode, side by side
   eagle-bench --head random --modes plain eagle --policy throughput     the cost of a useless head
 
 All modes decode the same prompts in one process and take turns. Figures are medians over the repeats. mlx-lm and
@@ -49,7 +51,11 @@ same seeds.
 
 All modes except mlx-lm-stock share one model, as EAGLE-MLX loads it: on a CPU under Linux in float32. mlx-lm-stock
 decodes a second copy in the folder's own type. If the types differ, near-ties may resolve differently; this does not
-change the exit status."""
+change the exit status.
+
+--race decodes its prompt once by each mode. One mode runs alone at a time; at a terminal, a replay at the measured
+speeds then shows all of them side by side, and Ctrl-C skips it. hybrid is what eagle-generate and eagle-serve do by
+default: the head and n-grams, whichever is faster. Texts are compared with the first mode's."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,21 @@ class BenchOptions(Group):
     nodes: tuple[int, ...] = setting(
         (0,), "tokens in a draft tree of up to --depth levels; 0 drafts chains; --nodes 0 16 compares both"
     )
-    policy: tuple[speculation.PolicyName, ...] = setting(
-        ("fixed",), "how to choose the number of draft tokens, up to --depth; fixed always drafts --depth tokens"
+    policy: tuple[speculation.PolicyName, ...] | None = setting(
+        None,
+        "how to choose the number of draft tokens, up to --depth; fixed always drafts --depth tokens (default: fixed; "
+        "throughput with --race)",
     )
     temperature: tuple[float, ...] = setting(
         (BenchConfig.temperature,), "sampling temperature; 0 is greedy", metavar="T"
     )
     prompts: Path | None = setting(
         None, "jsonl file of rows with `messages`, `prompt` or `turns` (default: held-out Python functions)"
+    )
+    race: str | None = setting(
+        None,
+        "show one prompt's decoding by each mode side by side; modes run one at a time",
+        metavar="PROMPT",
     )
     limit: int = setting(100, "number of prompts, spread evenly over categories", AT_LEAST_1)
     filler: int | None = setting(
@@ -106,6 +119,19 @@ class BenchOptions(Group):
     measuring: BenchConfig = field(default_factory=BenchConfig)
     memory: speculation.MemoryOptions = field(default_factory=speculation.MemoryOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
+
+    def _check(self) -> None:
+        if self.race is None:
+            return
+        if not self.race.strip():
+            raise PromptError("the prompt of --race is empty; give some text")
+        for name in ("batch", "prompts", "limit", "json", "plot", "repeats", "turn"):
+            if self.value(name) != find(BenchOptions, name).default:
+                raise ConfigError(f"--race decodes one prompt once and only prints; leave out {flag(name)}")
+
+    @property
+    def policies(self) -> tuple[speculation.PolicyName, ...]:
+        return self.policy or ("fixed" if self.race is None else "throughput",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,22 +158,21 @@ def _bench(options: BenchOptions, command: str) -> int:
     head = _head(head_name, target, options.head_bits)
     draft = load_target(options.draft_model) if options.draft_model is not None else None
     loading.wire_active()
-    prompts = options.prompts or embedded("prompts.jsonl")
-    questions = read_questions(prompts, options.limit)
-    if options.filler is not None:
-        questions = with_filler(questions, target, options.filler)
+    questions = _questions(options, target)
     machine = describe()
     which = "none" if head is None else f"{head_name}, {described(head)}"
     print(f"machine: {machine}\ntarget: {target.name}\nhead: {which}")
     if draft is not None:
         print(f"draft model: {draft.name}")
-    depth = options.depth or (min(speculation.DEFAULT_TOKENS[policy] for policy in options.policy),)
+    depth = options.depth or (min(speculation.DEFAULT_TOKENS[policy] for policy in options.policies),)
     runs: list[Run] = []
     stock = StockModel(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
-    models = Models(target, head, draft, options.memory, options.prior, stock)
+    models = Models(target, head, draft, options.memory, options.prior or options.race is not None, stock)
+    if options.race is not None:
+        return _race(options, models, modes, depth, questions[0])
     for temperature in options.temperature:
         say("preparing the modes")
-        built = build_modes(models, modes, options.batch, depth, options.policy, options.nodes)
+        built = build_modes(models, modes, options.batch, depth, options.policies, options.nodes)
         config = replace(options.measuring, temperature=temperature)
         runs += measure(target, built, questions, config, progress=not options.quiet)
     own = options.measuring.tolerance
@@ -161,7 +186,7 @@ def _bench(options: BenchOptions, command: str) -> int:
             "machine": asdict(machine),
             "command": command,
             "eagle_mlx": version("eagle-mlx"),
-            "prompts": str(prompts),
+            "prompts": str(options.prompts or embedded("prompts.jsonl")),
             "head_sha256": None if head_name in (None, RANDOM) else hub.weights_digest(hub.resolve(head_name)),
             "head_quantization": quantization_of(head) if head is not None else None,
             "filler": options.filler or 0,
@@ -174,6 +199,29 @@ def _bench(options: BenchOptions, command: str) -> int:
         report.plot(runs, options.plot)
     dtype = type_name(target.dtype)
     return 1 if any(run.identical is False and run.dtype == dtype for run in runs) else 0
+
+
+def _questions(options: BenchOptions, target: Target) -> list[Question]:
+    if options.race is None:
+        questions = read_questions(options.prompts or embedded("prompts.jsonl"), options.limit)
+    else:
+        has_template = target.tokenizer is not None and target.tokenizer.has_chat_template
+        questions = [Question([{"role": "user", "content": options.race}] if has_template else options.race)]
+    return questions if options.filler is None else with_filler(questions, target, options.filler)
+
+
+def _race(
+    options: BenchOptions, models: Models, modes: Sequence[ModeName], depth: Sequence[int], question: Question
+) -> int:
+    same = True
+    for temperature in options.temperature:
+        config = replace(options.measuring, temperature=temperature)
+        [params] = config.params(1, config.max_tokens)
+        prompt = question.encode(models.target, max_tokens=config.max_tokens)
+        built = build_modes(models, modes, (1,), depth, options.policies, options.nodes)
+        config.check(built)
+        same &= race(models.target, built, prompt, params, not options.quiet)
+    return 0 if same else 1
 
 
 def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHead | None:
@@ -199,7 +247,8 @@ def _modes(options: BenchOptions) -> tuple[list[ModeName], str | Path | None]:
     if options.modes is None:
         if head is None:
             print("no head for this target: leaving out mode eagle")
-        modes = [name for name in modes if name not in lacking and not (is_sharded and name in for_mlx_lm)]
+        left_out = [*lacking, *(for_mlx_lm if is_sharded or options.race is not None else ())]
+        modes = [name for name in modes if name not in left_out]
     elif lacking:
         raise missing(lacking[0])
     elif is_sharded and for_mlx_lm:

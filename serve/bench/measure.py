@@ -58,6 +58,11 @@ class BenchConfig(Group):
         "(default: by the model's type)",
     )
 
+    def check(self, modes: Sequence[decoding.Mode]) -> None:
+        """Raise ConfigError if a mode cannot follow these settings."""
+        if self.ignore_eos and any(mode.name in BASELINES for mode in modes):
+            raise ConfigError("mlx-lm cannot ignore the end of text; leave out its modes, or --ignore-eos")
+
     def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
         seeds = [self.seed + index if self.temperature else None for index in range(count)]
         common = SamplingParams(self.temperature, max_tokens=max_tokens, acceptance=self.acceptance)
@@ -120,8 +125,7 @@ def measure(
     """
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
-    if config.ignore_eos and any(mode.name in BASELINES for mode in modes):
-        raise ConfigError("mlx-lm cannot ignore the end of text; leave out its modes, or --ignore-eos")
+    config.check(modes)
     questions = [prompt if isinstance(prompt, Question) else Question(prompt) for prompt in prompts]
     for question in questions:
         question.check(target, config.max_tokens)

@@ -1,0 +1,163 @@
+"""A race: one prompt decoded by several modes, shown side by side."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from time import perf_counter, sleep
+from unicodedata import combining, east_asian_width
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from eagle_mlx import Output, SamplingParams, Target
+from eagle_mlx.progress import progress_bar
+
+from .decoding import Mode, acceptance_length, compare, first_difference, tolerance_for
+from .modes import BASELINES
+
+WARMUP_TOKENS = 16
+FRAMES_PER_SECOND = 20
+GAP = "  "
+"""Between two columns."""
+
+
+@dataclass
+class Lap:
+    """One mode's decoding of the prompt."""
+
+    mode: Mode
+    said: Output = field(init=False)
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    """For each step, the seconds since the start and the tokens so far."""
+    verdict: str = ""
+    is_different: bool = False
+    """Whether the text differs from the first mode's by more than rounding."""
+
+    @property
+    def name(self) -> str:
+        drafts = f" {self.mode.policy}/{self.mode.depth}" if self.mode.depth else ""
+        return f"{self.mode.name}{drafts}"
+
+    @property
+    def seconds(self) -> float:
+        return self.steps[-1][0]
+
+    def at(self, seconds: float, tokenizer: TokenizerWrapper) -> tuple[str, str, str]:
+        """Return the speed, the verdict and the text at a time of the race."""
+        if seconds >= self.seconds:
+            return self.rate, self.verdict, self.said.text
+        at, count = next((step for step in reversed(self.steps) if step[0] <= seconds), (0.0, 0))
+        length = len(tokenizer.decode(self.said.tokens[:count]).rstrip("\ufffd"))
+        return f"{count / at:.1f} tokens/s" if count else "reads the prompt", "", self.said.text[:length]
+
+    @property
+    def rate(self) -> str:
+        return f"{len(self.said.tokens) / self.seconds:.1f} tokens/s"
+
+    def summary(self, first: Lap, width: int) -> str:
+        """Return the result in one line."""
+        count, tau = len(self.said.tokens), acceptance_length([self.said])
+        ratio = count / self.seconds / (len(first.said.tokens) / first.seconds)
+        figures = f"{count} tokens in {self.seconds:.2f} s, {self.rate}, {ratio:.2f}x {first.mode.name}, τ {tau:.2f}"
+        return f"{self.name.ljust(width)}  {figures}, {self.verdict}"
+
+
+def race(target: Target, modes: Sequence[Mode], prompt: list[int], params: SamplingParams, progress: bool) -> bool:
+    """Decode a prompt by each mode, one at a time, and print the results; at a terminal, also replay them together.
+
+    Returns whether all texts equal the first mode's, apart from rounding.
+    """
+    laps = [_run(mode, prompt, params, progress) for mode in modes]
+    for lap in laps:
+        _judge(lap, laps[0], target, prompt, params)
+    if sys.stdout.isatty() and target.tokenizer is not None:
+        _replay(laps, target.tokenizer)
+    width = max(len(lap.name) for lap in laps)
+    print("\n".join(lap.summary(laps[0], width) for lap in laps))
+    return not any(lap.is_different for lap in laps)
+
+
+def _run(mode: Mode, prompt: list[int], params: SamplingParams, progress: bool) -> Lap:
+    """Decode a few tokens, which compiles the mode's functions, then time the whole text."""
+    lap = Lap(mode)
+    for limit in (min(WARMUP_TOKENS, params.max_tokens), params.max_tokens):
+        lap.steps.clear()
+        mx.clear_cache()  # start without another mode's buffers
+        total, start, decoding = 0, perf_counter(), mode.decode([prompt], [replace(params, max_tokens=limit)])
+        with progress_bar(
+            total=limit, desc=lap.name, unit="token", disable=None if progress else True, leave=False
+        ) as bar:
+            try:
+                while True:
+                    total += (new := next(decoding))
+                    lap.steps.append((perf_counter() - start, total))
+                    bar.update(new)
+            except StopIteration as end:
+                lap.steps.append((perf_counter() - start, total))
+                [lap.said] = end.value
+        mode.sync()
+    return lap
+
+
+def _judge(lap: Lap, first: Lap, target: Target, prompt: list[int], params: SamplingParams) -> None:
+    if lap is first:
+        lap.verdict = "reference"
+        return
+    if params.rule != "greedy" and lap.mode.name in BASELINES:
+        lap.verdict = "draws its own numbers"
+        return
+    pair = (first.said.tokens, lap.said.tokens)
+    at = first_difference(*pair)
+    tolerance = max(tolerance_for(target), tolerance_for(lap.mode))
+    identity = compare(target, [prompt], [pair[0]], [pair[1]], [params], tolerance)
+    rounding = " by rounding" if identity.excused else ""
+    lap.verdict = "identical" if at is None else f"differs{rounding} from token {at + 1}"
+    lap.is_different = identity.different > 0 and lap.mode.dtype == target.dtype
+
+
+def _replay(laps: Sequence[Lap], tokenizer: TokenizerWrapper) -> None:
+    """Draw all laps at their speeds, in columns. Ctrl-C goes to the end."""
+    end, start = max(lap.seconds for lap in laps), perf_counter()
+    height = 0
+    with suppress(KeyboardInterrupt):
+        while (now := perf_counter() - start) < end:
+            height = _draw(laps, tokenizer, now, height)
+            sleep(1 / FRAMES_PER_SECOND)
+    _draw(laps, tokenizer, end, height)
+    print("\n")
+
+
+def _draw(laps: Sequence[Lap], tokenizer: TokenizerWrapper, seconds: float, drawn: int) -> int:
+    """Draw a frame over the one before, of `drawn` lines. Return its height."""
+    screen = shutil.get_terminal_size()
+    width = max(8, (screen.columns - len(GAP) * (len(laps) - 1)) // len(laps))
+    columns = []
+    for lap in laps:
+        *status, text = lap.at(seconds, tokenizer)
+        head = [line for part in (lap.name, *status) for line in wrapped(part, width)]
+        columns.append(head + wrapped(text, width)[-max(1, screen.lines - len(laps) - 3 - len(head)) :])
+    rows = [GAP.join(cells).rstrip() for cells in zip_longest(*columns, fillvalue=" " * width)]
+    rows += [""] * (drawn - len(rows))
+    up = f"\x1b[{drawn - 1}A\r" if drawn > 1 else "\r"
+    print(up + "\n".join(f"{row}\x1b[K" for row in rows), end="", flush=True)
+    return len(rows)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return text in lines of exactly `width` cells of a terminal. Control characters become spaces."""
+    lines = []
+    for line in text.expandtabs(4).split("\n"):
+        row, used = "", 0
+        for char in line:
+            cells = 0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1
+            if used + cells > width:
+                lines.append(row + " " * (width - used))
+                row, used = "", 0
+            row, used = row + (char if char.isprintable() else " "), used + cells
+        lines.append(row + " " * (width - used))
+    return lines
