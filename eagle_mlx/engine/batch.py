@@ -18,6 +18,7 @@ from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_tree import Past
 from eagle_mlx.plan import PLAIN, Abilities, Plan
 from eagle_mlx.proposers.base import CanJoin, Movable, Proposer, ProposerState, Separable, check_draft
+from eagle_mlx.proposers.draft_model import DraftModelState
 from eagle_mlx.proposers.hybrid import HybridState
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter
@@ -54,6 +55,8 @@ class Batch:
         texts = [request.text for request in self.requests]
         if self.state is None and proposer:
             self.state = proposer.open(texts)
+            if past and past.draft is not None and self.draft_model is not None:
+                self.draft_model.resume(past.draft)
         self.drafter: Drafter | None = None
         """See `Engine.drafter`."""
         self.exact = False
@@ -73,6 +76,17 @@ class Batch:
     @property
     def aux_layers(self) -> tuple[int, ...]:
         return self.proposer.aux_layers if self.proposer is not None and self.state is not None else ()
+
+    @property
+    def draft_model(self) -> DraftModelState | None:
+        """The state of the draft model, if one drafts, alone or together with n-grams."""
+        state = self.state.model if isinstance(self.state, HybridState) else self.state
+        return state if isinstance(state, DraftModelState) else None
+
+    @property
+    def caches(self) -> list[RaggedCache]:
+        """The target's cache, and that of a draft model."""
+        return [self.cache, *([self.draft_model.cache] if self.draft_model is not None else [])]
 
     @property
     def abilities(self) -> Abilities:
@@ -208,12 +222,22 @@ class Batch:
         if self.processors:
             self.processors.restore(before.counts)
 
-    def past(self, index: int, length: int | None = None) -> Past | None:
-        """Return a row's cached state, or its first `length` positions, for the prefix cache; None if unavailable."""
+    def pasts(self, index: int, length: int | None = None) -> Iterator[Past]:
+        """Yield a row's cached states, or their first `length` positions, for the prefix cache. The target's is last,
+        because it must stay if there is memory for one."""
+        request, draft = self.requests[index], self.draft_model
+        known = request.length if length is None else length
+        if draft is not None and not request.error:
+            read = min(known, draft.texts[index].read)
+            yield Past(read, draft.cache, index, namespace=request.request.namespace, of_draft_model=True)
+        if (past := self._past(index, known)) is not None:
+            yield past
+
+    def _past(self, index: int, known: int) -> Past | None:
+        """Return a row's first positions in the caches of the target and of a head; None if unavailable."""
         request = self.requests[index]
         if request.error or (request.overran and self.cache.recurrent):
             return None
-        known = request.length if length is None else length
         if self.proposer is None or not self.proposer.aux_layers:
             return Past(known, self.cache, index, namespace=request.request.namespace)
         if not isinstance(self.state, Separable) or not isinstance(self.proposer, CanJoin):
@@ -247,10 +271,9 @@ class Batch:
         return other
 
     def ended_pasts(self) -> Iterator[tuple[list[int], Past]]:
-        """Yield the text and cached state of each request that is about to leave, if it can be kept."""
+        """Yield the text and cached states of each request that is about to leave, if they can be kept."""
         for index, request in enumerate(self.requests):
-            past = self.past(index) if request.leaves else None
-            if past is not None:
+            for past in self.pasts(index) if request.leaves else ():
                 yield request.text, past
 
     def append(self, other: Batch) -> None:

@@ -24,6 +24,8 @@ from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers.base import Proposer
+from eagle_mlx.proposers.draft_model import DraftModelProposer
+from eagle_mlx.proposers.hybrid import model_of
 from eagle_mlx.request import Chunk, Output, Prompt, make_request
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter, SamplingParams
@@ -101,7 +103,11 @@ class Engine:
         self.observer: Callable[[RoundResult], None] | None = None
         """Called with the result of every round."""
         self.prefixes = PrefixCache(prefix_cache_bytes, proposer) if prefix_cache_bytes else None
-        self.wants_boundaries = self.prefixes is not None and not RaggedCache.of(target.model, 1).is_positional
+        drafts, models = model_of(proposer), [target.model]
+        if isinstance(drafts, DraftModelProposer):
+            models.append(drafts.draft.model)
+        positional = all(RaggedCache.of(model, 1).is_positional for model in models)
+        self.wants_boundaries = self.prefixes is not None and not positional
         """Whether `prepare` has a use for boundaries."""
         self.use_policy(policy or ThroughputPolicy())
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes

@@ -30,7 +30,7 @@ class Prefill:
         self.batch = batch
         self._texts = [request.text for request in batch.requests]
         self._read = known
-        self._prefixes = None if batch.cache.is_positional else prefixes
+        self._prefixes = None if all(cache.is_positional for cache in batch.caches) else prefixes
         self._stops = [
             stops(each.request.boundaries, len(text), known)
             for each, text in zip(batch.requests, self._texts, strict=True)
@@ -68,7 +68,7 @@ class Prefill:
 
     def _next_stop(self) -> int | None:
         """Return where the next forward must end, because recurrent states cannot be cut; None if anywhere."""
-        if self._prefixes is None or not self.batch.cache.recurrent:
+        if self._prefixes is None or not any(cache.recurrent for cache in self.batch.caches):
             return None
         return min((stop for row in self._stops for stop in row if stop > self._read), default=None)
 
@@ -78,8 +78,7 @@ class Prefill:
             return
         for row, (text, found) in enumerate(zip(self._texts, self._stops, strict=True)):
             for stop in found:
-                past = self.batch.past(row, stop) if before < stop <= after else None
-                if past is not None:
+                for past in self.batch.pasts(row, stop) if before < stop <= after else ():
                     self._prefixes.keep(text, past)
 
     def _read_chunk(self, width: int) -> None:

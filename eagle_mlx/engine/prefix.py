@@ -13,6 +13,8 @@ from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixTree, Snapshot, keys_
 from eagle_mlx.proposers.base import CanJoin, Proposer, ProposerState
 
 log = logging.getLogger("eagle_mlx.prefixes")
+_OF_DRAFT_MODEL = "\0draft model\0"
+"""Before the namespace of a draft model's texts: they share the tree and its limit, but are found apart."""
 LEAST = 16
 """Minimum length of a useful prefix. Shorter ones do not justify a separate prefill or a snapshot."""
 
@@ -24,6 +26,7 @@ class Prefix:
     length: int
     cache: RaggedCache  # one row with `length` positions
     state: ProposerState | None = None  # the proposer's state, if it reads the target's hidden states
+    draft: RaggedCache | None = None  # a draft model's cache of one row, which may be shorter or longer
 
 
 class PrefixCache:
@@ -32,7 +35,7 @@ class PrefixCache:
     Keys and values can be cut anywhere. Sliding windows and recurrent states cannot, so they are kept for the ends of
     texts and for requests' boundaries. Above `capacity` bytes, the least recently used entries are evicted. A prompt
     only reuses texts of its own namespace. The proposer's state is cached too: a head that has not read the prompt
-    drafts worse.
+    drafts worse. A draft model's cache is stored like a target's, because it depends on the text alone.
     """
 
     def __init__(self, capacity: int, proposer: Proposer | None = None):
@@ -55,13 +58,14 @@ class PrefixCache:
         The last token is left out because a row's newest token is never in its caches; the one before it because a head
         needs the target's hidden state there.
         """
+        draft = self._tree.find(_findable(prompt), LEAST, _OF_DRAFT_MODEL + namespace)
         found = self._tree.find(_findable(prompt), LEAST, namespace)
         if found is None:
             return None
-        cache = found.snapshot.outline.joined([piece.target for piece in found.pieces], found.length)
+        cache = found.cache
         states = [piece.state for piece in found.pieces if piece.state is not None]
         if not states:
-            return Prefix(found.length, cache)
+            return Prefix(found.length, cache, draft=draft.cache if draft is not None else None)
         assert isinstance(self.proposer, CanJoin)
         return Prefix(found.length, cache, self.proposer.join(states, found.length, prompt))
 
@@ -107,13 +111,14 @@ class PrefixCache:
         """Cache the state of a text, of which `tokens` has at least one more."""
         if past.length < LEAST or past.length < past.cache.shortest(past.row):
             return
+        namespace = past.namespace if not past.of_draft_model else _OF_DRAFT_MODEL + past.namespace
         snapshot, keys = Snapshot(past.cache.outline(past.row, past.length)), keys_of(tokens[: past.length + 1])
         try:
-            kept = self._tree.insert(keys, snapshot, past.piece, self._limit, past.namespace)
+            kept = self._tree.insert(keys, snapshot, past.piece, self._limit, namespace)
         except BaseException:
             self._tree = PrefixTree()  # it may be inconsistent
             raise
-        if self.disk is not None and kept:
+        if self.disk is not None and kept and not past.of_draft_model:
             self.disk.offer(keys, past, snapshot.outline)
 
     def trim(self) -> None:

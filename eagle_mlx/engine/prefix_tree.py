@@ -99,6 +99,11 @@ class Found:
     pieces: list[PrefixPiece]  # pieces with these positions, and possibly later ones
     snapshot: Snapshot
 
+    @property
+    def cache(self) -> RaggedCache:
+        """A copy with these positions, for a row."""
+        return self.snapshot.outline.joined([piece.target for piece in self.pieces], self.length)
+
 
 class PrefixTree:
     """Pieces of texts, and snapshots at the ends of pieces. The least recently used snapshot is evicted first.
@@ -254,6 +259,7 @@ class Past:
     row: int = 0
     state: Separable | None = None
     namespace: str = ""  # of the request; only its prompts may reuse this
+    of_draft_model: bool = False  # instead of the target's
 
     def piece(self, start: int, end: int) -> PrefixPiece:
         state = self.state.piece(self.row, start, end) if self.state is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +22,12 @@ from eagle_mlx.proposers.chain import ChainSampler, Draws, TreeScorer
 from eagle_mlx.proposers.growth import side_branch_tree
 from eagle_mlx.target import Target
 
-_CHUNK = 512
-"""Chunk size for positions that are still unread when a draft begins."""
+log = logging.getLogger("eagle_mlx.proposers")
+_MOST_READ = 512
+"""Maximum positions that a draft reads first, over all rows. Rows with more unread tokens draft in a later round."""
+_MOST_UNREAD = 32
+"""Maximum tokens per row left unread while nothing is drafted, and the number read at once then. A draft reads as many
+of each row in any batch."""
 
 
 class DraftModelProposer:
@@ -40,6 +45,7 @@ class DraftModelProposer:
         self.draft = draft
         self.abilities = Abilities(trees=True, early_exit=True, may_pad=may_pad(draft.model))
         self.vocab_size = draft.vocab_size
+        self._warned = False
 
     def bind(self, target: Target) -> None:
         check_same_tokenizer(self.draft, target)
@@ -47,6 +53,12 @@ class DraftModelProposer:
 
     def open(self, prompts: Sequence[Sequence[int]]) -> DraftModelState:
         return DraftModelState(self, [_RowText(list(prompt)) for prompt in prompts])
+
+    def warn_of_long_text(self) -> None:
+        if not self._warned:
+            most = self.draft.context_length
+            log.warning("the draft model reads up to %d tokens; longer texts continue without its drafts", most)
+        self._warned = True
 
     @property
     def weight_bytes(self) -> int:
@@ -85,28 +97,40 @@ class DraftModelState:
         """Read as many prompt tokens as the target has, so that long prompts are read in the target's chunks."""
         self._read_chunk([len(tokens) for tokens in seen.tokens])
 
+    def resume(self, cache: RaggedCache) -> None:
+        """Continue from a cache of the beginning of a single row that has read nothing."""
+        [text], self.cache = self.texts, cache
+        text.read = cache.lengths.upper
+        del text.unread[: text.read]
+
     def _read_chunk(self, most: Sequence[int]) -> None:
         """Read at most `most` tokens of each row, and leave at least one unread."""
-        pieces = [text.unread[:-1][:count] for text, count in zip(self.texts, most, strict=True)]
+        pieces = [
+            [] if self._is_too_long(text) else text.unread[:-1][:count]
+            for text, count in zip(self.texts, most, strict=True)
+        ]
         if any(pieces):
             self._read(pieces)
-            mx.eval(self.cache.state)
+            mx.async_eval(self.cache.state)
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        self._logits = self._read_newest()
+        long = [self._is_too_long(text, plan.depth) for text in self.texts]
+        if any(long):
+            self.proposer.warn_of_long_text()
+        ready = [not text.unread and not too_long for text, too_long in zip(self.texts, long, strict=True)]
+        if not any(ready):
+            return Draft(mx.zeros((len(ready), 0), mx.int32), mx.zeros((len(ready),), mx.int32))
+        drafting = mx.array(ready).astype(mx.int32)
         if plan.is_tree:
-            return self._tree(plan.depth, plan.nodes, sampling, positions)
+            return self._tree(plan, drafting, sampling, positions)
         sampler = ChainSampler(sampling, positions, self.proposer.vocab_size, stop_below=plan.stop_below)
         tokens = self._chain(plan.depth, sampler)
-        return sampler.draft(tokens, self._counts(len(tokens)))
-
-    def _counts(self, drafted: int) -> mx.array:
-        return mx.full((len(self.texts),), drafted, mx.int32)
+        return sampler.draft(tokens, len(tokens) * drafting)
 
     def _chain(self, depth: int, draws: Draws) -> list[mx.array]:
-        while max(len(text.unread) for text in self.texts) > _CHUNK:  # positions from the target's prefix cache
-            self._read_chunk([_CHUNK] * len(self.texts))
-        first = self._logits = self._read_all()
-        committed = self.cache.save()
+        first, committed = self._logits, self.cache.save()
+        assert first is not None
 
         def forward(token: mx.array | None) -> mx.array:
             logits = first
@@ -121,23 +145,28 @@ class DraftModelState:
             text.drafted = 0 if self.cache.recurrent else len(tokens) - 1
         return tokens
 
-    def _read_all(self) -> mx.array:
-        """Read all unread tokens; return the logits [B, 1, V] after each row's newest token."""
-        pieces = [list(text.unread) for text in self.texts]
-        if self._logits is None or all(pieces):
-            return self._read(pieces)
+    def _is_too_long(self, text: _RowText, depth: int = 0) -> bool:
+        """Return whether a row's text, with a draft of `depth` tokens, exceeds the draft model's context."""
+        return text.read + len(text.unread) + depth > self.proposer.draft.context_length
+
+    def _read_newest(self) -> mx.array | None:
+        """Read unread tokens, of a row that is far behind only some; return the logits [B, 1, V] after the others'."""
+        most = max(_MOST_UNREAD, _MOST_READ // len(self.texts))
+        pieces = [[] if self._is_too_long(text) else text.unread[:most] for text in self.texts]
         if not any(pieces):
             return self._logits
+        if self._logits is None or all(pieces):
+            return self._read(pieces)
         return mx.where(mx.array([[[bool(piece)]] for piece in pieces]), self._read(pieces), self._logits)
 
-    def _tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        """Draft a chain of the most likely tokens, with side branches."""
+    def _tree(self, plan: Plan, ready: mx.array, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        """Draft a chain of the most likely tokens, with side branches. ready: [B] int32, 1 for rows that draft."""
         scores = TreeScorer(sampling, positions, self.proposer.vocab_size)
-        self._chain(depth, scores)
+        self._chain(plan.depth, scores)
         for text in self.texts:
             text.drafted = 0  # accepted tokens may leave the chain
-        tokens, tree = side_branch_tree(scores.levels, nodes, max(2, -(-nodes // depth)), None)
-        return Draft(tokens, self._counts(nodes), tree=tree)
+        tokens, tree = side_branch_tree(scores.levels, plan.nodes, max(2, -(-plan.nodes // plan.depth)), None)
+        return Draft(tokens, plan.nodes * ready, tree=tree)
 
     def _read(self, pieces: list[list[int]]) -> mx.array:
         """Read unread tokens of each row; return logits [B, 1, V] after the last token of each row that has any."""
@@ -173,6 +202,8 @@ class DraftModelState:
         if any(kept):
             self.cache.advance(mx.array(kept, mx.int32), at_most=max(kept))
             self._sync()
+        if max(len(text.unread) for text in self.texts) > _MOST_UNREAD:
+            self._read_chunk([_MOST_UNREAD] * len(self.texts))
 
     def append(self, other: ProposerState) -> None:
         assert isinstance(other, DraftModelState)
@@ -189,9 +220,7 @@ class DraftModelState:
         taken = DraftModelState(self.proposer, [self.texts[row]])
         taken.cache = self.cache.fork(row, self.texts[row].read)
         taken._logits = None if self._logits is None else self._logits[row : row + 1]
-        mx.eval(
-            taken.cache.state, taken._logits
-        )  # pending computation would keep buffers alive, and they would be copied
+        mx.eval(taken.cache.state, taken._logits)  # pending computation would keep buffers alive
         self.remove(row)
         return taken
 

@@ -88,28 +88,124 @@ def test_drafts_equal_those_of_a_model_without_a_cache(cache: str, rows: int, de
             params.pop()
 
 
-@pytest.mark.parametrize("prefixes", [0, 1 << 20], ids=["cold", "prefix cache"])
-def test_a_long_prompt_is_read_a_chunk_a_step(prefixes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding rows wait for one chunk of the draft model's prefill, not for its whole prompt."""
-    draft, widths, forward = tiny_target(seed=1, layers=2), list[int](), em.Target.forward
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[em.Target, int]]:
+    """Notes each forward: its model, and the number of positions, over all rows."""
+    noted, forward = list[tuple[em.Target, int]](), em.Target.forward
 
     def noting(target: em.Target, tokens: mx.array, *args: Any, **more: Any) -> Forward:
-        widths.extend([tokens.shape[1]] if target is draft else [])
+        noted.append((target, tokens.size))
         return forward(target, tokens, *args, **more)
 
     monkeypatch.setattr(em.Target, "forward", noting)
-    engine = em.Engine(
-        TARGET, em.DraftModelProposer(draft), policy=em.FixedPolicy(2), prefill_chunk=8, prefix_cache_bytes=prefixes
+    return noted
+
+
+def test_a_long_prompt_is_read_a_chunk_a_step(reads: list[tuple[em.Target, int]]) -> None:
+    """Decoding rows wait for one chunk of the draft model's prefill, not for its whole prompt."""
+    draft = tiny_target(seed=1, layers=2)
+    engine = em.Engine(TARGET, em.DraftModelProposer(draft), policy=em.FixedPolicy(2), prefill_chunk=8)
+    reads.clear()
+    engine.generate([[3 + 7 * i % 90 for i in range(60)]], SamplingParams(max_tokens=12))
+    counts = [count for model, count in reads if model is draft]
+    assert max(counts) <= 8
+    assert sum(count for count in counts if count > 3) >= 50
+
+
+@pytest.mark.parametrize("with_ngrams", [False, True])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cached_prefix_is_not_read_again(cache: str, with_ngrams: bool, reads: list[tuple[em.Target, int]]) -> None:
+    draft, target, params = CACHES[cache], tiny_target(vocab=CACHES[cache].vocab_size), SamplingParams(max_tokens=12)
+    proposer: Any = em.DraftModelProposer(draft)
+    if with_ngrams:
+        proposer = em.HybridProposer(proposer)
+    cold, warm = (
+        em.Engine(target, proposer, policy=em.FixedPolicy(2), prefill_chunk=16, prefix_cache_bytes=nbytes)
+        for nbytes in (0, 1 << 20)
     )
-    text = [3 + 7 * i % 90 for i in range(60)]
-    engine.generate([text[:30]], SamplingParams(max_tokens=4))
-    widths.clear()
-    params = SamplingParams(max_tokens=12)
-    wanted = em.Engine(TARGET).generate([text], params)[0].tokens
-    widths.clear()
-    assert engine.generate([text], params)[0].tokens == wanted
-    assert max(widths) <= (8 if not prefixes else 32)
-    assert sum(width for width in widths if width > 3) >= 50
+    text = [3 + 7 * i % 90 for i in range(120)]
+    for turn in range(3):
+        wanted = cold.generate([text], params)[0]
+        reads.clear()
+        got = warm.generate([text], params)[0]
+        assert (got.tokens, got.accepted_by_position) == (wanted.tokens, wanted.accepted_by_position)
+        assert (got.cached_tokens > 100) == (turn > 0)
+        counts = [count for model, count in reads if model is draft]
+        assert max(counts) <= 16
+        assert (sum(counts) < 80) == (turn > 0)
+        text = [*text, *got.tokens, *range(9)]
+
+
+def test_rows_that_are_far_behind_read_a_chunk_per_draft(reads: list[tuple[em.Target, int]]) -> None:
+    """After a prefix that only the target has. Meanwhile, the others draft."""
+    proposer, length = em.DraftModelProposer(DRAFT), 200
+    texts = [[3 + (7 + row) * i % 90 for i in range(length if row else 5)] for row in range(8)]
+    state, batch = proposer.open(texts), SamplingBatch.of([SamplingParams()] * 8, [0] * 8)
+    calls = 0
+    while True:
+        reads.clear()
+        drawn = state.draft(Plan(2), batch, mx.array([len(text) for text in texts]))
+        assert sum(count for _, count in reads) <= 512 + 8
+        calls += 1
+        if all(drawn.lengths.tolist()):
+            break
+        assert drawn.lengths.tolist() == [2] + [0] * 7
+        texts[0].append(calls)
+        state.observe(Observation([[calls], *([[]] * 7)], ()))
+    assert calls == 3  # `observe` reads some, too
+    drafts = [slow_draft(DRAFT, text, 2, SamplingParams()) for text in texts]
+    assert drawn.tokens.tolist() == drafts
+
+
+def test_a_lone_row_that_is_far_behind_drafts_nothing_until_it_has_read_its_text(
+    reads: list[tuple[em.Target, int]],
+) -> None:
+    text = [3 + 7 * i % 90 for i in range(1100)]
+    draft = em.Target(tiny_model("qwen3", max_position_embeddings=2048))
+    state, batch = em.DraftModelProposer(draft).open([text]), SamplingBatch.of([SamplingParams()], [0])
+    shapes = []
+    for plan in (Plan(2), Plan(2, nodes=4), Plan(2)):
+        reads.clear()
+        shapes.append(state.draft(plan, batch, mx.array([len(text)])).tokens.shape)
+        assert sum(count for _, count in reads) <= 513
+    assert shapes == [(1, 0), (1, 0), (1, 2)]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_draft_model_reads_along_while_nothing_is_drafted(cache: str, reads: list[tuple[em.Target, int]]) -> None:
+    draft, texts = CACHES[cache], [[1, 2, 3], [4]]
+    state = em.DraftModelProposer(draft).open(texts)
+    for index in range(100):
+        gains = [[index % 90], [index % 7, 5] if index % 3 else []]
+        state.observe(Observation(gains, ()))
+        texts = [[*text, *gain] for text, gain in zip(texts, gains, strict=True)]
+    assert max(count for _, count in reads) <= 2 * 32
+    batch = SamplingBatch.of([SamplingParams()] * 2, [0] * 2)
+    reads.clear()
+    drawn = state.draft(Plan(2), batch, mx.array([len(text) for text in texts]))
+    assert sum(count for _, count in reads) <= 2 * 35
+    assert drawn.tokens.tolist() == [slow_draft(draft, text, 2, SamplingParams()) for text in texts]
+
+
+@pytest.mark.parametrize("plan", [em.FixedPolicy(3), em.FixedPolicy(3, nodes=5)], ids=["chain", "tree"])
+def test_texts_longer_than_the_draft_models_context_continue_without_drafts(
+    plan: em.FixedPolicy, reads: list[tuple[em.Target, int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = tiny_target(vocab=VOCAB), em.Target(tiny_model("qwen3", max_position_embeddings=40))
+    prompts = [[3 + 7 * i % 90 for i in range(count)] for count in (60, 5, 30)]
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    engine = em.Engine(target, em.DraftModelProposer(draft), policy=plan, max_batch=3)
+    outputs = engine.generate(prompts, params)
+    assert [o.tokens for o in outputs] == [o.tokens for o in em.Engine(target).generate(prompts, params)]
+    assert outputs[0].drafted == 0
+    assert all(0 < o.drafted < 3 * (40 - len(prompt)) for o, prompt in zip(outputs[1:], prompts[1:], strict=True))
+    assert [record.message for record in caplog.records] == [
+        "the draft model reads up to 40 tokens; longer texts continue without its drafts"
+    ]
+    reads.clear()
+    assert engine.generate(prompts[:1], params)[0].drafted == 0
+    assert not [model for model, _ in reads if model is draft]
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.9, seed=5)])
