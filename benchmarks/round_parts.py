@@ -110,8 +110,7 @@ def _read(batch: Batch) -> Past:
     prefill = Prefill(batch)
     while prefill.left:
         prefill.step(PREFILL_CHUNK)
-    past = batch.past(0)
-    assert past is not None
+    *_, past = batch.pasts(0)  # the target's is last
     return past
 
 
