@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
 COMMANDS = (
     ("eagle-serve",),
+    ("eagle-serve", "launch"),
     ("eagle-generate",),
     ("eagle-chat",),
     ("eagle-bench",),

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from eagle_mlx.command import exit_code, read
+from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.memory import free_memory, gb, models_bytes
 from eagle_mlx.setting import GIGABYTES, Group, flag, setting, settings_of
 
+from .. import launch
 from ..speculation import bytes_of
 from .guard import is_loopback
 from .loader import LoadConfig, check, load, several
@@ -35,7 +36,8 @@ examples:
   eagle-serve --models models.yaml                            several models, each loaded on demand
   EAGLE_API_KEY=secret eagle-serve --host 0.0.0.0             for other machines that send the key
 
-then, with any OpenAI client:
+then, with a coding agent: eagle-serve launch claude|codex|opencode [--run]    (eagle-serve launch --help)
+or with any OpenAI client:
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Write a haiku."}], "stream": true}'
   OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
@@ -99,8 +101,11 @@ class ServeOptions(Group):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-serve. Returns the exit status: 0, 1 if --check fails, or 2 for an error."""
+    given = arguments(argv)
+    if given[:1] == ["launch"]:
+        return launch.main(given[1:])
     about = "Serve a model over HTTP with OpenAI's API and speculative decoding: the same text, sooner."
-    return exit_code(lambda: _run(read(ServeOptions, argv, "eagle-serve", about, EPILOG)))
+    return exit_code(lambda: _run(read(ServeOptions, given, "eagle-serve", about, EPILOG)))
 
 
 def _run(options: ServeOptions) -> int:

@@ -1,0 +1,145 @@
+"""The command `eagle-serve launch`: how to start a coding agent with a running server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+
+from eagle_mlx.command import exit_code, read
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.setting import REQUIRED, Group, setting
+
+_ABOUT = "Print the command that starts a coding agent with a running server. With --run, start it."
+_EPILOG = """\
+examples:
+  eagle-serve launch claude
+  eagle-serve launch codex --run
+  eagle-serve launch opencode --url http://studio.local:8000 --model Qwen3-4B-4bit --run -- run 'Fix the tests'
+
+Arguments after -- go to the program. If the server needs a key, set EAGLE_API_KEY. The programs' own files do not
+change; docs/agents.md shows how to change them."""
+_KEY = "EAGLE_API_KEY"
+_PACKAGES = {"claude": "@anthropic-ai/claude-code", "codex": "@openai/codex", "opencode": "opencode-ai"}
+"""Names in npm's registry."""
+_MOST_OUTPUT = 8192
+"""Tokens of an answer that opencode may ask for, if a quarter of the context is not less."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions(Group):
+    """A coding agent, and the server that it uses."""
+
+    program: Literal["claude", "codex", "opencode"] = setting(REQUIRED, "claude, codex or opencode", positional=True)
+    url: str = setting("http://127.0.0.1:8000", "address of the server", metavar="URL")
+    model: str = setting("", "a model's name in /v1/models; by default the first that is loaded, or the first")
+    run: bool = setting(False, "start the program")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A model of a running server."""
+
+    url: str
+    model: str
+    context: int | None
+    """Tokens; None until the model is loaded."""
+    key: str | None
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a program."""
+
+    arguments: Sequence[str]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables."""
+
+    def shell(self, key: str | None) -> str:
+        """Return the command for a POSIX shell, with the name of the key's variable in place of the key."""
+
+        def quoted(text: str) -> str:
+            parts = text.split(key) if key else [text]
+            return f'"${_KEY}"'.join(shlex.quote(part) if part or len(parts) == 1 else "" for part in parts)
+
+        return " ".join(
+            [*(f"{name}={quoted(value)}" for name, value in self.variables.items()), *map(quoted, self.arguments)]
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a command, or become the program. Returns the exit status: 0, or 2 for an error."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return exit_code(
+        lambda: _run(read(LaunchOptions, argv[:at], "eagle-serve launch", _ABOUT, _EPILOG), argv[at + 1 :])
+    )
+
+
+def _run(options: LaunchOptions, more: Sequence[str]) -> None:
+    server = find(options.url.rstrip("/").removesuffix("/v1"), options.model, os.environ.get(_KEY))
+    start = {"claude": claude, "codex": codex, "opencode": opencode}[options.program](server)
+    start = Start([*start.arguments, *more], start.variables)
+    if not options.run:
+        print(start.shell(server.key))
+        return
+    if shutil.which(options.program) is None:
+        raise ConfigError(f"{options.program} is not installed: npm install -g {_PACKAGES[options.program]}")
+    os.execvpe(options.program, list(start.arguments), {**os.environ, **start.variables})
+
+
+def find(url: str, name: str, key: str | None) -> Server:
+    """Ask a server for its models. Raises ConfigError if it does not answer, refuses the key, or lacks the model."""
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise ConfigError(f"{url} needs another key than {_KEY}" if key else f"{url} needs a key; set {_KEY}")
+        models: list[dict[str, Any]] = answer.raise_for_status().json()["data"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as e:
+        raise ConfigError(f"no eagle-serve answers at {url} ({e}); start it, or name its address with --url") from e
+    fitting = [model for model in models if name in ("", model["id"])]
+    if not fitting:
+        raise ConfigError(f"--model {name}: {url} has {', '.join(model['id'] for model in models)}")
+    model = next((each for each in fitting if each["max_model_len"]), fitting[0])
+    return Server(url, model["id"], model["max_model_len"], key)
+
+
+def claude(server: Server) -> Start:
+    """Start Claude Code. It needs all three default models, because unknown names get a 404."""
+    variables = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key or "none"}
+    tiers = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
+    variables |= {f"ANTHROPIC_{tier}": server.model for tier in tiers}
+    if server.context:
+        variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(server.context)
+    return Start(["claude"], variables)
+
+
+def codex(server: Server) -> Start:
+    """Start Codex CLI. Values of its -c are TOML; JSON's strings and integers are, too."""
+    provider = {"name": "eagle-serve", "base_url": f"{server.url}/v1", "wire_api": "responses"}
+    if server.key:
+        provider["env_key"] = _KEY
+    settings: dict[str, str | int] = {"model": server.model, "model_provider": "eagle"}
+    if server.context:
+        settings["model_context_window"] = server.context
+    settings |= {f"model_providers.eagle.{name}": value for name, value in provider.items()}
+    return Start(
+        ["codex", *(part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}"))]
+    )
+
+
+def opencode(server: Server) -> Start:
+    """Start opencode. Its variable overrides the files of settings."""
+    limit = {"context": server.context, "output": min(_MOST_OUTPUT, server.context // 4)} if server.context else None
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key or "none"},
+        "models": {server.model: {"limit": limit} if limit else {}},
+    }
+    content = {"model": f"eagle/{server.model}", "provider": {"eagle": provider}}
+    return Start(["opencode"], {"OPENCODE_CONFIG_CONTENT": json.dumps(content)})
