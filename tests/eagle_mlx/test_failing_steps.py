@@ -219,7 +219,7 @@ PLACES: list[tuple[type, str]] = [
     (Round, "collect"),
     (Batch, "append"),
     (Batch, "release"),
-    (Batch, "past"),
+    (Batch, "pasts"),
     (RaggedCache, "append"),
     (RaggedCache, "remove"),
     (RaggedCache, "sync"),
