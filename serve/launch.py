@@ -29,14 +29,15 @@ _KEY = "EAGLE_API_KEY"
 _PACKAGES = {"claude": "@anthropic-ai/claude-code", "codex": "@openai/codex", "opencode": "opencode-ai"}
 """Names in npm's registry."""
 _MOST_OUTPUT = 8192
-"""Tokens of an answer that opencode may ask for, if a quarter of the context is not less."""
+"""Tokens of an answer that opencode may ask for, or a quarter of the context if that is less: prompts need the rest.
+docs/agents.md has the same figure."""
 
 
 @dataclass(frozen=True)
 class LaunchOptions(Group):
     """A coding agent, and the server that it uses."""
 
-    program: Literal["claude", "codex", "opencode"] = setting(REQUIRED, "claude, codex or opencode", positional=True)
+    program: Literal["claude", "codex", "opencode"] = setting(REQUIRED, "the agent to start", positional=True)
     url: str = setting("http://127.0.0.1:8000", "address of the server", metavar="URL")
     model: str = setting("", "a model's name in /v1/models; by default the first that is loaded, or the first")
     run: bool = setting(False, "start the program")

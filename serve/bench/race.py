@@ -21,7 +21,9 @@ from .decoding import Mode, acceptance_length, compare, first_difference, tolera
 from .modes import BASELINES
 
 WARMUP_TOKENS = 16
+"""Some rounds of every mode, so that its functions are compiled before the race."""
 FRAMES_PER_SECOND = 20
+"""Enough for text to appear to flow; a frame costs a terminal a few kilobytes."""
 GAP = "  "
 """Between two columns."""
 
