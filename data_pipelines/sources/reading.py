@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -21,17 +21,18 @@ from eagle_mlx.setting import Group, setting
 
 from ..conversation import Conversation
 from ..rendering import all_tokens
-from . import stdlib as builtin
-from . import tables
 from .rows import choose, parse_row, place_of
 from .spec import Source, parse
-from .texts import text_files
+from .stdlib import library_files
+from .tables import Found, decoded, is_table, open_rows, stream_rows, text_files
 
 T = TypeVar("T")
 
-Split = builtin.Side
+Split = Literal["train", "heldout", "all"]
 BLOCK = 10_000
 """Number of rows of a stream that are shuffled at a time."""
+_BLOCK_OF_LIBRARY = 1024
+"""The same for built-in sources, so that a few conversations can be read without parsing every file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +170,7 @@ class _Reading:
                     continue
                 self.seen.add(key)
             try:
-                fits = (
-                    tokens is None or self.tokenizer is None or len(all_tokens(self.tokenizer, conversation)) in tokens
-                )
+                fits = tokens is None or len(all_tokens(cast(TokenizerWrapper, self.tokenizer), conversation)) in tokens
             except DataError as e:
                 self._leave_out(e, source)
                 continue
@@ -183,7 +182,8 @@ class _Reading:
     def _read(self, source: Source) -> Iterator[Conversation]:
         """Yield one split of a source."""
         if source.kind == "builtin":
-            yield from builtin.iter_conversations(source.name, self.split or "train", self.config.seed)
+            files = library_files(source.name, self.split or "train")
+            yield from shuffled(files, self.config.seed, _BLOCK_OF_LIBRARY)
             return
         for conversation in self._texts(source) if source.kind == "text" else self._parsed(source):
             if self.split in (None, "all") or conversation.is_held_out == (self.split == "heldout"):
@@ -191,35 +191,34 @@ class _Reading:
 
     def _texts(self, source: Source) -> Iterator[Conversation]:
         """Yield the pieces of text files. Raises DataError if there are none."""
-        found = shuffled(text_files(Path(source.name).expanduser()), self.config.seed)
-        first = next(found, None)
-        if first is None:
+        found = False
+        for piece in shuffled(text_files(Path(source.name).expanduser()), self.config.seed):
+            found = True
+            yield piece
+        if not found:
             raise DataError(f"{source.name} has no text files in UTF-8; name a folder with some")
-        yield from chain([first], found)
 
     def _parsed(self, source: Source) -> Iterator[Conversation]:
         """Yield the usable rows of a source as conversations."""
         for origin, row in self._rows(source):
             try:
-                yield parse_row(row(), origin, source.fields)
+                yield parse_row(decoded(row, origin), origin, source.fields)
             except DataError as e:
                 self._leave_out(e, source)
 
-    def _rows(self, source: Source) -> Iterator[tuple[str, Callable[[], tables.Row]]]:
-        """Yield each row's origin and a function that decodes the row."""
+    def _rows(self, source: Source) -> Iterator[Found]:
         seed = self.config.seed
         if self.config.stream:
-            for origin, row in shuffled(tables.stream_rows(source), seed):
-                yield origin, partial(tables.decoded, row, origin)
+            yield from shuffled(stream_rows(source), seed)
             return
-        count, read = tables.open_rows(
-            source, None if self._lenient(source) else partial(parse_row, fields=source.fields)
-        )
+        count, read = open_rows(source)
         order = list(range(count))
+        if not self._lenient(source) and not is_table(source):  # so that errors do not appear hours later
+            for origin, row in map(read, order):
+                parse_row(decoded(row, origin), origin, source.fields)
         if seed is not None:
             random.Random(seed).shuffle(order)
-        for index in order:
-            yield f"{source.spec}:{index + 1}", partial(read, index)
+        yield from map(read, order)
 
     def _lenient(self, source: Source) -> bool:
         return self.config.skip_bad or source.uneven

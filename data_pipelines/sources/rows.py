@@ -63,52 +63,33 @@ class FieldMap:
         return cls(names)
 
     def apply(self, row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
-        """Return the row with the field names of `SHAPES`. Raises DataError, with the name, if a field is missing."""
-        if not self.names:
-            return row
-        columns = {ours: theirs for ours, theirs in self.names.items() if ours in COLUMNS}
+        """Return the row with the columns of `SHAPES`. Raises DataError, with the name, if a column is missing."""
+        columns = [ours for ours in self.names if ours in COLUMNS]
         for ours in columns:
-            self._require(row, ours, origin, "row")
-        out = {ours: row[theirs] for ours, theirs in columns.items()}
-        system = out.pop("system", None)
-        if not out.keys() & {"prompt", "text", "messages"}:  # only other fields have unknown names
-            found = next((name for name in _LISTS if row.get(name) is not None), None)
-            if found is not None:
-                out["messages"] = row[found]
-            elif "prompt" in row and columns.keys() == self.names.keys():
-                out = {**row, **out}
-            else:
-                raise DataError(
-                    f"{origin}: --map names keys of messages, but there is no `messages` or `conversations`; "
-                    f"the row's fields are: {_listed(row)}; name the field of the list too, as messages=NAME"
-                )
-        if "messages" in out and "prompt" not in out:
-            out.setdefault("tools", row.get("tools"))
-            where = f"{origin}: `{self.names.get('messages', 'messages')}`"
-            if isinstance(out["messages"], Sequence) and not isinstance(out["messages"], str):
-                out["messages"] = [self._message(m, f"{where}, message {n}") for n, m in enumerate(out["messages"], 1)]
-        return _with_system(out, system)
+            self.require(row, ours, origin, "row")
+        out = {ours: row[self.names[ours]] for ours in columns}
+        if out.keys() & {"prompt", "text", "messages"}:
+            return {"tools": row.get("tools"), **out}
+        if any(row.get(name) is not None for name in _LISTS) or ("prompt" in row and len(out) == len(self.names)):
+            return {**row, **out}  # only other fields have unknown names
+        raise DataError(
+            f"{origin}: --map names keys of messages, but there is no `messages` or `conversations`; "
+            f"the row's fields are: {_listed(row)}; name the field of the list too, as messages=NAME"
+        )
 
-    def _message(self, message: Any, origin: str) -> Any:
-        if not isinstance(message, Mapping):
-            return message  # the caller reports the error
-        if "role" in self.names:
-            self._require(message, "role", origin, "message")
-        renamed = {self.names[ours]: ours for ours in KEYS if ours in self.names}
-        out = {renamed.get(key, key): value for key, value in message.items()}
-        if "content" in self.names and "content" not in out and not out.get("tool_calls"):
-            self._require(message, "content", origin, "message")
-        role = "role" if "role" in out else "from"
-        speaker = {self.names[ours]: ours for ours in SPEAKERS if ours in self.names}
-        return {**out, role: speaker[out[role]]} if out.get(role) in speaker else out
+    def require(self, row: Mapping[str, Any], ours: str, origin: str, what: str) -> None:
+        """Raise DataError if `ours` has a name here, and the row or message lacks it."""
+        theirs = self.names.get(ours)
+        if theirs is None or (theirs in row and (row[theirs] is not None or ours in _OPTIONAL or what != "row")):
+            return
+        raise DataError(
+            f"{origin}: no field `{theirs}`, which --map names as the {ours}; "
+            f"the {what}'s fields are: {_listed(row)}; fix the row or --map, or skip such rows with --skip-bad"
+        )
 
-    def _require(self, row: Mapping[str, Any], ours: str, origin: str, what: str) -> None:
-        theirs = self.names[ours]
-        if theirs not in row or (row[theirs] is None and ours not in _OPTIONAL and what == "row"):
-            raise DataError(
-                f"{origin}: no field `{theirs}`, which --map names as the {ours}; "
-                f"the {what}'s fields are: {_listed(row)}; fix the row or --map, or skip such rows with --skip-bad"
-            )
+    def ours(self, known: Iterable[str]) -> dict[str, str]:
+        """Return this project's names for some of its fields by the data set's."""
+        return {self.names[ours]: ours for ours in known if ours in self.names}
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -119,18 +100,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint for an error message, `did you mean X? `, or "" if no known name is similar."""
     near = difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]}? " if near else ""
-
-
-def _with_system(row: dict[str, Any], system: Any) -> dict[str, Any]:
-    """Return the row with its system prompt, if any, as the first message."""
-    if not system or "text" in row:
-        return row
-    first = [{"role": "system", "content": system}]
-    if "messages" in row:
-        return {**row, "messages": [*first, *row["messages"]]}
-    prompt = row["prompt"]
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return {**row, "prompt": [*first, *turns]}
 
 
 def choose(maps: Iterable[str], source: str) -> FieldMap | None:
@@ -155,56 +124,62 @@ def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = Non
 
     Raises DataError with the row's origin, its keys and the known shapes if it cannot be parsed.
     """
-    if fields is not None:
+    fields = fields or FieldMap()
+    if fields.names:
         row = fields.apply(row, origin)
     row = {k: v for k, v in row.items() if v is not None}
-    for key in ("messages", "conversations"):
-        if key in row:
-            messages = _messages(row[key], f"{origin}: `{key}`")
-            return Conversation(messages, tools=_tools(row, origin), origin=origin)
-    if "prompt" in row:
-        turns = _turns(row["prompt"], "user", origin)
-        turns += _turns(row["completion"], "assistant", origin) if "completion" in row else ()
-        return Conversation(turns, tools=_tools(row, origin), origin=origin)
-    if "text" in row:
+    turns: tuple[Message, ...] = ()
+    if listed := [key for key in _LISTS if key in row]:
+        turns = _messages(row[listed[0]], f"{origin}: `{fields.names.get('messages', listed[0])}`", fields)
+    elif "prompt" in row:
+        for key, role in (("prompt", "user"), ("completion", "assistant")):
+            if isinstance(row.get(key), str):
+                turns += (Message(role, row[key]),)
+            elif key in row:
+                turns += _messages(row[key], f"{origin}: the {key}", fields)
+    elif "text" in row:
         if not isinstance(row["text"], str) or not row["text"]:
             raise DataError(f"{origin}: `text` must be a non-empty string, not {_show(row['text'])}")
         return Conversation(text=row["text"], origin=origin)
-    raise DataError(
-        f"{origin}: the row's keys ({_listed(row)}) have no known shape; name the fields with --map, such as "
-        f"--map prompt=question,completion=answer, or convert the row to one of these:\n{SHAPES}"
-    )
+    else:
+        raise DataError(
+            f"{origin}: the row's keys ({_listed(row)}) have no known shape; name the fields with --map, such as "
+            f"--map prompt=question,completion=answer, or convert the row to one of these:\n{SHAPES}"
+        )
+    if "system" in fields.names and row.get("system"):
+        turns = (Message("system", _content(row["system"], origin)), *turns)
+    tools = _objects(row.get("tools") or [], f"{origin}: `tools`")
+    return Conversation(turns, tools=tuple(tools), origin=origin)
 
 
-def _turns(value: Any, role: str, origin: str) -> tuple[Message, ...]:
-    if isinstance(value, str):
-        return (Message(role, value),)
-    return _messages(value, f"{origin}: the {'prompt' if role == 'user' else 'completion'}")
-
-
-def _messages(value: Any, origin: str) -> tuple[Message, ...]:
+def _messages(value: Any, origin: str, fields: FieldMap) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(f"{origin} must be a non-empty list of messages, not {_show(value)}")
-    return tuple(_message(item, f"{origin}, message {n}") for n, item in enumerate(value, 1))
+    return tuple(_message(item, f"{origin}, message {n}", fields) for n, item in enumerate(value, 1))
 
 
-def _message(item: Any, origin: str) -> Message:
+def _message(item: Any, origin: str, fields: FieldMap) -> Message:
     if not isinstance(item, Mapping):
         raise DataError(f"{origin} must be an object, not {_show(item)}")
-    item = {k: v for k, v in item.items() if v is not None}
-    role_key, content_key = ("from", "value") if "from" in item and "role" not in item else ("role", "content")
-    content_key = next((key for key in ("content", "value") if key in item), content_key)
-    role = item.pop(role_key, None)
+    fields.require(item, "role", origin, "message")
+    known = fields.ours(KEYS)
+    names: Iterable[str] = item
+    found = {known.get(name, name): item[name] for name in names if item[name] is not None}
+    from_sharegpt = "from" in found and "role" not in found
+    role = found.pop("from" if from_sharegpt else "role", None)
     if not isinstance(role, str):
         raise DataError(
-            f"{origin} has no `role` (or ShareGPT's `from`); its keys are: {_listed(item)}; name it with --map role=…"
+            f"{origin} has no `role` (or ShareGPT's `from`); its keys are: {_listed(found)}; name it with --map role=…"
         )
-    if content_key not in item and not item.get("tool_calls"):
-        raise DataError(f"{origin} has no `{content_key}`; its keys are: {_listed(item)}; name it with --map content=…")
-    content = _content(item.pop(content_key, ""), origin)
-    if calls := _objects(item.pop("tool_calls", []), f"{origin}: `tool_calls`"):
-        item["tool_calls"] = list(map(_call, calls))
-    return Message(_ROLES.get(role, role), content, item)
+    content_key = next((key for key in ("content", "value") if key in found), "value" if from_sharegpt else "content")
+    if content_key not in found and not found.get("tool_calls"):
+        fields.require(item, "content", origin, "message")
+        keys = _listed(found)
+        raise DataError(f"{origin} has no `{content_key}`; its keys are: {keys}; name it with --map content=…")
+    content = _content(found.pop(content_key, ""), origin)
+    if calls := _objects(found.pop("tool_calls", []), f"{origin}: `tool_calls`"):
+        found["tool_calls"] = list(map(_call, calls))
+    return Message((_ROLES | fields.ours(SPEAKERS)).get(role, role), content, found)
 
 
 def _content(value: Any, origin: str) -> str:
@@ -233,10 +208,6 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
         decoded = _decoded(out["arguments"])
         out["arguments"] = decoded if isinstance(decoded, Mapping) else out["arguments"]
     return out
-
-
-def _tools(row: Mapping[str, Any], origin: str) -> tuple[Mapping[str, Any], ...]:
-    return tuple(_objects(row.get("tools") or [], f"{origin}: `tools`"))
 
 
 def _decoded(value: Any) -> Any:

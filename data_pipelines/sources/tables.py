@@ -1,4 +1,4 @@
-"""Read rows of local files, folders and the hub's data sets through `datasets`."""
+"""Read rows of local files, folders and the hub's data sets, and pieces of plain text."""
 
 from __future__ import annotations
 
@@ -12,78 +12,74 @@ from typing import Any
 
 from eagle_mlx.errors import DataError
 
+from ..conversation import Conversation
 from ..jsonl import GZ
 from .rows import SHAPES
 from .spec import Source
 
 Row = dict[str, Any]
-Check = Callable[[Row, str], object]
-"""Raises DataError, with the origin, if a row is unusable."""
+Found = tuple[str, Row | bytes]
+"""A row, or its JSON, after its origin."""
+PIECE_CHARS = 1500
+"""Characters of a piece of text, about 400 tokens."""
+_HEAD = 8000
+"""A file with a zero byte in its first 8,000 bytes is binary, as for git."""
 
 
-def open_rows(source: Source, check: Check | None) -> tuple[int, Callable[[int], Row]]:
+def open_rows(source: Source) -> tuple[int, Callable[[int], Found]]:
     """Open a file, a folder or a data set of the hub; return the number of rows, and a function that reads one.
 
-    With a check, all rows of a JSON file are checked first, so that errors do not appear hours later. Raises DataError,
-    with the line number for JSON lines, if the source is missing, empty or malformed.
+    Rows of JSON files are in memory. Raises DataError if the source is missing, empty or malformed.
     """
-    if source.kind != "file":
-        return _table(_load(source, source.name))
-    path = _existing(Path(source.name))
-    if path.suffix == ".parquet":
-        return _table(_load(source, "parquet"))
-    if _is_list(path):
-        listed = _listed(path)
-        if check is not None:
-            for number, row in enumerate(listed, 1):
-                check(row, f"{path}:{number}")
-        return len(listed), listed.__getitem__
-    if check is not None:
-        for origin, line in _numbered(path):
-            check(_object(line, origin), origin)
-    if path.suffix == GZ:
-        lines = [line for _, line in _numbered(path)]  # in memory, because a gzip file has no random access
-        return len(lines), lambda index: _object(lines[index], f"{path}:{index + 1}")
-    # Lines stay text, since Arrow tables of nested rows would mix the rows' keys. Latin-1 keeps every byte, so an error
-    # in UTF-8 is reported with its line number.
-    rows = _load(source, "text", encoding="latin-1")
-    return len(rows), lambda index: _object(rows[index]["text"].encode("latin-1"), f"{path}:{index + 1}")
+    if is_table(source):
+        rows = _load(source)
+        return len(rows), lambda index: (f"{source.spec}:{index + 1}", rows[index])
+    found = list(_json_rows(source))
+    return len(found), found.__getitem__
 
 
-def _table(rows: Any) -> tuple[int, Callable[[int], Row]]:
-    return len(rows), lambda index: _without_nulls(rows[index])
+def stream_rows(source: Source) -> list[Callable[[], Iterator[Found]]]:
+    """Return the parts of a source. Each is a function that yields rows in order without storing them.
 
-
-def stream_rows(source: Source) -> list[Callable[[], Iterator[tuple[str, Row | bytes]]]]:
-    """Return the parts of a source. Each is a function that yields (origin, row) in order without storing rows.
-
-    A row of JSON lines is the line's bytes, for `decoded`.
-
-    Raises DataError if there is no such source.
+    Raises DataError, now or while reading, if there is no such source.
     """
-    if source.kind != "file":
-        return _parts(source, _load(source, source.name, streaming=True))
-    path = _existing(Path(source.name))
-    if _is_list(path):
-        raise DataError(f"{path} is one list, which cannot be streamed: leave out --stream, or convert it to jsonl")
-    if path.suffix == ".parquet":
-        return _parts(source, _load(source, "parquet", streaming=True))
-    return [partial(_numbered, path)]
+    if not is_table(source):
+        return [partial(_json_rows, source)]
+    found = _load(source, streaming=True)
+    return [partial(_shard, source, found, number) for number in range(found.num_shards)]
+
+
+def is_table(source: Source) -> bool:
+    """Return whether `datasets` reads the source. We read JSON, for errors with line numbers."""
+    return source.kind != "file" or source.name.endswith(".parquet")
 
 
 def decoded(row: Row | bytes, origin: str) -> Row:
-    """Decode a streamed row. Raises DataError, with the line number, if it is not a JSON object."""
+    """Return a row without the nulls that a table adds. Raises DataError if it is not a JSON object."""
     return _object(row, origin) if isinstance(row, bytes) else _without_nulls(row)
 
 
-def _numbered(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the lines of a file with their origins. Raises DataError if it cannot be read."""
+def _json_rows(source: Source) -> Iterator[Found]:
+    """Yield the lines of a file, or the items of a .json file that is one list. Raises DataError."""
+    path = _existing(Path(source.name))
     try:
         with gzip.open(path, "rb") if path.suffix == GZ else path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                yield f"{path}:{number}", line
+            is_list = path.suffix == ".json" and file.read(1024).lstrip()[:1] == b"["
+            file.seek(0)
+            for number, row in enumerate(_items(file.read(), path) if is_list else file, 1):
+                yield f"{source.spec}:{number}", row
     except (OSError, EOFError, zlib.error) as e:
         raise DataError(f"{path} cannot be read: {e}") from e
+
+
+def _items(text: bytes, path: Path) -> list[bytes]:
+    try:
+        items = json.loads(text)
+    except ValueError as e:
+        raise DataError(f"{path} is not valid JSON: {e}") from e
+    if not items:
+        raise DataError(f"{path} is an empty list; each row must be one of\n{SHAPES}")
+    return [json.dumps(item).encode() for item in items]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -92,19 +88,15 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _parts(source: Source, found: Any) -> list[Callable[[], Iterator[tuple[str, Row | bytes]]]]:
-    """Return one part for each file of a streamed data set."""
+def _shard(source: Source, found: Any, number: int) -> Iterator[Found]:
+    """Yield the rows of one file of a streamed data set."""
     count = found.num_shards
-
-    def rows(number: int) -> Iterator[tuple[str, Row | bytes]]:
-        place = f"{source.spec}:part {number + 1}:" if count > 1 else f"{source.spec}:"
-        try:
-            for index, row in enumerate(found.shard(num_shards=count, index=number), 1):
-                yield f"{place}{index}", row
-        except Exception as e:  # from the network or any reader
-            raise DataError(f"{source.spec}: the stream ended early: {_cause(e)}; start again") from e
-
-    return [partial(rows, number) for number in range(count)]
+    place = f"{source.spec}:part {number + 1}:" if count > 1 else f"{source.spec}:"
+    try:
+        for index, row in enumerate(found.shard(num_shards=count, index=number), 1):
+            yield f"{place}{index}", row
+    except Exception as e:  # from the network or any reader
+        raise DataError(f"{source.spec}: the stream ended early: {_cause(e)}; start again") from e
 
 
 def _existing(path: Path) -> Path:
@@ -117,19 +109,19 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _load(source: Source, reader: str, streaming: bool = False, encoding: str | None = None) -> Any:
+def _load(source: Source, streaming: bool = False) -> Any:
     import datasets  # slow, so only if needed
 
     datasets.disable_progress_bars()
-    options: dict[str, Any] = {"streaming": streaming, **({"encoding": encoding} if encoding else {})}
+    options: dict[str, Any] = {"streaming": streaming, "split": source.split}
     if source.kind == "file":
-        options |= {"data_files": source.name, "split": "train"}
+        options["data_files"] = str(_existing(Path(source.name)))
     else:
-        options |= {"name": source.config, "split": source.split}
-    if source.files is not None and source.kind == "hub":
-        options["data_files"] = source.files
+        options["name"] = source.config
+        if source.files is not None:
+            options["data_files"] = source.files
     try:
-        return datasets.load_dataset(reader, **options)
+        return datasets.load_dataset("parquet" if source.kind == "file" else source.name, **options)
     except Exception as e:  # from the network, the hub or any reader in `datasets`
         raise DataError(_failure(source, _cause(e))) from e
 
@@ -149,27 +141,6 @@ def _failure(source: Source, cause: str) -> str:
         f"{source.spec}: {missing}the data set {source.name} ({source.split!r}) cannot be loaded "
         f"from the hub: {cause}{advice}"
     )
-
-
-def _is_list(path: Path) -> bool:
-    """Return whether a file is one JSON list instead of JSON lines. Only a .json file may be."""
-    if path.suffix != ".json":
-        return False
-    with path.open("rb") as file:
-        return file.read(1024).lstrip()[:1] == b"["
-
-
-def _listed(path: Path) -> list[Row]:
-    try:
-        rows: list[Row] = json.loads(path.read_bytes())
-    except ValueError as e:
-        raise DataError(f"{path} is not valid JSON: {e}") from e
-    if not rows:
-        raise DataError(f"{path} is an empty list; each row must be one of\n{SHAPES}")
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise DataError(f"{path}:{number}: a row must be an object, not {type(row).__name__}")
-    return rows
 
 
 def _object(line: bytes, origin: str) -> Row:
@@ -194,3 +165,51 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"
+
+
+def text_files(place: Path) -> list[Callable[[], Iterator[Conversation]]]:
+    """Return a function for each file that yields its pieces: of one file, or of all files under a folder.
+
+    In a folder, hidden files and folders are ignored, and files that are not text in UTF-8 are skipped. Raises
+    DataError, now or while reading, if a file cannot be read, if there is nothing, or if a file alone is not text.
+    """
+    if not place.exists():
+        raise DataError(f"there is no file or folder {place}")
+    if not place.is_dir():
+        return [partial(_pieces_of, place, alone=True)]
+    files = [file for file in sorted(place.rglob("*")) if file.is_file()]
+    shown = [file for file in files if not any(part.startswith(".") for part in file.relative_to(place).parts)]
+    if not shown:
+        raise DataError(f"{place} has no files; name a folder with text files")
+    return [partial(_pieces_of, file) for file in shown]
+
+
+def _pieces_of(file: Path, alone: bool = False) -> Iterator[Conversation]:
+    try:
+        with file.open("rb") as opened:
+            held = opened.read(_HEAD)
+            text = "" if b"\0" in held else (held + opened.read()).decode()
+    except OSError as e:
+        raise DataError(f"{file} cannot be read: {e.strerror}; make it readable, or name a folder without it") from e
+    except UnicodeDecodeError:
+        text = ""
+    if alone and not text.strip():
+        raise DataError(f"{file} is empty, or not text in UTF-8; convert it, or name another file")
+    yield from pieces(text, str(file))
+
+
+def pieces(text: str, origin: str) -> Iterator[Conversation]:
+    """Yield pieces of about `PIECE_CHARS`, cut at line ends if lines are not longer."""
+    piece, first = "", 1
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        for start in range(0, len(line), PIECE_CHARS):
+            part = line[start : start + PIECE_CHARS]
+            if len(piece) + len(part) > PIECE_CHARS:
+                yield from _piece(piece, f"{origin}:{first}")
+                piece, first = "", number
+            piece += part
+    yield from _piece(piece, f"{origin}:{first}")
+
+
+def _piece(text: str, origin: str) -> list[Conversation]:
+    return [Conversation(text=text, origin=origin)] if text.strip() else []

@@ -88,8 +88,7 @@ def test_a_bad_line_of_a_stream_is_named(tmp_path: Path) -> None:
     assert "x.jsonl:2: not valid JSON" in str(report)
 
 
-def test_a_list_cannot_be_streamed(tmp_path: Path) -> None:
+def test_a_list_is_read_like_lines(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    path.write_text('[{"text": "a"}]')
-    with pytest.raises(DataError, match="leave out --stream"):
-        read(str(path))
+    path.write_text('[{"text": "a"}, {"text": "b"}]')
+    assert [(c.text, c.origin) for c in read(str(path), seed=None)] == [("a", f"{path}:1"), ("b", f"{path}:2")]
