@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.serve.doctor.steps import Step, draft_steps, filled_cache, take_turns, target_step
+from eagle_mlx.serve.doctor.measure import Step, draft_steps, filled_cache, take_turns, target_step
 from eagle_mlx.target import Target
 
 ROWS, LAYERS, HEADS, WIDTH, HEAD_DIM = 4, 14, 8, 5, 128

@@ -77,9 +77,7 @@ class DraftingOptions(Group):
     """Batch size and draft head."""
 
     batch: int | None = setting(
-        None,
-        f"batch size (default: {FIRST_ROWS}, doubled while that is faster, up to {MOST_ROWS})",
-        AT_LEAST_1,
+        None, f"batch size (default: {FIRST_ROWS}, doubled while that is faster, up to {MOST_ROWS})", AT_LEAST_1
     )
     head: str | None = setting(
         None, "draft head for the target; makes decoding faster without changing the text", metavar="DIR_OR_ID"

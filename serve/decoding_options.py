@@ -1,19 +1,30 @@
-"""Settings of the commands that decode text themselves: the model, how it drafts, and how it samples."""
+"""What `eagle-generate` and `eagle-chat` share: settings, and text with accepted draft tokens in another color."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from operator import attrgetter
+from typing import Literal, TextIO
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
 from eagle_mlx.memory import prefix_cache_bytes
+from eagle_mlx.request import Chunk, draft_runs
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.setting import Group, setting
 from eagle_mlx.target_options import TargetOptions
+from eagle_mlx.text import TextStream
 
 from .speculation import TARGET_HELP, MemoryOptions, Speculation, load_proposer
+
+GREEN, DIM = 32, 2
+"""Codes of ANSI escape sequences (ECMA-48, section 8.3.117)."""
+COLOR_HELP = "show accepted drafts in green; not if the output is no terminal, or if NO_COLOR is set"
 
 
 @dataclass(frozen=True)
@@ -67,3 +78,32 @@ class DecodingOptions(Group):
         engine = speculation.engine(target, proposer, self.memory, **more)
         self.say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *speculation.notes(engine)]))
         return engine
+
+
+def has_color(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal with colors, and the user has not set NO_COLOR (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def painted(text: str, code: int) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if text else ""
+
+
+def renderer(tokenizer: TokenizerWrapper | None, stop: Sequence[str], color: bool) -> Callable[[Chunk], str]:
+    """Return a function that turns the chunks of one stream into text, if `color` with accepted draft tokens in green.
+
+    stop: the request's stop strings. A character of several tokens has the color of its last token.
+    """
+    if not color or tokenizer is None:
+        return attrgetter("text")
+    texts = TextStream(tokenizer, stop)
+
+    def render(chunk: Chunk) -> str:
+        pieces = []
+        for part, drafted in draft_runs(chunk.from_draft):
+            is_last = chunk.output is not None and part.stop == len(chunk.tokens)
+            text = texts.finish(chunk.output.text) if is_last and chunk.output else texts.push(chunk.tokens[part])
+            pieces.append(painted(text, GREEN) if drafted else text)
+        return "".join(pieces)
+
+    return render

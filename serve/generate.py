@@ -16,8 +16,7 @@ from eagle_mlx.files import write_output
 from eagle_mlx.request import Prompt as EnginePrompt
 from eagle_mlx.setting import setting
 
-from .colors import COLOR_HELP, has_color, renderer
-from .decoding_options import DecodingOptions
+from .decoding_options import COLOR_HELP, DecodingOptions, has_color, renderer
 from .prompts import Question, read_questions
 
 EPILOG = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,13 +25,13 @@ from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer, model_of
 from eagle_mlx.sampling_params import Drafter
-from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, GIGABYTES, Group, find, flag, setting, settings_of
+from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, GIGABYTES, Group, Setting, find, flag, setting, settings_of
 from eagle_mlx.target import Target, fingerprint, load_target
-
-from .speculative_config import from_json
 
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
 _HEADS: tuple[Mode, ...] = ("eagle", "mtp")
+_METHODS = {"eagle": "eagle", "eagle3": "eagle", "mtp": "mtp", "ngram": "ngram", "draft_model": "draft"}
+"""Modes by the methods of vLLM's `--speculative-config`."""
 HeadBits = Literal[4, 8, 16]
 PolicyName = Literal["throughput", "acceptance-ema", "fixed"]
 Bits = Literal["4bit", "8bit"]
@@ -110,10 +111,7 @@ class Speculation(Group):
         shown="",
     )
     draft_model: str | None = setting(
-        None,
-        "folder or hub id of a small model with the same tokenizer",
-        metavar="MODEL",
-        also=("draft_model_path",),
+        None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL", also=("draft_model_path",)
     )
     draft_bits: Bits | None = setting(None, "quantize the draft model on load", name="draft_model_quantize")
     ngrams: bool = setting(True, "also draft with n-grams if the text repeats itself and they are faster", name="ngram")
@@ -146,29 +144,23 @@ class Speculation(Group):
     dynamic: bool = setting(True, f"{_EMA}turn drafting off below the threshold", name="dynamic_spec_decode")
 
     def _check(self) -> None:
-        if self.tree_nodes and self.policy == "acceptance-ema":
-            raise ConfigError(
-                "--draft-tree-nodes needs --spec-policy throughput or fixed: acceptance-ema only drafts chains"
-            )
-        of_ema = [each for each in settings_of(Speculation).values() if each.field in _OF_EMA]
-        ignored = [flag(each.name) for each in of_ema if getattr(self, each.field) != each.default]
-        if ignored and self.policy != "acceptance-ema":
-            raise ConfigError(f"only --spec-policy acceptance-ema uses {', '.join(ignored)}")
-        if self.mode == "draft" and self.draft_model is None:
-            raise ConfigError("--spec-decode draft needs a --draft-model")
-        if self.draft_model is not None and self.head not in (None, NO_HEAD):
-            raise ConfigError("--head and --draft-model cannot be combined; give one of them")
-        for name, given, modes in (
-            ("--head", None if self.head == NO_HEAD else self.head, _HEADS),
-            ("--head-bits", self.head_bits, _HEADS),
-            ("--draft-model", self.draft_model, ("draft",)),
+        ema, has_model = self.policy == "acceptance-ema", self.draft_model is not None
+        ignored = [flag(each.name) for each in _of_ema() if getattr(self, each.field) != each.default]
+        named_head = None if self.head == NO_HEAD else self.head
+        needs = {"--head": (named_head, _HEADS), "--head-bits": (self.head_bits, _HEADS)}
+        needs["--draft-model"] = (self.draft_model, ("draft",))
+        unused = [name for name, (given, modes) in needs.items() if given and self.mode not in (None, "none", *modes)]
+        for wrong, message in (
+            (self.tree_nodes and ema, "--draft-tree-nodes: acceptance-ema only drafts chains; choose another policy"),
+            (ignored and not ema, f"only --spec-policy acceptance-ema uses {', '.join(ignored)}"),
+            (self.mode == "draft" and not has_model, "--spec-decode draft needs a --draft-model"),
+            (has_model and named_head, "--head and --draft-model cannot be combined; give one of them"),
+            (unused, f"--spec-decode {self.mode} does not use {', '.join(unused)}; leave one of the two out"),
+            (self.head_bits and (self.head == NO_HEAD or has_model), "--head-bits needs a --head"),
+            (self.draft_bits and not has_model, "--draft-model-quantize needs a --draft-model"),
         ):
-            if given is not None and self.mode not in (None, "none", *modes):
-                raise ConfigError(f"--spec-decode {self.mode} does not use {name}; leave one of the two out")
-        if self.head_bits is not None and (self.head == NO_HEAD or self.draft_model is not None):
-            raise ConfigError("--head-bits needs a --head")
-        if self.draft_bits is not None and self.draft_model is None:
-            raise ConfigError("--draft-model-quantize needs a --draft-model")
+            if wrong:
+                raise ConfigError(message)
 
     @classmethod
     def of(cls, **settings: Any) -> Self:
@@ -176,12 +168,11 @@ class Speculation(Group):
 
         Raises ConfigError for duplicates.
         """
-        text = settings.pop("speculative_config", None)
-        known = {} if text is None else from_json(text)
-        given = {find(cls, name).field for name, value in settings.items() if value is not None}
+        known = _from_json(settings.pop("speculative_config", None))
+        own = {find(cls, name).field: value for name, value in settings.items()}
+        given = {field for field, value in own.items() if value is not None}
         if clash := sorted(known.keys() & given):
             raise ConfigError(f"{', '.join(clash)}: set by both --speculative-config and a flag; give one of them")
-        own = {find(cls, name).field: value for name, value in settings.items()}
         if "policy" not in given and given.intersection(_OF_EMA):
             own["policy"] = "acceptance-ema"
         return cls(**own, **known)
@@ -242,8 +233,7 @@ class Speculation(Group):
 
     def with_policy(self, policy: PolicyName, num_tokens: int | None) -> Self:
         """Return these settings with another policy and depth. Raises ConfigError if the policy cannot have them."""
-        unused = () if policy == "acceptance-ema" else _OF_EMA
-        defaults = {each.field: each.default for each in settings_of(Speculation).values() if each.field in unused}
+        defaults = {each.field: each.default for each in _of_ema() if policy != "acceptance-ema"}
         return replace(self, policy=policy, num_tokens=num_tokens, **defaults)
 
     def _ngrams(self, longest: int, shortest: int) -> NgramProposer:
@@ -304,6 +294,36 @@ class Speculation(Group):
         trees = f", or trees of up to {self.tree_nodes}" if self.tree_nodes else ""
         also = " and n-grams" if self.ngrams and mode != "ngram" and self.policy == "throughput" else ""
         return f"{mode}{source}{also}, up to {self.depth} tokens a round{trees}, policy {self.policy}"
+
+
+def _of_ema() -> list[Setting]:
+    return [each for each in settings_of(Speculation).values() if each.field in _OF_EMA]
+
+
+def _from_json(text: str | None) -> dict[str, Any]:
+    """Return the fields of `Speculation` that a `--speculative-config` sets. Raises ConfigError."""
+    said = "--speculative-config"
+    if text is None:
+        return {}
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"{said} is not JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise ConfigError(f'{said} must be an object, such as {{"method": "ngram"}}')
+    method = config.pop("method", None)
+    if method not in _METHODS:
+        raise ConfigError(f"{said}: `method` must be one of {', '.join(_METHODS)}; got {method!r}")
+    mode = _METHODS[method]
+    names = {"num_speculative_tokens": "num_tokens"}
+    if mode == "ngram":
+        names |= {"prompt_lookup_max": "ngram_max", "prompt_lookup_min": "ngram_min"}
+    else:
+        names["model"] = "draft_model" if mode == "draft" else "head"
+    if unknown := [key for key in config if key not in names]:
+        keys = ", ".join(["method", *names])
+        raise ConfigError(f"{said}: unknown key {unknown[0]!r} for {method}; the keys are {keys}")
+    return {"mode": mode, **{names[key]: value for key, value in config.items()}}
 
 
 def load_head(name: str | Path, target: Target, bits: int | None) -> DraftHead:

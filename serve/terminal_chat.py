@@ -17,8 +17,7 @@ from eagle_mlx.errors import EagleError, PromptError
 from eagle_mlx.request import Chunk, encode
 from eagle_mlx.setting import setting
 
-from .colors import COLOR_HELP, DIM, has_color, painted, renderer
-from .decoding_options import DecodingOptions, SamplingOptions
+from .decoding_options import COLOR_HELP, DIM, DecodingOptions, SamplingOptions, has_color, painted, renderer
 
 COMMANDS = """\
   /stats          tokens per forward and per second of this chat, and the length of the conversation

@@ -180,12 +180,7 @@ class ConversationTry(Try):
     """A conversation in which a target with a chat template writes both sides."""
 
     def __init__(
-        self,
-        engine: Engine,
-        config: MakeConfig,
-        number: int,
-        tokenizer: TokenizerWrapper,
-        domains: tuple[Domain, ...],
+        self, engine: Engine, config: MakeConfig, number: int, tokenizer: TokenizerWrapper, domains: tuple[Domain, ...]
     ):
         """Draw the settings from the try's number, and one of `domains`, which come from `steerable`."""
         super().__init__(engine, config, number)

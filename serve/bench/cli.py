@@ -70,10 +70,7 @@ class BenchOptions(Group):
     )
     head_bits: speculation.HeadBits | None = setting(None, speculation.HEAD_BITS)
     draft_model: str | None = setting(
-        None,
-        "folder or hub id of a small model with the same tokenizer",
-        metavar="MODEL",
-        also=("draft_model_path",),
+        None, "folder or hub id of a small model with the same tokenizer", metavar="MODEL", also=("draft_model_path",)
     )
     modes: tuple[ModeName, ...] | None = setting(
         None, f"ways to decode (default: all for which you give a model, except {STOCK})"
@@ -100,9 +97,7 @@ class BenchOptions(Group):
         None, "jsonl file of rows with `messages`, `prompt` or `turns` (default: held-out Python functions)"
     )
     race: str | None = setting(
-        None,
-        "show one prompt's decoding by each mode side by side; modes run one at a time",
-        metavar="PROMPT",
+        None, "show one prompt's decoding by each mode side by side; modes run one at a time", metavar="PROMPT"
     )
     limit: int = setting(100, "number of prompts, spread evenly over categories", AT_LEAST_1)
     filler: int | None = setting(

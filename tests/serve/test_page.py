@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import eagle_mlx as em
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.routes import HEADERS, PAGE
-from eagle_mlx.serve.colors import renderer
+from eagle_mlx.serve.decoding_options import renderer
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 from tests.serve.browser import Page, browser, chromium
 

@@ -122,7 +122,7 @@ def test_flags_of_other_servers_are_known(other: str, own: str) -> None:
         ("--speculative-config '[]'", "must be an object"),
         ("""--speculative-config '{"method": "medusa"}'""", "got 'medusa'"),
         ("""--speculative-config '{"method": "ngram", "model": "x"}'""", "unknown key 'model'"),
-        ("""--speculative-config '{"method": "eagle3", "num_speculative_tokens": "3"}'""", "of type int"),
+        ("""--speculative-config '{"method": "eagle3", "num_speculative_tokens": "x"}'""", "must be a whole number"),
         (
             """--num-draft-tokens 2 --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""",
             "num_tokens",

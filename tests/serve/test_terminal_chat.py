@@ -15,7 +15,7 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx.errors import PromptError
 from eagle_mlx.request import encode
-from eagle_mlx.serve.colors import renderer
+from eagle_mlx.serve.decoding_options import renderer
 from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.serve.terminal_chat import main as chat
 from tests.fakes import Oracle, tiny_target, tiny_target_folder
