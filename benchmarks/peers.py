@@ -1,10 +1,11 @@
 """Compare this engine with other engines that draft with DSpark heads: same target, same head, same prompts, greedy.
 
-    python benchmarks/peers.py --head out/peers-head/best --python out/peers/bin/python
+    python benchmarks/peers.py --head out/peers-head/best --python out/peers/bin/python --own-head checkpoints/head
 
 Each engine runs in a process of its own (peers_worker.py), and they take turns. All load the target and the head in
 float32 and use the same BLAS; bfloat16 is slow on a CPU. An engine that cannot run is in the table with its reason.
-Every engine decodes with its defaults, and with `--depth` draft tokens per round and without n-grams.
+Every engine decodes with its defaults, and with `--depth` draft tokens per round and without n-grams. `--own-head` adds
+this engine with a head of any other kind.
 """
 
 from __future__ import annotations
@@ -42,24 +43,27 @@ Prompt = tuple[int, ...]
 Way = tuple[str, int, int | None]
 """An engine, rows, and draft tokens per round."""
 WORKER = Path(__file__).resolve().parent / "peers_worker.py"
-OURS, REFERENCE = "eagle-mlx", "mlx-lm"
+OURS, OWN, REFERENCE = "eagle-mlx", "eagle-mlx with --own-head", "mlx-lm"
 LAYOUTS = {OURS: "dspark", REFERENCE: "dspark", "mlx-dspark": "dspark", "mlx-vlm": "specforge"}
 """Engines, and the head's layout that each reads; mlx-vlm does not read DeepSpec's (`dspark`)."""
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+def blas_of_children() -> dict[str, str]:
+    """Return an environment for processes without this package: its BLAS, no network, no telemetry."""
+    library = blas.activate()
+    return {**os.environ, **QUIET, **({"LD_PRELOAD": library.path} if library.kind == "openblas" else {})}
+
+
 class Engine:
     """An engine's process. `error` says why it cannot run."""
 
-    def __init__(self, name: str, python: Path, folder: Path):
-        environment = {**os.environ, **QUIET}
-        if (library := blas.activate()).kind == "openblas":
-            environment["LD_PRELOAD"] = library.path
-        self.name, self._log = name, folder / f"{name}.log"
-        with self._log.open("w") as log:
+    def __init__(self, package: str, python: Path, target: Path, head: Path, log: Path):
+        self._log = log
+        with log.open("w") as file:
             self._process = subprocess.Popen(
-                [python, WORKER, name, folder / "target", folder / LAYOUTS[name]],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
+                [python, WORKER, package, target, head],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=blas_of_children(),
             )  # fmt: skip
         started = self._answer()
         self.error: str = started.get("error", "")
@@ -110,15 +114,20 @@ class Figures:
         self.cpu_seconds += turn["cpu_seconds"]
 
 
-def prepare(target: Path, head: str, folder: Path) -> Target:
-    """Write the target and the head's layouts in float32. Raises ConfigError if the head is not DSpark."""
-    shutil.copytree(target, folder / "target")
-    for file in (folder / "target").glob("*.safetensors"):
+def copy_in_float32(target: Path, folder: Path) -> None:
+    """Copy a model. Others compute in the stored type, and bfloat16 is slow on a CPU."""
+    shutil.copytree(target, folder)
+    for file in folder.glob("*.safetensors"):
         stored = read_safetensors(file)
         weights = {k: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x for k, x in stored.items()}
         mx.eval(weights)
         file.unlink()
         mx.save_safetensors(str(file), weights, {"format": "mlx"})
+
+
+def prepare(target: Path, head: str, folder: Path) -> Target:
+    """Write the target and the head's layouts in float32. Raises ConfigError if the head is not DSpark."""
+    copy_in_float32(target, folder / "target")
     loaded = load_target(folder / "target")
     network = load_head(head, loaded)
     formats = {each.name: each for each in kind_of(network).formats}
@@ -138,9 +147,12 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     prompts = [question.encode(target, max_tokens=args.max_tokens) for question in read_questions(args.prompts)]
     with ExitStack() as stack:
         engines: dict[str, Engine] = {}
-        for name in LAYOUTS:
-            python = Path(sys.executable) if name in (OURS, REFERENCE) else args.python
-            engines[name] = Engine(name, python, folder)
+        heads = {name: (name, folder / layout) for name, layout in LAYOUTS.items()}
+        if args.own_head:
+            heads[OWN] = OURS, args.own_head
+        for name, (package, head) in heads.items():
+            python = Path(sys.executable) if package in (OURS, REFERENCE) else args.python
+            engines[name] = Engine(package, python, folder / "target", head, folder / f"{name}.log")
             stack.callback(engines[name].stop)
         plain = engines[REFERENCE].turn(prompts=prompts[: args.limit], rows=1, max_tokens=args.max_tokens, depth=None)
         if "error" in plain:
@@ -153,7 +165,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if not texts:
             raise ConfigError(f"all {args.limit} answers loop; give other --prompts or a larger --limit")
         figures: dict[Way, Figures] = {}
-        for way, some in progress_bar(list(turns(list(texts), args)), desc="turns"):
+        for way, some in progress_bar(list(turns(list(engines), list(texts), args)), desc="turns"):
             name, rows, depth = way
             one = figures.setdefault(way, Figures(error=engines[name].error))
             if one.error:
@@ -173,11 +185,13 @@ def text_of(tokens: Sequence[int], target: Target, max_tokens: int) -> Prompt:
     return kept[: next((at for at, token in enumerate(kept) if token in target.eos_token_ids), len(kept))]
 
 
-def turns(prompts: Sequence[Prompt], args: argparse.Namespace) -> Iterator[tuple[Way, list[Prompt]]]:
+def turns(
+    engines: Sequence[str], prompts: Sequence[Prompt], args: argparse.Namespace
+) -> Iterator[tuple[Way, list[Prompt]]]:
     """Yield who decodes what next: all engines decode the same prompts in turn, and another one begins each time."""
     for rows in args.rows:
         ways = [
-            (name, rows, depth) for name in LAYOUTS for depth in (None, args.depth) if name != REFERENCE or not depth
+            (name, rows, depth) for name in engines for depth in (None, args.depth) if name != REFERENCE or not depth
         ]
         parts = [list(prompts[at : at + args.turn]) for at in range(0, len(prompts), args.turn)]
         for index, some in enumerate([*parts[:1], *parts * args.repeats]):
@@ -208,6 +222,7 @@ def table(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head", required=True, help="folder of a DSpark head that drafts the whole vocabulary")
+    parser.add_argument("--own-head", type=Path, help="another head, which only this engine decodes with (none)")
     parser.add_argument("--python", type=Path, required=True, help="Python with mlx-dspark and mlx-vlm")
     parser.add_argument("--target", type=Path, default=embedded("target"))
     parser.add_argument("--prompts", type=Path, default=embedded("prompts.jsonl"))

@@ -1,11 +1,12 @@
-"""Compare eagle-serve with mlx_lm.server and with the bare engine: the same chats from several clients at once.
+"""Compare servers: the same chats from several clients at once.
 
-    python benchmarks/servers.py --clients 1 4 8 --temperature 0 0.7 --json servers.json
+    python benchmarks/servers.py --clients 1 4 8 --temperature 0 0.7
+    python benchmarks/servers.py --clients 1 4 --peers vllm-mlx rapid-mlx --python out/servers/bin/python
 
-Both servers run on this machine and take turns while the other sleeps. The engine decodes the same chats in this
-process. Prompt caches are off, because all turns send the same chats. Chats with a looping greedy answer are left out,
-as in eagle-bench. To measure the cost of HTTP, use more clients than slots, so that no slot is empty: --clients 16
---max-batch 8.
+The servers run on this machine and take turns while the others sleep. The bare engine decodes the same chats in this
+process. All load the model in float32, because bfloat16 is slow on a CPU, and use the same BLAS. Prompt caches are off,
+because all turns send the same chats. Chats with a looping greedy answer are left out, as in eagle-bench. To measure
+the cost of HTTP, use more clients than slots, so that no slot is empty: --clients 16 --max-batch 8.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import os
+import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
+from peers import blas_of_children, copy_in_float32
 
 from eagle_mlx.catalog import embedded
+from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.machine import describe
@@ -41,15 +44,20 @@ from eagle_mlx.target import load_target
 from eagle_mlx.text import LEAST_DISTINCT, is_loop
 
 Chat = list[dict[str, str]]
-
-_MLX_LM = "import eagle_mlx, sys; from mlx_lm.server import main; sys.argv[0] = 'mlx_lm.server'; main()"
-"""mlx-lm's server with this project's fast BLAS."""
+OURS, REFERENCE, ENGINE = "eagle-serve", "mlx_lm.server", "bare engine"
+PEERS = {
+    # Both batch only if told to. rapid-mlx asks before it downloads, and writes caches, unless told not to.
+    "vllm-mlx": ("vllm_mlx.cli", "--continuous-batching --disable-prefix-cache --offline"),
+    "rapid-mlx": ("rapid_mlx.cli", "--disable-prefix-cache --disable-disk-caches --no-preflight --yes"),
+}
+"""Programs with a server of OpenAI's API, with module and flags."""
 
 
 @dataclass(frozen=True)
 class Turn:
     """One pass of all chats through one server or the engine."""
 
+    texts: tuple[str, ...]
     tokens: int
     seconds: float
     first_token_seconds: float
@@ -57,70 +65,74 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Figures:
+    """What one server did in one setting."""
+
+    server: str
     clients: int
     temperature: float
-    eagle_tokens_per_s: float
-    mlx_lm_tokens_per_s: float
-    engine_tokens_per_s: float
-    ratio_to_mlx_lm: float
-    """Median of the turns' ratios, as for the other ratio."""
-    ratio_to_engine: float
-    eagle_first_token_ms: float
-    mlx_lm_first_token_ms: float
+    tokens_per_s: float
+    of_reference: float
+    """Median of the turns' ratios of tokens/s."""
+    first_token_ms: float
+    same_texts: int
+    """Texts equal to the reference's in the same turn."""
+    texts: int
 
-    def __str__(self) -> str:
-        return (
-            f"{self.clients} clients, temperature {self.temperature:g}: eagle-serve {self.eagle_tokens_per_s:.0f} "
-            f"tokens/s, {self.ratio_to_mlx_lm:.2f} x mlx_lm.server ({self.mlx_lm_tokens_per_s:.0f}), "
-            f"{self.ratio_to_engine:.2f} x the bare engine ({self.engine_tokens_per_s:.0f}); first token after "
-            f"{self.eagle_first_token_ms:.0f} ms, mlx_lm.server {self.mlx_lm_first_token_ms:.0f} ms"
-        )
+
+class Contestant(Protocol):
+    def turn(self, chats: Sequence[Chat], clients: int, temperature: float, max_tokens: int) -> Turn: ...
 
 
 class Server:
-    """A server in its own process."""
+    """A server in its own process, which a context manager ends."""
 
-    def __init__(self, command: Sequence[str], port: int):
-        self.url = f"http://127.0.0.1:{port}/v1"
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    def __init__(self, command: Sequence[str], port: int, model: str | None):
+        self.url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        self._model = {"model": model} if model else {}
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=blas_of_children()
+        )
 
-    def wait(self, seconds: float = 120.0) -> None:
+    def wait(self, seconds: float = 300.0) -> None:
         """Wait until the server answers a chat. Raises ConfigError if it does not."""
-        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        body = {**self._model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._process.poll() is None:
             with suppress(httpx.HTTPError):  # not listening yet
-                if httpx.post(f"{self.url}/chat/completions", json=body, timeout=60).status_code == 200:
+                if httpx.post(self.url, json=body, timeout=60).status_code == 200:
                     return
             time.sleep(0.2)
-        raise ConfigError(f"the server at {self.url} did not start")
+        raise ConfigError(f"the server at {self.url} did not start: {' '.join(map(str, self._process.args))}")  # type: ignore[arg-type]  # a list
 
     def stop(self) -> None:
         self._process.terminate()
-        self._process.wait(30)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
-    def turn(self, chats: Sequence[Chat], clients: int, body: dict[str, Any]) -> Turn:
-        return asyncio.run(self._turn(chats, clients, body))
+    def turn(self, chats: Sequence[Chat], clients: int, temperature: float, max_tokens: int) -> Turn:
+        return asyncio.run(self._turn(chats, clients, {"temperature": temperature, "max_tokens": max_tokens}))
 
-    async def _turn(self, chats: Sequence[Chat], clients: int, body: dict[str, Any]) -> Turn:
-        turns = iter(chats)
-        answers: list[tuple[int, float]] = []
+    async def _turn(self, chats: Sequence[Chat], clients: int, settings: dict[str, Any]) -> Turn:
+        turns = iter(enumerate(chats))
+        answers: dict[int, tuple[str, int, float]] = {}
         async with httpx.AsyncClient(timeout=600) as http:
 
             async def client() -> None:
-                for chat in turns:
-                    answers.append(
-                        await _ask_with_retries(http, f"{self.url}/chat/completions", {**body, "messages": chat})
-                    )
+                for number, chat in turns:
+                    body = {**self._model, **settings, "messages": chat}
+                    answers[number] = await _ask_with_retries(http, self.url, body)
 
             start = time.perf_counter()
             await asyncio.gather(*(client() for _ in range(clients)))
             seconds = time.perf_counter() - start
-        return Turn(sum(tokens for tokens, _ in answers), seconds, median(first for _, first in answers))
+        texts, tokens, firsts = zip(*(answers[number] for number in range(len(chats))), strict=True)
+        return Turn(texts, sum(tokens), seconds, median(firsts))
 
 
-async def _ask_with_retries(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[int, float]:
+async def _ask_with_retries(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[str, int, float]:
     """Call `_ask`; retry if the connection is refused, as OpenAI's client does."""
     for pause in (0.05, 0.1, 0.2, 0.4, 0.8):
         try:
@@ -130,39 +142,45 @@ async def _ask_with_retries(http: httpx.AsyncClient, url: str, body: dict[str, A
     return await _ask(http, url, body)
 
 
-async def _ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[int, float]:
-    """Return the number of tokens in a streamed answer, and the seconds to its first text."""
-    start, first, tokens = time.perf_counter(), 0.0, 0
+async def _ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[str, int, float]:
+    """Return a streamed answer, its number of tokens, and the seconds to its first text."""
+    start, first, tokens, text = time.perf_counter(), 0.0, 0, ""
     async with http.stream("POST", url, json={**body, "stream": True, "stream_options": {"include_usage": True}}) as r:
         if r.status_code != 200:
             raise ConfigError(f"{url} answered {r.status_code}: {(await r.aread()).decode()[:300]}")
         async for line in r.aiter_lines():
-            if not first and '"content":' in line and '"content": ""' not in line and '"content":""' not in line:
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            piece = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+            if piece and not first:
                 first = time.perf_counter() - start
-            if '"completion_tokens"' in line:
-                tokens = int(line.split('"completion_tokens":')[1].split(",")[0].strip(" }"))
-    return tokens, first or time.perf_counter() - start
+            text += piece
+            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+    return text, tokens, first or time.perf_counter() - start
 
 
 @contextmanager
-def both_servers(target: str, head: str, max_batch: int) -> Iterator[tuple[Server, Server]]:
-    ports = _free_port(), _free_port()
-    ours = ["-m", "eagle_mlx.serve.api.cli", "--target", target, "--head", head, "--max-batch", str(max_batch)]
-    theirs = ["-c", _MLX_LM, "--model", target, "--log-level", "ERROR"]
-    # The same chats come repeatedly, so neither server may cache them.
-    without_cache = ["--prefix-cache-gb", "0"], ["--prompt-cache-size", "1"]
-    commands = [
-        [sys.executable, *which, *cache_flags, "--port", str(port)]
-        for which, cache_flags, port in zip((ours, theirs), without_cache, ports, strict=True)
-    ]
-    servers = [Server(command, port) for command, port in zip(commands, ports, strict=True)]
-    try:
-        for server in servers:
+def running(args: argparse.Namespace, max_batch: int) -> Iterator[dict[str, Server]]:
+    """Start all servers; end them afterwards. Raises ConfigError if one does not start."""
+    ours = [sys.executable, "-m", "eagle_mlx.serve.api.cli", "--target", args.target, "--head", args.head]
+    commands = {
+        OURS: [*ours, "--max-batch", str(max_batch), "--prefix-cache-gb", "0"],
+        REFERENCE: [sys.executable, "-m", "mlx_lm", "server", "--model", args.target, "--prompt-cache-size", "1"],
+    }
+    for peer in args.peers:
+        module, flags = PEERS[peer]
+        commands[peer] = [str(args.python), "-m", module, "serve", args.target, *flags.split()]
+    models = {OURS: Path(args.target).resolve().name, REFERENCE: None}
+    with ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for name, command in commands.items():
+            port = _free_port()
+            servers[name] = Server([*command, "--port", str(port)], port, models.get(name, args.target))
+            stack.callback(servers[name].stop)
+        for server in servers.values():
             server.wait()
-        yield servers[0], servers[1]
-    finally:
-        for server in servers:
-            server.stop()
+        yield servers
 
 
 def _free_port() -> int:
@@ -178,66 +196,85 @@ class BareEngine:
         self.target, self.speculation, self.max_batch = load_target(target), Speculation(head=head), max_batch
         self._engines: dict[int, Engine] = {}
 
-    def turn(self, chats: Sequence[Chat], clients: int, params: SamplingParams) -> Turn:
+    def turn(self, chats: Sequence[Chat], clients: int, temperature: float, max_tokens: int) -> Turn:
         if clients not in self._engines:
             proposer, policy = self.speculation.proposer(self.target), self.speculation.make_policy()
             self._engines[clients] = Engine(
                 self.target, proposer, policy=policy, max_batch=min(clients, self.max_batch)
             )
         start = time.perf_counter()
-        outputs = self._engines[clients].generate(chats, params)
+        outputs = self._engines[clients].generate(chats, SamplingParams(temperature, max_tokens=max_tokens))
         seconds = time.perf_counter() - start
-        return Turn(sum(len(output.tokens) for output in outputs), seconds, seconds)
+        texts = tuple(output.text for output in outputs)
+        return Turn(texts, sum(len(output.tokens) for output in outputs), seconds, seconds)
 
     def chats_that_do_not_loop(self, chats: Sequence[Chat], max_tokens: int) -> list[Chat]:
         outputs = Engine(self.target).generate(chats, SamplingParams(max_tokens=max_tokens))
         return [c for c, output in zip(chats, outputs, strict=True) if not is_loop(output.tokens, LEAST_DISTINCT)]
 
 
-def compare(args: argparse.Namespace) -> list[Comparison]:
+def compare(args: argparse.Namespace) -> list[Figures]:
     engine = BareEngine(args.target, args.head, args.max_batch or max(args.clients))
     asked = [question.content for question in read_questions(args.prompts) if not isinstance(question.content, str)]
     found = [[dict(turn) for turn in content if isinstance(turn, Mapping)] for content in asked[: args.limit]]
     chats = engine.chats_that_do_not_loop(found, args.max_tokens)
-    comparisons = []
-    with both_servers(args.target, args.head, engine.max_batch) as (ours, theirs):
+    if not chats:
+        raise ConfigError(f"all {len(found)} answers loop; give other --prompts or a larger --limit")
+    figures: list[Figures] = []
+    with running(args, engine.max_batch) as servers:
+        all_of_them: dict[str, Contestant] = {**servers, ENGINE: engine}
+        names = list(all_of_them)
         for temperature, clients in itertools.product(args.temperature, args.clients):
-            body = {"temperature": temperature, "max_tokens": args.max_tokens}
-            params = SamplingParams(temperature, max_tokens=args.max_tokens)
-            turns: list[tuple[Turn, Turn, Turn]] = []
+            turns: list[dict[str, Turn]] = []
             for repeat in progress_bar(range(args.repeats + 1), desc=f"{clients} clients, temperature {temperature:g}"):
-                ways = [
-                    partial(ours.turn, chats, clients, {**body, "model": Path(args.target).resolve().name}),
-                    partial(theirs.turn, chats, clients, body),
-                    partial(engine.turn, chats, clients, params),
-                ]
-                took = {which % 3: ways[which % 3]() for which in range(repeat, repeat + 3)}
-                if repeat:
-                    turns.append((took[0], took[1], took[2]))
-            comparisons.append(_comparison(clients, temperature, turns))
-            print(comparisons[-1], flush=True)
-    return comparisons
+                first = repeat % len(names)
+                took = {
+                    name: all_of_them[name].turn(chats, clients, temperature, args.max_tokens)
+                    for name in names[first:] + names[:first]
+                }
+                turns += [took] if repeat else []  # the first pass warms up
+            figures += [_figures(name, clients, temperature, turns) for name in names]
+            print(table(figures[-len(names) :]), flush=True)
+    return figures
 
 
-def _comparison(clients: int, temperature: float, turns: Sequence[tuple[Turn, Turn, Turn]]) -> Comparison:
-    rates = [[turn.tokens / turn.seconds for turn in each] for each in turns]
-    return Comparison(
+def _figures(name: str, clients: int, temperature: float, turns: Sequence[dict[str, Turn]]) -> Figures:
+    rates = [{each: turn.tokens / turn.seconds for each, turn in took.items()} for took in turns]
+    pairs = [pair for took in turns for pair in zip(took[name].texts, took[REFERENCE].texts, strict=True)]
+    return Figures(
+        name,
         clients,
         temperature,
-        eagle_tokens_per_s=median(rate[0] for rate in rates),
-        mlx_lm_tokens_per_s=median(rate[1] for rate in rates),
-        engine_tokens_per_s=median(rate[2] for rate in rates),
-        ratio_to_mlx_lm=median(rate[0] / rate[1] for rate in rates),
-        ratio_to_engine=median(rate[0] / rate[2] for rate in rates),
-        eagle_first_token_ms=1e3 * median(each[0].first_token_seconds for each in turns),
-        mlx_lm_first_token_ms=1e3 * median(each[1].first_token_seconds for each in turns),
+        tokens_per_s=median(rate[name] for rate in rates),
+        of_reference=median(rate[name] / rate[REFERENCE] for rate in rates),
+        first_token_ms=1e3 * median(took[name].first_token_seconds for took in turns),
+        same_texts=sum(text == reference for text, reference in pairs),
+        texts=len(pairs),
     )
+
+
+def table(figures: Sequence[Figures]) -> str:
+    """Return a Markdown table."""
+    lines = [
+        f"| clients | temperature | server | tokens/s | of {REFERENCE} | first token, ms | texts as {REFERENCE}'s |",
+        "|---" * 7 + "|",
+    ]
+    for one in figures:
+        first = "" if one.server == ENGINE else f"{one.first_token_ms:.0f}"
+        same = f"{one.same_texts} of {one.texts}" if not one.temperature else ""
+        lines.append(
+            f"| {one.clients} | {one.temperature:g} | {one.server} | {one.tokens_per_s:.0f} "
+            f"| {one.of_reference:.2f} | {first} | {same} |"
+        )
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=None, help="folder of the model (default: the embedded one)")
+    parser.add_argument("--target", type=Path, help="folder of the model (default: the embedded one)")
     parser.add_argument("--head", default=None, help="folder of its head (default: the embedded one's)")
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=[], help="other servers (none)")
+    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="Python with the peers' packages")
     parser.add_argument("--prompts", type=Path, help="jsonl of `messages` rows (default: held-out functions)")
     parser.add_argument("--limit", type=int, default=32, help="number of chats (default 32)")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -247,12 +284,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="turns that are counted, after one that is not")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
+    args.python = args.python.absolute()
+    print(f"blas: {blas.activate()}; {describe()}")
     try:
-        args.target = str(args.target or embedded("target"))
         args.head = str(args.head or embedded("head"))
         args.prompts = args.prompts or embedded("prompts.jsonl")
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        found = compare(args)
+        with tempfile.TemporaryDirectory() as folder:
+            copy_in_float32(args.target or embedded("target"), target := Path(folder) / "target")
+            args.target = str(target)
+            found = compare(args)
         if args.json is not None:
             report.write_json({"machine": vars(describe()), "servers": [asdict(f) for f in found]}, args.json)
     except EagleError as e:

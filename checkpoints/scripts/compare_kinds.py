@@ -3,9 +3,10 @@
     python checkpoints/scripts/compare_kinds.py --minutes 5 --tokens 600000 --output out/kinds
 
 Writes comparison.json, comparison.md, and the heads with their training reports. The recipes are demo*.yaml in the
-parent folder. There are no evaluations during training, so all of the time is for training. No checkpoint is chosen:
-the final head decodes the first prompts of prompts.jsonl greedily. Continuations that loop are left out. Speeds are
-taken at the end, at one row, for all heads in turn: the median ratio to plain decoding, at the depth with the highest.
+parent folder; for another target, give a folder with files of these names. There are no evaluations during training, so
+all of the time is for training. No checkpoint is chosen: the final head decodes the first prompts of prompts.jsonl
+greedily. Continuations that loop are left out. Speeds are taken at the end, at one row, for all heads in turn: the
+median ratio to plain decoding, at the depth with the highest.
 """
 
 from __future__ import annotations
@@ -54,8 +55,6 @@ BATCH = 8
 """Prompts decoded at a time. Acceptance does not depend on it."""
 PASSES = 3
 """Measurements of each speed; the median of their ratios counts."""
-TIMED = 8
-"""Prompts decoded in each measurement of speed."""
 NEVER = 1 << 60
 
 
@@ -74,8 +73,8 @@ class Row:
     untrained: float
     """τ before training, at the depth of the training's evaluations."""
     by_depth: dict[int, Acceptance]
-    speedup: float = 1.0
-    """Tokens per second relative to plain decoding."""
+    speedup: float | None = None
+    """Tokens per second relative to plain decoding; None if not timed."""
     best_depth: int = 0
 
 
@@ -84,7 +83,7 @@ def config_of(kind: str, args: argparse.Namespace, budget: str, output: Path, st
     spans = {"time": {"minutes": args.minutes}, "tokens": {"minutes": 0.0, "max_steps": steps}}
     common = {"target": str(args.target), "output": str(output), "seed": args.seed, "limit": args.conversations}
     judged = {"eval_depth": args.depths[-1], "eval_tokens": args.max_tokens, "eval_steps": NEVER}
-    return resolved(load_config(CHECKPOINTS / RECIPES[kind], {**common, **judged, **spans[budget], "head": kind}))
+    return resolved(load_config(args.recipes / RECIPES[kind], {**common, **judged, **spans[budget], "head": kind}))
 
 
 def data_of(config: TrainConfig, captured: TrainData, target: Target) -> TrainData:
@@ -134,7 +133,9 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
             size = sum(weight.size for weight in weights_of(head).values())
             trained = report["tokens"], report["steps"], report["train_seconds"]
             rows.append(Row(kind, budget, *trained, size, report["untrained_acceptance_length"], found))
-    best = speedups(target, heads, prompts[:TIMED], args.depths, args.max_tokens)
+    if not args.timed:
+        return rows
+    best = speedups(target, heads, prompts[: args.timed], args.depths, args.max_tokens)
     return [
         dataclasses.replace(row, speedup=ratio, best_depth=depth)
         for row, (ratio, depth) in zip(rows, best, strict=True)
@@ -180,7 +181,7 @@ def table(rows: Sequence[Row], depths: Sequence[int]) -> str:
         by_position = " ".join(f"{a:.2f}" for a in row.by_depth[depths[-1]].acceptance_by_position)
         cells = [KINDS[row.kind].title, row.budget, f"{row.tokens:,}", f"{row.train_seconds:.0f}"]
         cells += [f"{row.parameters / 1e6:.2f} M", *(f"{row.by_depth[d].acceptance_length:.2f}" for d in depths)]
-        cells += [by_position, f"{row.speedup:.2f} ({row.best_depth})"]
+        cells += [by_position, "" if row.speedup is None else f"{row.speedup:.2f} ({row.best_depth})"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -188,7 +189,7 @@ def table(rows: Sequence[Row], depths: Sequence[int]) -> str:
 def write(rows: Sequence[Row], args: argparse.Namespace, folder: Path) -> str:
     """Write comparison.json and comparison.md; return the latter's text."""
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    recipes = {kind: (CHECKPOINTS / RECIPES[kind]).read_text(encoding="utf-8") for kind in args.kinds}
+    recipes = {kind: (args.recipes / RECIPES[kind]).read_text(encoding="utf-8") for kind in args.kinds}
     figures = {
         "rows": [dataclasses.asdict(row) for row in rows],
         "settings": settings,
@@ -212,6 +213,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--overwrite", action="store_true", help="replace it if it exists")
     parser.add_argument("--target", type=Path, default=CHECKPOINTS / "target")
     parser.add_argument("--prompts", type=Path, default=CHECKPOINTS / "prompts.jsonl")
+    parser.add_argument("--recipes", type=Path, default=CHECKPOINTS, help="folder of demo*.yaml (checkpoints)")
     parser.add_argument("--kinds", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--minutes", type=float, default=5.0, help="of training, for equal time; 0 for none (5)")
     parser.add_argument("--tokens", type=int, default=600_000, help="for equal tokens; 0 for none (600000)")
@@ -219,6 +221,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--conversations", type=int, default=6000, help="to learn from (6000)")
     parser.add_argument("--limit", type=int, default=100, help="held-out prompts (100)")
     parser.add_argument("--max-tokens", type=int, default=128, help="decoded for each of them (128)")
+    parser.add_argument("--timed", type=int, default=8, help="prompts in each measurement of speed; 0 for none (8)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not (args.minutes or args.tokens):
