@@ -172,10 +172,9 @@ def make_to_file(
     Raises OutputError if the output exists and `overwrite` is not set, if it cannot be written, or if the partial file
     has other settings or is in use; DataError if nothing usable is made.
     """
-    settings, limits = settings_of(engine.target, config), limits or Limits()
+    settings, limits = {**text_settings(engine.target), **asdict(config)}, limits or Limits()
     with open_partial(output, settings, overwrite) as part:
-        made = nullcontext(ShardPlan()) if place is None else open_shards(place, made_from(settings, wanted, place))
-        with made as shards:
+        with nullcontext(ShardPlan()) if place is None else open_shards(place, settings, asdict(wanted)) as shards:
             if isinstance(shards, MadeShards):
                 _forget_lost(wanted, part.done, shards)
             selection = _replayed(Selection(wanted, shards, seen=set(limits.known)), part.done)
@@ -248,23 +247,6 @@ def _forget_lost(wanted: Wanted, done: dict[int, Done], shards: MadeShards) -> N
             del done[number]
 
 
-def made_from(settings: Mapping[str, Any], wanted: Wanted, place: ShardPlace) -> dict[str, str]:
-    """Return the `made_from` entry for the manifest of a file's shards."""
-    layers = ", ".join(map(str, place.meta.aux_layers))
-    said = {name: str(value) for name, value in settings.items()}
-    return {**said, "wanted": str(asdict(wanted)), "layers": layers, "bits": str(place.meta.bits)}
-
-
-def settings_of(target: Target, config: MakeConfig, wanted: Wanted | None = None) -> Mapping[str, Any]:
-    """Return all settings that the conversations depend on; with `wanted`, all that the file depends on."""
-    found = {**asdict(config), **(asdict(wanted) if wanted is not None else {})}
-    found["domains"] = [list(domain.values()) for domain in found["domains"]]
-    return {
-        **text_settings(target),
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in found.items()},
-    }
-
-
 def make_once(
     target: Target, config: MakeConfig, wanted: Wanted, output: Path, progress: bool = False
 ) -> MakeReport | None:
@@ -273,7 +255,8 @@ def make_once(
     The settings are written to `OUTPUT.from.json`. Raises OutputError if the file exists with other settings; other
     errors as `make_to_file`.
     """
-    note, settings = output.with_name(f"{output.name}.from.json"), settings_of(target, config, wanted)
+    note = output.with_name(f"{output.name}.from.json")
+    settings = {**text_settings(target), **asdict(config), **asdict(wanted)}
     if output.exists():
         _compare(output, note, settings)
         return None

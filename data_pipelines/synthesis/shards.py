@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -122,11 +123,14 @@ class MadeShards(ShardPlan):
 
 
 @contextmanager
-def open_shards(place: ShardPlace, made_from: Mapping[str, str]) -> Iterator[MadeShards]:
+def open_shards(place: ShardPlace, settings: Mapping[str, Any], wanted: Mapping[str, int]) -> Iterator[MadeShards]:
     """Yield the shards; they appear in their folder once the block succeeds.
 
     After an interruption, complete shards are reused. Raises OutputError as ShardWriter does.
     """
+    layers = ", ".join(map(str, place.meta.aux_layers))
+    found = {**settings, "wanted": wanted, "layers": layers, "bits": place.meta.bits}
+    made_from = {name: str(value) for name, value in found.items()}
     waiting = place.folder.absolute().with_name(place.folder.name + ".waiting")
     if (place.folder / MANIFEST).exists() and ShardReader(place.folder).manifest.made_from == made_from:
         yield MadeShards(place, waiting, None)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -67,29 +67,26 @@ class Mode(ABC):
         mx.synchronize()
 
 
-class Timed(NamedTuple):
-    """The time and memory that a mode took, and its outputs."""
-
-    seconds: float
-    outputs: list[Output]
-    peak: int
-    """The most bytes that MLX used at a time, for all models together."""
-
-
 Watch = Callable[[Mode, int], None]
 """Called before each turn and after each step, with the number of new tokens so far."""
 
 
-class _Runner:
-    def __init__(self, mode: Mode, decoding: Decoding, watch: Watch):
-        self.mode, self.decoding, self.watch = mode, decoding, watch
-        self.seconds, self.tokens, self.peak = 0.0, 0, 0
-        self.outputs: list[Output] | None = None
+@dataclass
+class Timed:
+    """A mode's decoding of some prompts, its time and memory so far, and its outputs."""
+
+    mode: Mode
+    decoding: Decoding
+    watch: Watch
+    seconds: float = 0.0
+    tokens: int = 0
+    peak: int = 0
+    """The most bytes that MLX used at a time, for all models together."""
+    is_done: bool = False
+    outputs: list[Output] = field(default_factory=list)
 
     def run(self, goal: float) -> None:
         """Continue until `goal` tokens are generated, or to the end."""
-        if self.outputs is not None:
-            return
         self.watch(self.mode, self.tokens)
         mx.clear_cache()  # start without another mode's buffers
         mx.reset_peak_memory()
@@ -103,7 +100,7 @@ class _Runner:
         except StopIteration as end:
             self.seconds += perf_counter() - start
             self.mode.sync()
-            self.outputs = end.value
+            self.outputs, self.is_done = end.value, True
         self.peak = max(self.peak, mx.get_peak_memory())
 
 
@@ -117,15 +114,16 @@ def take_turns(
 
     A mode that returns all its tokens at once has one long turn.
     """
-    runners = [_Runner(mode, mode.decode(prompts, params), watch) for mode, prompts in jobs]
+    timed = [Timed(mode, mode.decode(prompts, params), watch) for mode, prompts in jobs]
     step = tokens * min(len(params), max(mode.batch for mode, _ in jobs)) or inf
-    goal, order = 0.0, list(runners)
-    while any(runner.outputs is None for runner in runners):
+    goal, order = 0.0, list(timed)
+    while not all(one.is_done for one in timed):
         goal += step
-        for runner in order:
-            runner.run(goal)
+        for one in order:
+            if not one.is_done:
+                one.run(goal)
         order = order[1:] + order[:1]
-    return [Timed(runner.seconds, runner.outputs or [], runner.peak) for runner in runners]
+    return timed
 
 
 # Larger than a forward's rounding errors, and much smaller than real differences. In float32 with OpenBLAS, logits of

@@ -118,10 +118,10 @@ def measure(
 ) -> list[Run]:
     """Time every mode on every prompt, `config.repeats` times, and compare their texts.
 
-    Each mode sees its own answers to a question's earlier turns. The reference is mlx-lm's greedy text, or plain
-    decoding with the same seeds if sampled, exact, or with ends ignored. If the reference loops on a prompt, the prompt
-    is decoded once, for the comparison only, and its later turns are skipped. Raises ConfigError if all prompts loop,
-    and PromptError if a question's last turn may not fit the context.
+    Each mode sees its own answers to a question's earlier turns. The reference, which is decoded before, is mlx-lm's
+    greedy text, or plain decoding with the same seeds if sampled, exact, or with ends ignored. If it loops on a prompt,
+    the prompt is decoded once, for the comparison only, and its later turns are skipped. Raises ConfigError if all
+    prompts loop, and PromptError if a question's last turn may not fit the context.
     """
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
@@ -154,7 +154,7 @@ class _Measurement:
         kept, over = list[Place](), set[int]()
         for turn in self.turns:
             asked = [(at, which) for at, which in self.params if which == turn and at not in over]
-            for result in self.results if self.reference in self.results else [*self.results, self.reference]:
+            for result in [*self.results, self.reference]:
                 self._ask(result, asked)
             if turn == 0:
                 with self._bar("warm-up", len(self.results), "mode") as bar:
@@ -173,19 +173,11 @@ class _Measurement:
         return runs
 
     def _reference(self) -> _Results:
-        """Return the result to compare with: one of the measured modes, or an extra one.
-
-        With one prompt at a time, the first repeat finds the prompts that loop. In a batch, they must be known before,
-        because they would share rounds with the others.
-        """
         config, target = self.config, self.target
         exact = any(isinstance(result.mode, EngineMode) and result.mode.engine.exact for result in self.results)
-        name = "plain" if config.temperature or config.ignore_eos or target.is_sharded or exact else "mlx-lm"
-        found = next((result for result in self.results if result.mode.name == name and result.mode.batch == 1), None)
-        if found is not None and all(result.mode.batch == 1 for result in self.results):
-            return found
-        plain = Models(target, memory=MemoryOptions(exact=exact))
-        return _Results(EngineMode("plain", plain, 1) if name == "plain" else MlxLmMode(target))
+        if config.temperature or config.ignore_eos or target.is_sharded or exact:
+            return _Results(EngineMode("plain", Models(target, memory=MemoryOptions(exact=exact)), 1))
+        return _Results(MlxLmMode(target))
 
     def _ask(self, result: _Results, places: Sequence[Place]) -> None:
         for at, turn in places:
@@ -209,16 +201,12 @@ class _Measurement:
 
     def _time(self, places: Sequence[Place]) -> list[Place]:
         """Time every mode on some turns. Return those on which the reference does not loop."""
-        if self.reference in self.results:
-            self._repeat(0, self._groups(places))
-            kept = self._kept(places)
-        else:
-            with self._bar("reference", len(places), "prompt") as bar:
-                for place in places:
-                    self.reference.continuations[place] = self._decode([self.reference], [place], bar)[0].outputs[0]
-                    bar.update()
-            kept = self._kept(places)
-            self._repeat(0, self._groups(kept) + self._groups([place for place in places if place not in kept]))
+        with self._bar("reference", len(places), "prompt") as bar:
+            for place in places:
+                self.reference.continuations[place] = self._decode([self.reference], [place], bar)[0].outputs[0]
+                bar.update()
+        kept = self._kept(places)
+        self._repeat(0, self._groups(kept) + self._groups([place for place in places if place not in kept]))
         for repeat in range(1, self.config.repeats):
             self._repeat(repeat, self._groups(kept))
         return kept

@@ -239,7 +239,7 @@ def test_loops_are_left_out_and_counted() -> None:
 def test_only_looping_prompts_are_left_out() -> None:
     target = tiny_target(seed=3, tokenizer=True)
     modes = [EngineMode("plain", Models(target), 1)]
-    said = take_turns([(modes[0], PROMPTS)], BenchConfig().params(4, 40))[0][1]
+    said = take_turns([(modes[0], PROMPTS)], BenchConfig().params(4, 40))[0].outputs
     ratios = sorted(distinct_ratio(one.tokens) for one in said)
     middle = (ratios[1] + ratios[2]) / 2
     looping = sum(ratio < middle for ratio in ratios)
