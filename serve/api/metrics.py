@@ -138,6 +138,8 @@ class SpeculationSummary(Shape):
     spec_decode_mode: str
     spec_decode_drafters: list[str]
     """All modes that draft for requests that do not choose; the first is `spec_decode_mode`."""
+    spec_decode_modes: list[str]
+    """The values that a request may choose for `spec_decode`."""
     spec_policy: str
     acceptance_rate_ema: float
     acceptance_rate_overall: float
@@ -158,6 +160,7 @@ def speculation_summary(totals: Totals, loaded: Loaded) -> SpeculationSummary:
         spec_decode_enabled=bool(drafters),
         spec_decode_mode=next(iter(drafters), "none"),
         spec_decode_drafters=list(drafters),
+        spec_decode_modes=list(loaded.modes),
         spec_policy=loaded.speculation.policy,
         acceptance_rate_ema=round(totals.acceptance_ema, 4),
         acceptance_rate_overall=round(totals.accepted / totals.drafted, 4) if totals.drafted else 0.0,

@@ -15,9 +15,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import eagle_mlx as em
+from eagle_mlx.plan import RoundResult
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.routes import HEADERS, PAGE
 from eagle_mlx.serve.decoding_options import renderer
+from tests.serve.api.given import given_head, given_target
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 from tests.serve.browser import Page, browser, chromium
 
@@ -125,7 +127,7 @@ def test_the_page_has_a_policy_that_allows_only_this_server(shared: Live) -> Non
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert set(re.findall(r"https?://[^'\"\s]+", answer.text)) <= {"http://www.w3.org/2000/svg"}
     assert not re.search(r"\son\w+=|\sstyle=|innerHTML|eval\(", answer.text)
-    assert len(answer.content) < 30_000
+    assert len(answer.content) < 32_000
     head = shared.http.head("/")
     assert (head.status_code, head.content) == (200, b"")
 
@@ -175,7 +177,7 @@ def test_the_page_shows_the_numbers_of_the_metrics(page: Page, used: Live) -> No
     cached = numbers["eagle:cached_prompt_tokens_total"] / numbers["eagle:prompt_tokens_total"]
     assert cached > 0
     assert requests["from prefix cache"] == percent(cached)
-    assert f"drafts by eagle, up to {DEPTH} tokens a round" in page.text("#about")
+    assert f"drafts by head, up to {DEPTH} tokens a round" in page.text("#about")
     assert "context of 512 tokens" in page.text("#about")
     assert re.fullmatch(r"[\d.]+ m?s", page.text("#first"))
     assert not page.text("#key-form")
@@ -254,6 +256,102 @@ def test_the_page_has_a_box_that_colors_accepted_draft_tokens(page: Page) -> Non
         page.until("document.querySelector('#answer-note').innerText.startsWith('No answer: ')")
 
 
+def both() -> Loaded:
+    """Return a model with a head and n-grams."""
+    target = given_target()
+    drafters = em.HybridProposer(given_head(target))
+    return Loaded(em.Engine(target, drafters, policy=em.FixedPolicy(DEPTH), max_batch=4), "eagle", DEPTH)
+
+
+def start_race(page: Page, prompt: str) -> None:
+    page.js("document.querySelector('[value=race]').click()")
+    page.js(f"document.querySelector('#prompt').value = {prompt!r}")
+    page.js("document.querySelector('#send').click()")
+
+
+def lanes(page: Page) -> list[list[str]]:
+    """Return the lanes of a race: name, tokens/s, note and text."""
+    found: list[list[str]] = page.js(
+        "[...document.querySelectorAll('#lanes li')].map(li => [...li.children].map(each => each.textContent))"
+    )
+    return found
+
+
+@browsing
+def test_the_page_races_all_ways_to_decode_that_are_loaded(page: Page) -> None:
+    with live(both, wide(api_key="secret")) as running:
+        page.open(running.base + "/", 320, 640, "dark")
+        page.until("!document.querySelector('#key-form').hidden")
+        start_race(page, "def f(x):")
+        page.until("document.querySelector('#race-note').innerText.startsWith('No race: ')")
+        enter(page, "secret")
+        page.until("document.querySelector('#model').innerText === 'tiny'")
+        assert page.text("#send") == "Race"
+        assert page.text("#answer-note") == ""
+        results = list[RoundResult]()
+        assert running.service.loaded is not None
+        running.service.loaded.engine.observer = results.append
+        start_race(page, "def f(x):")
+        page.until("document.querySelector('#replay').checkVisibility()")
+        assert max(len(each.accepted) for each in results) == 1  # each way decoded alone
+        names, speeds, notes, texts = zip(*lanes(page), strict=True)
+        assert names == ("plain", "n-grams", "head", "default: head and n-grams")
+        assert all(re.fullmatch(r"[\d,.]+ tokens/s", speed) for speed in speeds)
+        assert notes[0] == "200 tokens"
+        assert all(re.fullmatch(r"\d+\.\d\dx plain, τ \d+\.\d\d, identical", note) for note in notes[1:])
+        assert not notes[1].endswith("τ 1.00, identical")
+        chat = {"model": NAME, "messages": [{"role": "user", "content": "def f(x):"}], "temperature": 0.0}
+        answer = running.http.post(
+            "/v1/chat/completions", json=chat | {"max_tokens": 200, "spec_decode": "none"}
+        ).json()
+        assert set(texts) == {answer["choices"][0]["message"]["content"]}
+        assert page.js("document.documentElement.scrollWidth") <= 320
+        drafted = "[...document.querySelectorAll('#lanes li')].map(li => li.querySelectorAll('.drafted').length > 0)"
+        assert page.js(drafted)[:2] == [False, True]
+        page.js("document.querySelector('#replay').click()")
+        assert page.js("document.querySelectorAll('#lanes span[hidden]').length") > 0
+        page.until("!document.querySelector('#lanes span[hidden]')")
+        with running.slowed():
+            page.js("document.querySelector('#send').click()")
+            page.until("document.querySelector('#send').innerText === 'Stop' && document.querySelector('#lanes li')")
+            page.js("document.querySelector('#send').click()")
+            page.until("document.querySelector('#race-note').innerText === 'stopped'")
+        assert [note for _, _, note, _ in lanes(page)] == ["stopped", "", "", ""]
+        start_race(page, "x " * 4000)
+        page.until("document.querySelector('#race-note').innerText.includes('maximum context length')")
+
+
+@browsing
+def test_a_race_says_where_texts_differ(page: Page) -> None:
+    with live() as running:
+        page.open(running.base + "/")
+        page.until("document.querySelector('#model').innerText === 'tiny'")
+        page.js("""{
+          const show = showChunk;
+          let spoiled = false;
+          showChunk = (place, chunk) => {
+            const said = chunk.choices[0]?.delta;
+            if (said?.content && place.closest('li + li') && !spoiled) [said.content, spoiled] = ['?!', true];
+            return show(place, chunk);
+          };
+        }""")
+        start_race(page, "def f(x):")
+        page.until("document.querySelector('#replay').checkVisibility()")
+        (plain, _, _, _), (ngrams, _, note, _) = lanes(page)
+        assert (plain, ngrams) == ("plain", "n-grams")
+        assert note.endswith("differs from character 1")
+        assert "rounding" in page.text("#race-note")
+
+
+@browsing
+def test_a_server_that_drafts_nothing_has_no_race(page: Page) -> None:
+    with live(lambda: Loaded(engine("none"))) as running:
+        page.open(running.base + "/")
+        page.until("document.querySelector('#model').innerText === 'tiny'")
+        start_race(page, "def f(x):")
+        page.until("document.querySelector('#race-note').innerText === 'No race: this server has nothing that drafts'")
+
+
 def enter(page: Page, key: str) -> None:
     page.js("document.querySelector('#key-note').textContent = ''")
     page.js(f"document.querySelector('#key').value = {key!r}")
@@ -275,7 +373,7 @@ def test_the_page_shows_the_state_of_the_server(page: Page) -> None:
         ready.set()
         page.until("document.querySelector('#state').innerText === 'ready'")
         assert page.text("#notice") == ""
-        page.until("document.querySelector('#about').innerText.startsWith('context of 512 tokens · drafts by ngram')")
+        page.until("document.querySelector('#about').innerText.startsWith('context of 512 tokens · drafts by n-grams')")
         call = running.service.admit(1)  # a request that the server waits for
         running.terminate()
         page.until("document.querySelector('#state').innerText === 'draining'")

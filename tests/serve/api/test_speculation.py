@@ -68,6 +68,7 @@ def test_22_a_request_chooses_among_all_that_is_loaded(hybrid: Live) -> None:
     answer = hybrid.http.post(COMPLETIONS, json=BODY | {"spec_decode": "mtp"})
     assert answer.status_code == 400
     assert "'eagle', 'ngram' and 'none' are" in answer.json()["error"]["message"]
+    assert hybrid.http.get(METRICS).json()["spec_decode_modes"] == ["eagle", "ngram", "none"]
 
 
 def test_fields_in_extra_body_are_those_of_the_body(hybrid: Live) -> None:
