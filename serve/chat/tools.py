@@ -13,6 +13,8 @@ from typing import Any
 from eagle_mlx.errors import PromptError
 from eagle_mlx.text import held_back
 
+from .parameter_types import with_types
+
 Tool = Mapping[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}, checked by `serve/api/schema.py`."""
 
@@ -168,7 +170,7 @@ class ToolCallParser:
 
     def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = ""):
         self._tags, self._think_end = tags, think_end
-        self._tools = [_for_parsers(tool) for tool in tools]
+        self._tools = [_for_parser(tags.parser, tool) for tool in tools]
         self._names = frozenset(tool_names(tools))
         self._text = ""
         self._head = 0
@@ -296,11 +298,11 @@ def _gemma4_closes(body: str) -> bool:
     return depth == 0
 
 
-def _for_parsers(tool: Tool) -> dict[str, Any]:
-    """Return a tool with all keys that mlx-lm's parsers need."""
+def _for_parser(parser: str, tool: Tool) -> dict[str, Any]:
+    """Return a tool with all keys that mlx-lm's parser needs."""
     function = tool["function"]
-    parameters = dict(function.get("parameters") or {})
-    return {"type": "function", "function": {**function, "parameters": {"properties": {}, **parameters}}}
+    parameters = with_types(function.get("parameters") or {}, null_is_read=parser == "qwen3_coder")
+    return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
 def _json(arguments: dict[str, Any]) -> str:

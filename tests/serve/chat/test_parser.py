@@ -207,6 +207,34 @@ def test_the_calls_of_every_parser_of_mlx_lm_are_read(parser: str) -> None:
     assert read(format, text, text[8:], tools=[ASKED]) == [*expected, rome(1)]
 
 
+TYPES: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "a reference": ({"$ref": "#/$defs/days"}, "3", 3),
+    "a reference to text": ({"$ref": "#/$defs/a~1b"}, "3", "3"),
+    "int or null": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
+    "text or null": ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
+    "text or null, as a list": ({"type": ["string", "null"]}, "3", "3"),
+    "null": ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+    "all of": ({"allOf": [{"description": "x"}, {"$ref": "#/$defs/days"}]}, "3", 3),
+    "numbers": ({"enum": [1, 3]}, "3", 3),
+    "texts": ({"enum": ["1", "3"]}, "3", "3"),
+    "a constant": ({"const": True}, "true", True),
+    "a reference to itself": ({"$ref": "#/$defs/loop"}, "x", "x"),
+    "nothing known": ({"$ref": "#/$defs/none"}, "x", "x"),
+}
+DEFS = {"days": {"type": "integer"}, "a/b": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}
+
+
+@pytest.mark.parametrize("case", TYPES)
+def test_arguments_without_quotes_get_the_type_of_any_schema(case: str) -> None:
+    schema, written, value = TYPES[case]
+    parameters = {"properties": {"days": schema}, "$defs": DEFS}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    text = f"<tool_call>\n<function=get_weather>\n<parameter=days>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    [(_, (_, _, arguments))] = read(format_with_parser("qwen3_coder"), text, tools=tools)
+    assert arguments == {"days": value}
+    assert type(arguments["days"]) is type(value)
+
+
 def test_a_models_own_ids_are_kept() -> None:
     reader = AnswerParser(format_with_parser("kimi_k2"), TOOLS)
     assert [delta.tool_call.id for delta in reader.push(SAMPLES["kimi_k2"]) if delta.tool_call] == [
