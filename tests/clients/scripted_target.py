@@ -79,7 +79,7 @@ def scripted_target_folder(folder: Path, lines: Sequence[Line], context: int = C
     vocab = tokenizer["model"]["vocab"]
     chains, rules = [], []
     for index, line in enumerate(lines):
-        text = [vocab.setdefault(piece, len(vocab)) for piece in _pieces(line.text, vocab)]
+        text = [vocab.setdefault(piece, len(vocab)) for piece in pieces(line.text, vocab)]
         rules.append(f"{{%- {'elif' if index else 'if'} {line.when} %}}{{{{ '{_start(index)}' }}}}")
         chains.append([*text, END])
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -98,7 +98,7 @@ def _start(index: int) -> str:
     return f"<|line:{index}|>"
 
 
-def _pieces(text: str, taken: Mapping[str, int]) -> list[str]:
+def pieces(text: str, taken: Mapping[str, int]) -> list[str]:
     """Cut a text into tokens that no other text uses, in the spelling of byte-level tokenizers."""
     ((whole, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     pieces = [whole[at : at + PIECE] for at in range(0, len(whole), PIECE)]
