@@ -36,8 +36,8 @@ def capture(
 ) -> Iterator[Example]:
     """Yield each conversation with the outputs of `aux_layers` and of the last layer (before the final norm).
 
-    Conversations of similar length form a right-padded batch of up to `batch_tokens` tokens and run without a cache, so
-    the order of the input is not kept. Hidden states are float16, clipped to its range.
+    Conversations of similar length form a right-padded batch of up to `batch_tokens` tokens, so the order is not kept.
+    Hidden states are float16, clipped to its range.
     """
     total = sum(len(tokens) for tokens, _ in samples) if isinstance(samples, Sequence) else None
     with _bar(total, progress) as bar:
@@ -47,10 +47,7 @@ def capture(
 def capture_batches(
     target: Target, aux_layers: Sequence[int], batches: Iterable[list[TokensAndMask]], bar: tqdm[NoReturn]
 ) -> Iterator[Example]:
-    """Capture prepared batches in order. The result for a batch does not depend on the other batches.
-
-    `bar` counts the tokens. Raises TargetError if a hidden state is NaN.
-    """
+    """Capture batches in order, each independent of the others; `bar` counts tokens. Raises TargetError for NaN."""
     streams = make_streams(default_streams())
     remaining = iter(batches)
     while group := list(islice(remaining, len(streams))):
@@ -99,11 +96,10 @@ def _hidden_states(
 
 
 class ShardCapture:
-    """A capture into shards.
+    """A capture into shards of whole batches.
 
-    The order of the samples and the contents of each shard, which are whole batches, depend only on the samples'
-    lengths and the sizes given here. So any shard can be captured alone, and is the same byte for byte on the same
-    machine.
+    Order and contents depend only on the samples' lengths and the sizes given here, so any shard can be captured alone,
+    and is the same byte for byte on the same machine.
     """
 
     def __init__(
@@ -133,10 +129,7 @@ class ShardCapture:
         }
 
     def open(self, folder: str | Path, overwrite: bool = False, resume: bool = False) -> ShardWriter:
-        """Return a writer for the shards, to be used in a `with` block. It lists the shards that are already complete.
-
-        An unfinished capture of the same input continues; with `resume`, so does a finished one with damaged shards.
-        """
+        """Return a writer, which lists complete shards. With `resume`, a finished folder may have damaged shards."""
         return ShardWriter(folder, self.meta, self.made_from, overwrite, resume)
 
     def __len__(self) -> int:
@@ -172,10 +165,9 @@ def capture_to_shards(
     bits: int = 16,
     resume: bool = False,
 ) -> None:
-    """Capture into a folder of shards, which appears once it is complete. An interrupted capture continues.
+    """Capture into a folder of shards, which appears once it is complete. The same call continues it.
 
-    Raises OutputError if the folder exists or cannot be written; shards made so far are kept for the next call. With
-    `resume`, damaged shards of an existing folder are captured again.
+    Raises OutputError if the folder exists or cannot be written. With `resume`, its damaged shards are captured again.
     """
     plan = ShardCapture(target, aux_layers, samples, bits)
     with plan.open(folder, resume=resume) as shards:

@@ -49,11 +49,9 @@ class Conversation:
         return {**row, "tools": [dict(tool) for tool in self.tools]} if self.tools else row
 
     def prompt_key(self) -> int:
-        """Return a 64-bit hash of the prompt: the normalized text of all messages except the assistant's and the
-        system's.
+        """Return a 64-bit hash of the normalized text of all messages except the assistant's and the system's.
 
-        Other answers, system prompts, case, white space or character forms do not change it, so similar prompts are
-        never on both sides of a split.
+        So conversations with like prompts are never on both sides of a split.
         """
         return self._key([m for m in self.messages if m.role not in ("assistant", *_SYSTEM)])
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from eagle_mlx.errors import DataError, OutputError
-from eagle_mlx.files import PART, check_writable, locked
+from eagle_mlx.files import check_writable, locked, write_whole
 
 from .conversation import Conversation
 
@@ -32,10 +31,7 @@ def check_new(path: str | Path, overwrite: bool = False) -> Path:
 
 
 def as_line(conversation: Conversation, **more: str) -> bytes:
-    """Return a conversation as a line of JSON. Text that UTF-8 cannot encode (lone surrogates) is escaped.
-
-    `more` adds keys to the row.
-    """
+    """Return a line of JSON with the keys of `more`; text that UTF-8 cannot encode (lone surrogates) is escaped."""
     row = {**conversation.as_row(), **more}
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
@@ -44,28 +40,19 @@ def as_line(conversation: Conversation, **more: str) -> bytes:
 
 
 def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = False) -> int:
-    """Write rows and return their number. The file appears once the last row is on disk.
+    """Write rows, compressed if the name ends in .gz, and return their number. The file appears once it is complete.
 
-    It is compressed if its name ends in .gz. Raises OutputError if the file exists or cannot be written, and leaves
-    nothing behind.
+    Raises OutputError if it exists or cannot be written, and leaves nothing behind.
     """
-    path = check_new(path, overwrite)
-    count, part = 0, path.with_name(f".{path.name}.{os.getpid()}{PART}")
+    path, rows = check_new(path, overwrite), list(lines)
+    data = b"".join(rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            # Without a timestamp, equal rows give equal bytes.
-            with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if path.suffix == GZ else nullcontext(file) as inner:
-                for count, line in enumerate(lines, 1):  # noqa: B007  (count is returned)
-                    inner.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(path)
+        # Without a timestamp, equal rows give equal bytes.
+        write_whole(path, gzip.compress(data, mtime=0) if path.suffix == GZ else data)
     except OSError as e:
         raise OutputError(f"{path} could not be written: {e.strerror or e}; nothing was left behind") from e
-    finally:
-        part.unlink(missing_ok=True)
-    return count
+    return len(rows)
 
 
 _FORMAT = 1
@@ -88,8 +75,8 @@ class Done(NamedTuple):
 class PartialFile:
     """`NAME.partial`, next to the output file: a line of settings, then a line for each row, in any order.
 
-    A row's line is `[index, key, crc32, counts…]`, a tab and the row's text. Readers of data ignore the file. No row is
-    lost if the process dies; a power failure may lose those that the system has not written yet.
+    A row's line is `[index, key, crc32, counts…]`, a tab and the row's text. No row is lost if the process dies; a
+    power failure may lose those that the system has not written yet.
     """
 
     path: Path
@@ -117,10 +104,7 @@ class PartialFile:
         self.done[index] = Done(key, counts, start, len(row))
 
     def finish(self, total: int, overwrite: bool = False) -> int:
-        """Write the rows in order to the output, delete the partial file and return the number of rows.
-
-        Raises DataError if there is a row beyond `total`.
-        """
+        """Write the rows in order and return their number. Raises DataError for rows beyond `total`."""
         if (last := max(self.done, default=-1)) >= total:
             raise DataError(
                 f"{self.path} holds row {last + 1}, but the data now has only {total} conversations: it has "
@@ -130,17 +114,14 @@ class PartialFile:
 
     def finish_with(self, indexes: Sequence[int], overwrite: bool = False) -> int:
         """Write only these rows, in this order, as `finish` does."""
-        count = write_lines(self.output, self._rows(indexes), overwrite)
+        rows = []
+        with self.path.open("rb") as file:
+            for found in (self.done[index] for index in indexes if self.done[index].size):
+                file.seek(found.at)
+                rows.append(file.read(found.size))
+        count = write_lines(self.output, rows, overwrite)
         self.path.unlink()
         return count
-
-    def _rows(self, indexes: Sequence[int]) -> Iterator[bytes]:
-        with self.path.open("rb") as file:
-            for index in indexes:
-                found = self.done[index]
-                if found.size:
-                    file.seek(found.at)
-                    yield file.read(found.size)
 
 
 def partial_path(output: str | Path) -> Path:
@@ -151,9 +132,7 @@ def partial_path(output: str | Path) -> Path:
 
 @contextmanager
 def open_partial(output: str | Path, settings: Mapping[str, Any], overwrite: bool = False) -> Iterator[PartialFile]:
-    """Open an output's partial file, or create it if there is none.
-
-    It is kept if the block fails; the message of an interruption names it.
+    """Open an output's partial file, or create it; it is kept if the block fails.
 
     `settings` has everything that the rows depend on. Raises OutputError if the output exists and `overwrite` is not
     set, if the partial file has other settings, if another process is writing it, or if writing fails.
@@ -163,8 +142,7 @@ def open_partial(output: str | Path, settings: Mapping[str, Any], overwrite: boo
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file, locked(path):
-            done = _read(file, path, settings)
-            yield PartialFile(path, output, done, file)
+            yield PartialFile(path, output, _read(file, path, settings), file)
     except KeyboardInterrupt as e:
         e.args = (f"finished rows are in {path}, and the same command continues with it",)
         raise
@@ -201,14 +179,14 @@ def _read(file: BinaryIO, path: Path, settings: Mapping[str, Any]) -> dict[int, 
 
 def _row(line: bytes, at: int) -> tuple[int, Done] | None:
     """Parse a line; return None if it is damaged."""
-    head, tab, row = line.partition(b"\t")
+    head, _, row = line.partition(b"\t")
     row = b"" if row == b"\n" else row
     try:
         index, key, crc, *counts = json.loads(head)
     except (ValueError, TypeError):
         return None
-    good = tab and zlib.crc32(row) == crc
-    return (index, Done(key, tuple(counts), at + len(head) + 1, len(row))) if good else None
+    done = Done(key, tuple(counts), at + len(head) + 1, len(row))
+    return (index, done) if zlib.crc32(row) == crc else None
 
 
 def _compare(line: bytes, path: Path, settings: Mapping[str, Any]) -> None:

@@ -122,22 +122,15 @@ def run(options: MakeOptions) -> None:
 
 
 def _tell_unsteered(target: Target, config: MakeConfig) -> None:
-    """Warn about settings that have no effect. Raises TargetError if the target cannot make up anything."""
+    """Tell what the target cannot be steered to. Raises TargetError if it cannot make up anything."""
     tokenizer = tokenizer_of(target)
     if not tokenizer.has_chat_template:
         begin = tokenizer.decode(beginning(tokenizer, target.name))
-        print(
-            f"the target has no chat template, so it writes texts from their beginning ({begin!r}); --domain, --turns, "
-            "--system, --temperature, --top-p and --user-tokens have no effect",
-            file=sys.stderr,
-        )
+        print(f"without a chat template, the target writes texts from their beginning ({begin!r})", file=sys.stderr)
         return
     usable = {domain.name for domain in steerable(tokenizer, config.domains, target.name)}
-    if left := [domain.name for domain in config.domains if domain.name not in usable]:
-        print(
-            f"the chat template accepts no system prompt, so these domains are left out: {', '.join(left)}",
-            file=sys.stderr,
-        )
+    if left := ", ".join(domain.name for domain in config.domains if domain.name not in usable):
+        print(f"the chat template accepts no system prompt, so these domains are left out: {left}", file=sys.stderr)
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -88,10 +88,7 @@ class DraftingOptions(Group):
 def engine_of(
     options: DraftingOptions, loading: TargetOptions, target: Target, place: ShardPlace | None = None
 ) -> Engine:
-    """Return an engine for these options. With a `place`, it captures the hidden states for it.
-
-    Raises HeadError if the head does not fit the target.
-    """
+    """Return an engine that captures for a `place`, if any. Raises HeadError if the head does not fit the target."""
     head = None
     if options.head is not None and options.num_speculative_tokens:
         head = load_head(options.head, target)

@@ -115,10 +115,9 @@ class _Template(NamedTuple):
 def render_all(
     tokenizer: TokenizerWrapper, conversations: Iterable[Conversation], max_length: int, skip_bad: bool = False
 ) -> tuple[list[Rendered], RenderReport]:
-    """Render conversations; drop those without an answer in their first `max_length` tokens.
+    """Render conversations; drop those without an answer in their first `max_length` tokens. The report counts them.
 
     Conversations are also dropped if every answer renders as nothing and, with `skip_bad`, if `render` refuses them.
-    The report counts all of these.
     """
     kept: list[Rendered] = []
     report = RenderReport()
@@ -147,12 +146,10 @@ def render_all(
 def render(tokenizer: TokenizerWrapper, conversation: Conversation) -> Rendered:
     """Return the tokens and the loss mask of one conversation.
 
-    Plain text is learned from end to end. Messages go through the chat template. Its `{% generation %}` tags mark the
-    assistant's part; without them, that part is found by rendering the conversation up to each answer. Answers that
-    render as nothing are not learned.
-
-    Raises DataError with the conversation's origin if there is no assistant turn or no template, if the template
-    refuses the conversation, or if the assistant's part cannot be found.
+    Plain text is learned from end to end. In messages, the assistant's part is learned: between the template's `{%
+    generation %}` tags, or found by rendering the conversation up to each answer. Answers that render as nothing are
+    not learned. Raises DataError with the conversation's origin if there is no such part, or if the template refuses
+    the conversation.
     """
     return _learned(tokenizer, conversation)[0]
 
@@ -168,10 +165,7 @@ def _learned(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[R
 
 
 def examine(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
-    """Render a whole conversation, even without an answer, and find what the template drops.
-
-    Raises DataError as `render` does.
-    """
+    """Render a whole conversation, even without an answer, and find what the template drops. Raises like `render`."""
     if conversation.text is not None:
         tokens = list(tokenizer.encode(conversation.text))
         return Rendered(tokens, [1] * len(tokens)), Unrendered()
@@ -232,10 +226,7 @@ def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[
 
 
 def prompt_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
-    """Return the tokens up to the assistant's next answer; trailing assistant messages are dropped.
-
-    Raises DataError if there is no template, or if it refuses the conversation.
-    """
+    """Return the tokens up to the assistant's next answer, without trailing answers. Raises like `render`."""
     template, messages = _Template.of(tokenizer, conversation), list(conversation.messages)
     while messages and messages[-1].role == "assistant":
         messages.pop()
@@ -319,9 +310,8 @@ def _by_prefix(template: _Template, messages: Messages, turn: int, text: str) ->
 def _by_substitution(template: _Template, messages: Messages, turn: int, text: str) -> Span | None:
     """Return the answer's characters, found by rendering the conversation with a mark in place of the answer.
 
-    This is for templates that render an earlier turn differently once later turns follow, such as dropped thinking or a
-    system prompt that moves to the last user message. Reasoning and tool calls belong to the answer, so the mark
-    replaces them too if the text around it stays the same.
+    Some templates render a turn differently once later turns follow. The mark also replaces reasoning and tool calls,
+    if the text around it stays the same.
     """
     message = messages[turn]
     bare = {key: value for key, value in message.items() if key in ("role", "name")}

@@ -90,7 +90,7 @@ def painted(text: str, code: int) -> str:
 
 
 def renderer(tokenizer: TokenizerWrapper | None, stop: Sequence[str], color: bool) -> Callable[[Chunk], str]:
-    """Return a function that turns the chunks of one stream into text, if `color` with accepted draft tokens in green.
+    """Return a function that turns chunks of a stream into text, if `color` with accepted draft tokens in green.
 
     stop: the request's stop strings. A character of several tokens has the color of its last token.
     """

@@ -57,10 +57,7 @@ class Process:
         return cls(ours, program.pid, _close, program)
 
     def fork(self) -> Process:
-        """Return a copy of this process with its own state. No question may be pending. Raises ProcessEnded.
-
-        This does not use `multiprocessing.reduction.recv_handle`, which sends an extra byte on macOS.
-        """
+        """Return a copy of this process with its own state. No question may be pending. Raises ProcessEnded."""
         try:
             with self._forking, _socket_of(self._connection) as channel:
                 self._connection.send(("fork",))
@@ -84,10 +81,7 @@ class Process:
             raise ProcessEnded from e
 
     def answer(self, seconds: float) -> tuple[Any, str] | None:
-        """Return the method's result and an error text, or None after `seconds`. Raises ProcessEnded.
-
-        Only one thread at a time may call this; nothing else reads from the connection.
-        """
+        """Return a result and an error text, or None after `seconds`; for one thread at a time. Raises ProcessEnded."""
         try:
             return self._connection.recv() if self._connection.poll(seconds) else None
         except (EOFError, OSError) as e:
@@ -130,10 +124,7 @@ def _socket_of(connection: Connection) -> socket.socket:
 
 
 def _serve(connection: Connection, memory: int, held: Any) -> None:
-    """Answer questions until the connection closes.
-
-    memory: see `Process.start`. held: the object whose methods answer the questions.
-    """
+    """Let `held`'s methods answer questions until the connection closes. memory: see `Process.start`."""
     with suppress(EOFError, BrokenPipeError):
         while True:
             name, *arguments = connection.recv()
@@ -148,7 +139,7 @@ def _serve(connection: Connection, memory: int, held: Any) -> None:
 
 
 def _fork(connection: Connection, memory: int, held: Any) -> None:
-    """Fork a copy of this process, which answers over its own connection; send its id and that connection.
+    """Fork a copy of this process; send its id and its own connection.
 
     The connection stays open here until it has arrived: macOS may shut down a descriptor closed in transit
     (nodejs/node#7512).

@@ -34,10 +34,7 @@ class Question:
     """`file:line`, for errors."""
 
     def encode(self, target: Target, answers: Sequence[str] = (), max_tokens: int = 0) -> list[int]:
-        """Return the token ids of the turn that follows `answers`: messages through the chat template, text unchanged.
-
-        Raises PromptError if text has no tokenizer, or prompt and answer do not fit the context.
-        """
+        """Return the tokens of the turn that follows `answers`. Raises PromptError if they and an answer do not fit."""
         content = self.content
         for answer, turn in zip(answers, self.later, strict=False):
             content = [*content, {"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
@@ -59,8 +56,8 @@ class Question:
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """Read rows with `messages`, with `prompt` (text), or with `turns` (the user's texts) and their `category`.
 
-    Drops assistant turns at the end of `messages`, which are to be generated. limit: maximum number of questions,
-    spread evenly over categories. Raises PromptError, with file and line, for an invalid row or a file without rows.
+    Drops assistant turns at the end of `messages`. limit: number of questions, spread evenly over categories. Raises
+    PromptError, with file and line, for an invalid row or a file without rows.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -117,10 +114,9 @@ _LEAST_CHARS = 200
 
 
 def with_filler(questions: Sequence[Question], target: Target, tokens: int) -> list[Question]:
-    """Put a different piece of text, `tokens` tokens long, before each question.
+    """Put a different text of `tokens` tokens, from docstrings of Python's standard library, before each question.
 
-    The text comes from long docstrings of Python's standard library. Raises ConfigError if the target has no tokenizer,
-    or if there is too little text.
+    Raises ConfigError if the target has no tokenizer, or if there is too little text.
     """
     if target.tokenizer is None:
         raise ConfigError("--filler needs a target with a tokenizer")

@@ -164,10 +164,7 @@ class Speculation(Group):
 
     @classmethod
     def of(cls, **settings: Any) -> Self:
-        """Return the settings, including those of `--speculative-config` and the policy that they imply.
-
-        Raises ConfigError for duplicates.
-        """
+        """Return the settings, including those of `--speculative-config` and the policy that they imply."""
         known = _from_json(settings.pop("speculative_config", None))
         own = {find(cls, name).field: value for name, value in settings.items()}
         given = {field for field, value in own.items() if value is not None}
@@ -178,10 +175,7 @@ class Speculation(Group):
         return cls(**own, **known)
 
     def for_target(self, target: str | None) -> tuple[str | Path, Self]:
-        """Return the target's name and its speculation. Without a name it is the embedded target with its head.
-
-        If no head, draft model or other mode is given, the head is `AUTO`, and `load_proposer` searches for one.
-        """
+        """Return the target, or the embedded one, and its speculation. AUTO is for `load_proposer` to find a head."""
         resolved = self
         if self.head in (None, AUTO) and self.draft_model is None and self.mode in (None, *_HEADS):
             head = AUTO if target is not None or self.mode == "mtp" else str(embedded("head"))
@@ -210,10 +204,7 @@ class Speculation(Group):
         return max(self.depth, levels_for(self.tree_nodes) if self.policy == "throughput" else 0)
 
     def proposer(self, target: Target) -> Proposer | None:
-        """Load the proposer, or return None for plain decoding. Warns on stderr about a head that is rarely accepted.
-
-        Raises EagleError if the model is not available or does not fit.
-        """
+        """Load the proposer, or return None for plain decoding. Raises EagleError if a model does not fit."""
         mode = self.resolved_mode()
         if mode == "ngram":
             return self._ngrams(3, 1)
@@ -268,10 +259,7 @@ class Speculation(Group):
         return AcceptancePolicy(self.depth, self.alpha, threshold, self.disable_at_rows, self.adaptive)
 
     def engine(self, target: Target, proposer: Proposer | None, memory: MemoryOptions, **more: Any) -> Engine:
-        """Return an engine with a new policy, which starts from the target's cost curve unless that is off.
-
-        more: other arguments of Engine.
-        """
+        """Return an engine with a new policy and `more` arguments. Unless `keep` is off, it knows the cost curve."""
         more |= {"prefill_chunk": memory.prefill_chunk, "kv_bytes": memory.kv_bytes, "exact": memory.exact}
         engine = Engine(target, proposer, policy=self.make_policy(), **more)
         if self.keep:
@@ -327,10 +315,7 @@ def _from_json(text: str | None) -> dict[str, Any]:
 
 
 def load_head(name: str | Path, target: Target, bits: int | None) -> DraftHead:
-    """Load a head and quantize it as `--head-bits` requests. Warns on stderr if it is rarely accepted.
-
-    Raises EagleError if it is not available.
-    """
+    """Load and quantize a head; warn on stderr if it is rarely accepted. Raises EagleError if it is not available."""
     head = load_found(name, target)
     quantize_for(head, target, bits)
     if (warning := head_warning(head, target)) is not None:
@@ -353,8 +338,8 @@ def load_proposer(
 ) -> tuple[Speculation, Proposer | None]:
     """Return the speculation with the head that was found, and its proposer. `say` reports the choice.
 
-    name: the target as the user named it. Raises EagleError if a named model is not available, or if a required head is
-    not found. Skips found heads that do not load.
+    name: the target as the user named it. Skips found heads that do not load. Raises EagleError if a named model is not
+    available, or if a required head is not found.
     """
     if speculation.head != AUTO or speculation.resolved_mode() == "none":
         return speculation, speculation.proposer(target)
@@ -378,10 +363,10 @@ def load_proposer(
 def usable_heads(
     target: str | Path, say: Callable[[str], None], digest: str | None = None, mode: str | None = None
 ) -> Iterator[FoundHead]:
-    """Yield the available heads for a target. Fetches heads only if the target was named by its hub id.
+    """Yield the available heads for a target, and fetch them if the target was named by its hub id.
 
-    Naming a hub id already fetches the model's weights, and a head adds little. For a folder, `say` reports the command
-    to fetch a head instead.
+    Naming a hub id already fetches the model's weights. For a folder, `say` reports the command to fetch a head
+    instead.
     """
     by_hub_id = hub.full_id(hub.public_name(target))
     for found in find_heads(target, digest, lambda text: say(f"head: {text}")):

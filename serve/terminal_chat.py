@@ -165,10 +165,7 @@ def note(text: str) -> None:
 
 
 def read_line() -> str | None:
-    """Return the next line of standard input; None at its end. At a terminal, Ctrl-C discards the line.
-
-    Raises PromptError if it is not UTF-8.
-    """
+    """Return the next line of standard input; None at its end. Raises PromptError if it is not UTF-8."""
     by_hand = sys.stdin.isatty()
     while True:
         try:

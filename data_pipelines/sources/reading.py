@@ -68,8 +68,7 @@ class FilterOptions(Group):
 class DataConfig(FilterOptions):
     """What to read and what to keep. Raises ConfigError or DataError on creation if a setting or source is invalid.
 
-    With weights, sources are mixed so that each has its share at any point, until one runs out. Without weights, they
-    are read one after the other, to the end.
+    Sources with weights are mixed, so that each has its share at any point, until one runs out.
     """
 
     sources: tuple[str, ...]
@@ -118,12 +117,12 @@ def read_conversations(
 ) -> Iterator[Conversation]:
     """Yield the conversations of all sources, in an order fixed by the seed; counts go to `report`.
 
-    One in 25 is held out. Built-in sources are split by file, others by a hash of the prompt, so a prompt is never on
-    both sides and regenerated answers stay on theirs. None means `train` for built-in sources and `all` for others.
+    The split of a built-in source depends on the file, of others on a hash of the prompt, so a prompt is never on both
+    sides. None means `train` for built-in sources and `all` for others.
 
-    Raises DataError, with file and line if possible, if a source or row is unusable. JSON files are checked completely
-    before the first conversation, unless they are streamed or bad rows may be left out. Raises ConfigError for a filter
-    by tokens without a tokenizer.
+    Raises DataError, with file and line if possible, if a source or row is unusable. JSON files are checked before the
+    first conversation, unless they are streamed or bad rows may be left out. Raises ConfigError for a filter by tokens
+    without a tokenizer.
     """
     if split not in (None, *get_args(Split)):
         raise ConfigError(f"split {split!r}: it must be train, heldout or all")
@@ -152,11 +151,7 @@ class _Reading:
     """Keys of 64 bits of the conversations that may have duplicates."""
 
     def selected(self, source: Source) -> Iterator[Conversation]:
-        """Yield the conversations of a source that the filters keep.
-
-        The filter by turns does not apply to plain text. A conversation is unusable if its tokens cannot be counted
-        because the template refuses it.
-        """
+        """Yield the conversations that the filters keep. The filter by turns does not apply to plain text."""
         report, turns, tokens = self.report, self.config.turns, self.config.tokens
         for conversation in self._read(source):
             if turns is not None and conversation.text is None and conversation.turns not in turns:
@@ -250,9 +245,7 @@ def mix(streams: Sequence[Iterator[Conversation]], weights: Sequence[float]) -> 
 def shuffled(parts: Sequence[Callable[[], Iterable[T]]], seed: int | None, block: int = BLOCK) -> Iterator[T]:
     """Yield every row of every part once: the parts in random order, with rows shuffled block by block.
 
-    Each block is permuted with (seed, block number) and emptied before the next one is read. So the order depends only
-    on the seed and the data, and a restart repeats it without losing or repeating rows. If the seed is None, the order
-    is not changed.
+    The order depends only on the seed and the data. If the seed is None, it is not changed.
     """
     if seed is None:
         yield from chain.from_iterable(part() for part in parts)

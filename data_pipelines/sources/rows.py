@@ -120,10 +120,7 @@ def place_of(text: str) -> str:
 
 
 def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = None) -> Conversation:
-    """Parse one row in any of `SHAPES`, or with the names of `fields`.
-
-    Raises DataError with the row's origin, its keys and the known shapes if it cannot be parsed.
-    """
+    """Parse a row in any of `SHAPES`, or with the names of `fields`. Raises DataError with its origin and keys."""
     fields = fields or FieldMap()
     if fields.names:
         row = fields.apply(row, origin)

@@ -31,10 +31,7 @@ class SourceFile:
 
 
 def iter_files(split: Split) -> Iterator[SourceFile]:
-    """Yield the Python files of a split in sorted order, without generated tables and unreadable files.
-
-    The split of a file depends only on its relative path, so it is the same in every Python version.
-    """
+    """Yield the readable, not generated Python files of a split in order. A file's split depends only on its path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(root.rglob("*.py")):
         path = file.relative_to(root).as_posix()
@@ -110,10 +107,7 @@ _NAMES = {
 
 
 def library_files(spec: str, split: Literal["train", "heldout", "all"]) -> list[Callable[[], Iterator[Conversation]]]:
-    """Return a function for each file of `builtin:…` that yields its conversations without repeated answers.
-
-    Raises DataError for an unknown name.
-    """
+    """Return a function per file of `builtin:…` that yields conversations with new answers. Raises DataError."""
     parts = _NAMES.get(spec.removeprefix("builtin:"))
     if parts is None:
         raise DataError(f"{spec}: the built-in sources are {', '.join(f'builtin:{n}' for n in _NAMES)}")

@@ -27,10 +27,7 @@ _HEAD = 8000
 
 
 def open_rows(source: Source) -> tuple[int, Callable[[int], Found]]:
-    """Open a file, a folder or a data set of the hub; return the number of rows, and a function that reads one.
-
-    Rows of JSON files are in memory. Raises DataError if the source is missing, empty or malformed.
-    """
+    """Return the number of rows, and a function that reads one. Raises DataError if there are none to read."""
     if is_table(source):
         rows = _load(source)
         return len(rows), lambda index: (f"{source.spec}:{index + 1}", rows[index])
@@ -39,10 +36,7 @@ def open_rows(source: Source) -> tuple[int, Callable[[int], Found]]:
 
 
 def stream_rows(source: Source) -> list[Callable[[], Iterator[Found]]]:
-    """Return the parts of a source. Each is a function that yields rows in order without storing them.
-
-    Raises DataError, now or while reading, if there is no such source.
-    """
+    """Return the parts of a source: functions that yield rows in order without storing them. May raise DataError."""
     if not is_table(source):
         return [partial(_json_rows, source)]
     found = _load(source, streaming=True)
@@ -129,18 +123,15 @@ def _load(source: Source, streaming: bool = False) -> Any:
 def _failure(source: Source, cause: str) -> str:
     if source.kind == "file":
         return f"{source.name} cannot be read as {Path(source.name).suffix[1:]}: {cause}"
-    if source.kind == "folder":
-        advice = f"for its text files, name text:{source.name}"
-        return f"{source.spec}: {source.split!r} of the folder {source.name} cannot be read: {cause}; {advice}"
     if "disk space" in cause:
         return f"{source.spec}: {cause}; use --stream to read it without storing it"
-    missing, advice = "there is no such file, and ", ""
-    if source.spec.startswith("preset:"):
-        missing, advice = "", f"; if you have a copy, name it as {source.spec}@PLACE"
-    return (
-        f"{source.spec}: {missing}the data set {source.name} ({source.split!r}) cannot be loaded "
-        f"from the hub: {cause}{advice}"
-    )
+    if source.kind == "folder":
+        how, advice = "read", f"for its text files, name text:{source.name}"
+    elif source.spec.startswith("preset:"):
+        how, advice = "loaded from the hub", f"if you have a copy, name it as {source.spec}@PLACE"
+    else:
+        how, advice = "loaded from the hub", "there is no such file either"
+    return f"{source.spec}: {source.name} ({source.split!r}) cannot be {how}: {cause}; {advice}"
 
 
 def _object(line: bytes, origin: str) -> Row:
@@ -168,10 +159,10 @@ def _cause(error: BaseException) -> str:
 
 
 def text_files(place: Path) -> list[Callable[[], Iterator[Conversation]]]:
-    """Return a function for each file that yields its pieces: of one file, or of all files under a folder.
+    """Return a function for each text file at or under `place` that yields its pieces.
 
-    In a folder, hidden files and folders are ignored, and files that are not text in UTF-8 are skipped. Raises
-    DataError, now or while reading, if a file cannot be read, if there is nothing, or if a file alone is not text.
+    Hidden files, and files in a folder that are not text in UTF-8, are skipped. Raises DataError, now or while reading,
+    if there is nothing, or if a file cannot be read.
     """
     if not place.exists():
         raise DataError(f"there is no file or folder {place}")

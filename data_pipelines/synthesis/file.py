@@ -71,9 +71,9 @@ class Limits:
 
 @dataclass
 class Selection:
-    """Chooses the tries for the file: in order of their numbers, without duplicates, until there are enough.
+    """Chooses tries in order of their numbers, without duplicates, until there are enough.
 
-    So the file does not depend on the order in which tries end. A try is settled once it and all before it have ended.
+    A try is settled once it and all before it have ended, so the order in which tries end changes nothing.
     """
 
     wanted: Wanted
@@ -162,15 +162,14 @@ def make_to_file(
 ) -> MakeReport:
     """Have the target make up conversations into a jsonl file; return counts of the tries.
 
-    Rows are written to `OUTPUT.partial` at once, and the same call after an interruption continues with that file, even
-    if more or less is wanted now. The output has the same bytes despite interruptions, batch sizes and proposers if the
-    target's arithmetic does not depend on them.
+    The same call after an interruption continues with `OUTPUT.partial`, even if more or less is wanted now. The file
+    has the same bytes despite interruptions, batch sizes and proposers, except for the target's rounding.
 
-    With a `place`, the engine must have a CapturingProposer; the hidden states of the training conversations go into
-    shards there, and `wanted` must not change. `limits` may end the file early.
+    With a `place`, the engine must have a CapturingProposer, whose hidden states of training conversations go into
+    shards, and `wanted` must not change. `limits` may end the file early.
 
-    Raises OutputError if the output exists and `overwrite` is not set, if it cannot be written, or if the partial file
-    has other settings or is in use; DataError if nothing usable is made.
+    Raises OutputError if the output exists without `overwrite`, cannot be written or was begun with other settings;
+    DataError if nothing usable is made.
     """
     settings, limits = {**text_settings(engine.target), **asdict(config)}, limits or Limits()
     with open_partial(output, settings, overwrite) as part:
@@ -250,10 +249,9 @@ def _forget_lost(wanted: Wanted, done: dict[int, Done], shards: MadeShards) -> N
 def make_once(
     target: Target, config: MakeConfig, wanted: Wanted, output: Path, progress: bool = False
 ) -> MakeReport | None:
-    """Make a file as `make_to_file` does, or return None if it exists.
+    """Make a file as `make_to_file` does, or return None if it exists. Its settings are in `OUTPUT.from.json`.
 
-    The settings are written to `OUTPUT.from.json`. Raises OutputError if the file exists with other settings; other
-    errors as `make_to_file`.
+    Raises OutputError if the file exists with other settings; other errors as `make_to_file`.
     """
     note = output.with_name(f"{output.name}.from.json")
     settings = {**text_settings(target), **asdict(config), **asdict(wanted)}

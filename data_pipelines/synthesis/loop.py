@@ -60,8 +60,8 @@ def run_tasks(
 ) -> Iterator[T]:
     """Yield each task once it has ended; texts of different tasks decode in one batch.
 
-    `following(running)` returns the next task, or None if none is wanted now. The iterator ends when no task runs;
-    close it early to cancel running tasks. `over()` is called before each step; once true, running tasks stop.
+    `following(running)` returns the next task, or None if none is wanted now. Once `over()`, running tasks stop.
+    Closing the iterator cancels them.
     """
     running: dict[T, RequestState] = {}
     checked: dict[T, int] = {}
@@ -111,11 +111,7 @@ def seed_of(seed: int, *parts: int | str) -> int:
 
 @dataclass
 class Doubling:
-    """Doubles the batch size while that increases throughput; otherwise goes back one step and stays there.
-
-    The best batch size depends on machine and model. A GPU reads the same weights for any batch until arithmetic is the
-    bottleneck; a CPU rearranges weights for every product.
-    """
+    """Doubles the batch size while that increases throughput; otherwise goes back one step and stays there."""
 
     rows: int
     most: int = MOST_ROWS
@@ -152,8 +148,7 @@ def growing_engine(
 ) -> Engine:
     """Return an engine with a batch of `rows`; by default the batch grows while that increases throughput.
 
-    A `head` drafts up to `most_tokens` if that is faster. With a `place`, the hidden states for it are captured. The
-    text is the same in all cases.
+    A `head` drafts up to `most_tokens` if that is faster. Hidden states for a `place` are captured.
     """
     drafts = HeadProposer(head) if head is not None and most_tokens else None
     policy = ThroughputPolicy(most_tokens) if drafts is not None else FixedPolicy(0)

@@ -59,10 +59,9 @@ def regenerations(
 ) -> Iterator[Regeneration]:
     """Yield a task for each conversation that replaces every assistant answer by the target's own.
 
-    Each answer follows the new answers before it. A conversation that ends without an answer gets one. Answers that
-    call tools are kept, since the tool results depend on them, and plain text is not changed. A conversation ends with
-    an answer that `max_tokens` cut, before an answer that loops, and before a prompt that fills the context; it is
-    dropped if no answer is left. The tasks raise DataError if the target has no chat template.
+    Answers that call tools are kept, since tool results depend on them, and so is plain text. A conversation without an
+    answer gets one. It ends with an answer that `max_tokens` cut, before an answer that loops, and before a prompt that
+    fills the context; it is dropped if no answer is left. The tasks raise DataError without a chat template.
     """
     seen: Counter[int] = Counter()  # repeated prompts are numbered, so that their answers differ
     for position, conversation in enumerate(conversations):
@@ -83,11 +82,9 @@ def regenerate_to_file(
 ) -> tuple[int, RegenerateReport]:
     """Regenerate conversations into a jsonl file; return the number of rows and the counts.
 
-    Rows are written and continued as by `make_to_file`. `settings` holds whatever else the rows depend on; they must
-    not change either. `total` is for the progress bar if the number of conversations is unknown.
-
-    Raises OutputError if the output exists and `overwrite` is not set, or if the partial file has other settings or is
-    in use; DataError if the data has changed.
+    Rows are written and continued as by `make_to_file`. `settings`: what else the rows depend on. `total`: of the
+    progress bar, if the number of conversations is unknown. Raises DataError if the data has changed, OutputError as
+    `make_to_file`.
     """
     compared = {
         **text_settings(engine.target),

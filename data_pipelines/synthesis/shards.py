@@ -66,10 +66,7 @@ class ShardPlan:
 
 
 class MadeShards(ShardPlan):
-    """Writes examples to shards.
-
-    Each sample waits in its own file until its shard is full, so it survives an interruption.
-    """
+    """Writes examples to shards. Each waits in its own file until its shard is full, so it survives an interruption."""
 
     def __init__(self, place: ShardPlace, waiting: Path, shards: ShardWriter | None):
         """Create the writer. `shards` is None if they are complete and only the file of conversations is not."""
@@ -124,10 +121,7 @@ class MadeShards(ShardPlan):
 
 @contextmanager
 def open_shards(place: ShardPlace, settings: Mapping[str, Any], wanted: Mapping[str, int]) -> Iterator[MadeShards]:
-    """Yield the shards; they appear in their folder once the block succeeds.
-
-    After an interruption, complete shards are reused. Raises OutputError as ShardWriter does.
-    """
+    """Yield the shards; they appear in their folder once the block succeeds. Raises OutputError as ShardWriter does."""
     layers = ", ".join(map(str, place.meta.aux_layers))
     found = {**settings, "wanted": wanted, "layers": layers, "bits": place.meta.bits}
     made_from = {name: str(value) for name, value in found.items()}

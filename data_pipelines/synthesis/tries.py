@@ -281,10 +281,7 @@ class ConversationTry(Try):
 
 
 class TextTry(Try):
-    """A plain text from a target without a chat template.
-
-    It uses the sampling parameters of user turns, so that texts vary; at temperature 0, all would be the same.
-    """
+    """A text from a target without a chat template, sampled like user turns: greedy texts would all be equal."""
 
     domain = "text"
 
@@ -308,10 +305,10 @@ class TextTry(Try):
 
 
 def tries(engine: Engine, config: MakeConfig) -> Callable[[int], Try]:
-    """Return a function that creates the try with a given number: a conversation, or a text without a chat template.
+    """Return a function that creates the try with a given number.
 
-    If the engine's proposer is a CapturingProposer that captures the target's last layer, tries have hidden states.
-    Raises TargetError if the chat template does not let the target write user turns, or if there is no tokenizer.
+    Tries have hidden states if the proposer is a CapturingProposer of the target's last layer. Raises TargetError if
+    the chat template does not let the target write user turns, or if there is no tokenizer.
     """
     target = engine.target
     tokenizer = target.tokenizer
@@ -325,11 +322,7 @@ def tries(engine: Engine, config: MakeConfig) -> Callable[[int], Try]:
 
 
 def beginning(tokenizer: TokenizerWrapper, name: str) -> list[int]:
-    """Return the tokens at the beginning of a text; `name` is the target's, for the error message.
-
-    These are the tokens that the tokenizer adds before every text, else its BOS token, else its EOS token, which
-    separates texts in training. Raises TargetError if there is none.
-    """
+    """Return the tokens that the tokenizer puts before a text, else its BOS or EOS. Raises TargetError, with `name`."""
     before: list[int] = list(tokenizer.encode(""))
     while before and before[-1] == tokenizer.eos_token_id:  # some tokenizers also append EOS
         before.pop()

@@ -37,10 +37,7 @@ class Domain:
 
 
 def read_domains(file: Path) -> tuple[Domain, ...]:
-    """Read domains from a YAML file: under each name a weight, and optionally a system prompt and openings.
-
-    Raises ConfigError, with the file and the domain, if something is invalid.
-    """
+    """Read domains from a YAML file. Raises ConfigError, with the file and the domain, if something is invalid."""
     found = read_yaml(file, "file of domains")
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"{file} must have domains, each with a weight under its name; see {FILE}")
@@ -51,10 +48,7 @@ def read_domains(file: Path) -> tuple[Domain, ...]:
 
 
 def choose_domains(wishes: Sequence[str], file: Path = FILE) -> tuple[Domain, ...]:
-    """Return a file's domains selected by `NAME` or `NAME=WEIGHT`; all if there is no selection.
-
-    Raises ConfigError if a name, a weight or the file is invalid.
-    """
+    """Return a file's domains selected by `NAME` or `NAME=WEIGHT`; all if there is no selection. Raises ConfigError."""
     domains = read_domains(file)
     if not wishes:
         return domains
@@ -104,10 +98,10 @@ class UserPlace:
 def find_user_place(
     tokenizer: TokenizerWrapper, messages: Sequence[Message], name: str, opening: str = ""
 ) -> UserPlace:
-    """Return the place of the next user turn after `messages`; `name` is the target's, for error messages.
+    """Return the place of the next user turn after `messages`, and after the words of an `opening`.
 
-    With an `opening`, the place is after these words. Raises TargetError, with what to do instead, if the template
-    refuses the conversation, hides or changes earlier messages, or depends on the user's text.
+    Raises TargetError, with the target's `name` and what to do instead, if the template refuses the conversation, hides
+    or changes earlier messages, or depends on the user's text.
     """
     found = {_around(tokenizer, messages, mark, name) for mark in _MARKS}
     if len(found) != 1:
@@ -146,10 +140,9 @@ def _closed(name: str, why: str) -> TargetError:
 
 
 def steerable(tokenizer: TokenizerWrapper, domains: tuple[Domain, ...], name: str) -> tuple[Domain, ...]:
-    """Return the domains that the template supports.
+    """Return the domains that the template supports. Raises TargetError, as `find_user_place` does, if there are none.
 
     If it refuses system prompts, a domain keeps only its openings, and a domain without openings is dropped.
-    Raises TargetError, as `find_user_place` does, if none is left.
     """
     usable: list[Domain] = []
     refused: TargetError | None = None

@@ -110,10 +110,7 @@ def take_turns(
     tokens: int = 0,
     watch: Watch = lambda mode, tokens: None,
 ) -> list[Timed]:
-    """Decode every mode's prompts in turns of `tokens` new tokens per row; 0 for one turn until all prompts end.
-
-    A mode that returns all its tokens at once has one long turn.
-    """
+    """Decode every mode's prompts in turns of `tokens` new tokens per row; 0 for one turn until all prompts end."""
     timed = [Timed(mode, mode.decode(prompts, params), watch) for mode, prompts in jobs]
     step = tokens * min(len(params), max(mode.batch for mode, _ in jobs)) or inf
     goal, order = 0.0, list(timed)
@@ -174,10 +171,7 @@ def compare(
 def _is_near_tie(
     target: Target, tokens: list[int], candidates: set[int], params: SamplingParams, tolerance: float
 ) -> bool:
-    """Return whether both candidates' scores are within the tolerance of the target's best next token.
-
-    A sampled token is the argmax of logits + temperature x noise, so the scores include the noise.
-    """
+    """Return whether both candidates' scores (logits + temperature x noise) are within the tolerance of the best."""
     scores = target.forward(mx.array([tokens], mx.int32)).logits[:, -1:].astype(mx.float32)
     if params.rule != "greedy":
         batch = SamplingBatch.of([params], [params.seed or 0])

@@ -118,10 +118,9 @@ def measure(
 ) -> list[Run]:
     """Time every mode on every prompt, `config.repeats` times, and compare their texts.
 
-    Each mode sees its own answers to a question's earlier turns. The reference, which is decoded before, is mlx-lm's
-    greedy text, or plain decoding with the same seeds if sampled, exact, or with ends ignored. If it loops on a prompt,
-    the prompt is decoded once, for the comparison only, and its later turns are skipped. Raises ConfigError if all
-    prompts loop, and PromptError if a question's last turn may not fit the context.
+    The reference is mlx-lm's greedy text, or plain decoding with the same seeds if sampled, exact, or with ends
+    ignored. If it loops on a prompt, the prompt is decoded once, for the comparison only, and its later turns are
+    skipped. Raises ConfigError if all prompts loop, and PromptError if a question's last turn may not fit the context.
     """
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
@@ -301,7 +300,7 @@ class _Measurement:
     def _identity(self, result: _Results) -> decoding.Identity | None:
         """Compare all texts, including left-out prompts. None for mlx-lm's sampling and batches, and for other rules.
 
-        After a difference, the prompts of later turns differ too. These turns are excused: the difference counts once.
+        After a difference, the prompts of later turns differ too. They are excused: the difference counts once.
         """
         name, config = result.mode.name, self.config
         draws_differ = name in BASELINES or (config.acceptance != "coupled" and name != "plain")

@@ -51,10 +51,7 @@ class _MlxLm(Mode):
 
 
 class MlxLmMode(_MlxLm):
-    """`mlx_lm.stream_generate` for one prompt after another, with the target's own model object or a stock one.
-
-    With a draft model, mlx-lm drafts `depth` tokens per round.
-    """
+    """`mlx_lm.stream_generate`, one prompt after another, by the target's own or a stock model."""
 
     def __init__(self, target: Target | StockModel, draft: Target | None = None, depth: int = 0):
         super().__init__(STOCK if isinstance(target, StockModel) else "mlx-lm-draft" if draft else "mlx-lm", target)
@@ -86,10 +83,7 @@ class MlxLmMode(_MlxLm):
 
 
 class MlxLmBatchMode(_MlxLm):
-    """`mlx_lm.batch_generate`, which decodes `batch` rows at a time.
-
-    It does not return a row's end-of-text token, so texts are not compared; the end counts as one token.
-    """
+    """`mlx_lm.batch_generate` of `batch` rows. It does not return end-of-text tokens, so texts are not compared."""
 
     def __init__(self, target: Target, batch: int):
         super().__init__("mlx-lm-batch", target)
@@ -226,8 +220,7 @@ def build_modes(
 ) -> list[Mode]:
     """Return a mode for each combination of name, batch size, depth, policy and tree size (0 nodes: a chain).
 
-    mlx-lm and mlx-lm-draft ignore the batch size: they decode one prompt at a time. Raises ConfigError if a mode's
-    model is missing, HeadError or TargetError if it does not fit the target.
+    Raises ConfigError if a mode's model is missing, HeadError or TargetError if it does not fit the target.
     """
     target, modes = models.target, list[Mode]()
     if "mlx-lm" in names:

@@ -70,10 +70,7 @@ class Lap:
 
 
 def race(target: Target, modes: Sequence[Mode], prompt: list[int], params: SamplingParams, progress: bool) -> bool:
-    """Decode a prompt by each mode, one at a time, and print the results; at a terminal, also replay them together.
-
-    Returns whether all texts equal the first mode's, apart from rounding.
-    """
+    """Print each mode's text and speed; replay them at a terminal. Return whether texts differ only by rounding."""
     laps = [_run(mode, prompt, params, progress) for mode in modes]
     for lap in laps:
         _judge(lap, laps[0], target, prompt, params)

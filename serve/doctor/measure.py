@@ -111,10 +111,10 @@ class PolicyRun:
 def take_turns(
     steps: Mapping[Name, Step], repeats: int, warm_up: int, seconds: float = math.inf, progress: str | None = None
 ) -> dict[Name, list[float]]:
-    """Time the steps in turns, each after `warm_up` calls, which compile kernels. Return the seconds of each.
+    """Time the steps in turns, each after `warm_up` calls. Return the seconds of each.
 
-    This ends after about `seconds`. If they are not enough for one turn, only the first steps are in the result, at
-    least `LEAST`. `progress`: the title of a progress bar.
+    If `seconds` are not enough for one turn, only the first steps are in the result, at least `LEAST`. `progress`: the
+    title of a progress bar.
     """
     taken: dict[Name, list[float]] = {}
     began = perf_counter()
@@ -199,10 +199,7 @@ def prefill_rate(target: Target, seconds: float) -> float:
 
 
 def compare_bits(target: Target, count: int) -> list[SameBits]:
-    """Read a text of `count` tokens by single positions and in verifies, and compare the logits.
-
-    The text is the target's own greedy one, or random tokens without a tokenizer.
-    """
+    """Read the target's greedy text, or random tokens, by single positions and in verifies; compare the logits."""
     prompt = trial_prompts(target)[2]
     if target.tokenizer is None:
         text = np.random.default_rng(0).integers(0, target.vocab_size, count).tolist()
@@ -271,10 +268,7 @@ def _rounds(
 
 
 def simulate_policy(steps: Steps, curve: Curve, chance: float) -> PolicyRun:
-    """Run the default policy with a proposer of which each draft token is accepted by chance.
-
-    curve: the cost curve that the policy starts from. Rounds take as long as the steps.
-    """
+    """Run the default policy from a cost curve, with drafts accepted by chance. Rounds take as long as the steps."""
     policy, draws = ThroughputPolicy(), random.Random(0)
     policy.costs.curve = curve
     depths = range(policy.max_depth + 1)
