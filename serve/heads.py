@@ -8,8 +8,15 @@ from dataclasses import dataclass
 
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import names_of
-from eagle_mlx.catalog.head_registry import records, register
-from eagle_mlx.catalog.head_search import KnownHead, find_heads, known_heads, known_heads_for, where_mtp_layers_are
+from eagle_mlx.catalog.head_search import (
+    KnownHead,
+    find_heads,
+    known_heads,
+    known_heads_for,
+    records,
+    register,
+    where_mtp_layers_are,
+)
 from eagle_mlx.command import Subcommands, arguments, exit_code, new_parser
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import read_config

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.catalog import is_embedded_target
-from eagle_mlx.catalog.head_registry import LEAST, register
+from eagle_mlx.catalog.head_search import LEAST, register
 from eagle_mlx.command import Stop, add_flags, arguments, default_text, exit_code, new_parser, shown
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError

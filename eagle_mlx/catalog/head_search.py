@@ -1,9 +1,13 @@
-"""Find the heads for a target, those made here first, and load one of them."""
+"""The heads for a target: those made or fetched on this machine, its own MTP layers, and published ones."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -13,13 +17,118 @@ import yaml
 from eagle_mlx import hub
 from eagle_mlx.catalog import embedded, is_embedded_target
 from eagle_mlx.catalog.base_model import names_of, same_model
-from eagle_mlx.catalog.head_registry import LEAST, HeadRecord, best_first, records_for
+from eagle_mlx.files import cache_folder, write_whole
 from eagle_mlx.formats.fields import read_config
-from eagle_mlx.heads import KINDS, load_head
+from eagle_mlx.heads import KINDS, check_fit, load_head
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.load import check_fit
 from eagle_mlx.heads.mtp.published import has_mtp_layer, mtp_of_model, published_with_mtp
 from eagle_mlx.target import Target
+
+How = Literal["trained", "extracted", "fetched", "included"]
+LEAST = 1.05
+"""The least τ of a head that is offered. Even a step of the small included head takes 0.09 of a target step
+(checkpoints/README.md), so with a smaller τ a head costs more time than it saves."""
+_FEW = 4
+"""The weight, in prompts, of a prior with τ 1: the gain measured on three prompts can be wrong by half. `head_check`
+uses this many prompts."""
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """One head, which stays in its own folder. A record without its head is skipped."""
+
+    head: str  # its folder, or its hub id if it was fetched
+    names: tuple[str, ...]  # names of its target, the most certain first
+    how: How
+    fingerprint: str = ""  # the target's fingerprint if the target was in memory (`eagle_mlx.target.fingerprint`)
+    acceptance_length: float | None = None  # τ on held-out prompts, if it was measured
+    prompts: int | None = None  # the number of prompts that τ was measured on; None if unknown, which counts as few
+    made_at: float = field(default_factory=time.time)  # seconds since 1970
+
+    @property
+    def here(self) -> bool:
+        """Whether the head can be loaded without network access."""
+        if self.how == "fetched" and hub.full_id(self.head):
+            return hub.cached(self.head) is not None
+        return (Path(self.head) / "config.json").is_file()
+
+    @property
+    def worth(self) -> float | None:
+        """τ shrunk toward 1, more strongly if it was measured on fewer prompts; None if it was not measured."""
+        if self.acceptance_length is None:
+            return None
+        prompts = _FEW if self.prompts is None else self.prompts
+        return 1 + (self.acceptance_length - 1) * prompts / (prompts + _FEW)
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether commands may choose the head if the user names none."""
+        return self.acceptance_length is None or self.acceptance_length >= LEAST
+
+    def __str__(self) -> str:
+        on = "" if self.prompts is None else f" on {self.prompts} prompt{'' if self.prompts == 1 else 's'}"
+        measured = f" (τ {self.acceptance_length:.2f}{on})" if self.acceptance_length is not None else ""
+        what = "the included head" if self.how == "included" else f"{self.head}, {self.how} here for {self.names[0]}"
+        return f"{what}{measured}"
+
+
+def register(
+    head: str | Path,
+    target: str | Path,
+    how: How,
+    fingerprint: str = "",
+    acceptance_length: float | None = None,
+    prompts: int | None = None,
+) -> bool:
+    """Record a head (a folder or hub id) for its target. Return whether that worked; a full disk is not an error.
+
+    acceptance_length, prompts: the measured τ and the number of prompts; with 0 prompts there is no τ.
+    """
+    acceptance_length = None if prompts == 0 else acceptance_length
+    place = Path(head)
+    name = str(place.absolute()) if place.is_dir() else str(head)
+    record = HeadRecord(name, names_of(target), how, fingerprint, acceptance_length, prompts)
+    file = cache_folder() / "heads" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(asdict(record), indent=2).encode())
+    except OSError:
+        return False
+    return True
+
+
+def records() -> list[HeadRecord]:
+    """Return all heads that still exist, the newest first."""
+    found = []
+    for file in (cache_folder() / "heads").glob("*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # another version, or damaged
+            values = json.loads(file.read_text(encoding="utf-8"))
+            found.append(HeadRecord(**{**values, "names": tuple(values["names"])}))
+    return sorted((one for one in found if one.here), key=lambda one: -one.made_at)
+
+
+def records_for(names: tuple[str, ...], fingerprint: str | None = None) -> list[HeadRecord]:
+    """Return the heads for a target, by its fingerprint or its names, in the order of `best_first`."""
+
+    def matches(one: HeadRecord) -> bool:
+        same_weights = bool(fingerprint) and one.fingerprint == fingerprint
+        return same_weights or any(same_model(a, b) for a in names for b in one.names)
+
+    return best_first(list(filter(matches, records())), fingerprint)
+
+
+def best_first(heads: list[HeadRecord], fingerprint: str | None = None) -> list[HeadRecord]:
+    """Return measured heads by `worth`, then the others, the newest first.
+
+    A τ holds only for the weights that it was measured with: heads of other weights than `fingerprint` come after.
+    """
+
+    def place(one: HeadRecord) -> tuple[bool, bool, float, float]:
+        is_other = bool(fingerprint and one.fingerprint and one.fingerprint != fingerprint)
+        return one.worth is None, is_other, -(one.worth or 0.0), -one.made_at
+
+    return sorted(heads, key=place)
+
 
 _CONFIG, _BEST = "config.json", "best"
 """The file in a head's folder, and the subfolder in which eagle-train keeps its best head."""
@@ -57,21 +166,14 @@ def find_heads(
         for name, folder in _folders(target, names)
         if has_mtp_layer(folder)
     ]
-    found = [*here, *own, *_published(names)]
-    first = {one.head: one for one in reversed(found)}
-    return [one for one in found if first[one.head] is one]
-
-
-def _published(names: tuple[str, ...]) -> list[FoundHead]:
-    """Return the published heads, those in the hub's cache first. If the kind decided, the preferred head says so."""
-    known = known_heads_for(names)
-    first, *others = dict.fromkeys(KINDS[one.kind].title for one in known) or ("",)
-    why = f" ({first} before {', '.join(others)} by published τ for the cost of a draft)" if others else ""
-    found = [
-        FoundHead(one.head, f"{one}{why if one is known[0] else ''}", hub.cached(one.head) is not None, one.mode)
-        for one in known
+    published = [
+        FoundHead(one.head, str(one), hub.cached(one.head) is not None, KINDS[one.kind].mode)
+        for one in known_heads_for(names)
     ]
-    return sorted(found, key=lambda one: not one.here)
+    found: dict[str, FoundHead] = {}
+    for head in [*here, *own, *sorted(published, key=lambda one: not one.here)]:
+        found.setdefault(head.head, head)
+    return list(found.values())
 
 
 def _included(names: tuple[str, ...]) -> HeadRecord:
@@ -130,11 +232,6 @@ class KnownHead:
     kind: str  # the key in `eagle_mlx.heads.KINDS`
     license: str  # the license named on its page, or "unknown"
     source: str  # URL of the page that describes the head
-
-    @property
-    def mode(self) -> Literal["eagle", "mtp"]:
-        """How it drafts, in the terms of `--spec-decode`."""
-        return KINDS[self.kind].mode
 
     def __str__(self) -> str:
         return f"{self.head}, {KINDS[self.kind].title} for {self.target}, license {self.license}"

@@ -24,7 +24,6 @@ UNFINISHED = "unfinished.json"
 """The manifest of an unfinished folder: it lists the complete shards."""
 FORMAT = "eagle-mlx-shards"
 VERSION = 2
-"""Version 1, which is still read, had only 16 bits and no `made_from`."""
 BLOCK = 64
 """Values that share a scale: the default group size of `mx.quantize`."""
 
@@ -109,18 +108,16 @@ class Manifest:
         try:
             found = json.loads(path.read_bytes())
             content = {k: v for k, v in found.items() if k != "sha256"}
-            if content["format"] != FORMAT or content["version"] not in (1, VERSION):
+            if (content["format"], content["version"]) != (FORMAT, VERSION):
                 raise ShardError(
-                    f"{path} is of format {content['format']} version {content['version']}, not {FORMAT} 1 or "
-                    f"{VERSION}; read it with the version of EAGLE-MLX that wrote it"
+                    f"{path} is of format {content['format']} version {content['version']}, not {FORMAT} {VERSION}; "
+                    "read it with the version of EAGLE-MLX that wrote it"
                 )
             if found["sha256"] != _digest(content):
                 raise ShardError(f"{path} is damaged: its SHA-256 does not match its content; {_remedy(path)}")
             meta = {**content["meta"], "aux_layers": tuple(content["meta"]["aux_layers"])}
-            if content["version"] == 1:
-                del meta["dtype"]
             files = tuple(ShardFile(**f) for f in content["files"])
-            return cls(ShardMeta(**meta), files, content.get("made_from", {}))
+            return cls(ShardMeta(**meta), files, content["made_from"])
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise ShardError(f"{path} is damaged and cannot be read ({e}); {_remedy(path)}") from e
 
@@ -141,15 +138,6 @@ def bytes_per_token(meta: ShardMeta) -> int:
 
 def shard_name(index: int) -> str:
     return f"shard-{index:05d}{SUFFIX}"
-
-
-def check_example(example: Example, meta: ShardMeta) -> None:
-    """Raise ValueError if an example has no states, or if its arrays do not match each other or the layers."""
-    t, h, n = len(example), meta.hidden_size, len(meta.aux_layers)
-    states = example.states
-    shapes = () if states is None else (example.loss_mask.shape, states.features.shape, states.last.shape)
-    if t == 0 or shapes != ((t,), (t, n * h), (t, h)):
-        raise ValueError(f"a sample of {t} tokens, {n} aux layers and hidden size {h} has arrays of shape {shapes}")
 
 
 def encode(examples: Sequence[Example], meta: ShardMeta) -> bytes:
@@ -209,10 +197,8 @@ def dequantize(integers: NDArray[np.int8], scales: NDArray[np.float16], hidden_s
 def _split(states: NDArray[np.float32], hidden_size: int) -> NDArray[np.float32]:
     """Reshape [T, n * H] to [T, n, blocks, BLOCK], padding each layer's last block with zeros."""
     rows, layers, count = len(states), states.shape[1] // hidden_size, blocks(hidden_size)
-    parts = states.reshape(rows, layers, hidden_size)
-    if hidden_size % BLOCK:
-        parts = np.pad(parts, ((0, 0), (0, 0), (0, count * BLOCK - hidden_size)))
-    return parts.reshape(rows, layers, count, BLOCK)
+    padding = (0, 0), (0, 0), (0, count * BLOCK - hidden_size)
+    return np.pad(states.reshape(rows, layers, hidden_size), padding).reshape(rows, layers, count, BLOCK)
 
 
 def _join(parts: NDArray[Any], shape: tuple[int, ...], hidden_size: int) -> NDArray[Any]:

@@ -21,7 +21,6 @@ from .format import (
     Manifest,
     ShardFile,
     ShardMeta,
-    check_example,
     encode,
     read_manifest,
     shard_name,
@@ -91,8 +90,6 @@ class ShardWriter:
 
     def write(self, index: int, examples: Sequence[Example]) -> None:
         """Write shard `index` and its entry in the manifest; both are on disk when this returns."""
-        for example in examples:
-            check_example(example, self._manifest.meta)
         data = encode(examples, self._manifest.meta)
         entry = ShardFile.of(index, data, examples)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import resource
@@ -202,29 +201,6 @@ def test_a_write_that_the_system_refuses_leaves_nothing(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_sample_of_another_shape_is_refused(tmp_path: Path) -> None:
-    wrong = sample(3)
-    with pytest.raises(ValueError, match="a sample of 3 tokens"):
-        write_all(
-            tmp_path / "s", [replace(wrong, states=HiddenStates((1, 3), wrong.states.last, wrong.states.last))], META
-        )
-    with pytest.raises(ValueError, match="a sample of 0 tokens"):
-        write_all(tmp_path / "s", [sample(0)], META)
-
-
-def test_the_first_version_is_still_read(shards: Path) -> None:
-    path = shards / MANIFEST
-    content = json.loads(path.read_text())
-    content = {"format": content["format"], "version": 1, "meta": content["meta"], "files": content["files"]}
-    del content["meta"]["bits"]
-    content["meta"]["dtype"] = "float16"
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps({**content, "sha256": digest}))
-    reader = ShardReader(shards)
-    reader.verify()
-    assert (reader.meta, len(reader), reader.manifest.made_from) == (META, 4, {})
 
 
 def test_a_moved_folder_still_reads(shards: Path, tmp_path: Path) -> None:

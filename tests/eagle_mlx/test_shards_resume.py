@@ -14,7 +14,7 @@ import pytest
 
 from eagle_mlx import files
 from eagle_mlx.errors import OutputError, ShardError
-from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, ShardWriter, unfinished_folder
+from eagle_mlx.shards import MANIFEST, ShardReader, ShardWriter, unfinished_folder
 from eagle_mlx.shards.format import UNFINISHED
 from tests.eagle_mlx.shard_samples import META, sample, write
 from tests.full import in_full
@@ -318,11 +318,3 @@ def test_a_folder_of_something_else_is_not_repaired(tmp_path: Path, whole: dict[
     with pytest.raises(OutputError, match=r"whole has a capture of something else \(bits: 16 there, 8 now\)"):
         repair(folder, {**MADE_FROM, "bits": "8"}).__enter__()
     assert "shard-00001.safetensors" in content(folder)
-
-
-def test_samples_of_another_shape_are_refused(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    wide = ShardMeta("tiny", 8, 50, (1, 3))
-    with pytest.raises(ValueError, match="hidden size 8"), ShardWriter(tmp_path / "s", wide, MADE_FROM) as shards:
-        shards.write(0, [sample(3)])
-    with pytest.raises(ValueError, match="a sample of 0 tokens"), repair(damaged(tmp_path), MADE_FROM) as shards:
-        shards.write(1, [sample(0)])

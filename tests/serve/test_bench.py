@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 
 from eagle_mlx import hub
-from eagle_mlx.catalog.head_registry import register
+from eagle_mlx.catalog.head_search import register
 from eagle_mlx.cpu.shortcuts import without_shortcuts
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.formats.tensors import read_tensors

@@ -11,8 +11,7 @@ from huggingface_hub import constants
 import eagle_mlx as em
 from eagle_mlx import hub
 from eagle_mlx.catalog import head_search
-from eagle_mlx.catalog.head_registry import records, register
-from eagle_mlx.catalog.head_search import KnownHead
+from eagle_mlx.catalog.head_search import KnownHead, records, register
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.proposers.hybrid import model_of

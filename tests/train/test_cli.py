@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.catalog.head_registry import records, records_for
+from eagle_mlx.catalog.head_search import records, records_for
 from eagle_mlx.data_pipelines import capture_to_shards
 from eagle_mlx.heads import load_head
 from eagle_mlx.target import fingerprint, load_target

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from eagle_mlx.catalog.head_registry import records
+from eagle_mlx.catalog.head_search import records
 from eagle_mlx.formats.tensors import read_tensors, weights_of
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.mtp import MTPHead

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.catalog.head_registry import records_for
+from eagle_mlx.catalog.head_search import records_for
 from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.data_pipelines import (
     Limits,

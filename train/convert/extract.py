@@ -10,7 +10,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from eagle_mlx import hub
-from eagle_mlx.catalog.head_registry import register
+from eagle_mlx.catalog.head_search import register
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
 from eagle_mlx.formats.fields import read_config, reading

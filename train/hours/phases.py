@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from eagle_mlx.catalog.head_registry import register
+from eagle_mlx.catalog.head_search import register
 from eagle_mlx.data_pipelines import Limits
 from eagle_mlx.errors import DataError
 from eagle_mlx.target import fingerprint

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from eagle_mlx.catalog.head_registry import register
+from eagle_mlx.catalog.head_search import register
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.memory import free_memory
