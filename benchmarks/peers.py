@@ -28,8 +28,7 @@ from eagle_mlx.catalog import embedded
 from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats.tensors import read_safetensors
-from eagle_mlx.heads import kind_of
-from eagle_mlx.heads.load import load_head
+from eagle_mlx.heads import kind_of, load_head
 from eagle_mlx.machine import describe
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.serve.prompts import read_questions

@@ -189,7 +189,7 @@ def change(folder: Path, tensors: Callable[[dict[str, mx.array]], Any] | None = 
         (eagle, lambda t: [t.pop(k) for k in list(t) if "layers" in k], {}, "has no known head"),
         (eagle, None, {"medusa_num_heads": 4}, "has Medusa heads, which cannot be loaded"),
         (eagle, None, {"model_type": "gemma4_assistant"}, "gemma4_assistant.*keys and values"),
-        (eagle, None, {"dflash_config": {}}, "a DFlash head"),
+        (eagle, None, {"dflash_config": {}}, "block drafter of class"),
         (eagle, None, {"speculators_model_type": "peagle"}, "lacks mask_token_id"),
         (mtp, lambda t: t.pop("enorm.weight"), {}, "missing: enorm.weight"),
         (mtp, lambda t: t.update({"block.x": t["enorm.weight"]}), {}, "not known to this format: block.x"),

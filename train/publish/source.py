@@ -15,10 +15,9 @@ from eagle_mlx.catalog.base_model import BASE_MODEL
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.tensors import read_tensors, weights_of
-from eagle_mlx.heads import load_head
+from eagle_mlx.heads import layout_of, load_head
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.kinds import HeadKind
-from eagle_mlx.heads.load import layout_of
 from eagle_mlx.heads.precision import quantization_of
 
 from ..convert.layouts import verifier_of

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError, ConfigError
 from eagle_mlx.formats.fields import (
+    check,
     layer_fields,
     quantization_json,
     read_quantization,
@@ -37,50 +38,36 @@ TRAINING = (
     *("block_size_policy", "dflash_initial_block_size", "runtime_block_size"),
 )
 """Fields that trainers and servers write, without effect on drafts."""
+_GEMMA_ACTIVATION = "gelu_pytorch_tanh"
 _UNIMPLEMENTED = (
-    *("attention_sink_bias", "use_swa", "swa_window_size", "dflash_query_causal", "dspark_bonus_anchor"),
+    *("attention_sink_bias", "use_swa", "swa_window_size", "causal", "dflash_query_causal", "dspark_bonus_anchor"),
     *("enable_moe_block", "hidden_size_per_layer_input", "use_double_wide_mlp"),
 )
 """Fields that change the network, and that are refused even where other unknown fields are not."""
 
 
-def one_of(config: Mapping[str, Any], name: str, otherwise: Any = None, required: bool = False) -> Any:
-    """Return a field of `dflash_config`, else of the top level, else `otherwise`. Raises KeyError if it is required."""
-    for place in (config.get(DFLASH) or {}, config):
-        if place.get(name) is not None:
-            return place[name]
-    if required:
-        raise KeyError(name)
-    return otherwise
+def flat_config(file: Path, config: Mapping[str, Any], known: Iterable[str], strict: bool = True) -> dict[str, Any]:
+    """Return the fields that are set, with those of `dflash_config` at the top level, where they take precedence.
 
-
-def check_fields(
-    file: Path, config: Mapping[str, Any], known: Iterable[str], nested: Iterable[str] = (), strict: bool = True
-) -> None:
-    """Raise CheckpointError with the names of fields that are not known, or have a value that is not implemented.
-
-    `known` are fields of the top level besides those of decoder layers, `nested` those of `dflash_config`. If not
-    `strict`, unknown fields of the top level only give a HeadWarning: some trainers copy the target's config.
+    `known` are the layout's fields besides those of decoder layers. Raises CheckpointError for others, and for values
+    that are not implemented. If not `strict`, unknown fields that are not in `_UNIMPLEMENTED` give a HeadWarning: some
+    trainers copy the target's config.
     """
     inner = config.get(DFLASH) or {}
     if not isinstance(inner, dict):
         raise CheckpointError(f"{file}: {DFLASH} must be an object, not {inner!r}")
-    own = {*known, DFLASH, "is_causal", "tie_word_embeddings"}
-    refuse(file, {name: value for name, value in config.items() if name not in own})
-    others = {name: value for name, value in config.items() if name not in own}
-    if not strict:
-        warn_of_unknown(file, {name: value for name, value in others.items() if name not in _UNIMPLEMENTED})
+    given = {**config, **{name: value for name, value in inner.items() if value is not None}}
+    fields = {name: value for name, value in given.items() if value is not None and name != DFLASH}
+    own = {*known, "is_causal", "tie_word_embeddings"}
+    others = {name: value for name, value in fields.items() if name not in own}
+    refuse(file, others)
     unknown = [name for name in unknown_fields(others) if strict or name in _UNIMPLEMENTED]
-    allowed = set(nested)
-    unknown += [f"{DFLASH}.{name}" for name, value in sorted(inner.items()) if name not in allowed and is_set(value)]
     if unknown:
         raise CheckpointError(
             f"{file} sets {', '.join(unknown)}, which block drafters here do not support; their effect would be missing"
         )
-
-
-def is_set(value: Any) -> bool:
-    return value not in (None, False, "", [], {})
+    warn_of_unknown(file, others)
+    return fields
 
 
 def shared_fields(config: Mapping[str, Any], target_layers: int | None) -> dict[str, Any]:
@@ -90,9 +77,9 @@ def shared_fields(config: Mapping[str, Any], target_layers: int | None) -> dict[
         **fields,
         "draft_vocab_size": fields["vocab_size"],
         "aux_layers": _aux_layers(config, fields["num_hidden_layers"], target_layers),
-        "block_size": int(one_of(config, "block_size", required=True)),
-        "mask_token_id": int(one_of(config, "mask_token_id", required=True)),
-        "interleaved_rope": not one_of(config, "rope_is_neox_style", one_of(config, "is_neox_style", True)),
+        "block_size": int(config["block_size"]),
+        "mask_token_id": int(config["mask_token_id"]),
+        "interleaved_rope": not config.get("rope_is_neox_style", config.get("is_neox_style", True)),
         "quantization": read_quantization(config),
     }
 
@@ -101,19 +88,17 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
     """Return the layers' types; by default Qwen3's: sliding from `max_window_layers` on, if enabled."""
     if config.get("layer_types"):
         return list(config["layer_types"])
-    first, slides = config.get("max_window_layers"), bool(config.get("use_sliding_window"))
-    first = 28 if first is None else int(first)
-    count = int(config["num_hidden_layers"])
-    return ["sliding_attention" if slides and layer >= first else "full_attention" for layer in range(count)]
+    count, first = int(config["num_hidden_layers"]), int(config.get("max_window_layers", 28))
+    full = min(first, count) if config.get("use_sliding_window") else count
+    return ["full_attention"] * full + ["sliding_attention"] * (count - full)
 
 
 def _aux_layers(config: Mapping[str, Any], layers: int, target_layers: int | None) -> tuple[int, ...]:
-    ids = one_of(config, "target_layer_ids")
-    if ids:
-        if any(k < 0 for k in ids):
+    if ids := config.get("target_layer_ids"):
+        if min(ids) < 0:
             raise ConfigError(f"target_layer_ids {list(ids)} name the embedding's output, which cannot be read")
         return tuple(map(int, ids))
-    count = one_of(config, "num_target_layers", target_layers)
+    count = config.get("num_target_layers", target_layers)
     if count is None:
         raise ConfigError("target_layer_ids is missing; load the head with its target")
     return default_aux_layers(int(count), layers)
@@ -129,12 +114,12 @@ def default_aux_layers(target_layers: int, layers: int) -> tuple[int, ...]:
 def dspark_fields(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> dict[str, Any]:
     """Return the fields of the Markov head and of the confidence head. Missing ones follow from the tensors."""
     w1, proj = tensors.get("markov_head.markov_w1.weight"), tensors.get("confidence_head.proj.weight")
-    rank = int(one_of(config, "markov_rank", 0 if w1 is None else w1.shape[-1]))
-    kind = str(one_of(config, "markov_head_type", "vanilla")).lower()
+    rank = int(config.get("markov_rank", 0 if w1 is None else w1.shape[-1]))
+    kind = str(config.get("markov_head_type", "vanilla")).lower()
     if rank and kind not in ("vanilla", "gated", "rnn"):
         raise ConfigError(f"markov_head_type is {kind}; it must be vanilla, gated or rnn")
-    confident = bool(one_of(config, "enable_confidence_head", proj is not None))
-    reads_token = one_of(config, "confidence_head_with_markov", rank > 0)
+    confident = bool(config.get("enable_confidence_head", proj is not None))
+    reads_token = config.get("confidence_head_with_markov", rank > 0)
     return {
         "markov_rank": rank,
         "markov_head": kind if rank else None,
@@ -201,3 +186,45 @@ def dspark_json(config: BlockConfig) -> dict[str, Any]:
 def own_ends(tensors: Mapping[str, mx.array]) -> dict[str, Any]:
     """Return whether the files hold an embedding and an output projection."""
     return {"own_embedding": "embed_tokens.weight" in tensors, "own_lm_head": "lm_head.weight" in tensors}
+
+
+def as_qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a Gemma config with the names of Qwen3's fields, without RoPE's. Raises ConfigError, KeyError."""
+    kv_heads = config["num_global_key_value_heads" if config.get("attention_k_eq_v") else "num_key_value_heads"]
+    activation = config.get("hidden_activation")
+    check(
+        activation == _GEMMA_ACTIVATION, f"hidden_activation is {activation!r}; only {_GEMMA_ACTIVATION} is supported"
+    )
+    left_out = ("rope_parameters", "rope_scaling", "hidden_activation", "partial_rotary_factor")
+    kept = {name: value for name, value in config.items() if name not in left_out}
+    return {**kept, "head_dim": config["global_head_dim"], "num_key_value_heads": kv_heads}
+
+
+def gemma_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a BlockConfig that only Gemma's heads have. Raises ConfigError, KeyError."""
+    rope = dict((config.get("rope_parameters") or {})["full_attention"])
+    theta, kind = float(rope.pop("rope_theta")), rope.pop("rope_type", "default")
+    is_known = kind in ("default", "proportional") and rope.keys() <= {"partial_rotary_factor", "factor"}
+    check(is_known, f"RoPE of type {kind} with {', '.join(rope) or 'no factor'} is not supported in Gemma's heads")
+    return {
+        "gemma": True,
+        "key_is_value": bool(config.get("attention_k_eq_v")),
+        "rope_theta": theta,
+        "rope_scaling": {"rope_type": kind, **rope} if kind == "proportional" else None,
+        "embedding_scale": float(config["hidden_size"]) ** 0.5,
+        "logit_softcap": config.get("final_logit_softcapping"),
+    }
+
+
+def gemma_json(config: BlockConfig) -> dict[str, Any]:
+    """Return the fields that `as_qwen3` and `gemma_fields` read, in place of Qwen3's."""
+    rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    return {
+        "model_type": "gemma4_text",
+        "hidden_activation": _GEMMA_ACTIVATION,
+        "attention_k_eq_v": config.key_is_value,
+        "global_head_dim": config.head_dim,
+        "num_global_key_value_heads": config.num_key_value_heads,
+        "rope_parameters": {"full_attention": rope},
+        "final_logit_softcapping": config.logit_softcap,
+    }

@@ -32,32 +32,32 @@ from eagle_mlx.heads.block.fields import (
     SHARED,
     TRAINING,
     all_or_none,
+    as_qwen3,
     block_layer_json,
     causal_by_type,
     check_block_expressible,
-    check_fields,
     dspark_fields,
     dspark_json,
-    one_of,
+    flat_config,
+    gemma_fields,
+    gemma_json,
     own_ends,
     read_block_weights,
     shared_fields,
 )
-from eagle_mlx.heads.block.gemma import ARCHITECTURE as GEMMA
-from eagle_mlx.heads.block.gemma import as_qwen3, gemma_fields, gemma_json
 from eagle_mlx.heads.block.head import BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from eagle_mlx.heads.eagle3.speculators import LAYER_DEFAULTS, NOT_READ
 from eagle_mlx.heads.kinds import Format, of_class, of_speculators
 
 ZLAB, ZLAB_2 = "DFlashDraftModel", "DFlash2DraftModel"
-DEEPSPEC = "Qwen3DSparkModel"
+DEEPSPEC, GEMMA = "Qwen3DSparkModel", "Gemma4DSparkModel"
 SPECFORGE, LIQUID = "DSparkDraftModel", "Lfm2DSparkDraftModel"
 holds_zlab, holds_zlab_2 = of_class(ZLAB), of_class(ZLAB_2)
 holds_deepspec, holds_specforge = of_class(DEEPSPEC, GEMMA), of_class(SPECFORGE, LIQUID)
 
 _SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
-_OF_ZLAB = (*SHARED, *TRAINING, "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_OF_ZLAB = (*SHARED, *TRAINING, "causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 _OF_DSPARK = (*SHARED, *DSPARK, *TRAINING, "target_model_type", "target_text_model_type")
 _OF_GEMMA = (
     *("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", "final_logit_softcapping"),
@@ -76,15 +76,14 @@ def load_zlab(folder: Path, target_layers: int | None = None) -> BlockHead:
     file, written = folder / "config.json", read_config(folder)
     second = holds_zlab_2(written, {})
     own = _SELECTOR if second else ()
-    check_fields(file, written, (*_OF_ZLAB, *own), (*_OF_ZLAB, "causal", *own))
+    written = flat_config(file, written, (*_OF_ZLAB, *own))
     with reading(file):
-        causal = (written.get(DFLASH) or {}).get("causal")
-        selector: dict[str, Any] = {name: int(one_of(written, name, required=True)) for name in own}
-        scale, softcap = one_of(written, "input_embedding_scale"), one_of(written, "final_logit_softcapping")
+        selector: dict[str, Any] = {name: int(written[name]) for name in own}
+        scale, softcap = written.get("input_embedding_scale"), written.get("final_logit_softcapping")
         config = BlockConfig(
-            **_with_causality(written, target_layers, causal),
+            **_with_causality(written, target_layers),
             embedding_scale=None if scale is None else float(scale),
-            output_multiplier=float(one_of(written, "output_multiplier", 1.0)),
+            output_multiplier=float(written.get("output_multiplier", 1.0)),
             logit_softcap=float(softcap) if softcap else None,
             **selector,
         )
@@ -104,7 +103,7 @@ def load_deepspec(folder: Path, target_layers: int | None = None) -> DSparkHead:
         rope = written.get("rope_parameters") or {}
         written["rope_parameters"] = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
         written.pop("partial_rotary_factor", None)
-    check_fields(file, written, (*_OF_DSPARK, *_OF_GEMMA), strict=False)
+    written = flat_config(file, written, (*_OF_DSPARK, *_OF_GEMMA), strict=False)
     tensors = read_block_weights(folder)
     with reading(file):
         fields = {**shared_fields(written, target_layers), **own}
@@ -117,10 +116,9 @@ def load_deepspec(folder: Path, target_layers: int | None = None) -> DSparkHead:
 
 def load_specforge(folder: Path, target_layers: int | None = None) -> DSparkHead:
     """Read a DSpark head of SpecForge's or LiquidAI's."""
-    file, written = folder / "config.json", read_config(folder)
-    check_fields(file, written, _OF_DSPARK, (*_OF_DSPARK, "projector_type"))
-    projector = (written.get(DFLASH) or {}).get("projector_type", "dspark")
-    if projector != "dspark":
+    file = folder / "config.json"
+    written = flat_config(file, read_config(folder), (*_OF_DSPARK, "projector_type"))
+    if (projector := written.get("projector_type", "dspark")) != "dspark":
         raise CheckpointError(f"{file} sets {DFLASH}.projector_type to {projector!r}; only dspark is known")
     tensors = read_block_weights(folder)
     with reading(file):
@@ -128,16 +126,15 @@ def load_specforge(folder: Path, target_layers: int | None = None) -> DSparkHead
             **_with_causality(written, target_layers),
             **dspark_fields(written, tensors),
             **own_ends(tensors),
-            first_slot_drafts=bool(one_of(written, "sample_from_anchor", True)),
+            first_slot_drafts=bool(written.get("sample_from_anchor", True)),
         )
     return build(folder, DSparkHead, config, tensors)
 
 
-def _with_causality(config: Mapping[str, Any], target_layers: int | None, causal: Any = None) -> dict[str, Any]:
-    """Return the shared fields and `causal`, which `is_causal` sets for all layers, else the argument."""
+def _with_causality(config: Mapping[str, Any], target_layers: int | None) -> dict[str, Any]:
+    """Return the shared fields and `causal`, which `is_causal`, else `causal`, sets for all layers."""
     fields = shared_fields(config, target_layers)
-    layers, said = fields["num_hidden_layers"], config.get("is_causal")
-    said = causal if said is None else said
+    layers, said = fields["num_hidden_layers"], config.get("is_causal", config.get("causal"))
     by_type = causal_by_type(fields["windows"], layers)
     return {**fields, "causal": by_type if said is None else all_or_none((bool(said),) * layers)}
 
@@ -213,14 +210,14 @@ def _causal_json(config: BlockConfig) -> dict[str, Any]:
 
 def load_speculators_block(folder: Path, target_layers: int | None = None) -> BlockHead:
     """Read a DFlash or DSpark head (`Format.load`)."""
-    file, written = folder / "config.json", read_config(folder)
+    file = folder / "config.json"
+    written = flat_config(file, read_config(folder), _OF_SPECULATORS)
     layer = written.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise CheckpointError(f"{file} lacks transformer_layer_config")
     if layer.get("model_type", "qwen3") != "qwen3":
         raise CheckpointError(f"{file} describes a layer of {layer['model_type']}; only qwen3 layers can be read")
-    check_fields(file, written, _OF_SPECULATORS)
-    check_fields(file, layer, ())
+    layer = flat_config(file, layer, ())
     tensors = read_block_weights(folder, NOT_READ)
     with reading(file):
         config = _from_json(written, layer, tensors, target_layers)
@@ -230,10 +227,9 @@ def load_speculators_block(folder: Path, target_layers: int | None = None) -> Bl
 def _from_json(
     config: Mapping[str, Any], layer: Mapping[str, Any], tensors: Mapping[str, mx.array], target_layers: int | None
 ) -> BlockConfig:
-    ids = config.get(_IDS)
-    block = {name: config.get(name) for name in ("block_size", "mask_token_id")}
-    own = {"quantization": config.get("quantization"), "target_layer_ids": [k - 1 for k in ids] if ids else None}
-    fields = shared_fields({**LAYER_DEFAULTS["qwen3"], **layer, **block, **own}, target_layers)
+    own = {name: config[name] for name in ("block_size", "mask_token_id", "quantization") if name in config}
+    own["target_layer_ids"] = [k - 1 for k in config.get(_IDS, ())]
+    fields = shared_fields({**LAYER_DEFAULTS["qwen3"], **layer, **own}, target_layers)
     if config.get("target_hidden_size") not in (None, fields["hidden_size"]):
         raise ConfigError(
             f"target_hidden_size is {config['target_hidden_size']} but hidden_size {fields['hidden_size']}"
@@ -253,9 +249,8 @@ def _from_json(
 
 def _first_slot_drafts(config: Mapping[str, Any], block_size: int) -> bool:
     """Return whether the first slot drafts: in old files, whether there are as many speculative tokens as slots."""
-    said = config.get("sample_from_anchor")
-    if said is not None:
-        return bool(said)
+    if "sample_from_anchor" in config:
+        return bool(config["sample_from_anchor"])
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return bool(methods[0].get("speculative_tokens") == block_size)
 

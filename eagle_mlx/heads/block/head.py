@@ -14,8 +14,14 @@ import mlx.nn as nn
 from eagle_mlx.cpu import pad_to_fours
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of
 from eagle_mlx.heads.block.config import BlockAttention, BlockConfig
-from eagle_mlx.heads.block.gemma import GemmaLayer
-from eagle_mlx.heads.block.layers import MARKOV_HEADS, BlockLayer, CandidateSelector, ConfidenceHead, ConvolvedLayer
+from eagle_mlx.heads.block.layers import (
+    MARKOV_HEADS,
+    BlockLayer,
+    CandidateSelector,
+    ConfidenceHead,
+    ConvolvedLayer,
+    GemmaLayer,
+)
 from eagle_mlx.target import Target
 
 

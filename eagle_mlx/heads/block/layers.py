@@ -2,7 +2,8 @@
 token before a slot: they change its logits, or predict its confidence.
 
 Sources: package `dflash` (`DFlash2DraftModel`) for convolutions and the selector; deepseek-ai/DeepSpec
-(`deepspec/modeling/dspark`) and sgl-project/SpecForge (`specforge/modeling/draft/dspark_heads.py`) for DSpark's heads.
+(`deepspec/modeling/dspark`) for DSpark's heads and Gemma 4's layer; sgl-project/SpecForge
+(`specforge/modeling/draft/dspark_heads.py`) for DSpark's heads.
 """
 
 from __future__ import annotations
@@ -66,6 +67,52 @@ class BlockLayer(nn.Module):
         """x [B, b, H] -> [B, b, H]; other arguments as in `ContextAttention.slots`."""
         h = x + self.self_attn.slots(self.input_layernorm(x), mask, past, offset, slots)
         return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class GemmaAttention(ContextAttention):
+    """Gemma 4: queries are not scaled; values are normed without a weight, and may be the keys before their norm."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__(config)
+        self.scale, self.eps = 1.0, config.rms_norm_eps
+        if config.key_is_value:
+            self.pop("v_proj")
+
+    def context(self, c: mx.array, offset: int | mx.array) -> KeysValues:
+        b, length, _ = c.shape
+        shape = b, length, self.kv_heads, self.head_dim
+        k = self.k_proj(c).reshape(shape)
+        v = self.v_proj(c).reshape(shape) if "v_proj" in self else k
+        v = mx.fast.rms_norm(v, None, self.eps).transpose(0, 2, 1, 3)
+        return self.rope(self.k_norm(k).transpose(0, 2, 1, 3), offset=offset), v
+
+    def project(self, x: mx.array, offset: int | mx.array = 0) -> tuple[mx.array, mx.array, mx.array]:
+        b, length, _ = x.shape
+        q = self.q_norm(self.q_proj(x).reshape(b, length, self.heads, self.head_dim)).transpose(0, 2, 1, 3)
+        return self.rope(q, offset=offset), *self.context(x, offset)
+
+
+class GemmaMLP(MLP):
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GemmaLayer(BlockLayer):
+    """Gemma 4: each sublayer has a norm before and after it, and the layer has a factor."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__(config)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn, self.mlp = GemmaAttention(config), GemmaMLP(config)
+        self.pre_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
+        self.layer_scalar = mx.ones((1,))
+
+    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array, slots: int) -> mx.array:
+        attended = self.self_attn.slots(self.input_layernorm(x), mask, past, offset, slots)
+        h = x + self.post_attention_layernorm(attended)
+        out: mx.array = h + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(h)))
+        return out * self.layer_scalar
 
 
 class GroupedConvolution(nn.Module):
