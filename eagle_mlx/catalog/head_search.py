@@ -166,9 +166,17 @@ def find_heads(
         for name, folder in _folders(target, names)
         if has_mtp_layer(folder)
     ]
+    choice = known_heads_for(names)
+    first, *others = dict.fromkeys(KINDS[one.kind].title for one in choice) or [""]
+    why = f" ({first} before {', '.join(others)} by published τ for the cost of a draft)" if others else ""
     published = [
-        FoundHead(one.head, str(one), hub.cached(one.head) is not None, KINDS[one.kind].mode)
-        for one in known_heads_for(names)
+        FoundHead(
+            one.head,
+            f"{one}{why if one is choice[0] else ''}",
+            hub.cached(one.head) is not None,
+            KINDS[one.kind].mode,
+        )
+        for one in choice
     ]
     found: dict[str, FoundHead] = {}
     for head in [*here, *own, *sorted(published, key=lambda one: not one.here)]:

@@ -73,10 +73,13 @@ def test_published_heads_are_found_by_the_names_of_conversions(name: str, target
     assert {one.target for one in known_heads_for((name,))} == {target}
 
 
-def test_the_preferred_kind_comes_first() -> None:
+def test_the_preferred_kind_comes_first_and_says_so() -> None:
     assert {one.kind for one in known_heads()} <= set(PREFERRED)
     kinds = [one.kind for one in known_heads_for((QWEN,))]
     assert list(dict.fromkeys(kinds)) == ["dspark", "dflash", "peagle", "eagle3"]
+    first, *others = find_heads(QWEN)
+    assert first.about.endswith("(DSpark before DFlash, P-EAGLE, EAGLE-3 by published τ for the cost of a draft)")
+    assert not any("before" in one.about for one in others)
 
 
 def test_nothing_is_known_of_other_models() -> None:
