@@ -60,6 +60,8 @@ class Turn:
     texts: tuple[str, ...]
     tokens: int
     seconds: float
+    cpu_seconds: float
+    """CPU seconds of all of the server's threads."""
     first_token_seconds: float
     """Median over the chats; the whole time if nothing is streamed."""
 
@@ -74,6 +76,8 @@ class Figures:
     tokens_per_s: float
     of_reference: float
     """Median of the turns' ratios of tokens/s."""
+    cpu_seconds_per_1000: float
+    """CPU seconds per 1,000 tokens over all turns."""
     first_token_ms: float
     same_texts: int
     """Texts equal to the reference's in the same turn."""
@@ -125,11 +129,21 @@ class Server:
                     body = {**self._model, **settings, "messages": chat}
                     answers[number] = await _ask_with_retries(http, self.url, body)
 
-            start = time.perf_counter()
+            cpu, start = cpu_seconds(self._process.pid), time.perf_counter()
             await asyncio.gather(*(client() for _ in range(clients)))
-            seconds = time.perf_counter() - start
+            seconds, cpu = time.perf_counter() - start, cpu_seconds(self._process.pid) - cpu
         texts, tokens, firsts = zip(*(answers[number] for number in range(len(chats))), strict=True)
-        return Turn(texts, sum(tokens), seconds, median(firsts))
+        return Turn(texts, sum(tokens), seconds, cpu, median(firsts))
+
+
+def cpu_seconds(process: int) -> float:
+    """Return the CPU seconds of a process so far, as `ps` prints them: whole seconds on Linux."""
+    printed = subprocess.run(["ps", "-o", "time=", "-p", str(process)], capture_output=True, text=True, check=True)
+    days, _, clock = printed.stdout.strip().rpartition("-")
+    seconds = 0.0
+    for part in clock.split(":"):
+        seconds = 60 * seconds + float(part)
+    return 86400 * int(days or 0) + seconds
 
 
 async def _ask_with_retries(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[str, int, float]:
@@ -202,11 +216,11 @@ class BareEngine:
             self._engines[clients] = Engine(
                 self.target, proposer, policy=policy, max_batch=min(clients, self.max_batch)
             )
-        start = time.perf_counter()
+        cpu, start = time.process_time(), time.perf_counter()
         outputs = self._engines[clients].generate(chats, SamplingParams(temperature, max_tokens=max_tokens))
-        seconds = time.perf_counter() - start
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         texts = tuple(output.text for output in outputs)
-        return Turn(texts, sum(len(output.tokens) for output in outputs), seconds, seconds)
+        return Turn(texts, sum(len(output.tokens) for output in outputs), seconds, cpu, seconds)
 
     def chats_that_do_not_loop(self, chats: Sequence[Chat], max_tokens: int) -> list[Chat]:
         outputs = Engine(self.target).generate(chats, SamplingParams(max_tokens=max_tokens))
@@ -247,6 +261,9 @@ def _figures(name: str, clients: int, temperature: float, turns: Sequence[dict[s
         temperature,
         tokens_per_s=median(rate[name] for rate in rates),
         of_reference=median(rate[name] / rate[REFERENCE] for rate in rates),
+        cpu_seconds_per_1000=1e3
+        * sum(took[name].cpu_seconds for took in turns)
+        / sum(took[name].tokens for took in turns),
         first_token_ms=1e3 * median(took[name].first_token_seconds for took in turns),
         same_texts=sum(text == reference for text, reference in pairs),
         texts=len(pairs),
@@ -256,15 +273,16 @@ def _figures(name: str, clients: int, temperature: float, turns: Sequence[dict[s
 def table(figures: Sequence[Figures]) -> str:
     """Return a Markdown table."""
     lines = [
-        f"| clients | temperature | server | tokens/s | of {REFERENCE} | first token, ms | texts as {REFERENCE}'s |",
-        "|---" * 7 + "|",
+        f"| clients | temperature | server | tokens/s | of {REFERENCE} | CPU s per 1,000 tokens | first token, ms "
+        f"| texts as {REFERENCE}'s |",
+        "|---" * 8 + "|",
     ]
     for one in figures:
         first = "" if one.server == ENGINE else f"{one.first_token_ms:.0f}"
         same = f"{one.same_texts} of {one.texts}" if not one.temperature else ""
         lines.append(
             f"| {one.clients} | {one.temperature:g} | {one.server} | {one.tokens_per_s:.0f} "
-            f"| {one.of_reference:.2f} | {first} | {same} |"
+            f"| {one.of_reference:.2f} | {one.cpu_seconds_per_1000:.1f} | {first} | {same} |"
         )
     return "\n".join(lines)
 
