@@ -23,10 +23,11 @@ from mlx_lm.models import qwen3_5, qwen3_5_moe
 from mlx_lm.utils import quantize_model, save_config, save_model
 
 import eagle_mlx as em
+from eagle_mlx.catalog.head_search import find_heads, known_heads_for, load_found, where_mtp_layers_are
 from eagle_mlx.heads import KINDS
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead
-from eagle_mlx.heads.mtp.formats import quantized
+from eagle_mlx.heads.mtp.formats import quantized, save_split
 from eagle_mlx.serve.api.loader import LoadConfig, load
 from eagle_mlx.serve.speculation import Speculation
 from tests.clients.scripted_target import END, pieces
@@ -168,12 +169,12 @@ def prompt_of(target: em.Target, messages: list[dict[str, Any]], **more: Any) ->
     return tuple(target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **more))
 
 
-def mtp(target: em.Target) -> MTPHead:
-    """Return a head in 8 bits that drafts the scripted text, because it hands on the token's embedding."""
+def mtp(target: em.Target, bits: int = 8) -> MTPHead:
+    """Return a quantized head that drafts the scripted text, because it hands on the token's embedding."""
     head = MTPHead(MTPConfig("qwen3_5", target.model.args.text_config, norm_output=True))
     randomize(head, 1, 0.02)
     head.eh_proj.weight = mx.concatenate([mx.eye(HIDDEN), mx.zeros((HIDDEN, HIDDEN))], axis=-1)
-    return quantized(head, 8)
+    return quantized(head, bits)
 
 
 def spark(target: em.Target) -> DraftHead:
@@ -277,3 +278,78 @@ def test_a_served_model_thinks_calls_a_tool_and_reads_only_the_new_turn(root: Pa
         tokens, margins = plain(target, prompt, 30)
         assert min(margins) > 1e-3
         assert second["choices"][0]["message"]["content"] == target.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.fixture
+def converted(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Return a function that copies a model's conversion, under a name of one's own, beside an empty registry."""
+    monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "registry"))
+
+    def copied(name: str) -> Path:
+        target_of(root, name)
+        return Path(shutil.copytree(root / f"{name}-4bit", tmp_path / "mine"))
+
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("mlx-community/Qwen3.6-27B-4bit", {"dflash"}),
+        ("mlx-community/Qwen3.6-35B-A3B-4bit-DWQ", {"dspark", "dflash2", "dflash"}),
+        ("mlx-community/Qwen3.8-27B-mxfp4", {"dspark", "dflash2", "mtp"}),
+        ("Qwen3.8-27B-8bit", {"dspark", "dflash2", "mtp"}),
+    ],
+)
+def test_published_heads_are_known(name: str, kinds: set[str]) -> None:
+    assert {known.kind for known in known_heads_for((name,))} == kinds
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_renamed_conversion_without_its_mtp_layers_has_published_heads(
+    converted: Callable[[str], Path], name: str
+) -> None:
+    folder = converted(name)
+    assert [one.head for one in find_heads(folder)] == [one.head for one in find_heads(f"mlx-community/{name}-4bit")]
+    assert where_mtp_layers_are(folder) == f"eagle-convert mtp --source Qwen/{name} --bits 4"
+
+
+def quantize_routers(folder: Path, tensors: dict[str, mx.array]) -> None:
+    """Quantize routers in 8 bits, as mlx-lm does, and note it in the config."""
+    config = json.loads((folder / "config.json").read_text())
+    for name in [key.removesuffix(".weight") for key in tensors if key.endswith("gate.weight")]:
+        parts = mx.quantize(tensors[f"{name}.weight"], 64, 8)
+        tensors |= {f"{name}.{part}": value for part, value in zip(("weight", "scales", "biases"), parts, strict=True)}
+        config["quantization"][name] = {"group_size": 64, "bits": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("place", ["among the model's tensors", "in a file next to them"])
+def test_mtp_layers_that_a_conversion_kept_are_its_head(
+    converted: Callable[[str], Path], root: Path, name: str, place: str
+) -> None:
+    target, folder = target_of(root, name), converted(name)
+    save_split(mtp(target, 4), folder / "split")
+    split = mx.load(str(folder / "split" / "model.safetensors"))
+    assert isinstance(split, dict)
+    layer = {f"mtp.{key}": value for key, value in split.items()}
+    if place == "in a file next to them":
+        mx.save_safetensors(str(folder / "mtp.safetensors"), layer)
+    else:
+        kept = {f"language_model.{key}": value for key, value in layer.items()}
+        quantize_routers(folder, kept)
+        mx.save_safetensors(str(folder / "model-mtp.safetensors"), kept, metadata={"format": "mlx"})
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index["weight_map"] |= dict.fromkeys(kept, "model-mtp.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.rmtree(folder / "split")
+    found = find_heads(folder)[0]
+    assert found.about == "mine's own MTP layers"
+    again = em.load_target(folder, mx.float32)
+    head = load_found(found.head, again)
+    assert head.config.quantization == {"group_size": 64, "bits": 4}
+    [output] = em.Engine(again, em.HeadProposer(head), policy=em.FixedPolicy(DEPTH)).generate(
+        [prompt_of(target, [USER], tools=[WEATHER])], em.SamplingParams(max_tokens=30)
+    )
+    assert output.acceptance_length > DEPTH

@@ -18,6 +18,7 @@ from eagle_mlx.formats.tensors import DTYPE_NAMES, INDEX, read_index, weights_of
 from eagle_mlx.heads.mtp import choices_of, mtp_of_model, save_mtp
 from eagle_mlx.heads.mtp.formats import quantized
 from eagle_mlx.heads.mtp.published import mtp_prefix, shards_of
+from eagle_mlx.heads.precision import described
 from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 
 Hidden = Literal["after", "before"]
@@ -60,12 +61,13 @@ def extract(what: Extraction, say: Callable[[str], None]) -> str:
     for line in [*notes, *choices_of(head, any("norms" in note for note in notes))]:
         say(line)
     dtype = DTYPES[what.dtype] if what.dtype else _dtype_of(read_config(folder))
-    if what.bits is not None:
+    own = head.config.quantization
+    if what.bits is not None and own is None:
         head = quantized(head, what.bits, what.group_size)
     save_mtp(head, output, target_name=hub.public_name(what.source), dtype=dtype, overwrite=what.overwrite)
     register(output, what.source, "extracted")
     size = sum(value.nbytes for value in weights_of(head).values())
-    how = f"{what.bits} bits in groups of {what.group_size}" if what.bits else DTYPE_NAMES[dtype]
+    how = described(head) if head.config.quantization else DTYPE_NAMES[dtype]
     return (
         f"{output}: an MTP head of {head.config.model_type} in {how}, {size / 1e6:,.1f} MB in memory. EAGLE-MLX loads "
         f"it; to try the other hidden state, convert again with --hidden "

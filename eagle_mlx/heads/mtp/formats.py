@@ -25,6 +25,7 @@ from eagle_mlx.formats.tensors import SaveOptions, in_file_type, read_weights, s
 from eagle_mlx.heads.base import build
 from eagle_mlx.heads.kinds import Format, check_expressible, of_speculators
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, layer_args
+from eagle_mlx.heads.mtp.mlx_quantized import common_quantization
 from eagle_mlx.heads.mtp.published import MIMO, QWEN, ZERO_CENTRED, mtp_of_speculators, norms_of, split_layer
 from eagle_mlx.heads.precision import quantize
 
@@ -171,27 +172,10 @@ def load_split(folder: Path, _: int | None = None) -> MTPHead:
             raise ConfigError(f"it has {count} MTP layers; only one is supported")
         if layer.get("mtp_use_dedicated_embeddings"):
             raise ConfigError("mtp_use_dedicated_embeddings is set, but the layout has no embedding")
+        tensors, quantization = common_quantization(written, tensors)
         module, weights = split_layer(layer, tensors)
-        config = MTPConfig(module, layer, norm_output=True, quantization=_quantization(written, tensors))
+        config = MTPConfig(module, layer, norm_output=True, quantization=quantization)
     return build(folder, MTPHead, config, weights, _in_file)
-
-
-def _quantization(written: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> fields.Quantization | None:
-    """Return the quantization of the layers with scales, which must be the same for all.
-
-    A field that was copied from the model's config may name layers, the head's or others, with their own.
-    """
-    how = written.get("quantization")
-    if not isinstance(how, dict):
-        return fields.read_quantization(written)
-    common = {name: value for name, value in how.items() if not isinstance(value, dict | bool)}
-    found: fields.Quantization | None = None
-    for name in sorted(_bare(name).removesuffix(".scales") for name in tensors if name.endswith(".scales")):
-        own = fields.read_quantization({"quantization": how.get(name) or common})
-        if found not in (None, own):
-            raise ConfigError(f"quantization of {name} is {own}, of others {found}; quantize all layers alike")
-        found = own
-    return found
 
 
 def _bare(name: str) -> str:

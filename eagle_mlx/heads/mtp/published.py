@@ -1,6 +1,7 @@
-"""Build heads from MTP layers of published models and of speculators.
+"""Build heads from MTP layers of published models, of conversions that kept them, and of speculators.
 
-mlx-lm and its conversions drop these layers, so they must come from the original repository's files.
+mlx-lm and its conversions drop these layers. Some other conversions keep Qwen's, quantized, among the model's tensors
+(`language_model.mtp.*`) or in a file next to them, `mtp.safetensors`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from eagle_mlx.formats.fields import NOTED, read_config, reading
 from eagle_mlx.formats.tensors import INDEX, check_floating, read_index, read_safetensors, read_tensors
 from eagle_mlx.heads.base import build
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, read_layer
+from eagle_mlx.heads.mtp.mlx_quantized import common_quantization
 
+_SIDECAR = "mtp.safetensors"
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 """The model's own tensors, to detect copies of them in an MTP layer."""
 _FILES = {
@@ -49,7 +52,8 @@ Extracted = tuple[MTPConfig, dict[str, mx.array], list[str]]
 
 def is_source(tensors: Mapping[str, mx.array]) -> bool:
     """Return whether these tensors are from a model published with MTP layers."""
-    return any(re.search(r"^mtp\.|\.mtp_layers\.\d|\.layers\.\d+\.eh_proj\.", name) for name in tensors)
+    pattern = r"^mtp\.|\.mtp_layers\.\d|\.layers\.\d+\.eh_proj\."
+    return any(re.search(pattern, _published_name(name)) for name in tensors)
 
 
 def has_mtp_layer(folder: Path) -> bool:
@@ -58,9 +62,9 @@ def has_mtp_layer(folder: Path) -> bool:
         config = read_config(folder)
         prefix = mtp_prefix(config)
         names = read_index(folder / INDEX) if (folder / INDEX).exists() else read_tensors(folder)
+        return any(_published_name(name).startswith(prefix) for name in [*names, *_sidecar(folder)])
     except (EagleError, KeyError, TypeError, ValueError):
         return False
-    return any(name.startswith(prefix) for name in names)
 
 
 def published_with_mtp(config: Mapping[str, Any]) -> bool:
@@ -97,7 +101,7 @@ def mtp_of_tensors(
     no MTP layer.
     """
     file, layer = _layer_of(config)
-    own = _under(tensors, mtp_prefix(config, index))
+    own, quantization = common_quantization(config, _under(tensors, mtp_prefix(config, index)))
     if file in ("deepseek_v3", "glm4_moe"):
         inner = _renamed(read_layer(file, layer, own), _DEEPSEEK)
     else:
@@ -112,6 +116,7 @@ def mtp_of_tensors(
         norm_output=file not in ("deepseek_v3", "glm4_moe"),
         own_embedding="embed_tokens.weight" in inner,
         own_lm_head="lm_head.weight" in inner,
+        quantization=quantization,
     )
     return made, inner, of_norms + of_ends
 
@@ -281,7 +286,7 @@ def _plain_norms(file: str, inner: dict[str, mx.array]) -> tuple[dict[str, mx.ar
 
 def shards_of(where: str | Path, weight_map: Mapping[str, str], prefix: str) -> list[str]:
     """Return the files with this prefix's tensors. Raises CheckpointError if there are none, or a name is a path."""
-    shards = sorted({shard for name, shard in weight_map.items() if name.startswith(prefix)})
+    shards = sorted({shard for name, shard in weight_map.items() if _published_name(name).startswith(prefix)})
     if not shards:
         raise no_layer(where, prefix)
     strange = [shard for shard in shards if Path(shard).name != shard or shard.startswith(".")]
@@ -298,8 +303,8 @@ def _read_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
     if not (folder / INDEX).exists():
         tensors = read_tensors(folder)
     else:
-        weight_map, tensors = read_index(folder / INDEX), {}
-        needed = shards_of(folder, weight_map, prefix)
+        weight_map, tensors = read_index(folder / INDEX), _sidecar(folder)
+        needed = [] if tensors else shards_of(folder, weight_map, prefix)
         for shard in sorted({*needed, *(weight_map[name] for name in SHARED if name in weight_map)}):
             if (folder / shard).exists():
                 tensors |= read_safetensors(folder / shard)
@@ -307,9 +312,21 @@ def _read_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
                 raise CheckpointError(
                     f"{folder} lacks {shard}, which by its index has {prefix}*; get it from the original repository"
                 )
-    found = {name: value for name, value in tensors.items() if name.startswith(prefix) or name in SHARED}
+    named = {_published_name(name): value for name, value in tensors.items()}
+    found = {name: value for name, value in named.items() if name.startswith(prefix) or name in SHARED}
     check_floating(folder, {name: value for name, value in found.items() if name not in SHARED})
     return found
+
+
+def _published_name(name: str) -> str:
+    """Return the published name of a tensor in a conversion."""
+    return name.removeprefix("language_model.")
+
+
+def _sidecar(folder: Path) -> dict[str, mx.array]:
+    """Return the tensors of `mtp.safetensors`; empty if there is no such file."""
+    file = folder / _SIDECAR
+    return read_safetensors(file) if file.exists() else {}
 
 
 def no_layer(where: str | Path, prefix: str) -> CheckpointError:
