@@ -10,6 +10,7 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any, Literal
 
+from fastapi import Request
 from sse_starlette import ServerSentEvent
 
 from eagle_mlx.request import Output, draft_runs
@@ -17,17 +18,10 @@ from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError, Shape
 from .model import Loaded
-from .schema import SERVICE_TIER, Request
+from .schema import SERVICE_TIER
+from .schema import Request as Asked
 from .service import Call
 from .worker import TIME, RequestEvent
-
-
-class CachedTokens(Shape):
-    cached_tokens: int
-
-
-class ReasoningTokens(Shape):
-    reasoning_tokens: int
 
 
 class Usage(Shape):
@@ -36,8 +30,8 @@ class Usage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens
+    prompt_tokens_details: dict[Literal["cached_tokens"], int]
+    completion_tokens_details: dict[Literal["reasoning_tokens"], int]
 
 
 class Timings(Shape):
@@ -169,11 +163,15 @@ async def waiting_comments(call: Call) -> AsyncIterator[bytes]:
 
 
 class Answer(ABC):
-    """A request that a route has prepared for decoding, and how its answer is written."""
+    """A request from its route to the end of its answer: how it becomes engine requests, and how it is answered."""
 
     ping = COMMENT
     call: Call
     requests: Sequence[RequestState]
+
+    @abstractmethod
+    async def prepare(self, request: Request, call: Call, loaded: Loaded) -> None:
+        """Make the engine requests of a call, once its model is loaded. Raises ApiError."""
 
     @abstractmethod
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -191,8 +189,7 @@ class Answer(ABC):
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
         """Return the last events of one request. more: timings and metrics, if all requests have ended."""
 
-    @staticmethod
-    def error_event(error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         """Return the end of a stream that fails before its answer begins."""
         return f"data: {dumps(error.body)}\n\n".encode() + DONE
 
@@ -237,10 +234,11 @@ class Choices(Answer):
     """The beginning of its id. The other two are the field `object` of a body and of a chunk."""
     kind: str
     chunk_kind: str
+    loaded: Loaded
     requests: list[RequestState]
 
-    def __init__(self, call: Call, body: Request, loaded: Loaded):
-        self.call, self.body, self.loaded, self.requests = call, body, loaded, []
+    def __init__(self, body: Asked):
+        self.body, self.requests = body, []
         self._written: Counter[int] = Counter()
         self._drafted: Counter[int] = Counter()
         """Accepted draft tokens of each choice that no chunk has reported yet."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
 from starlette.responses import Response
 
 from eagle_mlx.request import Output
@@ -17,25 +16,16 @@ from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import ChatLogprobs, chat_logprobs
 from .model import Encode, Loaded, check_context, sampling
-from .schema import ChatRequest
-from .schema import ToolCall as CalledTool
+from .schema import ChatRequest, Message
 from .service import Call
 from .worker import RequestEvent
 
 router = APIRouter()
 
 
-class AnsweredMessage(Shape):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    reasoning_content: str = ""
-    tool_calls: list[CalledTool] = Field(default_factory=list)
-
-
 class ChatChoice(Shape):
     index: int
-    message: AnsweredMessage
+    message: Message
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
 
@@ -53,23 +43,7 @@ async def chat_completions(request: Request) -> Response:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
-
-    async def prepare(call: Call, loaded: Loaded) -> ChatAnswer:
-        return await prepare_chat(request, call, loaded, body)
-
-    return await respond(request, service, body.answers, prepare, bool(body.stream), ChatAnswer, body.answer_seconds)
-
-
-async def prepare_chat(
-    request: Request, call: Call, loaded: Loaded, body: ChatRequest, at_most: int | None = None
-) -> ChatAnswer:
-    """Prepare a chat request of this or another API. at_most: see `ChatAnswer.prepare`. Raises ApiError."""
-    forced = body.tool_choice not in (None, "none", "auto")
-    strict = any(tool.function.strict for tool in body.tools or ())
-    has_schema = forced or strict or body.response_format is not None
-    owner, answer = owner_of(request), ChatAnswer(call, body, loaded)
-    await in_thread(request, loaded, lambda encode: answer.prepare(encode, owner, at_most), has_schema)
-    return answer
+    return await respond(request, service, ChatAnswer(body), body, body.stream, body.answers)
 
 
 class ChatAnswer(Choices):
@@ -83,12 +57,20 @@ class ChatAnswer(Choices):
     _calls: set[int]
     """Indexes of the choices with calls."""
 
-    def prepare(self, encode: Encode, owner: Owner, at_most: int | None = None) -> None:
-        """Render and encode the prompt, and check the request.
+    def __init__(self, body: ChatRequest, at_most: int | None = None):
+        """at_most: a bound on answer tokens if the body sets no limit; context and memory may allow fewer."""
+        super().__init__(body)
+        self._at_most = at_most
 
-        at_most: an upper bound on answer tokens if the body sets none; context and memory may allow fewer. Raises
-        PromptError, ConfigError or ApiError.
-        """
+    async def prepare(self, request: Request, call: Call, loaded: Loaded) -> None:
+        self.call, self.loaded, body = call, loaded, self.body
+        forced = body.tool_choice not in (None, "none", "auto")
+        strict = any(tool.function.strict for tool in body.tools or ())
+        has_schema = forced or strict or body.response_format is not None
+        await in_thread(request, loaded, lambda encode: self.encode(encode, owner_of(request)), has_schema)
+
+    def encode(self, encode: Encode, owner: Owner) -> None:
+        """Render and encode the prompt, and check the request. Raises PromptError, ConfigError or ApiError."""
         body, loaded = self.body, self.loaded
         chat, prompt, offer = render_chat(body, loaded, encode)
         self.offer, self.starts_in_reasoning = offer, loaded.chat.starts_in_reasoning(prompt)
@@ -99,7 +81,7 @@ class ChatAnswer(Choices):
         only_call = (lambda: FirstCall(loaded.tokenizer, self.reader())) if is_single else None
         params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
         shared = chat.boundaries(prompt, encode) if loaded.engine.wants_boundaries else ()
-        self.requests = [loaded.engine.prepare(prompt, each, shared, *owner, at_most) for each in params]
+        self.requests = [loaded.engine.prepare(prompt, each, shared, *owner, self._at_most) for each in params]
 
     def reader(self) -> AnswerParser:
         return AnswerParser(self.loaded.chat, self.offer.tools, self.starts_in_reasoning, self.offer.several)

@@ -21,7 +21,6 @@ from .. import launch
 from ..speculation import bytes_of
 from .guard import is_loopback
 from .loader import LoadConfig, check, load, several
-from .log import set_up_log
 from .models import Models, read_models
 from .server import Server, create_app, listen
 from .service import Settings, Source
@@ -52,6 +51,9 @@ A request names its model in "model". If memory runs short, the model that has b
 A request can disable speculation with "spec_decode": "none", or limit it with "num_speculative_tokens"; POST
 /admin/speculation changes the default. /health returns starting, ready, stuck or draining; /metrics is for Prometheus.
 After SIGTERM, requests in progress finish first."""
+
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ def _run(options: ServeOptions) -> int:
 
 def command() -> NoReturn:
     """Run eagle-serve as a process and exit with `main`'s status."""
-    set_up_log()
+    logging.basicConfig(format=LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S%z", level=logging.WARNING)
+    logging.getLogger("eagle_mlx").setLevel(logging.INFO)
     status = main()
     logging.shutdown()
     sys.stdout.flush()

@@ -48,19 +48,8 @@ async def completions(request: Request) -> Response:
         raise ApiError(400, "best_of must equal n, because all answers are returned", "best_of")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens can be 0 only with echo", "max_tokens")
-
-    async def prepare(call: Call, loaded: Loaded) -> CompletionAnswer:
-        answer = CompletionAnswer(call, body, loaded)
-        owner, has_schema = owner_of(request), body.response_format is not None
-        await in_thread(request, loaded, lambda encode: answer.prepare(encode, owner), has_schema)
-        if body.echo and body.logprobs is not None:
-            for prompt in answer.prompts:
-                scores = score_prompt(loaded.target, prompt.tokens, body.logprobs)
-                prompt.scores = await call.service.worker.score(scores)
-        return answer
-
     slots = len(body.prompts) * body.answers
-    return await respond(request, service, slots, prepare, bool(body.stream), CompletionAnswer, body.answer_seconds)
+    return await respond(request, service, CompletionAnswer(body), body, body.stream, slots)
 
 
 @dataclass
@@ -78,7 +67,16 @@ class CompletionAnswer(Choices):
     body: CompletionRequest
     prompts: list[_Prompt]
 
-    def prepare(self, encode: Encode, owner: Owner) -> None:
+    async def prepare(self, request: Request, call: Call, loaded: Loaded) -> None:
+        self.call, self.loaded, body = call, loaded, self.body
+        has_schema = body.response_format is not None
+        await in_thread(request, loaded, lambda encode: self._encode(encode, owner_of(request)), has_schema)
+        if body.echo and body.logprobs is not None:
+            for prompt in self.prompts:
+                scores = score_prompt(loaded.target, prompt.tokens, body.logprobs)
+                prompt.scores = await call.service.worker.score(scores)
+
+    def _encode(self, encode: Encode, owner: Owner) -> None:
         """Encode and check the prompts. Raises PromptError or ApiError."""
         body, loaded = self.body, self.loaded
         self.prompts = [self._prompt(given, encode) for given in body.prompts]

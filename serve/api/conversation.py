@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Discriminator
-from starlette.responses import Response
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
 
 from eagle_mlx.request import Output
 
 from ..chat import Delta
 from . import schema
 from .answer import Answer
-from .chat import ChatAnswer, DeltaStream, prepare_chat
+from .chat import ChatAnswer, DeltaStream
 from .errors import ApiError
-from .flow import respond
+from .limits import Limits
 from .model import Loaded, check
 from .schema import Body, ChatRequest, ToolName
-from .service import Call, Service
+from .service import Call
 from .worker import RequestEvent
 
 PARAGRAPH = "\n\n"
@@ -91,20 +91,35 @@ class Conversation:
         return self._turns[-1]
 
 
-def one_of(*models: type[BaseModel]) -> Discriminator:
-    """Return a discriminator of models by their type; blocks without a type are read as the first model.
+class ByType:
+    """Reads a union of models by their field `type`, and a value without a type as the first model.
 
-    A model's tag is its first type in brackets, so that errors name fields only. The tag of unknown types is `<>`.
+    A model whose type is any string, such as BareTool, reads unknown types. Tags are in brackets, so that errors name
+    fields only.
     """
-    types = [[each for each in get_args(model.model_fields["type"].annotation) if each] for model in models]
-    tags = {each: f"<{names[0]}>" for names in types for each in names}
 
-    def tag(value: object) -> str:
-        given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return tags[types[0][0]] if given is None else tags.get(str(given), "<>")
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        tags = dict[str | None, str]()
+        choices = dict[Hashable, CoreSchema]()
+        for model in get_args(union):
+            types = [each for each in get_args(model.model_fields["type"].annotation) if each]
+            tag = f"<{next(iter(types), '')}>"
+            tags |= dict.fromkeys([*types, *([] if tags else [None])], tag)
+            choices[tag] = handler.generate_schema(model)
 
-    said = f"the type must be one of {', '.join(tags)}"
-    return Discriminator(tag, custom_error_type="unknown_block", custom_error_message=said)
+        def tag_of(value: object) -> str:
+            given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+            return tags.get(given if given is None else str(given), "<>")
+
+        return core_schema.tagged_union_schema(
+            choices,
+            tag_of,
+            custom_error_type="unknown_block",
+            custom_error_message=f"the type must be one of {', '.join(filter(None, tags))}",
+        )
+
+
+BY_TYPE = ByType()
 
 
 class OwnTool(Body):
@@ -127,10 +142,15 @@ class BareTool(BaseModel):
     name: str | None = None
     strict: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_other_fields(cls, tool: object) -> object:
+        return {key: tool[key] for key in cls.model_fields if key in tool} if isinstance(tool, dict) else tool
 
-def as_bare_tool(tool: object) -> object:
-    """Keep only the fields of BareTool, so that others are not refused."""
-    return {key: tool[key] for key in BareTool.model_fields if key in tool} if isinstance(tool, dict) else tool
+    def refusal(self, owner: str) -> ApiError:
+        """Return the error if all tools, of which this is the first, run on the servers of the API's owner."""
+        said = f"tools[0].type: {self.type[:60]} runs on {owner}'s servers; give tools that the client runs"
+        return ApiError(400, said, "tools[0].type")
 
 
 @dataclass(frozen=True)
@@ -165,11 +185,25 @@ class Names:
 class PartsAnswer(Answer):
     """A chat's answer in parts. Its stream starts, extends and ends each part before the next."""
 
-    def __init__(self, call: Call, chat: ChatAnswer):
-        self.call, self.chat, self.requests = call, chat, chat.requests
+    chat: ChatAnswer
+
+    def __init__(self, chat: ChatRequest, at_most: int | None, names: Names, limits: Limits):
+        """at_most: a bound on answer tokens. names: renames the fields in errors. Raises ApiError 400."""
+        with names.used():
+            check(chat, limits)
+        self._asked, self._at_most, self._names = chat, at_most, names
         self.parts: list[Delta] = []
         """Joined deltas; the last may grow."""
-        self._deltas = DeltaStream(chat)
+
+    async def prepare(self, request: Request, call: Call, loaded: Loaded) -> None:
+        chat = ChatAnswer(self._asked, self._at_most)
+        with self._names.used():
+            await chat.prepare(request, call, loaded)
+        self.begin(chat)
+
+    def begin(self, chat: ChatAnswer) -> None:
+        """Take the requests of a chat that is prepared."""
+        self.chat, self.call, self.requests, self._deltas = chat, chat.call, chat.requests, DeltaStream(chat)
 
     @abstractmethod
     def start(self) -> str:
@@ -203,24 +237,3 @@ class PartsAnswer(Answer):
         before = self.end("completed")
         self.parts.append(delta)
         return before + self.start() + self.extend(delta)
-
-
-async def answer_chat(
-    request: Request,
-    service: Service,
-    chat: ChatRequest,
-    names: Names,
-    at_most: int | None,
-    kind: type[PartsAnswer],
-    answer: Callable[[Call, ChatAnswer], PartsAnswer],
-    stream: bool | None,
-) -> Response:
-    """Answer a translated chat with at most so many tokens. Errors get the names of the requested API."""
-    with names.used():
-        check(chat, service.settings.limits)
-
-    async def prepare(call: Call, loaded: Loaded) -> PartsAnswer:
-        with names.used():
-            return answer(call, await prepare_chat(request, call, loaded, chat, at_most))
-
-    return await respond(request, service, 1, prepare, bool(stream), kind, chat.answer_seconds)

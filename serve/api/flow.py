@@ -30,8 +30,6 @@ KEEP_ALIVE_SECONDS = 15
 """Interval between keep-alive messages in a stream; the HTML standard advises about 15 seconds (9.2.7)."""
 Owner = tuple[str, str]
 """A client, and the namespace of its prefix cache."""
-Prepare = Callable[[Call, Loaded], Awaitable[Answer]]
-"""Prepares a request for decoding once its model is loaded."""
 
 
 class EventStream(EventSourceResponse):
@@ -116,35 +114,30 @@ async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T
 
 
 async def respond(
-    request: Request,
-    service: Service,
-    slots: int,
-    prepare: Prepare,
-    stream: bool,
-    kind: type[Answer],
-    answer_seconds: float,
+    request: Request, service: Service, answer: Answer, body: schema.Extensions, stream: bool | None, slots: int = 1
 ) -> Response:
     """Serve a request that needs `slots` slots of a model, as one body or as a stream.
 
     A stream begins with its answer, or after `KEEP_ALIVE_SECONDS` if the answer takes longer, for example while the
-    model loads. kind: what `prepare` returns. answer_seconds: time limit of each answer, from its first token.
+    model loads.
     """
     call = service.admit(slots, client_of(request))
-    call.beginning = beginning = asyncio.ensure_future(_begin(request, call, prepare, answer_seconds))
+    call.beginning = beginning = asyncio.ensure_future(_begin(request, call, answer, body.answer_seconds))
     streaming = False
     try:
         if stream:
             await unless_disconnected(request, asyncio.wait({beginning}, timeout=KEEP_ALIVE_SECONDS))
-            in_time = beginning.done()
-            events = beginning.result().stream() if in_time else _later(beginning, kind)
+            if beginning.done():
+                beginning.result()  # raises its error
+            events = answer.stream() if beginning.done() else _later(beginning, answer)
             streaming = True
-            return EventStream(call, events, kind.ping)
-        whole = await unless_disconnected(request, beginning)
+            return EventStream(call, events, answer.ping)
+        await unless_disconnected(request, beginning)
         outputs = await unless_disconnected(request, finished(call))
         if error := failure(outputs):
             call.failed = True
             raise error
-        return json_response(whole.response(outputs))
+        return json_response(answer.response(outputs))
     finally:
         if not streaming:
             call.close()
@@ -162,19 +155,18 @@ async def respond_encoded(request: Request, model: str | None, work: Callable[[L
         return await unless_disconnected(request, answer())
 
 
-async def _begin(request: Request, call: Call, prepare: Prepare, answer_seconds: float) -> Answer:
-    answer = await prepare(call, await models_of(request).loaded(call.service))
+async def _begin(request: Request, call: Call, answer: Answer, answer_seconds: float) -> None:
+    await answer.prepare(request, call, await models_of(request).loaded(call.service))
     call.submit(answer.requests, answer_seconds)
-    return answer
 
 
-async def _later(beginning: asyncio.Future[Answer], kind: type[Answer]) -> AsyncIterator[bytes]:
+async def _later(beginning: asyncio.Future[None], answer: Answer) -> AsyncIterator[bytes]:
     """Yield the events of an answer that begins after its stream."""
-    yield kind.ping.encode()
+    yield answer.ping.encode()
     try:
-        answer = await beginning
+        await beginning
     except ApiError as e:
-        yield kind.error_event(e)
+        yield answer.error_event(e)
         return
     async for event in answer.stream():
         yield event

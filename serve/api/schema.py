@@ -97,6 +97,11 @@ class Extensions(Body):
     cache_salt: str | None = Field(None, min_length=1)
     """Requests share prefix cache entries only if their salts are equal. The name is vLLM's."""
 
+    @property
+    def answer_seconds(self) -> float:
+        """The time limit of an answer, from its first token."""
+        return self.t_max_predict_ms / 1000 if self.t_max_predict_ms else inf
+
 
 class OpenAIRequest(Extensions):
     """Fields that OpenAI's three APIs share."""
@@ -141,11 +146,6 @@ class Request(OpenAIRequest):
         """`response_format` as it was sent."""
         given = self.response_format
         return None if given is None else given.model_dump(by_alias=True, exclude_none=True)
-
-    @property
-    def answer_seconds(self) -> float:
-        """The time limit of an answer, from its first token."""
-        return self.t_max_predict_ms / 1000 if self.t_max_predict_ms else inf
 
     @property
     def usage_wanted(self) -> bool:

@@ -24,12 +24,12 @@ from . import chat, completions, metrics, routes
 from .errors import add_handlers
 from .guard import HostGuard, KeyGuard, RequestForms, check_trusted
 from .limits import Limits
-from .messages.answer import router as messages
-from .messages.request import CountTokensRequest, MessagesRequest
+from .messages import CountTokensRequest, MessagesRequest
+from .messages import router as messages
 from .models import Models
-from .responses.answer import ResponseMemory
-from .responses.answer import router as responses
-from .responses.schema import ResponsesRequest
+from .responses import ResponseMemory
+from .responses import router as responses
+from .responses_request import ResponsesRequest
 from .schema import (
     AdminRequest,
     Body,
@@ -177,7 +177,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             log_level="warning",
-            log_config=None,  # its lines go to the common log (`set_up_log`)
+            log_config=None,  # its lines go to the common log (`cli.command`)
             access_log=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,

@@ -25,8 +25,7 @@ from .errors import ApiError
 from .guard import check_trusted
 from .limits import Limits
 from .model import Loaded
-from .watchdog import Watchdog
-from .worker import Job, RequestEvent, Worker
+from .worker import Job, RequestEvent, Watchdog, Worker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds of histogram buckets: the defaults of Prometheus's Go client, and three for long answers."""

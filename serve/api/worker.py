@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
 from queue import SimpleQueue
 from threading import Thread, Timer
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -36,8 +37,6 @@ TIME = "time"
 _LAST_WORDS = 4.0
 """Seconds to send errors after the engine is lost; then the process exits."""
 _NO_TOKEN = "the request ran out of time before its first token; send a shorter one, or try again later"
-Score = Iterator[list[TokenLogprob]]
-"""Log probabilities of a prompt, computed piece by piece on demand."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +122,14 @@ class Worker:
         self._loop = loop
         self._thread.start()
 
-    async def load(self) -> Loaded:
+    async def load(self) -> None:
         """Load the model, which must not be loaded yet. Raises any error of loading."""
-        return await self._ask(self._serve)
+        await self._ask(self._load_model)
 
     async def unload(self) -> None:
         """Unload the model, which must have no requests, and free its memory."""
         self._commands.put(self._begin_unloading)
-        await self._ask(self._give_back)
+        await self._ask(_free_memory)
 
     def submit(self, job: Job) -> None:
         """Queue a job's requests. Those that have already ended are reported at once."""
@@ -149,22 +148,28 @@ class Worker:
         if job.unfinished:
             self._commands.put(lambda: self._change(change))
 
-    async def score(self, score: Score) -> list[TokenLogprob]:
-        """Compute log probabilities of a prompt between steps."""
-        return await self._ask(lambda result: self._score(score, [], result))
+    async def score(self, pieces: Iterator[list[TokenLogprob]]) -> list[TokenLogprob]:
+        """Compute log probabilities of a prompt, piece by piece between steps. Raises ApiError 500."""
+        found: list[TokenLogprob] = []
+        try:
+            while (piece := await self.between_steps(lambda: next(pieces, None))) is not None:
+                found += piece
+        except ApiError:
+            raise
+        except Exception as e:
+            log.exception("a prompt could not be scored")
+            raise ApiError(500, f"the prompt could not be scored: {type(e).__name__}") from e
+        return found
 
-    async def between_steps(self, work: Callable[[], object]) -> None:
-        """Run `work` in the engine's thread and wait for it. Raises the errors of `work`."""
+    async def between_steps(self, work: Callable[[], T]) -> T:
+        """Run `work` in the engine's thread and return its result. Raises its errors, and ApiError 500."""
 
-        def run(result: Future[object]) -> None:
-            try:
-                if self.loaded is None:
-                    raise ApiError(500, self._lost or _DIED)
-                _settle(result, work())
-            except Exception as e:
-                _settle(result, error=e)
+        def run() -> T:
+            if self.loaded is None:
+                raise ApiError(500, self._lost or _DIED)
+            return work()
 
-        await self._ask(run)
+        return await self._ask(run)
 
     def abort_all(self, reason: str) -> None:
         self._commands.put(lambda: self._change(lambda engine: engine.abandon(reason)))
@@ -194,10 +199,18 @@ class Worker:
         if loaded is not None:
             loaded.grammars.end()
 
-    async def _ask(self, command: Callable[[Future[T]], None]) -> T:
-        """Queue a command that resolves a future, and wait for it."""
+    async def _ask(self, work: Callable[[], T]) -> T:
+        """Queue work for the thread, and wait for its result. Nothing is done if the caller stops waiting first."""
         result: Future[T] = Future()
-        self._commands.put(lambda: command(result))
+
+        def run() -> None:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(work())
+                except BaseException as e:
+                    result.set_exception(e)
+
+        self._commands.put(run)
         return await asyncio.wrap_future(result)
 
     # The methods below run in the worker's thread.
@@ -205,9 +218,10 @@ class Worker:
     def _run(self) -> None:
         while not self._stopped:
             self._commands.get()()
+            if self.loaded is not None:
+                self._serve(self.loaded)
 
-    def _serve(self, result: Future[Loaded]) -> None:
-        """Load the model, and decode until it is unloaded."""
+    def _load_model(self) -> None:
         self._unloading, self.failure = False, None
         try:
             loaded = self._load()
@@ -215,10 +229,11 @@ class Worker:
             loaded.target.on_lost = self._lose
         except BaseException as e:
             self.failure = e
-            _settle(result, error=e)
-            return
+            raise
         self.loaded = loaded
-        _settle(result, loaded)
+
+    def _serve(self, loaded: Loaded) -> None:
+        """Decode until the model is unloaded."""
         try:
             self._decode(loaded.engine)
         except BaseException as e:
@@ -232,8 +247,13 @@ class Worker:
 
     def _decode(self, engine: Engine) -> None:
         while not (self._unloading or self._stopped):
-            self._run_commands(engine)
-            self._end_overdue(engine)
+            try:
+                self._run_commands(engine)
+                self._end_overdue(engine)
+            except Exception as e:  # the engine continues with new requests
+                log.exception("the engine failed; its requests end with an error")
+                engine.abandon(f"the engine failed: {type(e).__name__}: {e}")
+                self._publish(engine)
             if engine.idle:
                 continue
             self.step_began = self.clock()
@@ -262,18 +282,9 @@ class Worker:
         self._unloading = True
         self.failure = None  # its traceback may reference the model
 
-    def _give_back(self, result: Future[None]) -> None:
-        """Return the memory of an unloaded model to the system."""
-        gc.collect()  # models and engines have reference cycles
-        mx.clear_cache()
-        _settle(result)
-
     def _run_commands(self, engine: Engine) -> None:
         for _ in range(max(engine.idle, self._commands.qsize())):
-            try:
-                self._commands.get()()
-            except Exception as e:
-                self._fail_all(engine, e)
+            self._commands.get()()
             if self._unloading:
                 return
 
@@ -282,18 +293,9 @@ class Worker:
         now = self.clock()
         if not (overdue := [slot for slot in self.slots if slot.deadline <= now]):
             return
-        try:
-            for slot in overdue:
-                begun = any(request.tokens for request in slot.job.requests)
-                engine.cut_off(slot.request, TIME, None if begun else _NO_TOKEN)
-        except Exception as e:
-            self._fail_all(engine, e)
-        self._publish(engine)
-
-    def _fail_all(self, engine: Engine, error: Exception) -> None:
-        """End all requests; the engine continues with new ones."""
-        log.exception("the engine failed; its requests end with an error")
-        engine.abandon(f"the engine failed: {type(error).__name__}: {error}")
+        for slot in overdue:
+            begun = any(request.tokens for request in slot.job.requests)
+            engine.cut_off(slot.request, TIME, None if begun else _NO_TOKEN)
         self._publish(engine)
 
     def _publish(self, engine: Engine) -> None:
@@ -337,22 +339,6 @@ class Worker:
             change(self.loaded.engine)
             self._publish(self.loaded.engine)
 
-    def _score(self, score: Score, found: list[TokenLogprob], result: Future[list[TokenLogprob]]) -> None:
-        """Score one piece of a prompt; the next piece follows the next step."""
-        if result.cancelled():
-            return
-        if self.loaded is None:
-            _settle(result, error=ApiError(500, self._lost or _DIED))
-            return
-        try:
-            found += next(score)
-            self._commands.put(lambda: self._score(score, found, result))
-        except StopIteration:
-            _settle(result, found)
-        except Exception as e:
-            log.exception("a prompt could not be scored")
-            _settle(result, error=ApiError(500, f"the prompt could not be scored: {type(e).__name__}"))
-
 
 def _exit_soon() -> None:
     last = Timer(_LAST_WORDS, os._exit, [1])
@@ -360,12 +346,10 @@ def _exit_soon() -> None:
     last.start()
 
 
-def _settle(result: Future[Any], value: object = None, error: BaseException | None = None) -> None:
-    with suppress(InvalidStateError):  # nobody waits for it anymore
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)
+def _free_memory() -> None:
+    """Return the memory of an unloaded model to the system."""
+    gc.collect()  # models and engines have reference cycles
+    mx.clear_cache()
 
 
 def _close(loaded: Loaded) -> None:
@@ -373,3 +357,43 @@ def _close(loaded: Loaded) -> None:
         loaded.close()
     except Exception:
         log.exception("a model's processes and files could not be closed")
+
+
+_READING = 10
+"""How many times as long a step may take if it reads prompts: a chunk of 2,048 tokens takes as long as many rounds."""
+
+
+class Watchdog:
+    """Reports steps of a worker's engine that do not return. Belongs to the event loop."""
+
+    def __init__(self, worker: Worker, name: str, seconds: float, exits: bool):
+        """seconds: the limit of a step; 0 for none. exits: whether to end the process after it."""
+        self._worker, self._name, self._seconds, self._exits = worker, name, seconds, exits
+        self.stuck = False
+        """Whether the present step has exceeded the limit."""
+        self._step: float | None = None
+        """When the present step began."""
+        self._reads = False
+
+    def check(self) -> None:
+        """Report the present step if it exceeds the limit. Call this regularly; each step is reported once."""
+        worker, step = self._worker, self._worker.step_began
+        if step != self._step:
+            if self.stuck:
+                log.warning("model %s: the step has returned after all", self._name)
+            self._step, self._reads, self.stuck = step, False, False
+        loaded = worker.loaded
+        if step is None or loaded is None or self.stuck or not self._seconds:
+            return
+        self._reads |= bool(loaded.engine.admission.prefilling)
+        limit = self._seconds * (_READING if self._reads else 1)
+        if worker.clock() - step <= limit:
+            return
+        self.stuck = True
+        reason = f"a step of the engine has not returned for {limit:g} s"
+        with tempfile.TemporaryFile("w+") as file:  # faulthandler needs a real file
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            log.error("model %s: %s; the stacks of all threads:\n%s", self._name, reason, file.read())
+        if self._exits:
+            worker.end_process(f"{reason}; the server restarts")

@@ -14,11 +14,11 @@ from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.api.chat import ChatAnswer
-from eagle_mlx.serve.api.messages.answer import MessageAnswer
-from eagle_mlx.serve.api.messages.request import MessagesRequest
-from eagle_mlx.serve.api.responses.answer import ResponseAnswer
-from eagle_mlx.serve.api.responses.schema import ResponsesRequest
-from eagle_mlx.serve.api.responses.translate import Functions
+from eagle_mlx.serve.api.conversation import PartsAnswer
+from eagle_mlx.serve.api.limits import Limits
+from eagle_mlx.serve.api.messages import MessageAnswer, MessagesRequest
+from eagle_mlx.serve.api.responses import ResponseAnswer
+from eagle_mlx.serve.api.responses_request import ResponsesRequest, input_items
 from eagle_mlx.serve.api.schema import ChatRequest
 from eagle_mlx.serve.api.service import Call, Service, Source
 from eagle_mlx.serve.api.worker import RequestEvent
@@ -40,7 +40,8 @@ def written() -> tuple[ChatAnswer, Output]:
     request = RequestState(asked, tokens=loaded.tokenizer.encode(WRITTEN, add_special_tokens=False))
     request.finish("stop")
     body = ChatRequest.model_validate({"messages": USER})
-    answer = ChatAnswer(Call(service, 1, ""), body, loaded)
+    answer = ChatAnswer(body)
+    answer.call, answer.loaded = Call(service, 1, ""), loaded
     answer.requests, answer.offer, answer.starts_in_reasoning = [request], ToolOffer.of([WEATHER, CLOCK]), False
     return answer, request.output(loaded.tokenizer)
 
@@ -57,17 +58,21 @@ def test_streamed_pieces_equal_the_whole_answer(written: tuple[ChatAnswer, Outpu
         events.append(RequestEvent(0, tokens[at - size : at], [], output if at >= len(tokens) else None))
     asked = MessagesRequest.model_validate({"messages": USER, "max_tokens": 500})
     body = ResponsesRequest.model_validate({"input": "x", "store": False})
-    pairs: list[tuple[Callable[[], Any], Any]] = [
-        (lambda: MessageAnswer(chat.call, chat, asked), blocks_of),
-        (lambda: ResponseAnswer(chat.call, chat, body, Functions(), lambda _: None), items_of),
+    pairs: list[tuple[Callable[[], PartsAnswer], Any]] = [
+        (lambda: MessageAnswer(asked, Limits()), blocks_of),
+        (lambda: ResponseAnswer(body, input_items(body), lambda _: None, Limits()), items_of),
     ]
-    for answer, put_together in pairs:
-        writer = answer()
+    for make, put_together in pairs:
+        writer, other = make(), make()
+        writer.begin(chat)
+        other.begin(chat)
         text = writer.open() + "".join(map(writer.write, events)) + writer.close(0, output, {})
         found = [json.loads(event.split("data: ", 1)[1]) for event in text.split("\n\n")[:-1]]
-        whole = answer().response([output])
+        whole = other.response([output])
         assert put_together(found) == without_ids(whole.get("content") or whole["output"])
-    message = MessageAnswer(chat.call, chat, asked).response([output])
+    answer = MessageAnswer(asked, Limits())
+    answer.begin(chat)
+    message = answer.response([output])
     kinds = [block["type"] for block in message["content"]]
     assert kinds == ["thinking", "text", "tool_use", "tool_use", "text"]
 

@@ -1,36 +1,100 @@
-"""POST /v1/responses: answers as responses or as numbered events; reading and deleting stored responses."""
+"""OpenAI's Responses API: answers as responses or as numbered events, and stored responses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from starlette.responses import Response
 
 from eagle_mlx.request import Output
 
-from ...chat import Delta
-from ..answer import dumps, named_event, stats
-from ..chat import ChatAnswer
-from ..conversation import PartsAnswer, answer_chat
-from ..errors import ERRORS, EVENTS, ApiError, documented
-from ..flow import body_of, json_response, models_of
-from ..schema import SERVICE_TIER
-from ..service import Call
-from .schema import DeletedResponse, InputItemList, Item, ResponseObject, ResponsesRequest
-from .translate import Functions, chat_request, input_items, sealed
+from ..chat import Delta
+from .answer import Measured, dumps, named_event, stats
+from .conversation import PartsAnswer
+from .errors import ERRORS, EVENTS, ApiError, Shape, documented
+from .flow import body_of, json_response, models_of, respond
+from .limits import Limits
+from .responses_request import (
+    ID_PREFIXES,
+    Ended,
+    Functions,
+    Item,
+    OutputCustomCall,
+    OutputFunctionCall,
+    OutputMessage,
+    OutputReasoning,
+    ResponsesRequest,
+    chat_request,
+    input_items,
+    listed,
+    sealed,
+)
+from .schema import SERVICE_TIER
 
-ID_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-}
+
+class ResponsesUsage(Shape):
+    input_tokens: int
+    input_tokens_details: dict[Literal["cached_tokens", "cache_write_tokens"], int]
+    output_tokens: int
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
+    total_tokens: int
+
+
+class ResponseObject(Measured):
+    """A response. It repeats the request's settings, with defaults filled in."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Ended
+    background: Literal[False]
+    error: None
+    incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, str | None] | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: Literal["disabled"]
+    usage: ResponsesUsage
+
+
+class InputItem(Shape):
+    """An item from the client or an earlier response; its other fields depend on its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
+    status: str
+
+
+class InputItemList(Shape):
+    object: Literal["list"]
+    data: list[InputItem]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class DeletedResponse(Shape):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 @dataclass(frozen=True)
@@ -45,20 +109,7 @@ class StoredResponse:
         """Return the conversation before the response, oldest item first, each with an id and a status."""
         id = str(self.response["id"]).removeprefix("resp_")
         count = len(self.items) - len(self.response["output"])
-        return [_described(item, f"{id}_in_{index}") for index, item in enumerate(self.items[:count])]
-
-
-def _described(item: Item, place: str) -> dict[str, Any]:
-    """Return an item as OpenAI lists it. place: the last part of its id if the client gave none."""
-    fields = item.model_dump(exclude_none=True)
-    kind = fields.setdefault("type", "message")
-    if kind == "message" and isinstance(fields["content"], str):
-        part = "output_text" if fields["role"] == "assistant" else "input_text"
-        fields["content"] = [{"type": part, "text": fields["content"]}]
-    for part in fields["content"] if kind == "message" else ():
-        if part["type"] == "output_text":
-            part.setdefault("annotations", [])
-    return {"id": f"{ID_PREFIXES[kind]}_{place}", "status": "completed", **fields}
+        return [listed(item, f"{id}_in_{index}") for index, item in enumerate(self.items[:count])]
 
 
 class ResponseMemory:
@@ -118,10 +169,12 @@ def _content(part: Delta) -> tuple[str, str, dict[str, Any]]:
 class ResponseAnswer(PartsAnswer):
     """A chat's answer as a response, or as numbered events that write its items in turn."""
 
-    def __init__(self, call: Call, chat: ChatAnswer, body: ResponsesRequest, functions: Functions, keep: Keep):
-        """keep: stores the response with its items, unless `store` is false."""
-        super().__init__(call, chat)
-        self.body, self._functions, self._keep = body, functions, keep
+    def __init__(self, body: ResponsesRequest, items: Sequence[Item], keep: Keep, limits: Limits):
+        """items: the conversation. keep: stores the response with its items, unless `store` is false."""
+        self._functions = Functions(body.tools or ())
+        chat = chat_request(body, items, self._functions)
+        super().__init__(chat, body.max_output_tokens, self._functions.names, limits)
+        self.body, self._keep = body, keep
         self._number = -1
         self._id = ""
 
@@ -150,8 +203,7 @@ class ResponseAnswer(PartsAnswer):
         response = self.ended(output)
         return last + self._event(f"response.{response['status']}", response=response)
 
-    @staticmethod
-    def error_event(error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         return named_event({**fields, "sequence_number": 0}).encode()
 
@@ -277,17 +329,13 @@ async def responses(request: Request) -> Response:
     if body.previous_response_id:
         before = memory.get(body.previous_response_id, "previous_response_id")
         items, nbytes = [*before.items, *items], before.nbytes + nbytes
-    functions = Functions(body.tools or ())
 
     def keep(response: dict[str, Any]) -> None:
         whole = [*items, *_ITEMS.validate_python(response["output"])]
         memory.store(response["id"], StoredResponse(response, whole, nbytes + len(dumps(response).encode())))
 
-    def answer(call: Call, chat: ChatAnswer) -> ResponseAnswer:
-        return ResponseAnswer(call, chat, body, functions, keep)
-
-    chat, most = chat_request(body, items, functions), body.max_output_tokens
-    return await answer_chat(request, service, chat, functions.names, most, ResponseAnswer, answer, body.stream)
+    answer = ResponseAnswer(body, items, keep, service.settings.limits)
+    return await respond(request, service, answer, body, body.stream)
 
 
 @router.get("/v1/responses/{id}", responses=documented(ResponseObject, 400, 401, 404))

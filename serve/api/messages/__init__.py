@@ -1,1 +1,0 @@
-"""Anthropic's Messages API: `request` parses requests and turns them into chats, `answer` writes answers."""

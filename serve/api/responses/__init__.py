@@ -1,1 +1,0 @@
-"""OpenAI's Responses API: `schema` parses requests, `translate` turns them into chats, `answer` writes answers."""

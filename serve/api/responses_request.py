@@ -1,0 +1,391 @@
+"""Requests and items of OpenAI's Responses API, and their translation to Chat Completions requests."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ..chat import ToolCall
+from .conversation import BY_TYPE, EFFORTS, PARAGRAPH, BareTool, Conversation, Extensions, Names, OwnTool
+from .schema import Body, ChatRequest, Many, Obfuscation, OpenAIRequest, supported, validated
+
+Ended = Literal["completed", "incomplete"]
+
+
+class TextPart(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: str
+
+
+ContentPart = Annotated[TextPart | RefusalPart, BY_TYPE, BeforeValidator(supported)]
+
+
+class GivenItem(Body):
+    """The fields of all input items."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(GivenItem):
+    type: Literal["message", None] = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Many[ContentPart]
+    phase: str | None = None
+
+
+class CallOutputItem(GivenItem):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: str | Many[ContentPart]
+    name: str | None = None
+    namespace: str | None = None
+    caller: Any = None
+
+
+class CallItem(GivenItem):
+    """The fields of both kinds of calls."""
+
+    call_id: str
+    name: str
+    namespace: str | None = None
+    caller: Any = None
+
+
+class FunctionCallItem(CallItem):
+    type: Literal["function_call"]
+    arguments: str
+
+
+class CustomCallItem(CallItem):
+    """A call with free text as its input."""
+
+    type: Literal["custom_tool_call"]
+    input: str
+
+
+class ThoughtText(Body):
+    type: Literal["summary_text", "reasoning_text", "text"]
+    text: str
+
+
+class ReasoningItem(GivenItem):
+    type: Literal["reasoning"]
+    summary: Many[ThoughtText] = Field(default_factory=list)
+    content: Many[ThoughtText] | None = None
+    encrypted_content: str | None = None
+
+
+Item = Annotated[MessageItem | FunctionCallItem | CallOutputItem | CustomCallItem | ReasoningItem, BY_TYPE]
+
+
+class OutputMessage(MessageItem):
+    id: str
+    status: Ended
+    type: Literal["message"]
+
+
+class OutputReasoning(ReasoningItem):
+    id: str
+    status: Ended
+    summary: list[Any]
+    content: list[ThoughtText]
+
+
+class OutputFunctionCall(FunctionCallItem):
+    id: str
+    status: Ended
+
+
+class OutputCustomCall(CustomCallItem):
+    id: str
+    status: Ended
+
+
+class FunctionTool(OwnTool):
+    type: Literal["function"]
+    parameters: dict[str, Any] | None = None
+    output_schema: dict[str, Any] | None = None
+
+
+class CustomTool(OwnTool):
+    """A tool with free text as its input; the model sees a function with that text as its only argument."""
+
+    type: Literal["custom"]
+    format: dict[str, Any] | None = None
+
+
+FlatTool = FunctionTool | CustomTool
+
+
+class NamespaceTool(Body):
+    """Tools under a common name; Codex offers the tools of MCP servers this way."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Many[Annotated[FlatTool, BY_TYPE]]
+
+
+ResponsesTool = Annotated[FunctionTool | CustomTool | NamespaceTool | BareTool, BY_TYPE]
+
+
+class ChosenTool(Body):
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+class Reasoning(Body):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    # Ignored: reasoning is returned in full, without a summary.
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+Included = Literal[
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
+class ResponsesRequest(Extensions, OpenAIRequest):
+    input: str | Annotated[Many[Item], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    """An upper bound: the context may leave fewer."""
+    tools: Many[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    stream_options: Obfuscation | None = None
+    include: Many[Included] | None = None
+    top_logprobs: Literal[0] | None = None
+    conversation: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+    # Ignored: these concern OpenAI's own servers.
+    client_metadata: dict[str, Any] | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+
+
+_CALLS = {"function": "function_call", "custom": "custom_tool_call"}
+_TEXT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""The parameters of a function that replaces a tool with text input."""
+
+
+class Functions:
+    """The functions that a model sees."""
+
+    def __init__(self, tools: Sequence[ResponsesTool] = ()):
+        """Leave out tools that OpenAI runs. Raises ApiError if that leaves none."""
+        self.functions: list[dict[str, Any]] = []
+        self.calls: dict[str, dict[str, Any]] = {}
+        """For each function, the item of a call of its tool, without the input."""
+        self.names = Names(_FIELDS, [])
+        for at, tool in enumerate(tools):
+            if isinstance(tool, NamespaceTool):
+                for inner in tool.tools:
+                    self._add(at, inner, tool.name)
+            elif not isinstance(tool, BareTool):
+                self._add(at, tool, None)
+        if tools and isinstance(hosted := tools[0], BareTool) and not self.functions:
+            raise hosted.refusal("OpenAI")
+
+    def _add(self, place: int, tool: FlatTool, namespace: str | None) -> None:
+        name = flat_name(tool.name, namespace)
+        parameters = tool.parameters if isinstance(tool, FunctionTool) else _TEXT
+        function: dict[str, Any] = {"name": name, "description": _description(tool), "parameters": parameters}
+        if isinstance(tool, FunctionTool) and tool.strict:
+            function["strict"] = True
+        self.functions.append({"type": "function", "function": function})
+        self.names.tools.append(place)
+        self.calls[name] = {"type": _CALLS[tool.type], "name": tool.name}
+        if namespace is not None:
+            self.calls[name]["namespace"] = namespace
+
+    def called(self, call: ToolCall) -> dict[str, Any]:
+        """Return the item of a call, without its id and status."""
+        item = {"call_id": call.id, **self.calls.get(call.name, {"type": "function_call", "name": call.name})}
+        if item["type"] == "function_call":
+            return item | {"arguments": call.arguments}
+        return item | {"input": _text_of(call.arguments)}
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """Return a function's name that includes the tool's namespace."""
+    if namespace is None:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") or name.startswith("__") else f"{namespace}__{name}"
+
+
+def _text_of(arguments: str) -> str:
+    """Return the text of a call of such a function, or all of `arguments` if a model without a grammar wrote others."""
+    found = json.loads(arguments).get("input")
+    return found if isinstance(found, str) else arguments
+
+
+def _description(tool: FlatTool) -> str | None:
+    """Return a tool's description, with the grammar of its input, which is not enforced here."""
+    form: dict[str, Any] = (tool.format or {}) if isinstance(tool, CustomTool) else {}
+    if not isinstance(definition := form.get("definition"), str):
+        return tool.description
+    grammar = f"The input follows this grammar ({form.get('syntax', 'lark')}):\n{definition}"
+    return "\n\n".join(filter(None, (tool.description, grammar)))
+
+
+_FIELDS = {
+    r"response_format\.json_schema\.schema": "text.format.schema",
+    r"response_format": "text.format",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    r"messages(\[\d+\][\w.\[\]]*)?": "input",
+}
+"""Chat Completions fields and their names here. Translated messages have other indexes, so errors name no index."""
+_SEALED = "thought:"
+"""Prefix of `encrypted_content`, which holds the reasoning in plain base64: the client may read it."""
+
+
+def input_items(body: ResponsesRequest) -> list[Item]:
+    return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+
+
+def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions) -> ChatRequest:
+    """Return the chat of these items. It leaves out max_output_tokens, which is only a bound. Raises ApiError."""
+    choice: Any = body.tool_choice
+    if isinstance(choice, ChosenTool):
+        choice = {"type": "function", "function": {"name": flat_name(choice.name, choice.namespace)}}
+    asked: dict[str, Any] = {
+        "messages": _messages(body.instructions, items, len(items) - len(input_items(body))),
+        "tools": functions.functions or None,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _response_format(body),
+        "verbosity": body.text.verbosity if body.text is not None else None,
+        **body.model_dump(include={"temperature", "top_p", "top_k"}),
+        **body.extensions(),
+    }
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    if effort == "none":
+        asked["chat_template_kwargs"] = {"enable_thinking": False} | (body.chat_template_kwargs or {})
+    elif effort is not None:
+        asked["reasoning_effort"] = EFFORTS.get(effort, effort)
+    with functions.names.used():
+        return validated(ChatRequest, asked)
+
+
+def sealed(thought: str) -> str:
+    """Encode reasoning for clients that send back only encrypted content, such as Codex."""
+    return _SEALED + b64encode(thought.encode()).decode()
+
+
+def _unsealed(text: str | None) -> str:
+    """Decode reasoning; empty if another server encrypted it."""
+    if not text or not text.startswith(_SEALED):
+        return ""
+    try:
+        return b64decode(text.removeprefix(_SEALED), validate=True).decode()
+    except ValueError:
+        return ""
+
+
+def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> list[dict[str, Any]]:
+    """Return the messages of a chat. kept: how many items come from the previous response."""
+    conversation = Conversation()
+    if instructions:
+        conversation.say("system", instructions)
+    for index, item in enumerate(items):
+        if isinstance(item, MessageItem):
+            role = "system" if item.role == "developer" else item.role
+            conversation.say(role, _text(item.content))
+        elif isinstance(item, ReasoningItem):
+            thought = "".join(part.text for part in item.content or item.summary)
+            conversation.think(thought or _unsealed(item.encrypted_content))
+        elif isinstance(item, CallOutputItem):
+            conversation.result(item.call_id, _text(item.output), f"input[{index - kept}].call_id")
+        elif isinstance(item, CustomCallItem):
+            arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+            conversation.call(item.call_id, flat_name(item.name, item.namespace), arguments)
+        elif isinstance(item, FunctionCallItem):
+            conversation.call(item.call_id, flat_name(item.name, item.namespace), item.arguments)
+    return conversation.messages
+
+
+def _text(content: str | Sequence[ContentPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return PARAGRAPH.join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+
+
+def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
+    """Return `text.format` for Chat Completions, which nests the schema's fields."""
+    form = body.text.format if body.text is not None else None
+    if form is None:
+        return None
+    if form.type != "json_schema":
+        return form.model_dump(by_alias=True, include={"type", "schema_"}, exclude_none=True)
+    schema = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+    return {"type": "json_schema", "json_schema": schema}
+
+
+ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
+def listed(item: Item, place: str) -> dict[str, Any]:
+    """Return an item as OpenAI lists it. place: the last part of its id if the client gave none."""
+    fields = item.model_dump(exclude_none=True)
+    kind = fields.setdefault("type", "message")
+    if kind == "message" and isinstance(fields["content"], str):
+        part = "output_text" if fields["role"] == "assistant" else "input_text"
+        fields["content"] = [{"type": part, "text": fields["content"]}]
+    for part in fields["content"] if kind == "message" else ():
+        if part["type"] == "output_text":
+            part.setdefault("annotations", [])
+    return {"id": f"{ID_PREFIXES[kind]}_{place}", "status": "completed", **fields}
