@@ -43,7 +43,7 @@ from .plan import (
     recipe_names,
     typical,
 )
-from .report import command as report_command
+from .report.runs import main as report
 from .run import (
     BEST,
     PlainPhases,
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train and return the exit code: 0, 2 for an error that the user can fix, 130 or 143 if interrupted."""
     given = arguments(argv)
     if given[:1] == ["report"]:
-        return report_command.main(given[1:])
+        return report(given[1:])
     args = vars(flags_parser().parse_args(given))
     print(f"blas: {blas.activate()}", file=sys.stderr)
     begin = {name: args.pop(name) for name in settings_of(Start) if name in args}

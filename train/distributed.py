@@ -5,13 +5,15 @@ from __future__ import annotations
 import socket
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from eagle_mlx import ranks
+
+from .unroll import named
 
 T = TypeVar("T")
 
@@ -38,7 +40,7 @@ class World(ranks.World):
         """Return the sum over all processes of a tree of float32 arrays with the same names and shapes."""
         if self.group is None:
             return tree
-        leaves = sorted(cast(list[tuple[str, mx.array]], tree_flatten(tree)))  # the same order in all processes
+        leaves = sorted(named(tree).items())  # the same order in all processes
         return tree_unflatten([(name, self._sum(array)) for name, array in leaves])
 
     def broadcast_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -155,17 +155,22 @@ def recomputed(module: nn.Module, step: Step, without: Collection[str] = ()) -> 
     return call
 
 
+def named(tree: Any) -> dict[str, mx.array]:
+    """Return the arrays of a tree by their dotted names."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
+
+
 def weights_but(module: nn.Module, without: Collection[str] = ()) -> tuple[list[str], list[mx.array]]:
     """Return names and values of the module's trainable weights, except in the parts `without`."""
     parts = {name: part for name, part in module.trainable_parameters().items() if name not in without}
-    leaves = cast(list[tuple[str, mx.array]], tree_flatten(parts))
-    return [name for name, _ in leaves], [value for _, value in leaves]
+    leaves = named(parts)
+    return list(leaves), list(leaves.values())
 
 
 @contextlib.contextmanager
 def holding(module: nn.Module, names: Sequence[str], values: Sequence[mx.array]) -> Iterator[None]:
     """Return a context manager in which the named weights of the module have other values."""
-    before = dict(cast(list[tuple[str, mx.array]], tree_flatten(module.trainable_parameters())))
+    before = named(module.trainable_parameters())
     module.update(tree_unflatten(list(zip(names, values, strict=True))))
     try:
         yield

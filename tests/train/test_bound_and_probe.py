@@ -20,8 +20,7 @@ from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.plan import bound
-from eagle_mlx.train.plan.bound import PROGRAM, Bound, bound_of
-from eagle_mlx.train.plan.probe import Probe, check_memory, probe
+from eagle_mlx.train.plan.probe import PROGRAM, Bound, Probe, bound_of, check_memory, probe
 from eagle_mlx.train.plan.recipe import load_recipe
 from tests.fakes import EMBEDDED_TARGET, talking_target_folder, tiny_target, tiny_target_folder
 from tests.full import in_full

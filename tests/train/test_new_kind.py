@@ -26,7 +26,7 @@ from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.convert.cli import main as convert
 from eagle_mlx.train.kinds.base import Kind, layer_shape
-from eagle_mlx.train.publish.source import read_source
+from eagle_mlx.train.publish.bundle import read_source
 
 ROOT = Path(__file__).parents[2]
 KIND_FOLDERS = r"^(eagle_mlx/heads/(eagle\.py|eagle3/|mtp/)|train/kinds/(eagle3/|last_layer\.py))"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.train.run.progress import Bar, Progress
+from eagle_mlx.train.run.state import Bar, Progress
 from eagle_mlx.train.step.step import StepResult
 
 RESULT = StepResult(

@@ -30,10 +30,9 @@ from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import flags_parser as train_parser
 from eagle_mlx.train.cli import main as train
 from eagle_mlx.train.config import TrainConfig, load_config
-from eagle_mlx.train.publish.bundle import public, public_command
+from eagle_mlx.train.publish.bundle import public, public_command, read_source
+from eagle_mlx.train.publish.card import data_sets, of_bench, of_training, train_command
 from eagle_mlx.train.publish.cli import main
-from eagle_mlx.train.publish.figures import data_sets, of_bench, of_training, train_command
-from eagle_mlx.train.publish.source import read_source
 from eagle_mlx.train.run import loop
 from tests import hub_server
 from tests.eagle_mlx.heads import eagle, eagle3, mtp, peagle

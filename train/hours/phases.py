@@ -21,9 +21,7 @@ from eagle_mlx.target import fingerprint
 from ..data import Piece, reading_share, warmup_data
 from ..run import BEST, Bar, Phase, Phases, Run
 from ..step import WarmupStableDecay
-from . import journal as journals
-from .journal import Journal, Portion, Warmup
-from .portions import Portions
+from .portions import Journal, Portion, Portions, Warmup
 
 FIRST = 1 / 40
 """Share of the time for making the first portion. A head then drafts the second one after 1/20 of the time, and five
@@ -103,7 +101,7 @@ class HoursPhases(Phases):
         self._run, self._config, self._folder = run, run.config, run.folder
         self._watch = run.watch
         self._total = 3600 * run.config.optimization.hours
-        self._journal = journals.read(run.folder)
+        self._journal = Journal.read(run.folder)
         self._portions = Portions(run.target, run.config, run.folder, run.existing)
         self._evaluation = EVALUATION * self._total
         """Seconds of the last measurement of acceptance; before the first, its limit."""
@@ -384,4 +382,4 @@ class HoursPhases(Phases):
 
     def _write(self, journal: Journal | None = None) -> None:
         self._journal = replace(journal or self._journal, elapsed=self._watch.elapsed)
-        journals.write(self._folder, self._journal)
+        self._journal.write(self._folder)

@@ -1,12 +1,17 @@
-"""Data of a run with a time limit. Each portion has a file of conversations and shards of their hidden states."""
+"""A run with a time limit: its journal, from which it resumes, and its portions of data.
+
+Each portion has a file of conversations and shards of their hidden states.
+"""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Self
 
 import mlx.core as mx
+from pydantic import TypeAdapter
 
 from eagle_mlx.data_pipelines import (
     DataConfig,
@@ -22,6 +27,8 @@ from eagle_mlx.data_pipelines import (
     render_all,
     shard_meta,
 )
+from eagle_mlx.errors import CheckpointError
+from eagle_mlx.files import write_whole
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.hidden_states import Example
@@ -33,6 +40,89 @@ from ..config import MOST_PROMPTS, TrainConfig
 from ..data import InMemory, Joined, OnDisk, TrainData, data_on_disk, free_disk, heldout_prompts
 from ..kinds import Head, aux_layers_of
 from ..run import MADE
+from ..step import WarmupStableDecay
+
+FILE = "hours.json"
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A portion of data, and the learning phase after it."""
+
+    begun: float
+    """Second of the run at which it began."""
+    wanted: int = 0
+    """Tokens to make; 0 for as many as the time allows."""
+    makes: bool = True
+    """Whether data is made. The last phase may only learn."""
+    last: bool = False
+    tokens: int | None = None
+    """Tokens that were made; None until the portion is complete."""
+    made_seconds: float = 0.0
+    schedule: WarmupStableDecay | None = None
+    """Schedule of the learning phase; None before it begins."""
+    epoch: int = 0
+    """First epoch of the learning phase."""
+    fresh: int = 0
+    """The first portion with data that this phase learns first; earlier portions were learned before."""
+    learned: int = 0
+    """Tokens learned in that phase, including repetitions."""
+    learned_seconds: float = 0.0
+    """Seconds of the phase without its measurement."""
+    until: tuple[int, int] = (0, 0)
+    """Epoch and batch at which learning stopped."""
+    acceptance_length: float | None = None
+    """τ after the phase; None until it is measured."""
+
+    @property
+    def done(self) -> bool:
+        return self.acceptance_length is not None
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """The learning phase on text, before the one after the first portion."""
+
+    schedule: WarmupStableDecay
+    tokens: int = 0
+    """Tokens learned."""
+    acceptance_length: float | None = None
+    """τ after the phase; None until it is measured."""
+
+
+@dataclass(frozen=True)
+class Journal:
+    elapsed: float = 0.0
+    warmup: Warmup | None = None
+    """None before it begins, and in runs without one."""
+    portions: tuple[Portion, ...] = ()
+
+    @property
+    def made(self) -> int:
+        """Tokens of all complete portions."""
+        return sum(portion.tokens or 0 for portion in self.portions)
+
+    def changed(self, number: int, **values: Any) -> Self:
+        """Return a copy with other values in one portion."""
+        portions = list(self.portions)
+        portions[number] = replace(portions[number], **values)
+        return replace(self, portions=tuple(portions))
+
+    def write(self, folder: Path) -> None:
+        """Write the journal into a run's folder. Raises OSError."""
+        write_whole(folder / FILE, TypeAdapter(Journal).dump_json(self, indent=1) + b"\n")
+
+    @staticmethod
+    def read(folder: Path) -> Journal:
+        """Return the journal in a run's folder, or an empty one. Raises CheckpointError if it is damaged."""
+        file = folder / FILE
+        if not file.exists():
+            return Journal()
+        try:
+            return TypeAdapter(Journal).validate_json(file.read_bytes())
+        except (OSError, ValueError) as e:
+            raise CheckpointError(f"{file} cannot be read: {e}; start another run") from e
+
 
 _HELD_OUT = "held-out.jsonl"
 _ANSWER = 16

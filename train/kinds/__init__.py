@@ -9,12 +9,11 @@ from eagle_mlx.heads import kind_of as known_kind
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig, flag
-from .base import Head, Kind
+from .base import Head, Kind, choose_trained, merged, parameters_of
 from .block import DFlashKind, DSparkKind
 from .eagle3 import Eagle3Kind
 from .eagle3.peagle import PEagleKind
 from .last_layer import EagleKind, MTPKind
-from .lora import choose_trained, merged, parameters_of
 
 KINDS: dict[str, Kind[Any]] = {
     kind.name: kind for kind in (PEagleKind(), Eagle3Kind(), EagleKind(), MTPKind(), DFlashKind(), DSparkKind())

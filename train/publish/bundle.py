@@ -1,4 +1,4 @@
-"""Prepare the folder to upload."""
+"""Read a head and its training run, and prepare the folder to upload."""
 
 from __future__ import annotations
 
@@ -7,17 +7,128 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import mlx.core as mx
+import mlx.nn as nn
 from huggingface_hub import ModelCard
 
+from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import BASE_MODEL, by_mlx_community
-from eagle_mlx.errors import OutputError
+from eagle_mlx.errors import CheckpointError, ConfigError, HeadError, OutputError
+from eagle_mlx.formats.fields import read_config
+from eagle_mlx.formats.tensors import read_tensors, weights_of
+from eagle_mlx.heads import layout_of, load_head
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.kinds import HeadKind
+from eagle_mlx.heads.precision import quantization_of
 
 from ..convert.layouts import verifier_of
-from ..run import REPORT
-from .source import CONFIG, Source
+from ..report import OF_THE_HEAD, read_object
+from ..run import BEST, LAST, REPORT
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    folder: Path
+    config: Mapping[str, Any]
+    kind: HeadKind
+    written_as: str
+    """How the files are laid out."""
+    servers: tuple[str, ...]
+    """Other servers that load it unchanged."""
+    head: DraftHead
+    report: Mapping[str, Any] | None
+    """Report of the training run that made the head."""
+    which: str
+    """`best` or `last`, if there is a report."""
+    plots: tuple[Path, ...]
+
+    @property
+    def noted(self) -> Mapping[str, Any]:
+        """What this project's writers stored in the config."""
+        noted = self.config.get("eagle_mlx")
+        return noted if isinstance(noted, dict) else {}
+
+    @property
+    def target_names(self) -> list[str]:
+        """The target's names in the config, which need not be hub ids."""
+        names = (self.noted.get("target"), self._verifier)
+        return [name for name in names if isinstance(name, str) and name]
+
+    @property
+    def base_model(self) -> str | None:
+        """Hub id of the model that other servers load, or else of the target."""
+        names = (self.noted.get(BASE_MODEL), self._verifier, self.trained_on)
+        return next((name for name in names if isinstance(name, str) and hub.full_id(name)), None)
+
+    @property
+    def _verifier(self) -> Any:
+        return verifier_of(self.config).get("name_or_path")
+
+    @property
+    def trained_on(self) -> str | None:
+        """Hub id of the target; None if the config does not name it or names a folder."""
+        return next((name for name in self.target_names if hub.full_id(name)), None)
+
+    @property
+    def adapter(self) -> str:
+        """Name of the target's LoRA adapters; empty if there are none."""
+        return str(self.noted.get("adapter") or "")
+
+    @property
+    def aux_layers(self) -> tuple[int, ...] | None:
+        """Target layers that the head reads; None if it reads the last layer."""
+        try:
+            return self.head.aux_layers
+        except HeadError:
+            return None
+
+    @property
+    def parameters(self) -> int | None:
+        """Number of parameters; None if they are quantized."""
+        weights = weights_of(cast(nn.Module, self.head)).values()
+        return None if any(value.dtype == mx.uint32 for value in weights) else sum(value.size for value in weights)
+
+
+def read_source(folder: str | Path) -> Source:
+    """Read a head's folder, or the best head from the output of `eagle-train`.
+
+    Raises ConfigError if the folder is neither, CheckpointError if the head cannot be read.
+    """
+    given = Path(folder).expanduser()
+    if not given.is_dir():
+        raise ConfigError(f"there is no folder {given}; give the head's folder or the output folder of eagle-train")
+    run, which = _run_of(given)
+    place = given if (given / CONFIG).is_file() else given / BEST
+    if not (place / CONFIG).is_file():
+        raise ConfigError(f"{given} has neither a head ({CONFIG} and weights) nor the output of eagle-train ({BEST})")
+    if not any(place.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{place} has no .safetensors files; convert the head first, since PyTorch files can contain code"
+        )
+    config = read_config(place)
+    head = load_head(place)
+    kind, found = layout_of(place, config, read_tensors(place))
+    written_as, servers = found.about, found.servers(head)
+    if quantization_of(head) is not None:
+        written_as, servers = f"{written_as}, quantized by MLX", ()
+    report = read_object(run / REPORT, "move it away to publish without it") if run is not None else None
+    plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file()) if run is not None else ()
+    return Source(place, config, kind, written_as, servers, head, report, which, plots)
+
+
+def _run_of(given: Path) -> tuple[Path | None, str]:
+    """Return the training run that `given` is or belongs to, or None; and which of its heads."""
+    if not (given / CONFIG).is_file():
+        return (given, BEST) if (given / REPORT).is_file() else (None, BEST)
+    name, run = given.resolve().name, given.resolve().parent
+    return (run, name) if name in (BEST, LAST) and (run / REPORT).is_file() else (None, BEST)
+
 
 CARD = "README.md"
 PLOTS = "plots"

@@ -22,10 +22,8 @@ from eagle_mlx.heads.precision import in_dtype, quantization_of, quantize_for
 from eagle_mlx.setting import REQUIRED, Group, setting
 
 from ..convert.layouts import OURS
-from .bundle import CARD, LICENSES, listing, write_bundle
-from .card import make_card
-from .figures import of_bench, of_training
-from .source import Source, read_source
+from .bundle import CARD, LICENSES, Source, listing, read_source, write_bundle
+from .card import make_card, of_bench, of_training
 
 _HELP = """\
 Publish a head with a model card that gives its target, its acceptance and how to use it.

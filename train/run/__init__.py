@@ -4,7 +4,7 @@ from . import state
 from .folder import MADE, claim, resumed_config
 from .loop import BEST, LAST, REPORT, Run, check_incomplete, train
 from .phases import Phase, Phases, PlainPhases
-from .progress import Bar, Stopwatch
 from .start import existing_head, new_head
+from .state import Bar, Stopwatch
 from .tracker import check_wandb
 from .workers import run_worker

@@ -29,9 +29,8 @@ from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of
 from . import state
 from .folder import Identity, check_same, read_identity, run_folder, write_identity
 from .phases import Phase, Phases
-from .progress import Progress, Stopwatch, mean, means
 from .start import new_head
-from .state import Checkpoint, RunState
+from .state import Checkpoint, Progress, RunState, Stopwatch, mean, means
 from .tracker import Tracker, outcome
 from .workers import Workers
 

@@ -11,7 +11,7 @@ from ..config import TrainConfig
 from ..data import Joined, Piece, TrainData
 from ..step import Schedule, span_of, with_warmup
 from .folder import fingerprint_of
-from .progress import Bar
+from .state import Bar
 
 if TYPE_CHECKING:
     from .loop import Run

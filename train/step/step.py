@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_reduce, tree_unflatten
+from mlx.utils import tree_map, tree_reduce, tree_unflatten
 from numpy.typing import NDArray
 
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread, use_shortcuts
@@ -28,7 +28,7 @@ from ..data import Rows, capture_rows
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import KINDS, Head, kind_of, resolved
 from ..kinds.block.unroll import with_latents
-from ..unroll import Inputs, holding, weights_but
+from ..unroll import Inputs, holding, named, weights_but
 from .inputs import Plan, add_noise, make_anchor_plan, make_plan, noise_of
 from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses, step_weights
 from .optimizers import Optimizers
@@ -165,7 +165,7 @@ class Stepper:
         self._check(norm, results[0], rows)
         self._update(gradient, norm)
         del total, gradient  # so that the update can reuse their memory
-        for _, weight in cast(list[tuple[str, mx.array]], tree_flatten(self.head.parameters())):
+        for weight in named(self.head.parameters()).values():
             mx.eval(weight)  # one at a time, to limit temporary memory
         mx.eval(self._optimizers.together.state)
         return [norm, *results]
@@ -213,8 +213,8 @@ class Stepper:
         """Broadcast rank 0's head and state exactly."""
         if self._world.size == 1:
             return
-        weights = dict(cast(list[tuple[str, mx.array]], tree_flatten(self.head.trainable_parameters())))
-        self.head.update(tree_unflatten(list(self._world.broadcast_arrays(weights).items())))
+        weights = self._world.broadcast_arrays(named(self.head.trainable_parameters()))
+        self.head.update(tree_unflatten(list(weights.items())))
         self.restore(self._world.broadcast_arrays(self.state()))
 
     def state(self) -> dict[str, mx.array]:
