@@ -19,30 +19,11 @@ from eagle_mlx.setting import Group, Setting, setting, settings_of
 from eagle_mlx.target import Target, fingerprint
 
 from .config import NOT_WITH_HOURS, SELF, TrainConfig, named_settings
-from .data import (
-    check_warmup,
-    data_config,
-    heldout_prompts,
-    make_data,
-    training_data,
-    warmup_data,
-    with_warmup_tokens,
-)
+from .data import check_warmup, data_config, heldout_prompts, make_data, training_data, warmup_data, with_warmup_tokens
 from .distributed import SINGLE_PROCESS, World
 from .hours import HoursPhases
 from .kinds import KINDS, parameters_of, resolved
-from .plan import (
-    Plan,
-    Recipe,
-    batches_for,
-    bound_of,
-    load_recipe,
-    plan_of,
-    probe,
-    recipe_for,
-    recipe_names,
-    typical,
-)
+from .plan import Plan, Recipe, batches_for, bound_of, load_recipe, plan_of, probe, recipe_for, recipe_names, typical
 from .report.runs import main as report
 from .run import (
     BEST,

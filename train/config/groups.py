@@ -31,7 +31,7 @@ class HeadConfig(Group):
     target: str = setting("", "folder or hub id of the model", metavar="MODEL")
     kind: str = setting(
         "eagle3",
-        "kind of head: EAGLE-3, P-EAGLE, EAGLE-1 and 2, multi-token prediction, or a block drafter",
+        "kind of head: EAGLE-3, P-EAGLE, EAGLE-1 and 2 (eagle), multi-token prediction, or a block drafter",
         _KNOWN,
         name="head",
         metavar=f"{{{','.join(_TRAINED)}}}",
@@ -41,30 +41,21 @@ class HeadConfig(Group):
     )
     lora_rank: int = setting(
         0,
-        "with --init-from: train only LoRA adapters of this rank; they are merged into the head's matrices when "
-        "it is written; 0 to train all weights",
+        "with --init-from: train only LoRA adapters of this rank, merged into the written head; 0 for all",
         AT_LEAST_0,
     )
-    draft_vocab: int = setting(
-        0, "size of the draft vocabulary (the most frequent tokens); at most the target's vocabulary", AT_LEAST_0
-    )
+    draft_vocab: int = setting(0, "size of the draft vocabulary, the most frequent tokens", AT_LEAST_0)
     aux_layers: tuple[int, ...] = setting(
-        (),
-        "target layers that the head reads, counted from 0 (default: a low, a middle and a high one); with "
-        "--shards, all of their layers but the last",
+        (), "target layers that the head reads, from 0 (default: a low, a middle and a high one, or those of --shards)"
     )
     layers: int = setting(
-        0,
-        "decoder layers of the head; more draft better but slower; all but the first start as copies of the "
-        "target's last layers",
-        AT_LEAST_0,
+        0, "decoder layers; more draft better but slower; all but the first start as copies of the target's", AT_LEAST_0
     )
     intermediate_size: int = setting(0, "width of the head's MLP; 0 for the target's width, if it has one")
     heads: int = setting(0, "attention heads; 0 for the target's number")
     kv_heads: int = setting(0, "key and value heads; 0 for the target's number")
     feature_norm: Literal["auto", "each", "all", "none"] = setting(
-        "auto",
-        "norm of the layers read; one per layer (EAGLE-3.1's fc_norm), one over all (norm_before_fc), or none",
+        "auto", "norm of the layers read: one per layer (EAGLE-3.1's fc_norm), one over all (norm_before_fc), or none"
     )
     feedback: Literal["auto", "normed", "output"] = setting(
         "auto",
@@ -73,9 +64,7 @@ class HeadConfig(Group):
     )
     norm_before_residual: bool = setting(False, "use the normed feature as the residual; otherwise the feature itself")
     start: Literal["linear", "random"] = setting(
-        "linear",
-        "initial weights of a new head; linear is the best linear prediction of the target's next state, found by "
-        "least squares in one pass over some of the data",
+        "linear", "weights of a new head; linear predicts the target's next state, by least squares on some of the data"
     )
 
 
@@ -85,18 +74,15 @@ class DataConfig(Group):
 
     sources: tuple[str, ...] = setting(
         ("builtin:python",),
-        "sources of conversations: files, hub ids or presets; mix them with SOURCE=WEIGHT (docs/data.md). "
-        "self: the target writes the conversations first, which is the default for all targets but the "
-        "included one",
+        "files, hub ids or presets; mix with SOURCE=WEIGHT (docs/data.md). self, the default except for the included "
+        "target: the target writes the conversations first",
         name="data",
     )
     self_tokens: int = setting(_SELF_TOKENS, "with --data self: tokens that the target writes first", AT_LEAST_1)
-    map: tuple[str, ...] = setting(
-        (), "field names of the rows (such as role=from,content=value or SOURCE:prompt=question)"
-    )
+    map: tuple[str, ...] = setting((), "field names of the rows (role=from,content=value or SOURCE:prompt=question)")
     warmup_data: tuple[str, ...] = setting(
         (),
-        "sources to learn from first, such as text:FOLDER: any text, since the target only reads it (docs/training.md)",
+        "text to learn from first, such as text:FOLDER; the target only reads it (docs/training.md)",
         metavar="SOURCE",
     )
     warmup_share: float = setting(
@@ -105,30 +91,22 @@ class DataConfig(Group):
         Limit(lambda value: 0 < value < 1, "must be above 0 and below 1, not {}"),
     )
     warmup_tokens: int = setting(
-        0, "with --warmup-data: read at most this many of its tokens; 0 for as many as its share needs", AT_LEAST_0
+        0, "with --warmup-data: maximum number of its tokens; 0 for as many as its share needs", AT_LEAST_0
     )
     shards: tuple[str, ...] = setting(
         (),
-        "folders of hidden states from `eagle-data`, instead of --data; a head may read any of the stored layers",
+        "folders of hidden states from `eagle-data`, instead of --data; a head may read any of their layers",
         metavar="DIR",
     )
     limit: int = setting(0, "maximum number of conversations from all sources; 0 for all", AT_LEAST_0)
     max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
     states: Literal["auto", "memory", "disk", "online"] = setting(
-        "auto",
-        "where to keep hidden states: captured once, in memory or on disk, or again for each batch (online); "
-        "auto chooses by --cache-gb",
+        "auto", "hidden states: kept in memory or on disk, or captured for each batch (online); auto follows --cache-gb"
     )
-    cache_gb: float = setting(
-        4.0,
-        "gigabytes for hidden states, in memory or on disk; if they fit neither, they are captured for each batch",
-        AT_LEAST_0,
-    )
+    cache_gb: float = setting(4.0, "gigabytes for hidden states; those that need more are captured online", AT_LEAST_0)
     cache_bits: int = setting(16, "bits per value on disk, 16 or 8")
     cache_dir: str = setting(
-        "",
-        "folder for hidden states on disk; later runs reuse it (default: the output's name + .shards)",
-        metavar="DIR",
+        "", "folder for hidden states, which later runs reuse (default: the output's name + .shards)", metavar="DIR"
     )
     filters: FilterOptions = dataclasses.field(default_factory=FilterOptions)
 
@@ -162,61 +140,36 @@ class OptimizationConfig(Group):
         "or lk: soft for poor drafts, tv for good ones",
     )
     loss_weights: tuple[float, ...] = setting(
-        (),
-        "weights of the distance between features (eagle) or distributions (dspark), and of --loss",
+        (), "weights of the distance between features (eagle) or distributions (dspark), and of --loss"
     )
     feature_noise: float = setting(
-        -1.0,
-        "maximum uniform noise on the features that the head reads; less in conversations of more than 512 tokens",
+        -1.0, "maximum uniform noise on the head's features; less in conversations of more than 512 tokens"
     )
-    rows: int = setting(
-        0,
-        "rows of a batch; with several processes (mlx.launch), rows per process; 0 to choose by the data",
-        AT_LEAST_0,
-    )
+    rows: int = setting(0, "rows of a batch, per process of mlx.launch; 0 to choose by the data", AT_LEAST_0)
     length: int = setting(
-        0, "tokens of a row; short conversations share a row, long ones are cut; 0 to choose by the data", AT_LEAST_0
+        0, "tokens of a row, which short conversations share and long ones exceed; 0 to choose by the data", AT_LEAST_0
     )
-    accumulate: int = setting(
-        1, "parts of a batch, computed one after another; the same update with less memory", AT_LEAST_1
-    )
+    accumulate: int = setting(1, "parts of a batch, one after another: the same update in less memory", AT_LEAST_1)
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        "dtype of training steps and of the saved head; weights and moments stay in float32. auto: bfloat16 on a "
-        "GPU, float32 on a CPU, and bfloat16 for the saved head",
+        "dtype of steps and of the saved head; weights and moments stay in float32. auto: bfloat16, but float32 for "
+        "steps on a CPU",
     )
-    grad_checkpoint: bool = setting(
-        False, "recompute draft steps for the gradient; far less memory, slightly more time"
-    )
-    epochs: int = setting(
-        0, "passes over the data, unless --max-steps or --minutes is given; 0 to choose 1 to 4 by the data", AT_LEAST_0
-    )
-    max_steps: int = setting(0, "number of optimizer steps; with 0, --minutes or --epochs decides", AT_LEAST_0)
-    minutes: float = setting(
-        0.0,
-        "time limit of the training; it also sets the schedule; with 0, --max-steps or --epochs decides",
-        AT_LEAST_0,
-    )
+    grad_checkpoint: bool = setting(False, "recompute draft steps for the gradient: less memory, slightly more time")
+    epochs: int = setting(0, "passes over the data, without another limit; 0 to choose 1 to 4 by the data", AT_LEAST_0)
+    max_steps: int = setting(0, "number of optimizer steps; 0: as in --minutes or --epochs", AT_LEAST_0)
+    minutes: float = setting(0.0, "time limit of the training, which also sets the schedule; 0 for none", AT_LEAST_0)
     hours: float = setting(
         0.0,
-        "time limit of the whole run: writing data and training alternate;"
-        " each phase's head drafts the next data; measured speeds divide the time, so that each token is learned"
-        " --epochs times; 0 to have all data before training",
+        "time limit of the whole run: making data and training alternate, and each phase's head drafts the next data; "
+        "each token is learned --epochs times; 0 to have all data before training",
         AT_LEAST_0,
     )
-    optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", "adamw for all weights, or muon for the matrices inside the head and adamw for the rest"
-    )
+    optimizer: Literal["adamw", "muon"] = setting("adamw", "for all weights, or muon for the head's inner matrices")
     lr: float = setting(
-        0.0,
-        "peak learning rate of AdamW; 0 to derive it from the target's hidden size: 1e-4 at 4,096, 2e-4 at 2,048",
-        AT_LEAST_0,
+        0.0, "peak learning rate of AdamW; 0: 1e-4 for targets 4,096 wide, 2e-4 for 2,048, and so on", AT_LEAST_0
     )
-    muon_lr: float = setting(
-        0.0,
-        "peak learning rate of Muon (as defined by its author); 0 for updates as large as AdamW's at --lr",
-        AT_LEAST_0,
-    )
+    muon_lr: float = setting(0.0, "peak learning rate of Muon; 0 for updates as large as AdamW's at --lr", AT_LEAST_0)
     warmup: float = setting(0.015, "share of the run in which the learning rate rises", SHARE)
     final_lr: float = setting(0.0, "final learning rate, as a share of the peak", SHARE)
     weight_decay: float = setting(0.0, "weight decay of AdamW", AT_LEAST_0)
@@ -256,10 +209,7 @@ class EvaluationConfig(Group):
         "", "source of held-out prompts (default: the held-out parts of all --data, in turn)", name="eval_data"
     )
     prompts: int = setting(
-        0,
-        "held-out prompts per measurement of acceptance; 0 for 48 to 100, as a tenth of the time allows",
-        AT_LEAST_0,
-        name="eval_prompts",
+        0, "held-out prompts per measurement; 0 for 48 to 100, in a tenth of the time", AT_LEAST_0, name="eval_prompts"
     )
     tokens: int = setting(128, "tokens decoded per prompt", AT_LEAST_1, name="eval_tokens")
     depth: int = setting(4, "draft tokens per round in measurements", ABOVE_0, name="eval_depth")
@@ -268,11 +218,7 @@ class EvaluationConfig(Group):
         0, "measure acceptance and save a checkpoint every N steps", AT_LEAST_0, name="eval_steps", metavar="N"
     )
     minutes: float = setting(
-        0.0,
-        "measure and save every N minutes; without this and --eval-steps, ten times per run",
-        AT_LEAST_0,
-        name="eval_minutes",
-        metavar="N",
+        0.0, "the same every N minutes (default: ten times per run)", AT_LEAST_0, name="eval_minutes", metavar="N"
     )
 
 
@@ -283,25 +229,15 @@ class RunConfig(Group):
     output: str = setting("out/head", "folder for heads, metrics, plots and report; must not exist", metavar="DIR")
     overwrite: bool = setting(False, "replace an existing output; it stays until the new one is complete")
     seed: int = setting(0, "seed of everything random")
-    checkpoints: int = setting(
-        2,
-        "checkpoints to keep for --resume; each is about three times as large as the head's weights",
-        AT_LEAST_1,
-    )
+    checkpoints: int = setting(2, "checkpoints to keep for --resume, each three times as large as a head", AT_LEAST_1)
     checkpoint_minutes: float = setting(
-        10.0,
-        "save a checkpoint every N minutes, besides those after measurements; 0 for only those",
-        AT_LEAST_0,
-        metavar="N",
+        10.0, "save a checkpoint every N minutes and after measurements; 0 for only those", AT_LEAST_0, metavar="N"
     )
     log_steps: int = setting(10, "steps between lines of metrics.jsonl", AT_LEAST_1)
     wandb: bool = setting(False, "also log to Weights & Biases; WANDB_MODE=offline works without a network")
     wandb_project: str = setting("eagle-mlx", "project in Weights & Biases")
     streams: int = setting(
-        0,
-        "MLX streams that compute a batch in parallel; 0 for one per core on a Linux CPU, else one",
-        AT_LEAST_0,
-        name="lanes",
+        0, "MLX streams that compute a batch; 0 for one per core on a Linux CPU, else one", AT_LEAST_0, name="lanes"
     )
 
 

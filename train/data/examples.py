@@ -47,11 +47,7 @@ class OnDisk:
     has_states = True
 
     def __init__(
-        self,
-        reader: ShardReader,
-        layers: Sequence[int] | None = None,
-        last_layer: int = -1,
-        most: int | None = None,
+        self, reader: ShardReader, layers: Sequence[int] | None = None, last_layer: int = -1, most: int | None = None
     ):
         reader.verify()
         self._reader, self._most, self._last_layer = reader, most, last_layer

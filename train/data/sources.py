@@ -54,11 +54,7 @@ class TrainData:
 
 
 def training_data(
-    target: Target,
-    config: TrainConfig,
-    progress: bool = False,
-    head: DraftHead | None = None,
-    reserve: int = 0,
+    target: Target, config: TrainConfig, progress: bool = False, head: DraftHead | None = None, reserve: int = 0
 ) -> TrainData:
     """Load shards if given, else conversations, with captured hidden states if there is room for them.
 
@@ -181,11 +177,7 @@ def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) ->
 
 
 def data_on_disk(
-    target: Target,
-    config: TrainConfig,
-    parts: Sequence[OnDisk],
-    aux_layers: tuple[int, ...],
-    head: DraftHead | None,
+    target: Target, config: TrainConfig, parts: Sequence[OnDisk], aux_layers: tuple[int, ...], head: DraftHead | None
 ) -> TrainData:
     """Return samples on disk, with the draft vocabulary of `head`, or of a new head."""
     counts = sum((part.count_tokens(target.vocab_size) for part in parts), np.zeros(target.vocab_size, np.int64))

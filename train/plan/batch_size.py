@@ -42,11 +42,7 @@ class Plan:
 
 
 def batches_for(
-    config: TrainConfig,
-    tokens: int,
-    long: int = LONGEST_ROW,
-    speed: Probe | None = None,
-    processes: int = 1,
+    config: TrainConfig, tokens: int, long: int = LONGEST_ROW, speed: Probe | None = None, processes: int = 1
 ) -> Plan:
     """Return the settings with rows, length and passes for this much data, unless the user set them.
 

@@ -65,10 +65,7 @@ class CardOptions(Group):
         metavar="USER/NAME",
     )
     figures: tuple[Path, ...] = setting(
-        (),
-        "output of eagle-bench --json; repeatable, for several sets of prompts",
-        metavar="FILE",
-        repeat=True,
+        (), "output of eagle-bench --json; repeatable, for several sets of prompts", metavar="FILE", repeat=True
     )
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .runs import Row
-
 if TYPE_CHECKING:  # matplotlib takes half a second to import, and is needed only at the end
     from matplotlib.axes import Axes
+
+    from .runs import Row
 
 _IN_COLUMN = 22
 """Names in a column of a legend."""

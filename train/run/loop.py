@@ -10,6 +10,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+from mlx.utils import tree_unflatten
 from tqdm import tqdm
 
 from eagle_mlx.command import Stop, Stopped
@@ -26,6 +27,7 @@ from ..evaluation import SHARE, TIMES, Acceptance, Evaluator
 from ..kinds import Head, kind_of, merged, resolved
 from ..report import write_plots
 from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of
+from ..unroll import named
 from . import state
 from .folder import Identity, check_same, read_identity, run_folder, write_identity
 from .phases import Phase, Phases
@@ -122,11 +124,6 @@ class Run:
         self._next_eval: float | None = None
         self._next_save = math.inf
 
-    @property
-    def elapsed(self) -> float:
-        """Seconds of the run so far, including those before interruptions."""
-        return self.watch.elapsed
-
     def run(self, phases: Phases) -> dict[str, Any]:
         """Train phase by phase and return the report."""
         last: Acceptance | None = None
@@ -211,20 +208,20 @@ class Run:
         self._plan_next_save()
         with contextlib.closing(self._all_batches()) as stream:
             for rows in stream:
-                if self.schedule.is_over(self.progress.step, self.elapsed):
+                if self.schedule.is_over(self.progress.step, self.watch.elapsed):
                     break
                 self.stop.check()
                 if self._eval_clock()[0] >= (self._next_eval or 0.0):
                     self.evaluate()
                     self._next_eval = sum(self._eval_clock())
                     self.save_state()
-                elif self.elapsed >= self._next_save:
+                elif self.watch.elapsed >= self._next_save:
                     self.save_state()
                 result = self._step(rows)
                 latest = [] if result is None else [result]
-                phase.bar.show(self.progress, self.elapsed, self._recent or latest)
+                phase.bar.show(self.progress, self.watch.elapsed, self._recent or latest)
         self._log_recent()
-        self.learned_until = self.elapsed
+        self.learned_until = self.watch.elapsed
 
     def _all_batches(self) -> Generator[Rows, None, None]:
         """Yield batches over epochs without end."""
@@ -235,7 +232,7 @@ class Run:
             self.progress.batch = 0
 
     def _step(self, rows: Rows) -> StepResult | None:
-        begin = self.elapsed
+        begin = self.watch.elapsed
         factor = self._rate_factor(self.progress.step)
         self._workers.step(self.progress.epoch, self.progress.batch, factor)
         try:
@@ -244,7 +241,7 @@ class Run:
             raise self._explained(e, rows) from e
         self.progress.step += 1
         self.progress.batch += 1
-        self.progress.train_seconds += self.elapsed - begin
+        self.progress.train_seconds += self.watch.elapsed - begin
         if result is None:
             return None
         self.progress.tokens += result.tokens
@@ -256,7 +253,7 @@ class Run:
     def _rate_factor(self, step: int) -> float:
         """Return the share of the peak learning rates at a step and the current time."""
         how = self.config.optimization
-        return self.schedule.factor(step, self.elapsed, how.warmup, how.final_lr)
+        return self.schedule.factor(step, self.watch.elapsed, how.warmup, how.final_lr)
 
     def _explained(self, error: NotFiniteError, rows: Rows) -> EagleError:
         """Return an error that names the suspicious samples and a remedy."""
@@ -326,13 +323,13 @@ class Run:
     def save_state(self) -> None:
         best_step, best = self.best or (None, None)
         due = self._next_eval or 0.0
-        now = RunState(self.progress, self.elapsed, due, self.untrained, best_step, best, self._recent)
-        saved = Checkpoint(now, state.weights_of(self.head), self.stepper.state())
+        now = RunState(self.progress, self.watch.elapsed, due, self.untrained, best_step, best, self._recent)
+        saved = Checkpoint(now, named(self.head.trainable_parameters()), self.stepper.state())
         state.save(self.folder, saved, self.config.run.checkpoints)
         self._plan_next_save()
 
     def _restore(self, saved: Checkpoint) -> None:
-        state.load_weights(self.head, saved.head)
+        self.head.update(tree_unflatten(list(saved.head.items())))
         self.stepper.restore(saved.stepper)
         self._workers.sync(self.stepper)
         now = saved.state
@@ -356,12 +353,12 @@ class Run:
         if how.steps:
             return self.progress.step, how.steps
         if how.minutes:
-            return self.elapsed, 60 * how.minutes
-        return self.schedule.progress(self.progress.step, self.elapsed), 1 / TIMES
+            return self.watch.elapsed, 60 * how.minutes
+        return self.schedule.progress(self.progress.step, self.watch.elapsed), 1 / TIMES
 
     def _plan_next_save(self) -> None:
         minutes = self.config.run.checkpoint_minutes
-        self._next_save = self.elapsed + 60 * minutes if minutes else math.inf
+        self._next_save = self.watch.elapsed + 60 * minutes if minutes else math.inf
 
     def finish(self, last: Acceptance, phases: Phases) -> dict[str, Any]:
         """Write the report and the plots. Delete the saved states, because a complete run is never resumed."""

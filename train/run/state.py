@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
 from pydantic import TypeAdapter
 
 from eagle_mlx.errors import CheckpointError
@@ -22,7 +21,6 @@ from eagle_mlx.formats.tensors import write_tensors
 from eagle_mlx.progress import progress_bar, tokens_per_second
 
 from ..evaluation import Acceptance
-from ..kinds import Head
 from ..step import StepResult
 
 
@@ -59,10 +57,7 @@ class Stopwatch:
 
 
 class Bar:
-    """A progress bar in seconds if there is a time limit, else in steps, with the remaining time.
-
-    `done`: seconds or steps before a resume, which do not count in the estimate of the remaining time.
-    """
+    """A progress bar in seconds if there is a time limit, else in steps; `done` of them before a resume."""
 
     def __init__(self, seconds: float, steps: int = 0, done: float = 0):
         self._seconds = seconds
@@ -97,7 +92,6 @@ def means(rows: list[list[float]]) -> list[float]:
 STATES = "checkpoints"
 """Subfolder for states in a run's folder."""
 _ABOUT, _HEAD, _STEPPER = "state.json", "head.safetensors", "optimizer.safetensors"
-_VERSION = 1
 
 Arrays = dict[str, mx.array]
 
@@ -130,17 +124,16 @@ class Checkpoint:
 
 
 def save(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write a checkpoint into a run's folder, then remove all but the newest `keep`.
+    """Write a checkpoint atomically into a run's folder, flushed to disk; then remove all but the newest `keep`.
 
-    The write is atomic and flushed to disk. Raises OutputError if the disk is full or cannot be written; earlier
-    checkpoints are not touched.
+    Raises OutputError, with earlier checkpoints untouched, if the disk is full or cannot be written.
     """
     folder = run / STATES / f"step-{checkpoint.state.progress.step:08d}"
     with new_folder(folder, overwrite=True) as part:
         write_tensors(part / _HEAD, checkpoint.head)
         write_tensors(part / _STEPPER, checkpoint.stepper)
         sums = {name: _digest(part / name) for name in (_HEAD, _STEPPER)}
-        about = {"version": _VERSION, "sha256": sums, "state": dataclasses.asdict(checkpoint.state)}
+        about = {"sha256": sums, "state": dataclasses.asdict(checkpoint.state)}
         (part / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
     for old in _folders(run)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
@@ -148,10 +141,7 @@ def save(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def newest(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest intact checkpoint, or None. Skip damaged ones with a warning.
-
-    Removes leftovers of interrupted writes.
-    """
+    """Return the newest intact checkpoint, or None. Warn of damaged ones; remove leftovers of interrupted writes."""
     for part in (run / STATES).glob(".*"):
         shutil.rmtree(part, ignore_errors=True)
     for folder in _folders(run):
@@ -166,8 +156,6 @@ def load(folder: Path) -> Checkpoint:
     """Load a checkpoint. Raises CheckpointError with the file's name if it is damaged."""
     try:
         about = json.loads((folder / _ABOUT).read_text())
-        if about["version"] != _VERSION:
-            raise CheckpointError(f"{folder} was written by another version of eagle-train")
         for name, digest in about["sha256"].items():
             if _digest(folder / name) != digest:
                 raise CheckpointError(f"{folder / name} is damaged: its SHA-256 does not match")
@@ -177,16 +165,6 @@ def load(folder: Path) -> Checkpoint:
     head, stepper = (cast(Arrays, mx.load(str(folder / name))) for name in (_HEAD, _STEPPER))
     mx.eval(head, stepper)
     return Checkpoint(state, head, stepper)
-
-
-def weights_of(head: Head) -> Arrays:
-    """Return a head's trainable weights by name."""
-    return dict(cast(list[tuple[str, mx.array]], tree_flatten(head.trainable_parameters())))
-
-
-def load_weights(head: Head, weights: Arrays) -> None:
-    """Restore a head's weights."""
-    head.update(tree_unflatten(list(weights.items())))
 
 
 def remove(run: Path) -> None:
