@@ -33,7 +33,6 @@ TIMES = 10
 """Maximum number of measurements during a run, unless the user sets it."""
 SHARE = 1 / 10
 """Share of a run's time for measurements."""
-_PROMPT_CHARACTERS = 600
 
 
 class Generation(TypedDict):
@@ -154,37 +153,28 @@ def generations_of(target: Target, prompts: Sequence[Prompt], outputs: Sequence[
     found: list[Generation] = []
     for prompt, output in list(zip(prompts, outputs, strict=True))[:COUNT]:
         ids = not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
-        shown = str(target.tokenizer.decode(list(prompt)) if ids else prompt)[-_PROMPT_CHARACTERS:]
+        shown = str(target.tokenizer.decode(list(prompt)) if ids else prompt)[-600:]
         found.append(Generation(prompt=shown, text=output.text, tokens=len(output.tokens), rounds=output.rounds))
     return found
 
 
-def write_generations(rows: Sequence[Row], folder: Path) -> Path | None:
-    """Write the latest evaluation's texts as Markdown, with tokens per round in each evaluation that decoded them.
-
-    Greedy text does not depend on the head, so training only changes the number of rounds.
-    """
+def write_generations(rows: Sequence[Row], folder: Path) -> None:
+    """Write the latest evaluation's texts as Markdown, with tokens per round in each evaluation that decoded them."""
     evals = [row for row in rows if row["kind"] == "eval" and row.get("generations")]
     if not evals:
-        return None
+        return
     lines = ["# Texts of the target, decoded with the head"]
     for number, newest in enumerate(evals[-1]["generations"], 1):
-        lines += ["", f"## {number}", "", _block(newest["prompt"]), "", "…", "", _block(newest["text"]), ""]
+        prompt, text = (indent(newest[key], "    ", lambda _: True) for key in ("prompt", "text"))  # as Markdown code
+        lines += ["", f"## {number}", "", prompt, "", "…", "", text, ""]
         lines += ["| step | tokens seen | tokens per round |", "|---|---|---|"]
         for row in evals:
             match = [g for g in row["generations"] if (g["prompt"], g["text"]) == (newest["prompt"], newest["text"])]
             if match:
                 lines.append(f"| {row['step']} | {row.get('tokens', 0):,} | {per_round(match[0]):.2f} |")
-    file = folder / FILE
-    write_whole(file, ("\n".join(lines) + "\n").encode())
-    return file
+    write_whole(folder / FILE, ("\n".join(lines) + "\n").encode())
 
 
 def per_round(generation: Generation) -> float:
     """Return the tokens per target forward, including bonus tokens."""
     return generation["tokens"] / max(generation["rounds"], 1)
-
-
-def _block(text: str) -> str:
-    """Return the text as a Markdown code block. Indentation needs no fence that the text could contain."""
-    return indent(text, "    ", lambda _: True)

@@ -28,7 +28,7 @@ def _few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def _short_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs measure one step before they begin, unless in full or if that is tested: a third of a tiny run."""
     if not FULL and request.path.name != "test_bound_and_probe.py":
-        monkeypatch.setattr(import_module("eagle_mlx.train.plan.probe"), "LONG", 0.0)
+        monkeypatch.setattr(import_module("eagle_mlx.train.plan.memory"), "LONG", 0.0)
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.kinds import KINDS, resolved
-from eagle_mlx.train.plan import bound
-from eagle_mlx.train.plan.probe import PROGRAM, Bound, Probe, bound_of, check_memory, probe
+from eagle_mlx.train.plan import memory
+from eagle_mlx.train.plan.memory import PROGRAM, Bound, Probe, bound_of, check_memory, probe
 from eagle_mlx.train.plan.recipe import load_recipe
 from tests.fakes import EMBEDDED_TARGET, talking_target_folder, tiny_target, tiny_target_folder
 from tests.full import in_full
@@ -63,7 +63,7 @@ def test_a_target_of_32_billion_parameters_fits_in_64_gb_but_not_in_16(tmp_path:
 def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = bound_of(CONFIG.changed(target=str(tiny_target_folder(tmp_path / "t")), output=str(tmp_path / "out")))
     found.check()
-    monkeypatch.setattr(bound, "free_disk", lambda folder: 1000)
+    monkeypatch.setattr(memory, "free_disk", lambda folder: 1000)
     with pytest.raises(OutputError, match=r"out needs .* --checkpoints"):
         found.check()
 
@@ -150,7 +150,7 @@ def test_a_dry_run_measures_a_local_target(
 def test_a_dry_run_without_enough_memory_loads_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bound, "free_memory", lambda: 10**8)
+    monkeypatch.setattr(memory, "free_memory", lambda: 10**8)
     before = mx.get_active_memory()
     assert main(["--target", str(EMBEDDED_TARGET), "--dry-run"]) == 0
     assert "here        this run needs at least" in capsys.readouterr().out

@@ -33,7 +33,7 @@ from eagle_mlx.train.cli import main, new_run
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.hours import HoursPhases, portions
-from eagle_mlx.train.hours.phases import Next, Rates, next_portion, seconds_to_learn
+from eagle_mlx.train.hours.phases import Rates, next_portion, seconds_to_learn
 from eagle_mlx.train.run import Stopwatch, loop, train
 from eagle_mlx.train.step import Stepper, WarmupStableDecay
 from tests.fakes import talking_target_folder
@@ -316,17 +316,17 @@ def is_found(out: Path, target: Target) -> bool:
 def test_the_last_portion_leaves_time_to_learn_it(
     left: float, made: int, learned: int, passes: int, making: float, learning: float
 ) -> None:
-    found = next_portion(left, made, learned, passes, Rates(making, learning))
-    if not found.last:
-        assert found.tokens == made
-    elif found.tokens:
-        needed = found.tokens / making + seconds_to_learn(made + found.tokens, learned, passes, learning)
+    tokens, last = next_portion(left, made, learned, passes, Rates(making, learning))
+    if not last:
+        assert tokens == made
+    elif tokens:
+        needed = tokens / making + seconds_to_learn(made + tokens, learned, passes, learning)
         assert needed == pytest.approx(left, abs=(1 / making + passes / learning)) or passes * made < learned
-        assert found.tokens <= 2 * made
+        assert tokens <= 2 * made
 
 
 def test_without_time_to_make_data_the_rest_goes_to_learning() -> None:
-    assert next_portion(10, 1000, 0, 2, Rates(100, 100)) == Next(0, last=True)
+    assert next_portion(10, 1000, 0, 2, Rates(100, 100)) == (0, True)
 
 
 def test_the_rate_rises_stays_constant_and_falls_in_the_last_phase() -> None:

@@ -21,7 +21,7 @@ from eagle_mlx.train.cli import flags_parser, main, new_run
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.plan.dry_run import as_text, assumed
-from eagle_mlx.train.plan.probe import FLOAT, bound_of, probe
+from eagle_mlx.train.plan.memory import FLOAT, bound_of, probe
 from eagle_mlx.train.plan.recipe import FOLDER, load_recipe, recipe_names
 from tests import hub_server
 from tests.architectures import tiny_model

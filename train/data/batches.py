@@ -18,9 +18,6 @@ from ..distributed import SINGLE_PROCESS, World
 from .examples import Examples
 from .packing import Batch, Piece, Row, batches_of, cut_into_pieces, padding_of
 
-_PREFETCHED = 4
-"""Number of prefetched batches."""
-
 T = TypeVar("T")
 _END = object()
 
@@ -41,6 +38,11 @@ class Rows:
     """Index of the first row in the batch of all processes."""
     samples: tuple[tuple[int, ...], ...] = ()
     """The samples in each row; empty in a part of a batch."""
+
+    @classmethod
+    def empty(cls, length: int) -> Rows:
+        none = np.zeros((0, length), np.int32)
+        return cls(none, none.astype(np.uint8), none, None)
 
     def split(self, parts: int) -> list[Rows]:
         """Split the rows into at most `parts` smaller batches, none of them empty."""
@@ -86,7 +88,7 @@ class Batches:
         own = [(batch.rows[at], batch.width) for batch, at in zip(batches, parts, strict=True)]
         with contextlib.closing(self._prefetched([(row, width) for rows, width in own for row in rows])) as stream:
             for at, (rows, _) in zip(parts, own, strict=True):
-                found = next(stream) if rows else _empty_rows(self._length)
+                found = next(stream) if rows else Rows.empty(self._length)
                 samples = tuple(tuple(piece.sample for piece in row) for row in rows)
                 yield dataclasses.replace(found, first=at.start, samples=samples)
 
@@ -110,7 +112,7 @@ class Batches:
             .batch(self._rows)
             .to_stream()
         )
-        with contextlib.closing(prefetch(iter(stream), _PREFETCHED)) as batches:
+        with contextlib.closing(prefetch(iter(stream), 4)) as batches:
             for batch in batches:
                 states = batch["states"].view(np.float16) if self._samples.has_states else None
                 yield Rows(batch["tokens"], batch["loss_mask"], batch["segments"], states)
@@ -145,17 +147,10 @@ def _joined(parts: Sequence[NDArray[Any]], width: int) -> NDArray[Any]:
     return joined
 
 
-def _empty_rows(length: int) -> Rows:
-    none = np.zeros((0, length), np.int32)
-    return Rows(none, none.astype(np.uint8), none, None)
-
-
 def prefetch(items: Iterator[T], count: int) -> Generator[T, None, None]:
-    """Yield the items, fetching up to `count` ahead in one thread.
+    """Yield the items, fetching up to `count` ahead in one thread. Close the generator to join the thread.
 
-    mlx-data's own prefetching changes OpenBLAS's number of threads for every batch during a step. That changes the last
-    bits of products, so runs could not be repeated. An error in fetching an item is raised in its place. Close the
-    generator to join the thread.
+    mlx-data's own prefetching changes OpenBLAS's number of threads during a step, and so the last bits of products.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:

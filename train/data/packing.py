@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 MIN_TOKENS = 3
 """Minimum tokens of a piece for one draft step: two to read and one to predict."""
-_WINDOW = 256
-"""Window of pieces sorted by length, in rows' worth of tokens."""
+_WINDOW = 1024
+"""Number of pieces that are sorted by length together."""
 _FULL_SHARE = 32
 """A row is full if less than 1/32 of it is left."""
 
@@ -39,8 +39,7 @@ def order_of(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
 
 def cut_into_pieces(sample: int, tokens: int, length: int) -> list[Piece]:
     """Cut a sample into pieces of at most `length` tokens; a rest too short to learn from is dropped."""
-    starts = range(0, tokens, length)
-    pieces = (Piece(sample, start, min(start + length, tokens)) for start in starts)
+    pieces = (Piece(sample, start, min(start + length, tokens)) for start in range(0, tokens, length))
     return [piece for piece in pieces if len(piece) >= MIN_TOKENS]
 
 
@@ -53,8 +52,9 @@ def pack(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], lengt
     rows: list[list[Piece]] = []
     open_rows: list[tuple[int, int]] = []
     """Remaining room and number of each row that is not full, in ascending order."""
-    for window in _windows(lengths, order, length):
-        for piece in sorted(window, key=len, reverse=True):
+    pieces = [piece for sample in map(int, order) for piece in cut_into_pieces(sample, lengths[sample], length)]
+    for begin in range(0, len(pieces), _WINDOW):
+        for piece in sorted(pieces[begin : begin + _WINDOW], key=len, reverse=True):
             at = bisect.bisect_left(open_rows, (len(piece), 0))
             if at < len(open_rows):
                 room, row = open_rows.pop(at)
@@ -65,19 +65,6 @@ def pack(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], lengt
             if room - len(piece) >= MIN_TOKENS:
                 bisect.insort(open_rows, (room - len(piece), row))
     return [tuple(row) for row in rows]
-
-
-def _windows(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], length: int) -> list[list[Piece]]:
-    windows: list[list[Piece]] = [[]]
-    total = 0
-    for sample in order:
-        for piece in cut_into_pieces(int(sample), lengths[int(sample)], length):
-            if total >= _WINDOW * length:
-                windows.append([])
-                total = 0
-            windows[-1].append(piece)
-            total += len(piece)
-    return windows
 
 
 @dataclass(frozen=True)
@@ -100,7 +87,7 @@ def padding_of(batches: Sequence[Batch]) -> float:
 
 
 def batches_of(lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int, first: int = 0) -> list[Batch]:
-    """Return the batches of an epoch. Each has `rows` rows; the last may have fewer.
+    """Return the batches of an epoch, of `rows` rows each; the last may have fewer.
 
     Samples from index `first` on come first; other samples fill up their last batch.
     """

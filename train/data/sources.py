@@ -37,9 +37,6 @@ from .batches import Rows
 from .examples import Examples, InMemory, Joined, OnDisk
 from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, sources_of
 
-_TEXT_PROMPT = 64
-"""Number of tokens of a plain text that form a prompt."""
-
 
 @dataclass(frozen=True)
 class TrainData:
@@ -227,7 +224,7 @@ def _prompt(target: Target, conversation: Conversation, room: int) -> list[int] 
         raise TargetError("the target has no tokenizer, so it cannot decode held-out prompts")
     if conversation.text is not None:
         tokens = list(tokenizer.encode(conversation.text))
-        tokens = tokens[: min(_TEXT_PROMPT, len(tokens) // 2)]
+        tokens = tokens[: min(64, len(tokens) // 2)]
     else:
         asked = any(message.role != "assistant" for message in conversation.messages)
         tokens = prompt_tokens(tokenizer, conversation) if asked else []
@@ -295,7 +292,7 @@ def coverage(counts: NDArray[np.int64], kept: NDArray[np.int64]) -> float:
 
 
 def special_token_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
-    """Return the ids that every draft vocabulary should have: end of turn and other special tokens."""
+    """Return the ids that every draft vocabulary has: end of turn and other special tokens."""
     return frozenset(tokenizer.eos_token_ids) | frozenset(tokenizer.all_special_ids)
 
 

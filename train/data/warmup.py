@@ -14,21 +14,15 @@ from ..distributed import SINGLE_PROCESS, World
 from .examples import InMemory
 from .sources import TrainData
 
-_BLOCK = 256
-"""Pieces of text that are tokenized at a time."""
-
 
 def reading_share(most: float, reading: float, writing: float) -> float:
     """Return the share of a time limit for the warm-up, between 0 and `most`.
 
-    `reading` and `writing`: tokens per second of text, and of the target's own conversations, including learning. Text
-    counts less than conversations. So the share s maximizes the weighted mean of two logarithms, since τ grows with the
-    logarithm of the tokens: `most` counts all tokens, s * reading + (1 - s) * writing, and the rest counts
-    conversations only, (1 - s) * writing.
+    `reading` and `writing`: tokens per second of text, and of the target's own conversations, including learning. The
+    share s maximizes a weighted mean of logarithms, as τ grows with the logarithm of the tokens: `most` of it counts
+    all tokens, s * reading + (1 - s) * writing, and the rest only conversations, (1 - s) * writing.
     """
-    if reading <= writing:
-        return 0.0
-    return max(0.0, most - (1 - most) * writing / (reading - writing))
+    return 0.0 if reading <= writing else max(0.0, most - (1 - most) * writing / (reading - writing))
 
 
 def tokens_to_read(config: TrainConfig, own: int, rate: float, processes: int = 1) -> int:
@@ -79,7 +73,7 @@ def warmup_data(target: Target, config: TrainConfig, own: TrainData) -> TrainDat
     found = read_conversations(_reading(config), "train", tokenizer)
     examples: list[Example] = []
     tokens = 0
-    while tokens < config.data.warmup_tokens and (block := list(islice(found, _BLOCK))):
+    while tokens < config.data.warmup_tokens and (block := list(islice(found, 256))):
         rendered, _ = render_all(tokenizer, block, length, config.data.filters.skip_bad)
         examples += [Example.of(*one) for one in rendered]
         tokens += sum(len(one.tokens) for one in rendered)

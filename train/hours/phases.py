@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ HELD_OUT = 1 / 100
 """Share of the time for making the held-out prompts."""
 EVALUATION = 1 / 100
 """Share of the time for a measurement of acceptance, before one is timed."""
-_MEASUREMENTS = 6
-"""Usual number of measurements."""
 WRITING = 1 / 500
 """Share of the time for writing the last files, report and plots."""
 LONGEST = 1 / 4
@@ -53,31 +51,26 @@ class Rates:
     learned: float
 
 
-@dataclass(frozen=True)
-class Next:
-    tokens: int
-    """Tokens to make; 0 for none."""
-    last: bool
-
-
 def seconds_to_learn(made: int, learned: int, passes: int, rate: float) -> float:
     """Return the seconds left to complete `passes` over the `made` tokens at `rate` tokens per second."""
     return max(0.0, passes * made - learned) / rate
 
 
-def next_portion(left: float, made: int, learned: int, passes: int, rates: Rates, cooldown: float = 0.0) -> Next:
-    """Return a portion that doubles the data, or one that fills the remaining time if another would not fit after it.
+def next_portion(
+    left: float, made: int, learned: int, passes: int, rates: Rates, cooldown: float = 0.0
+) -> tuple[int, bool]:
+    """Return the tokens of the next portion, 0 for none, and whether it is the last.
 
-    The latter has x tokens so that x / rates.made plus `seconds_to_learn` for made + x tokens equals the `left`
-    seconds. The last learning phase takes at least `cooldown` seconds.
+    It doubles the data or, if another would not fit after it, fills the remaining time: x tokens so that x / rates.made
+    plus `seconds_to_learn` for made + x tokens equals the `left` seconds. The last phase takes at least `cooldown`.
     """
     room = left - seconds_to_learn(made, learned, passes, rates.learned)
     most = room / (1 / rates.made + passes / rates.learned)
     if passes * (made + most) - learned < cooldown * rates.learned:
         most = (left - cooldown) * rates.made
     if most < _WORTH * made:
-        return Next(0, last=True)
-    return Next(max(1, round(most)), last=True) if most < 2 * made else Next(made, last=False)
+        return 0, True
+    return (max(1, round(most)), True) if most < 2 * made else (made, False)
 
 
 class HoursPhases(Phases):
@@ -91,10 +84,7 @@ class HoursPhases(Phases):
     fingerprint = "made in the run"
 
     def __init__(self, rate: float = 0.0, reading: float = math.inf):
-        """`rate`: measured training speed in tokens per second, used until the run has timed a step.
-
-        `reading`: speed of reading text and learning it once.
-        """
+        """Tokens per second: `rate` of learning, until the run has timed a step; `reading` of learning text once."""
         self._rate, self._reading = rate, reading
 
     def of(self, run: Run) -> Generator[Phase, None, None]:
@@ -160,7 +150,7 @@ class HoursPhases(Phases):
         saved = self._run.saved
         whole = sum(1 for portion in self._journal.portions if portion.tokens)
         begin = self._watch.elapsed
-        self._run.begin(self._portions.data(whole), self._portions.prompts(), self._total, _MEASUREMENTS)
+        self._run.begin(self._portions.data(whole), self._portions.prompts(), self._total, times=6)
         if saved is None:
             self._evaluation = self._watch.elapsed - begin
         else:
@@ -185,12 +175,13 @@ class HoursPhases(Phases):
         if warmup is None:
             now, steps = self._watch.elapsed, passes * run.batches.steps_per_epoch()
             warmup = Warmup(WarmupStableDecay(now, now + share * self._left, steps, total=self._total))
-            self._write(replace(self._journal, warmup=warmup))
+            self._journal.warmup = warmup
+            self._write()
         self._bar.bar.set_description_str("warm-up learns", refresh=False)
         yield Phase(warmup.schedule, self._bar)
         run.save_state()
-        tau, tokens = run.latest.acceptance_length, run.progress.tokens
-        self._write(replace(self._journal, warmup=replace(warmup, tokens=tokens, acceptance_length=tau)))
+        warmup.tokens, warmup.acceptance_length = run.progress.tokens, run.latest.acceptance_length
+        self._write()
         self._register()
 
     @property
@@ -201,19 +192,17 @@ class HoursPhases(Phases):
     def _next(self) -> int | None:
         """Return the number of the portion to continue with, or None after the last phase."""
         portions, now = self._journal.portions, self._watch.elapsed
-        if portions and not portions[-1].done:
+        if portions and portions[-1].acceptance_length is None:
             return len(portions) - 1
         if portions and portions[-1].last:
             return None
-        portion = Portion(now)
-        if portions:
-            following = self._following(self._left)
-            portion = Portion(now, following.tokens, following.tokens > 0, following.last)
-        self._write(replace(self._journal, portions=(*portions, portion)))
-        return len(portions)
+        wanted, last = self._following(self._left) if portions else (0, False)
+        portions.append(Portion(now, wanted, last, 0 if portions and not wanted else None))
+        self._write()
+        return len(portions) - 1
 
-    def _following(self, left: float, learning: float = 0.0) -> Next:
-        """Return the next portion if `left` seconds remain after `learning` more seconds of learning."""
+    def _following(self, left: float, learning: float = 0.0) -> tuple[int, bool]:
+        """Return the `next_portion` if `left` seconds remain after `learning` more seconds of learning."""
         rates, progress = self._rates(), self._run.progress
         return next_portion(
             left,
@@ -225,36 +214,28 @@ class HoursPhases(Phases):
         )
 
     def _rates(self) -> Rates:
-        made = next(portion for portion in reversed(self._journal.portions) if portion.tokens)
-        return Rates((made.tokens or 0) / max(made.made_seconds, 1e-9), self._learned_rate)
-
-    @property
-    def _learned_rate(self) -> float:
-        """Tokens per second in the latest phase that had time for a step; before that, as measured by a probe."""
-        for portion in reversed(self._journal.portions):
-            if portion.learned:
-                return portion.learned / max(portion.learned_seconds, 1e-9)
-        return self._rate or max(self._run.progress.tokens_per_second, 1e-3)
+        """Return those of the latest portion and phase; before the first step, learning is as measured by a probe."""
+        latest = self._journal.portions[::-1]
+        made = next(one for one in latest if one.tokens)
+        rates = (one.learned / max(one.learned_seconds, 1e-9) for one in latest if one.learned)
+        learned = next(rates, self._rate) or max(self._run.progress.tokens_per_second, 1e-3)
+        return Rates((made.tokens or 0) / max(made.made_seconds, 1e-9), learned)
 
     def _make(self, number: int) -> None:
         portion = self._journal.portions[number]
         if portion.tokens is not None:
             return
-        if not portion.makes:
-            self._write(self._journal.changed(number, tokens=0))
-            return
         head = self._folder / BEST if number else self._config.head.init_from or None
         wanted = 0 if portion.last else portion.wanted
         try:
-            tokens = self._portions.make(number, wanted, portion.wanted, self._limits(number, portion), head)
+            portion.tokens = self._portions.make(number, wanted, portion.wanted, self._limits(number, portion), head)
+            portion.made_seconds = self._watch.elapsed - portion.begun
         except DataError as e:
             if not number:
                 raise
             tqdm.write(f"{e}; the rest of the time goes to learning from the existing data")
-            self._write(self._journal.changed(number, tokens=0, makes=False, last=True))
-            return
-        seconds = self._watch.elapsed - portion.begun
-        self._write(self._journal.changed(number, tokens=tokens, made_seconds=seconds))
+            portion.tokens, portion.last = 0, True
+        self._write()
 
     def _limits(self, number: int, portion: Portion) -> Limits:
         """Return the limits for making a portion, so that enough time remains to learn its tokens."""
@@ -294,32 +275,28 @@ class HoursPhases(Phases):
 
     def _phase(self, number: int) -> Phase:
         """Return the learning phase after a portion, over all data so far. The journal records it before it begins."""
-        run = self._run
-        run.learn_from(self._portions.data(number + bool(self._journal.portions[number].makes)))
-        if self._journal.portions[number].schedule is None:
-            schedule = self._schedule(number)
-            epoch = run.progress.epoch + bool(number or self._journal.warmup)
-            begun = {"schedule": schedule, "epoch": epoch, "fresh": self._fresh(number), "last": schedule.last}
-            self._write(self._journal.changed(number, **begun))
-        portion = self._journal.portions[number]
-        assert portion.schedule is not None
+        run, portion = self._run, self._journal.portions[number]
+        run.learn_from(self._portions.data(number + bool(portion.tokens)))
+        if portion.schedule is None:
+            portion.schedule = self._schedule(number)
+            portion.epoch = run.progress.epoch + bool(number or self._journal.warmup)
+            portion.fresh, portion.last = self._fresh(number), portion.schedule.last
+            self._write()
         fresh = self._portions.conversations(portion.fresh)
         self._bar.bar.set_description_str(f"phase {number + 1} learns", refresh=False)
         return Phase(portion.schedule, self._bar, portion.epoch, fresh)
 
     def _end_phase(self, number: int) -> None:
         """Save the state after a measured phase, and register the best head so far."""
-        run, schedule = self._run, self._journal.portions[number].schedule
-        assert schedule is not None
+        run, portion = self._run, self._journal.portions[number]
+        assert portion.schedule is not None
         self._evaluation = self._watch.elapsed - run.learned_until
         run.save_state()
-        done = {
-            "learned": self._learned_tokens - sum(one.learned for one in self._journal.portions[:number]),
-            "learned_seconds": run.learned_until - schedule.begins,
-            "until": (run.progress.epoch, run.progress.batch),
-            "acceptance_length": run.latest.acceptance_length,
-        }
-        self._write(self._journal.changed(number, **done))
+        portion.learned = self._learned_tokens - sum(one.learned for one in self._journal.portions[:number])
+        portion.learned_seconds = run.learned_until - portion.schedule.begins
+        portion.until = run.progress.epoch, run.progress.batch
+        portion.acceptance_length = run.latest.acceptance_length
+        self._write()
         self._register()
 
     def _register(self) -> None:
@@ -360,15 +337,14 @@ class HoursPhases(Phases):
         if not number:
             return left * (1 - LONGEST) <= 2 * self._evaluation
         made, learned, passes = self._journal.made, self._learned_tokens, self._config.optimization.epochs
-        needed = seconds_to_learn(made, learned, passes, self._learned_rate)
-        seconds = min(needed, LONGEST * left)
-        return not self._following(left - seconds - self._evaluation, seconds).tokens
+        seconds = min(seconds_to_learn(made, learned, passes, self._rates().learned), LONGEST * left)
+        return not self._following(left - seconds - self._evaluation, seconds)[0]
 
     def _learned(self) -> set[Piece]:
         """Return the pieces that the phases learned, each from the data available at the time."""
         found: set[Piece] = set()
         for number, portion in enumerate(self._journal.portions):
-            count = self._portions.conversations(number + bool(portion.makes))
+            count = self._portions.conversations(number + bool(portion.tokens))
             first = self._portions.conversations(portion.fresh)
             found |= self._run.batches.learned(portion.epoch, portion.until, count, first)
         return found
@@ -380,6 +356,6 @@ class HoursPhases(Phases):
             self._write()
         return elapsed
 
-    def _write(self, journal: Journal | None = None) -> None:
-        self._journal = replace(journal or self._journal, elapsed=self._watch.elapsed)
+    def _write(self) -> None:
+        self._journal.elapsed = self._watch.elapsed
         self._journal.write(self._folder)

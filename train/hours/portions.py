@@ -6,9 +6,8 @@ Each portion has a file of conversations and shards of their hidden states.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
 
 import mlx.core as mx
 from pydantic import TypeAdapter
@@ -45,7 +44,7 @@ from ..step import WarmupStableDecay
 FILE = "hours.json"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Portion:
     """A portion of data, and the learning phase after it."""
 
@@ -53,11 +52,9 @@ class Portion:
     """Second of the run at which it began."""
     wanted: int = 0
     """Tokens to make; 0 for as many as the time allows."""
-    makes: bool = True
-    """Whether data is made. The last phase may only learn."""
     last: bool = False
     tokens: int | None = None
-    """Tokens that were made; None until the portion is complete."""
+    """Tokens that were made; None until the portion is complete, and 0 if the phase only learns."""
     made_seconds: float = 0.0
     schedule: WarmupStableDecay | None = None
     """Schedule of the learning phase; None before it begins."""
@@ -74,12 +71,8 @@ class Portion:
     acceptance_length: float | None = None
     """τ after the phase; None until it is measured."""
 
-    @property
-    def done(self) -> bool:
-        return self.acceptance_length is not None
 
-
-@dataclass(frozen=True)
+@dataclass
 class Warmup:
     """The learning phase on text, before the one after the first portion."""
 
@@ -90,23 +83,17 @@ class Warmup:
     """τ after the phase; None until it is measured."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Journal:
     elapsed: float = 0.0
     warmup: Warmup | None = None
     """None before it begins, and in runs without one."""
-    portions: tuple[Portion, ...] = ()
+    portions: list[Portion] = field(default_factory=list)
 
     @property
     def made(self) -> int:
         """Tokens of all complete portions."""
         return sum(portion.tokens or 0 for portion in self.portions)
-
-    def changed(self, number: int, **values: Any) -> Self:
-        """Return a copy with other values in one portion."""
-        portions = list(self.portions)
-        portions[number] = replace(portions[number], **values)
-        return replace(self, portions=tuple(portions))
 
     def write(self, folder: Path) -> None:
         """Write the journal into a run's folder. Raises OSError."""

@@ -186,12 +186,6 @@ class Kind(ABC, Generic[H]):
         raise refused[0]
 
 
-def freeze_embedding(head: nn.Module) -> None:
-    """Exclude a head's own embedding, if it has one, from training."""
-    if "embed_tokens" in head:
-        head["embed_tokens"].freeze()
-
-
 def plain_weights(module: nn.Module) -> dict[str, mx.array]:
     """Return a module's parameters by name, dequantized and in float32."""
     plain: dict[str, mx.array] = {}
@@ -260,37 +254,28 @@ def final_norm(target: Target) -> mx.array:
     return target.norm(mx.ones((1, target.hidden_size), target.dtype))[0].astype(mx.float32)
 
 
-_IN_LOGITS = ("lm_head", "markov_head", "confidence_head")
-"""Parts without additions: their matrices have a row for each token, or a single one."""
-
-
 def choose_trained(head: Head, config: TrainConfig) -> None:
-    """Choose which weights of an existing head are trained.
+    """Choose which weights of an existing head are trained: all but its own embedding.
 
-    These are all weights except its own embedding. With a rank, they are only the additions, which begin at zero, to
-    the matrices of its layers and to the one in front of them; experts have none. The other weights are then kept in
-    the dtype of the passes.
+    With a rank, only additions, which begin at zero, to the matrices of its layers and to the one in front of them are
+    trained; experts have none. The other weights are then kept in the dtype of the passes.
     """
     if not config.head.lora_rank:
-        freeze_embedding(head)
+        if "embed_tokens" in head:
+            head["embed_tokens"].freeze()
         return
     head.load_weights(list(in_file_type(weights_of(head), pass_type(config)).items()))
     head.freeze()
     rng = np.random.default_rng(config.run.seed)
-    matrices = [
-        (path, part)
-        for path, part in sorted(head.named_modules(), key=lambda named: named[0])
-        if isinstance(part, nn.Linear) and not path.startswith(_IN_LOGITS)
-    ]
-    head.update_modules(tree_unflatten([(path, _added(part, config, rng)) for path, part in matrices]))
-
-
-def _added(part: nn.Linear, config: TrainConfig, rng: np.random.Generator) -> LoRALinear:
-    """Return a matrix with an addition of mlx_lm's default scale, begun by `rng` as mlx_lm does."""
-    added: LoRALinear = LoRALinear.from_base(part, config.head.lora_rank)
-    most = 1 / math.sqrt(part.weight.shape[1])
-    added.lora_a = mx.array(rng.uniform(-most, most, added.lora_a.shape), mx.float32)
-    return added
+    in_logits = ("lm_head", "markov_head", "confidence_head")  # a row for each token, or a single one
+    adapted = []
+    for path, part in sorted(head.named_modules(), key=lambda found: found[0]):
+        if isinstance(part, nn.Linear) and not path.startswith(in_logits):
+            added: LoRALinear = LoRALinear.from_base(part, config.head.lora_rank)
+            most = 1 / math.sqrt(part.weight.shape[1])
+            added.lora_a = mx.array(rng.uniform(-most, most, added.lora_a.shape), mx.float32)  # as in mlx_lm
+            adapted.append((path, added))
+    head.update_modules(tree_unflatten(adapted))
 
 
 def merged(head: Head) -> Head:

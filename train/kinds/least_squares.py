@@ -1,7 +1,6 @@
 """Initialization of heads by least squares: the best linear prediction of the target's next hidden state.
 
-A head's first task is nearly linear: predict the target's last state at the next token from the states at this token
-and the next token's embedding. Least squares needs one pass over a few thousand tokens and no gradients
+A head's first task is nearly linear. Least squares needs one pass over a few thousand tokens and no gradients
 (docs/decisions.md).
 """
 
@@ -81,7 +80,8 @@ def best_map(pieces: Iterable[Piece]) -> tuple[Matrix, Moments] | None:
     for number, (x, y) in enumerate(pieces):
         piece = x.astype(mx.float32), y.astype(mx.float32)
         mx.eval(piece)
-        found = found or _empty(*piece)
+        inputs, outputs = x.shape[1], y.shape[1]
+        found = found or Moments(np.zeros((inputs, inputs), np.float32), np.zeros((inputs, outputs), np.float32))
         judging = number % _HELD_OUT == 1 and _length(judges) < _JUDGES
         (judges if judging else waiting).append(piece)
         if _length(waiting) >= _POSITIONS:
@@ -94,7 +94,7 @@ def best_map(pieces: Iterable[Piece]) -> tuple[Matrix, Moments] | None:
     if not judges:
         return found.solution(_RIDGES[-1]), found
     judged = _joined(judges)
-    return min((found.solution(ridge) for ridge in _RIDGES), key=lambda b: error(b, *judged)), found
+    return min(map(found.solution, _RIDGES), key=lambda b: error(b, *judged)), found
 
 
 def _length(pieces: Sequence[Piece]) -> int:
@@ -106,11 +106,6 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
     return mx.concatenate(list(xs)), mx.concatenate(list(ys))
 
 
-def _empty(x: mx.array, y: mx.array) -> Moments:
-    inputs, outputs = x.shape[1], y.shape[1]
-    return Moments(np.zeros((inputs, inputs), np.float32), np.zeros((inputs, outputs), np.float32))
-
-
 def factors(matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:
     """Return left [E, rank] and right [rank, D] of similar scale, with the product nearest to a matrix [E, D].
 
@@ -118,9 +113,7 @@ def factors(matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:
     """
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     kept = min(rank, len(values))
-    root = np.sqrt(values[:kept])
-    missing = rank - kept
-    return (
-        np.pad(left[:, :kept] * root, ((0, 0), (0, missing))).astype(np.float32),
-        np.pad(root[:, None] * right[:kept], ((0, missing), (0, 0))).astype(np.float32),
-    )
+    root, missing = np.sqrt(values[:kept]), rank - kept
+    left = np.pad(left[:, :kept] * root, ((0, 0), (0, missing)))
+    right = np.pad(root[:, None] * right[:kept], ((0, missing), (0, 0)))
+    return left.astype(np.float32), right.astype(np.float32)

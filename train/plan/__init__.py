@@ -2,5 +2,5 @@
 
 from .batch_size import Plan, batches_for, typical
 from .dry_run import plan_of
-from .probe import Bound, Probe, bound_of, probe
+from .memory import Bound, Probe, bound_of, probe
 from .recipe import Recipe, load_recipe, recipe_for, recipe_names

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..config import TrainConfig, flag
 from ..kinds import LARGEST_STEP
-from .probe import Probe
+from .memory import Probe
 
 UPDATES = 1000
 """Minimum updates of a run, if it has enough data for steps of `SMALLEST_STEP`."""

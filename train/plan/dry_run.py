@@ -23,7 +23,7 @@ from ..config import TrainConfig, pass_type
 from ..data import choose_states, free_disk, reading_share, self_file, tokens_to_read
 from ..kinds import KINDS, resolved
 from .batch_size import batches_for
-from .probe import PROGRAM, Bound, Probe, bound_of, probe
+from .memory import PROGRAM, Bound, Probe, bound_of, probe
 from .recipe import Recipe, described_by_name
 
 _COUNT, _EACH = 10_000, 1000

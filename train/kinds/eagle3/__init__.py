@@ -16,15 +16,7 @@ from eagle_mlx.target import Target
 from ...config import TrainConfig
 from ..base import Kind, layer_shape
 from ..least_squares import Matrix, Moments
-from .start import (
-    attend_to_itself,
-    aux_layers_for,
-    check_reads_front,
-    last_layers,
-    layer_flags,
-    layer_in_front,
-    tie_queries_to_keys,
-)
+from .start import attend_to_itself, aux_layers_for, check_reads_front, last_layers, layer_flags, tie_queries_to_keys
 from .unroll import unroll
 
 
@@ -91,7 +83,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
     ) -> tuple[mx.array, mx.array]:
         inputs = [head.read(aux)[:, :-1], head.midlayer.input_layernorm(following)]
         if head.config.num_hidden_layers > 1:  # the copies of the target's layers continue from here
-            front = layer_in_front(target.num_layers, head.config.num_hidden_layers)
+            front = target.num_layers - head.config.num_hidden_layers
             wanted = aux[head.config.aux_layers.index(front)]
         else:
             wanted = mx.fast.rms_norm(last, None, head.config.rms_norm_eps)

@@ -20,10 +20,6 @@ from eagle_mlx.target import Target
 from ..base import SPREAD, plain_weights
 from ..least_squares import Matrix, factors
 
-_OWN_SCORE = 8.0
-"""Attention score of a position with itself before training. Its weight is then e**8, or 3,000 times that of an
-unrelated key, and training contexts are not much longer than that."""
-
 
 def tie_queries_to_keys(attention: Attention) -> None:
     """Initialize queries like the keys of their group, so that each position attends to itself and similar ones.
@@ -33,7 +29,8 @@ def tie_queries_to_keys(attention: Attention) -> None:
     """
     keys = attention.k_proj.weight
     dim, width = keys.shape[0] // attention.kv_heads, keys.shape[1]
-    spread = (_OWN_SCORE / (dim**0.5 * width)) ** 0.5  # inputs are normed: their squared norm is `width`
+    # A position's score with itself is 8: its weight is e**8, or 3,000 times that of an unrelated key.
+    spread = (8.0 / (dim**0.5 * width)) ** 0.5  # inputs are normed: their squared norm is `width`
     keys = keys * (spread / SPREAD)
     attention.k_proj.weight = keys
     shared = keys.reshape(attention.kv_heads, 1, dim, width)
@@ -58,27 +55,21 @@ def attend_to_itself(attention: Attention, matrix: Matrix) -> None:
     attention.o_proj.weight = mx.array(np.ascontiguousarray(output).reshape(attention.o_proj.weight.shape))
 
 
-def layer_in_front(num_layers: int, layers: int) -> int:
-    """Return the target layer, from 0, whose output the copied layers read in a head with `layers` layers."""
-    return num_layers - layers
-
-
 def aux_layers_for(num_layers: int, layers: int) -> tuple[int, ...]:
     """Return the target layers that a head reads by default, including the one before the copied layers."""
     low, middle, high = default_aux_layers(num_layers)
-    return tuple(sorted({low, middle, layer_in_front(num_layers, layers) if layers > 1 else high}))
+    return tuple(sorted({low, middle, num_layers - layers if layers > 1 else high}))
 
 
 def check_reads_front(num_layers: int, layers: int, aux_layers: tuple[int, ...]) -> None:
     """Raise ConfigError if copied layers would need an output that the head does not read."""
     if layers > num_layers:
         raise ConfigError(f"--layers {layers}: must be at most {num_layers}, the number of the target's layers")
-    front = layer_in_front(num_layers, layers)
+    front = num_layers - layers  # the copied layers read its output
     if layers > 1 and front not in aux_layers:
         raise ConfigError(
             f"--layers {layers}: the copied layers continue from the output of the target's layer {front}, which "
-            f"the head does not read; add it to --aux-layers, or replace one of "
-            f"{', '.join(map(str, aux_layers))}"
+            f"the head does not read; add it to --aux-layers, or replace one of {', '.join(map(str, aux_layers))}"
         )
 
 
@@ -95,8 +86,7 @@ def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
     Raises ConfigError if they differ from the weights of Llama's and Qwen3's layers.
     """
     count, copies = head.config.num_hidden_layers, []
-    first = layer_in_front(target.num_layers, count) + 1
-    for number, layer in enumerate(head.layers, first):
+    for number, layer in enumerate(head.layers, target.num_layers - count + 1):
         source = target.layers[number]
         own = _in_halves(source, plain_weights(source))
         wanted = {name: value.shape for name, value in plain_weights(layer).items()}
@@ -112,18 +102,17 @@ def last_layers(head: Eagle3Head, target: Target) -> list[dict[str, mx.array]]:
 
 
 def _in_halves(layer: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return a layer's weights with queries and keys for RoPE that rotates halves of a head.
+    """Return a layer's weights with the channels of queries and keys reordered for RoPE that rotates halves of a head.
 
-    If the target rotates neighboring channels instead (`rope_traditional`), the channels of each head are reordered.
+    Targets with `rope_traditional` rotate neighboring channels instead.
     """
     attention: Any = getattr(layer, "self_attn", None)
     if not getattr(getattr(attention, "rope", None), "traditional", False):
         return weights
     turned = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.q_norm.", "self_attn.k_norm.")
     width = attention.rope.dims
-    return {name: _even_first(x, width) if name.startswith(turned) else x for name, x in weights.items()}
 
+    def even_first(x: mx.array) -> mx.array:  # x [n * width, ...]
+        return x.reshape(-1, width // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
-def _even_first(x: mx.array, width: int) -> mx.array:
-    """Return x [n * width, ...] with each head's even channels before its odd ones."""
-    return x.reshape(-1, width // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+    return {name: even_first(x) if name.startswith(turned) else x for name, x in weights.items()}
