@@ -17,7 +17,7 @@ from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import Rows, capture_rows
-from eagle_mlx.train.kinds.eagle3.unroll import attend, causal_mask
+from eagle_mlx.train.kinds.eagle3 import attend, causal_mask
 from eagle_mlx.train.step.inputs import make_plan
 from eagle_mlx.train.step.losses import ChunkedLoss
 from eagle_mlx.train.step.step import objective_of, part_arrays, part_loss, weights_of_steps

@@ -81,7 +81,7 @@ class UnrolledCache:
 def unroll_feedback(head: Any, inputs: Inputs, steps: int, recompute: bool = False) -> list[mx.array]:
     """Return a head's output at the given positions for each draft step: `steps` times [B, P, H].
 
-    The draft steps and `recompute` are as in `kinds/eagle3/unroll.py`. The outputs are the head's own, used as the next
+    The draft steps and `recompute` are as in `kinds/eagle3.py`. The outputs are the head's own, used as the next
     step's feature and by `head.logits`. Every step computes all L positions.
     """
     embeddings, g, segments, positions = inputs

@@ -20,8 +20,8 @@ from tests.fakes import randomize, tiny_target
 from train.config import TrainConfig
 from train.data import Rows
 from train.kinds import KINDS, resolved
-from train.kinds.block.unroll import unroll_blocks, with_latents
-from train.kinds.eagle3.peagle import share_of, unroll_masks
+from train.kinds.block import unroll_blocks, with_latents
+from train.kinds.peagle import share_of, unroll_masks
 from train.step.inputs import ANCHORS, make_anchor_plan
 from train.step.losses import confidence_loss
 from train.unroll import Inputs

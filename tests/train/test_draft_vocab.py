@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.train.data.sources import (
+from eagle_mlx.train.data.examples import (
     choose_draft_vocab,
     count_tokens,
     coverage,

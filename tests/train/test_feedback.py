@@ -13,7 +13,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.target import Target
 from eagle_mlx.train.kinds import kind_of
-from eagle_mlx.train.kinds.eagle3.unroll import unroll
+from eagle_mlx.train.kinds.eagle3 import unroll
 from eagle_mlx.train.unroll import Inputs, UnrolledCache, unroll_feedback
 from tests.eagle_mlx.heads import KINDS, eagle3
 from tests.fakes import tiny_target

@@ -20,7 +20,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.data import Batches, TrainData
 from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.kinds import kind_of
-from eagle_mlx.train.kinds.eagle3.start import aux_layers_for
+from eagle_mlx.train.kinds.eagle3 import aux_layers_for
 from eagle_mlx.train.run import new_head
 from eagle_mlx.train.step import Stepper
 from tests.fakes import tiny_head, tiny_target

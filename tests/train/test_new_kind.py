@@ -29,7 +29,7 @@ from eagle_mlx.train.kinds.base import Kind, layer_shape
 from eagle_mlx.train.publish.bundle import read_source
 
 ROOT = Path(__file__).parents[2]
-KIND_FOLDERS = r"^(eagle_mlx/heads/(eagle\.py|eagle3/|mtp/)|train/kinds/(eagle3/|last_layer\.py))"
+KIND_FOLDERS = r"^(eagle_mlx/heads/(eagle\.py|eagle3/|mtp/)|train/kinds/(eagle3|peagle|last_layer)\.py)"
 
 
 class ToyConfig(LayerShape):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.target import Target
-from eagle_mlx.train.kinds.eagle3.unroll import attend, causal_mask, take_rows, unroll
+from eagle_mlx.train.kinds.eagle3 import attend, causal_mask, take_rows, unroll
 from eagle_mlx.train.unroll import Inputs
 from tests.fakes import tiny_head, tiny_target
 from tests.full import some

@@ -22,7 +22,7 @@ from eagle_mlx.train.data.sources import TrainData
 from eagle_mlx.train.distributed import World
 from eagle_mlx.train.kinds import KINDS, resolved
 from eagle_mlx.train.run import PlainPhases, train
-from eagle_mlx.train.run.workers import run_worker
+from eagle_mlx.train.run.phases import run_worker
 from eagle_mlx.train.step.step import Stepper
 from tests.fakes import tiny_target
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.cpu import blas
@@ -54,14 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(given: Sequence[str]) -> None:
     """Convert or extract a head, and print a line about the result."""
+    say = partial(print, file=sys.stderr)
+    what: Extraction | Conversion
     if given[:1] == ["mtp"]:
-        extraction = read(Extraction, given[1:], "eagle-convert mtp", _MTP_HELP, _MTP_EXAMPLES)
-        _say(f"blas: {blas.activate()}")
-        print(extract(extraction, _say))
-        return
-    conversion = read(Conversion, given, "eagle-convert", _HELP + _layouts(), _EXAMPLES)
-    _say(f"blas: {blas.activate()}")
-    print(convert(conversion, _say))
+        what = read(Extraction, given[1:], "eagle-convert mtp", _MTP_HELP, _MTP_EXAMPLES)
+    else:
+        what = read(Conversion, given, "eagle-convert", _HELP + _layouts(), _EXAMPLES)
+    say(f"blas: {blas.activate()}")
+    print(extract(what, say) if isinstance(what, Extraction) else convert(what, say))
 
 
 def _layouts() -> str:
@@ -72,10 +73,6 @@ def _layouts() -> str:
         readers = dict.fromkeys(reader for _, each in found for reader in each.readers)
         lines.append(f"  {name:<12} {', '.join(title for title, _ in found)}: {', '.join(readers) or 'EAGLE-MLX'}\n")
     return "".join(lines)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

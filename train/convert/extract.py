@@ -23,7 +23,6 @@ from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 
 Hidden = Literal["after", "before"]
 OVERWRITE = "replace an existing output"
-_ONE_FILE = "model.safetensors"
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -68,25 +67,24 @@ def extract(what: Extraction, say: Callable[[str], None]) -> str:
     register(output, what.source, "extracted")
     size = sum(value.nbytes for value in weights_of(head).values())
     how = described(head) if head.config.quantization else DTYPE_NAMES[dtype]
+    other = "before" if what.hidden == "after" else "after"
     return (
         f"{output}: an MTP head of {head.config.model_type} in {how}, {size / 1e6:,.1f} MB in memory. EAGLE-MLX loads "
-        f"it; to try the other hidden state, convert again with --hidden "
-        f"{'before' if what.hidden == 'after' else 'after'} and compare with eagle-bench"
+        f"it; to try the other hidden state, convert again with --hidden {other} and compare with eagle-bench"
     )
 
 
 def _dtype_of(config: dict[str, Any]) -> mx.Dtype:
     """Return the dtype of the model's unquantized weights, from its config."""
-    text = config.get("text_config") or {}
-    named = next((c[key] for c in (config, text) for key in ("torch_dtype", "dtype") if c.get(key)), None)
+    parts = config, config.get("text_config") or {}
+    named = next((part[key] for part in parts for key in ("torch_dtype", "dtype") if part.get(key)), None)
     return DTYPES.get(str(named), mx.bfloat16)
 
 
 def _mtp_folder(source: str, index: int = 0) -> Path:
-    """Return a folder with config.json and the weights of MTP layer `index`, local or fetched from the hub.
+    """Return a folder with config.json and the weights of MTP layer `index`; from the hub, only the files with it.
 
-    Only those shards are fetched that have the layer. Raises EagleError if the model cannot be fetched,
-    CheckpointError if it has no such layer.
+    Raises EagleError if the model cannot be fetched, CheckpointError if it has no such layer.
     """
     repo = None if Path(source).expanduser().exists() else hub.hub_id(source)
     if repo is None:
@@ -97,7 +95,7 @@ def _mtp_folder(source: str, index: int = 0) -> Path:
     with reading(config):
         prefix = mtp_prefix(read_config(folder), index)
     listed = hub.fetch_file(repo, INDEX, commit, required=False)
-    shards = [_ONE_FILE] if listed is None else shards_of(repo, read_index(listed), prefix)
+    shards = ["model.safetensors"] if listed is None else shards_of(repo, read_index(listed), prefix)
     for shard in shards:
         hub.fetch_file(repo, shard, commit)
     return folder

@@ -3,6 +3,16 @@
 from .batches import Batches, Rows
 from .examples import Examples, InMemory, Joined, OnDisk
 from .packing import Piece, count_learned
-from .sources import TrainData, capture_rows, data_on_disk, heldout_prompts, training_data
+from .sources import (
+    TrainData,
+    capture_rows,
+    check_warmup,
+    data_on_disk,
+    heldout_prompts,
+    reading_share,
+    tokens_to_read,
+    training_data,
+    warmup_data,
+    with_warmup_tokens,
+)
 from .storage import choose_states, data_config, free_disk, make_data, self_file, sources_of
-from .warmup import check_warmup, reading_share, tokens_to_read, warmup_data, with_warmup_tokens

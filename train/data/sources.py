@@ -1,16 +1,15 @@
-"""Load training data, evaluation prompts and the draft vocabulary from the data pipelines."""
+"""Load training data, evaluation prompts and the text of a warm-up from the data pipelines."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
 from eagle_mlx.data_pipelines import (
@@ -25,16 +24,17 @@ from eagle_mlx.data_pipelines import (
     render_all,
     shard_meta,
 )
-from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError, TargetError
+from eagle_mlx.errors import DataError, OutputError, ShardError, TargetError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.hidden_states import Example, read_states
 from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import Target
 
 from ..config import MOST_PROMPTS, TrainConfig
+from ..distributed import SINGLE_PROCESS, World
 from ..kinds import aux_layers_of, resolved
 from .batches import Rows
-from .examples import Examples, InMemory, Joined, OnDisk
+from .examples import Examples, InMemory, Joined, OnDisk, count_tokens, draft_vocabulary
 from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, sources_of
 
 
@@ -259,53 +259,69 @@ def unpack(rows: Rows) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     return tokens, places
 
 
-def count_tokens(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_size: int) -> NDArray[np.int64]:
-    """Count each token id with loss mask 1 in pairs of tokens and mask: [V]."""
-    counts = np.zeros(vocab_size, np.int64)
-    for tokens, mask in samples:
-        learned = np.asarray(tokens, np.int64)[np.asarray(mask, bool)]
-        counts += np.bincount(learned, minlength=vocab_size)
-    return counts
+def reading_share(most: float, reading: float, writing: float) -> float:
+    """Return the share of a time limit for the warm-up, between 0 and `most`.
 
-
-def choose_draft_vocab(counts: NDArray[np.int64], size: int, always: Collection[int] = ()) -> NDArray[np.int64]:
-    """Return the `size` most frequent token ids of counts [V], ascending, including `always` (special tokens).
-
-    Ties go to the lower id, so the result is reproducible. Raises ConfigError if `size` is larger than the vocabulary
-    or smaller than `always`.
+    `reading` and `writing`: tokens per second of text, and of the target's own conversations, including learning. The
+    share s maximizes a weighted mean of logarithms, as τ grows with the logarithm of the tokens: `most` of it counts
+    all tokens, s * reading + (1 - s) * writing, and the rest only conversations, (1 - s) * writing.
     """
-    vocab_size = len(counts)
-    if not 0 < size <= vocab_size:
-        raise ConfigError(f"draft vocabulary of {size}: it must be between 1 and the target's {vocab_size}")
-    kept = np.array(sorted({i for i in always if 0 <= i < vocab_size}), np.int64)
-    if len(kept) > size:
-        raise ConfigError(f"draft vocabulary of {size}: the target's {len(kept)} special tokens alone need more")
-    order = np.argsort(-counts, kind="stable")
-    rest = order[~np.isin(order, kept)][: size - len(kept)]
-    return np.sort(np.concatenate([kept, rest]))
+    return 0.0 if reading <= writing else max(0.0, most - (1 - most) * writing / (reading - writing))
 
 
-def coverage(counts: NDArray[np.int64], kept: NDArray[np.int64]) -> float:
-    """Return the share of counted tokens that are in the draft vocabulary; 1.0 if there are none."""
-    total = int(counts.sum())
-    return float(counts[kept].sum() / total) if total else 1.0
+def tokens_to_read(config: TrainConfig, own: int, rate: float, processes: int = 1) -> int:
+    """Return the tokens of text that the warm-up of a run can use.
+
+    `own`: tokens of the run's own data. `rate`: tokens of text per second that are read and learned.
+    """
+    how, share = config.optimization, config.data.warmup_share
+    if how.hours or how.minutes:
+        return round(share * (3600 * how.hours or 60 * how.minutes) * rate * processes)
+    if how.max_steps:
+        return round(share * how.max_steps) * how.rows * how.length * processes
+    return round(share / (1 - share) * how.epochs * own)
 
 
-def special_token_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
-    """Return the ids that every draft vocabulary has: end of turn and other special tokens."""
-    return frozenset(tokenizer.eos_token_ids) | frozenset(tokenizer.all_special_ids)
+def with_warmup_tokens(config: TrainConfig, own: int, rate: float, world: World = SINGLE_PROCESS) -> TrainConfig:
+    """Return the settings with `warmup_tokens` as in `tokens_to_read`, so that a resumed run reads the same text."""
+    if not config.data.warmup_data or config.data.warmup_tokens:
+        return config
+    return config.changed(warmup_tokens=world.broadcast(tokens_to_read(config, own, rate, world.size)))
 
 
-def draft_vocabulary(
-    target: Target, config: TrainConfig, counts: NDArray[np.int64], head: DraftHead | None
-) -> tuple[NDArray[np.int64] | None, dict[str, Any]]:
-    """Return the kept ids (None for all), and their number and coverage for the run's report."""
-    kept: NDArray[np.int64] | None = None
-    if head is not None:
-        kept = None if head.token_ids is None else np.array(head.token_ids, np.int64)
-    elif 0 < config.head.draft_vocab < target.vocab_size:
-        always = special_token_ids(target.tokenizer) if target.tokenizer is not None else frozenset[int]()
-        kept = choose_draft_vocab(counts, config.head.draft_vocab, always)
-    if kept is None:
-        return None, {"draft_vocab": target.vocab_size, "draft_vocab_coverage": 1.0}
-    return kept, {"draft_vocab": len(kept), "draft_vocab_coverage": coverage(counts, kept)}
+def _reading(config: TrainConfig) -> DataConfig:
+    data, filters = config.data, config.data.filters
+    return DataConfig(data.warmup_data, seed=config.run.seed, stream=filters.stream, skip_bad=filters.skip_bad)
+
+
+def check_warmup(target: Target, config: TrainConfig) -> None:
+    """Raise the errors of reading the warm-up's text, if there is one, before hours of other work."""
+    if not config.data.warmup_data:
+        return
+    if target.tokenizer is None:
+        raise TargetError("the target has no tokenizer, so it cannot read text; leave out --warmup-data")
+    if next(read_conversations(_reading(config), "train", target.tokenizer), None) is None:
+        raise DataError(f"no text in {', '.join(config.data.warmup_data)}; check --warmup-data")
+
+
+def warmup_data(target: Target, config: TrainConfig, own: TrainData) -> TrainData | None:
+    """Return about `config.data.warmup_tokens` tokens of text for a head with the layers and vocabulary of `own`.
+
+    Return None without a warm-up. Hidden states are captured for each batch, since most text is read once. Raises
+    DataError if nothing is usable.
+    """
+    tokenizer = target.tokenizer
+    if not config.data.warmup_data or tokenizer is None:
+        return None
+    length = min(config.data.max_length, target.context_length)
+    found = read_conversations(_reading(config), "train", tokenizer)
+    examples: list[Example] = []
+    tokens = 0
+    while tokens < config.data.warmup_tokens and (block := list(islice(found, 256))):
+        rendered, _ = render_all(tokenizer, block, length, config.data.filters.skip_bad)
+        examples += [Example.of(*one) for one in rendered]
+        tokens += sum(len(one.tokens) for one in rendered)
+    if not examples:
+        raise DataError(f"no usable text in {', '.join(config.data.warmup_data)}; check --warmup-data")
+    report = {"warmup_conversations": len(examples), "warmup_tokens": tokens}
+    return TrainData(InMemory(examples), own.aux_layers, own.kept, report, "online")

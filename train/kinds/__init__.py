@@ -12,8 +12,8 @@ from ..config import TrainConfig, flag
 from .base import Head, Kind, choose_trained, merged, parameters_of
 from .block import DFlashKind, DSparkKind
 from .eagle3 import Eagle3Kind
-from .eagle3.peagle import PEagleKind
 from .last_layer import EagleKind, MTPKind
+from .peagle import PEagleKind
 
 KINDS: dict[str, Kind[Any]] = {
     kind.name: kind for kind in (PEagleKind(), Eagle3Kind(), EagleKind(), MTPKind(), DFlashKind(), DSparkKind())

@@ -133,8 +133,6 @@ def _run_of(given: Path) -> tuple[Path | None, str]:
 CARD = "README.md"
 PLOTS = "plots"
 LICENSES = ("LICENSE*", "NOTICE*")
-_TAKEN = ("*.safetensors", "*.safetensors.index.json", *LICENSES)
-"""Files of a head's folder to upload unchanged."""
 
 
 def write_bundle(folder: Path, source: Source, card: ModelCard, base: str) -> None:
@@ -144,7 +142,7 @@ def write_bundle(folder: Path, source: Source, card: ModelCard, base: str) -> No
     """
     try:
         (folder / PLOTS).mkdir(parents=True)
-        for pattern in _TAKEN:
+        for pattern in ("*.safetensors", "*.safetensors.index.json", *LICENSES):
             for file in source.folder.glob(pattern):
                 (folder / file.name).symlink_to(file.resolve())
         _write_config(folder, source, base)
@@ -179,14 +177,11 @@ def listing(folder: Path) -> str:
     """List the files of a folder and their sizes, largest first."""
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
     rows = [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in files]
+    rows.append(("total", sum(size for _, size in rows)))
     width = max(len(name) for name, _ in rows)
-    lines = [f"  {name:{width}}  {size:>14,} bytes" for name, size in rows]
-    return "\n".join([*lines, f"  {'total':{width}}  {sum(size for _, size in rows):>14,} bytes"])
+    return "\n".join(f"  {name:{width}}  {size:>14,} bytes" for name, size in rows)
 
 
-_ALWAYS_PATHS = ("output", "shards", "adapter_path")
-"""Settings that always hold a path."""
-_DATA_FILES = (".jsonl", ".json", ".parquet")
 _BEGINS_AS_PATH = re.compile(r"(~[\w.-]*|\.{1,2})?[/\\]|[A-Za-z]:[/\\]")
 _WORD = re.compile(r"[^\s'\"(),;=\[\]]+")
 
@@ -201,7 +196,8 @@ def public(value: Any, key: str = "") -> Any:
 
 
 def _text(text: str, key: str) -> str:
-    if "\n" not in text and (key in _ALWAYS_PATHS or _is_path(text)):
+    always_a_path = key in ("output", "shards", "adapter_path")
+    if "\n" not in text and (always_a_path or _is_path(text)):
         return last_name(text)
     return _WORD.sub(lambda found: last_name(found[0]) if _is_path(found[0]) else found[0], text)
 
@@ -210,7 +206,11 @@ def _is_path(text: str) -> bool:
     """Return whether a text can only be a path. Hub ids may look similar."""
     if "://" in text:
         return False
-    if _BEGINS_AS_PATH.match(text) or text.endswith(_DATA_FILES) or (text.count("/") > 1 and " " not in text):
+    if (
+        _BEGINS_AS_PATH.match(text)
+        or text.endswith((".jsonl", ".json", ".parquet"))
+        or (text.count("/") > 1 and " " not in text)
+    ):
         return True
     try:
         return "/" in text and Path(text).exists()
@@ -224,11 +224,7 @@ def last_name(path: str) -> str:
 
 
 def public_command(command: str, instead: Mapping[str, str], without: Sequence[str] = ()) -> str:
-    """Return a command line for other people.
-
-    `instead` sets flags; flags in `without` are removed with their values. Other paths are reduced to their last
-    component.
-    """
+    """Return a command line without local paths. `instead` sets flags; those in `without` go with their values."""
     try:
         words = shlex.split(command)
     except ValueError:

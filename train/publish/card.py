@@ -23,8 +23,6 @@ from ..config import SELF, TrainConfig, flag
 from ..run import BEST
 from .bundle import PLOTS, Source, last_name, public, public_command
 
-_HEAD_MODES = ("eagle", "mtp")
-"""Modes of eagle-bench in which a head drafts."""
 _SHOWN = {"left_out_looping", "temperature", "acceptance_length", "acceptance_by_position"}
 """Fields of a run that the card shows."""
 _OWN_FLAGS = ("--json", "--plot", "--quiet", "--head", "--target")
@@ -55,10 +53,7 @@ class Figures:
 
 
 def of_training(source: Source, target: str) -> Figures | None:
-    """Return this head's held-out acceptance from the run's report, or None.
-
-    `target` is the hub id in the command that the card shows.
-    """
+    """Return this head's held-out acceptance from the run's report, or None. `target`: hub id in the card's command."""
     report = source.report or {}
     found = (report.get("acceptance") or {}).get(source.which) or {}
     config = report.get("config") or {}
@@ -75,10 +70,9 @@ def of_training(source: Source, target: str) -> Figures | None:
 
 
 def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
-    """Return the measurements in a file of `eagle-bench --json`.
+    """Return the measurements in a file of `eagle-bench --json`. `repo`, `target`: hub ids in the card's command.
 
-    `repo` and `target` are the hub ids in the command that the card shows. Raises ConfigError if the file is invalid,
-    or if another head was measured.
+    Raises ConfigError if the file is invalid, or if another head was measured.
     """
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
@@ -92,7 +86,7 @@ def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
                 f"those in {source.folder}; measure this head"
             )
         runs = [run for run in written["runs"] if run["prompts"]]
-        with_head = [run for run in runs if run["mode"] in _HEAD_MODES]
+        with_head = [run for run in runs if run["mode"] in ("eagle", "mtp")]
         if not with_head:
             raise ConfigError(f"{file} has no results of a head; run eagle-bench with --head and mode eagle")
         if missing := _SHOWN - set.intersection(*map(set, runs)):
@@ -159,19 +153,15 @@ def train_command(config: Mapping[str, Any], target: str) -> str:
         is_default = bool(config.get("shards")) if name == "data" else value == defaults.get(name)
         if name in _LEFT_OUT or is_default or value in ("", None, []):
             continue
-        own = flag(name)
-        shown = public(value, name)
+        own, shown = flag(name), public(value, name)
         if isinstance(value, bool):
             words.append(own if value else f"--no-{own[2:]}")
         elif isinstance(value, list) and all(isinstance(item, str) for item in value):
             words += [word for item in shown for word in (own, item)]
         else:
-            words += [own, *map(_plain, shown if isinstance(value, list) else [shown])]
+            items = shown if isinstance(value, list) else [shown]
+            words += [own, *(f"{item:g}" if isinstance(item, float) else str(item) for item in items)]
     return shlex.join(words)
-
-
-def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def data_sets(source: Source) -> list[str]:
@@ -197,8 +187,6 @@ def training_data(source: Source) -> str:
     return f"{sources}: {amount}" if amount else sources
 
 
-DEPTH = 4
-"""Draft tokens per round without measurements: the default of eagle-serve."""
 _PLOT_TITLES = {
     "acceptance_by_position": "Acceptance by draft position",
     "acceptance_length": "Acceptance length over the training",
@@ -246,7 +234,7 @@ def make_card(
         quantized=quantized,
         described=described(source.head) if how is not None else "",
         by_mlx_community=by_mlx_community(base),
-        depth=next((found.depth for found in reversed(figures) if found.depth), DEPTH),
+        depth=next((found.depth for found in reversed(figures) if found.depth), 4),  # as in eagle-serve
         data=training_data(source),
         command=train_command((source.report or {}).get("config") or {}, target),
     )

@@ -50,11 +50,14 @@ def read_run(folder: Path) -> dict[str, Any]:
     best = max(evals, key=lambda row: float(row["acceptance_length"]), default={})
     now, first, last = (rows or [{}])[-1], (evals or [{}])[0], (evals or [{}])[-1]
     untrained = first["acceptance_length"] if first.get("step") == 0 else None
+    unfinished = "unfinished" if now else "unfinished, nothing measured"
+    if any((folder / _STATES).glob("step-*")):
+        unfinished = "unfinished, --resume continues it"
     seconds = float(whole.get("train_seconds", now.get("train_seconds", 0)))
     tokens = int(whole.get("tokens", now.get("tokens", 0)))
     return {
         "folder": str(folder),
-        "state": "complete" if report else _unfinished(folder, now),
+        "state": "complete" if report else unfinished,
         "target": whole.get("target") or settings.get("target") or None,
         "kind": whole.get("kind") or settings.get("head"),
         "started_from": whole.get("started_from") or settings.get("init_from") or None,
@@ -80,12 +83,6 @@ def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     every = [run["settings"] for run in runs]
     names = dict.fromkeys(name for settings in every for name in settings if name not in _NO_SETTINGS)
     return [name for name in names if len({repr(settings[name]) for settings in every if name in settings}) > 1]
-
-
-def _unfinished(folder: Path, now: Row) -> str:
-    if any((folder / _STATES).glob("step-*")):
-        return "unfinished, --resume continues it"
-    return "unfinished" if now else "unfinished, nothing measured"
 
 
 def read_object(file: Path, remedy: str) -> dict[str, Any] | None:
@@ -217,8 +214,12 @@ def comparison(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Return a Markdown table with a column for each run; settings that differ come last."""
     rows = [["", *names]]
     for title, (key, form) in _LINES.items():
-        values = [timedelta(seconds=round(run[key])) if key == "train_seconds" else run[key] for run in runs]
-        rows.append([title, *(_cell(value, form) for value in values)])
+        rows.append([title])
+        for value in (run[key] for run in runs):
+            if key == "train_seconds":
+                value = timedelta(seconds=round(value))
+            values = value if isinstance(value, list) else [value]
+            rows[-1].append("-" if value is None else " ".join(map(form.format, values)))
     for name in differing_settings(runs):
         values = [run["settings"].get(name, "-") for run in runs]
         rows.append([flag(name), *(shown(tuple(value) if isinstance(value, list) else value) for value in values)])
@@ -227,9 +228,3 @@ def comparison(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
-
-
-def _cell(value: Any, form: str) -> str:
-    if isinstance(value, list):
-        return " ".join(map(form.format, value))
-    return "-" if value is None else form.format(value)

@@ -3,8 +3,7 @@
 from . import state
 from .folder import MADE, claim, resumed_config
 from .loop import BEST, LAST, REPORT, Run, check_incomplete, train
-from .phases import Phase, Phases, PlainPhases
+from .phases import Phase, Phases, PlainPhases, run_worker
 from .start import existing_head, new_head
 from .state import Bar, Stopwatch
 from .tracker import check_wandb
-from .workers import run_worker

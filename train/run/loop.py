@@ -30,11 +30,10 @@ from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of
 from ..unroll import named
 from . import state
 from .folder import Identity, check_same, read_identity, run_folder, write_identity
-from .phases import Phase, Phases
+from .phases import Phase, Phases, Workers
 from .start import new_head
 from .state import Checkpoint, Progress, RunState, Stopwatch, mean, means
 from .tracker import Tracker, outcome
-from .workers import Workers
 
 BEST, LAST, REPORT = "best", "last", "report.json"
 

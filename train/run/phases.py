@@ -1,16 +1,27 @@
-"""Phases of a run. A plain run has one; a run with `--hours` makes data between phases."""
+"""Phases of a run. A plain run has one; a run with `--hours` makes data between phases.
+
+With several processes, rank 0 runs the phases, and workers take the steps that it broadcasts.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from eagle_mlx.command import Stop, Stopped
+from eagle_mlx.errors import EagleError
+from eagle_mlx.target import Target
+
 from ..config import TrainConfig
-from ..data import Joined, Piece, TrainData
-from ..step import Schedule, span_of, with_warmup
+from ..data import Batches, Joined, Piece, TrainData
+from ..distributed import World
+from ..kinds import Head, resolved
+from ..step import Schedule, Stepper, span_of, with_warmup
 from .folder import fingerprint_of
+from .start import new_head
 from .state import Bar
 
 if TYPE_CHECKING:
@@ -93,3 +104,72 @@ class PlainPhases(Phases):
 def first_epoch(config: TrainConfig) -> int:
     """Return a plain run's first epoch on its own data. The warm-up has all epochs before."""
     return config.optimization.epochs + 1 if config.data.warmup_data else 0
+
+
+_SYNC = "sync"
+
+
+class Workers:
+    """Rank 0's control of the other processes. A single process has none."""
+
+    def __init__(self, world: World, stop: Stop):
+        self._world, self._stop = world, stop
+        self._ended = world.size == 1
+
+    def step(self, epoch: int, batch: int, factor: float) -> None:
+        """Have all workers take a step on their part of a batch. Raises Stopped if any process was asked to stop."""
+        self._broadcast([epoch, batch, factor])
+
+    def sync(self, stepper: Stepper) -> None:
+        """Send this process's head and optimizer state to all workers."""
+        if not self._ended:
+            self._broadcast(_SYNC)
+            stepper.sync()
+
+    def end(self) -> None:
+        """Stop the workers."""
+        if not self._ended:
+            self._ended = True
+            with contextlib.suppress(EagleError):  # they have already ended
+                self._world.any(True)
+
+    def _broadcast(self, command: object) -> None:
+        if self._ended:
+            return
+        if self._world.any(self._stop.asked):
+            self._ended = True
+            raise Stopped
+        self._world.broadcast(command)
+
+
+def run_worker(
+    target: Target,
+    data: TrainData,
+    config: TrainConfig,
+    head: Head | None,
+    world: World,
+    stop: Stop,
+    warmup: TrainData | None = None,
+) -> None:
+    """Train together with rank 0 until it ends the run. Only rank 0 evaluates, saves and writes."""
+    config = resolved(config, target)
+    head = head or new_head(target, data, config, begin=False)  # rank 0 sends its weights before the first step
+    with stop.deferred():
+        how, begin = config.optimization, first_epoch(config)
+        parts = [Batches(one.samples, how.rows, how.length, config.run.seed, world) for one in (warmup, data) if one]
+        stepper = Stepper(head, target, config, world)
+        position, stream = (0, 0), parts[0].epoch(0)
+        try:
+            while not world.any(stop.asked):
+                command = world.broadcast()
+                if command == _SYNC:
+                    stepper.sync()
+                    continue
+                epoch, batch, factor = command
+                if position != (epoch, batch):
+                    stream.close()
+                    stream = parts[0 if epoch < begin else -1].epoch(epoch, batch)
+                stepper(next(stream), factor)
+                position = (epoch, batch + 1)
+        finally:
+            stream.close()

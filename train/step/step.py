@@ -27,7 +27,7 @@ from ..config import TrainConfig, pass_type
 from ..data import Rows, capture_rows
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import KINDS, Head, kind_of, resolved
-from ..kinds.block.unroll import with_latents
+from ..kinds.block import with_latents
 from ..unroll import Inputs, holding, named, weights_but
 from .inputs import Plan, add_noise, make_anchor_plan, make_plan, noise_of
 from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses, step_weights

@@ -18,12 +18,11 @@ from eagle_mlx.heads.eagle3.head import DecoderLayer
 from eagle_mlx.heads.layers import PlainLayer
 from eagle_mlx.target import Target
 
-from ...config import TrainConfig
-from ...unroll import Inputs, Step, UnrolledCache, recomputed, take_rows
-from ..block import mask_token
-from ..least_squares import Matrix, Moments
-from . import Eagle3Kind
-from .unroll import attend, causal_mask, project_each
+from ..config import TrainConfig
+from ..unroll import Inputs, Step, UnrolledCache, recomputed, take_rows
+from .block import mask_token
+from .eagle3 import Eagle3Kind, attend, causal_mask, project_each
+from .least_squares import Matrix, Moments
 
 _SHARE, _LEAST = 0.7, 0.2
 """Share of anchors that each slot keeps of those of the slot before, and the least share of all anchors."""
