@@ -13,11 +13,6 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import, and is needed onl
 
     from .runs import Row
 
-_IN_COLUMN = 22
-"""Names in a column of a legend."""
-_SMOOTH = 0.02
-"""Share of a run over which noisy curves are averaged."""
-
 
 def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Plot a run as PNG files in `folder`: all of PICTURES for which the rows have data."""
@@ -96,7 +91,7 @@ def _legend(axes: Axes, curves: int) -> None:
     """Add a legend to the right of the plot."""
     figure = axes.get_figure(root=True)
     assert figure is not None
-    columns = -(-curves // _IN_COLUMN)
+    columns = -(-curves // 22)  # 22 names fit in a column
     figure.legend(frameon=False, fontsize=8, ncols=columns, loc="outside right upper")
     figure.set_figwidth(figure.get_figwidth() + 2.2 * (columns - 1))
 
@@ -134,8 +129,8 @@ def interval_speeds(rows: Sequence[Row]) -> list[float]:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Return a running average with correct weights at the beginning."""
-    keep = 1 - 1 / max(1.0, _SMOOTH * len(values))
+    """Return a running average over a fiftieth of the values, with correct weights at the beginning."""
+    keep = 1 - 1 / max(1.0, 0.02 * len(values))
     total = weight = 0.0
     out = []
     for value in values:

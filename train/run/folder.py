@@ -27,8 +27,6 @@ from ..data import Examples, sources_of
 from . import state
 
 RUN_FILE = "run.json"
-_COMPARED_SAMPLES = 256
-"""Samples whose tokens are compared, evenly spread over the data. Lengths are compared for all samples."""
 MUTABLE = (
     "output",
     "overwrite",
@@ -56,10 +54,10 @@ class Identity:
 
 
 def fingerprint_of(samples: Examples) -> str:
-    """Return a hex digest of the lengths of all samples and of the tokens and masks of some."""
+    """Return a hex digest of the lengths of all samples and of the tokens and masks of 256, evenly spread."""
     lengths = np.array(samples.lengths, np.int64)
     digest = hashlib.blake2s(lengths.tobytes())
-    for index in np.unique(np.linspace(0, len(lengths) - 1, min(_COMPARED_SAMPLES, len(lengths))).astype(int)):
+    for index in np.unique(np.linspace(0, len(lengths) - 1, min(256, len(lengths))).astype(int)):
         sample = samples[int(index)]
         digest.update(sample.tokens.tobytes())
         digest.update(sample.loss_mask.tobytes())

@@ -7,7 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_map
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads import kind_of as known_kind
@@ -43,7 +42,7 @@ def existing_head(target: Target, config: TrainConfig) -> Head | None:
                 f"leave {flag(name)} out, or start without --init-from"
             )
     head: Head = kind.adopt(loaded)
-    head.update(tree_map(_as_float32, head.parameters()))
+    head.set_dtype(mx.float32)
     head.attach(target)
     choose_trained(head, config)
     mx.eval(head.parameters())
@@ -58,10 +57,6 @@ def new_head(target: Target, data: TrainData, config: TrainConfig, begin: bool =
     return head
 
 
-def _as_float32(weight: mx.array) -> mx.array:
-    return weight.astype(mx.float32) if mx.issubdtype(weight.dtype, mx.floating) else weight
-
-
 def _text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -70,8 +65,6 @@ _TOKENS_PER_INPUT = 32
 """Tokens per input value of the linear start, if hidden states are captured (figures: docs/decisions.md)."""
 _READ_PER_INPUT = 8
 """The same if the target must compute the states first. By those figures, a quarter gives nine tenths of the gain."""
-_SLOW = 2.0
-"""Seconds before a progress bar is shown."""
 
 
 def start_linear(head: Head, target: Target, samples: Examples, seed: int) -> None:
@@ -93,7 +86,7 @@ def _pieces(head: Head, target: Target, samples: Examples, seed: int) -> Iterato
     Large Language Models).
     """
     kind = kind_of(head)
-    with progress_bar(desc="linear start", unit="token", delay=_SLOW) as bar:
+    with progress_bar(desc="linear start", unit="token", delay=2.0) as bar:
         for number in np.random.default_rng(seed).permutation(len(samples.lengths)):
             sample = samples[int(number)]
             tokens = mx.array(sample.tokens)[None]

@@ -34,13 +34,6 @@ from ..report import METRICS, PICTURES, Row, truncate
 if TYPE_CHECKING:
     from .loop import Run
 
-_ID = "run-id"
-"""File in `wandb/` with the id of the W&B run, for resuming."""
-_FINISH_SECONDS = 8.0
-"""Maximum seconds to wait for uploads at the end of a run. The rest stays on disk for `wandb sync`."""
-_TEARDOWN_SECONDS = 20.0
-"""Maximum seconds to wait after that for wandb's own process to end."""
-
 
 def check_wandb() -> None:
     """Raise ConfigError if Weights & Biases is unreachable or the login fails. Prompts for the key on a terminal."""
@@ -57,7 +50,7 @@ class WandbRun:
     """Sends a run's metrics to W&B. A failure after the start prints a warning, and training continues without it."""
 
     def __init__(self, folder: Path, config: TrainConfig, resume: bool):
-        file = folder / "wandb" / _ID
+        file = folder / "wandb" / "run-id"  # to resume the W&B run
         known = file.read_text().strip() if resume and file.exists() else None
         try:
             import wandb
@@ -69,7 +62,7 @@ class WandbRun:
                 dir=str(folder),
                 id=known,
                 resume="allow" if known else None,
-                settings=wandb.Settings(finish_timeout=_FINISH_SECONDS),
+                settings=wandb.Settings(finish_timeout=8.0),  # seconds; the rest stays on disk for `wandb sync`
             )
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")  # a resumed run may send a step again
@@ -102,7 +95,7 @@ class WandbRun:
 
     def finish(self, failed: bool) -> None:
         self._try(lambda: self._run.finish(exit_code=int(failed)))
-        end_service(_TEARDOWN_SECONDS)
+        end_service(20)
 
     def _try(self, work: Callable[[], None]) -> None:
         try:
@@ -195,14 +188,11 @@ class Tracker:
             self._wandb.summarize(values, drawn)
 
     def _rates(self, values: Mapping[str, Any]) -> dict[str, float]:
-        factor = values.get("learning_rate_factor")
+        how, factor = self._config.optimization, values.get("learning_rate_factor")
         if factor is None:
             return {}
-        optimization = self._config.optimization
-        rates = {"learning_rate": optimization.lr * factor}
-        if optimization.optimizer == "muon" and optimization.muon_lr:
-            rates["muon_learning_rate"] = optimization.muon_lr * factor
-        return rates
+        muon = {"muon_learning_rate": how.muon_lr * factor} if how.optimizer == "muon" and how.muon_lr else {}
+        return {"learning_rate": how.lr * factor, **muon}
 
     def __enter__(self) -> Self:
         return self

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from ..data import Rows
 
-_LENGTH = 512
-"""Conversation length, in tokens, up to which the noise has its full size."""
 ANCHORS = 512
 """Maximum anchors of a conversation in one pass. Source: vllm-project/speculators, DFlash's `max_anchors`."""
 
@@ -154,7 +152,7 @@ def noise_of(rows: Rows, size: float, seed: int, step: int) -> dict[str, NDArray
     places = rows.segments + np.arange(width)[:, None] * (int(rows.segments.max(initial=0)) + 1)
     lengths = np.bincount(places.reshape(-1))[places]
     keys = np.random.default_rng([seed, step]).integers(0, 1 << 32, (rows.first + width, 2), dtype=np.uint32)
-    return {"noise": (size * np.minimum(_LENGTH / lengths, 1)).astype(np.float32), "keys": keys[rows.first :]}
+    return {"noise": (size * np.minimum(512 / lengths, 1)).astype(np.float32), "keys": keys[rows.first :]}
 
 
 def add_noise(arrays: Mapping[str, mx.array], states: mx.array) -> mx.array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -13,13 +14,6 @@ from eagle_mlx.target import Target
 
 from ..kinds import Head
 from ..unroll import holding, weights_but
-
-_LOGITS = 1 << 25
-"""Number of target logits in memory at once."""
-_LK_DECAY = 3.0
-"""Samarin et al. find 3 to be the best."""
-IN_LOGITS = ("norm", "lm_head", "markov_head", "confidence_head")
-"""Parts of a head that compute logits."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +89,7 @@ def lk_loss(logits: mx.array, probs: mx.array) -> mx.array:
     `lk_hybrid_loss`. The cross-entropy stands for the divergence: their gradients are equal.
     """
     rejected = total_variation(logits, probs)
-    share = mx.stop_gradient(mx.exp(-_LK_DECAY * (1 - rejected)))
+    share = mx.stop_gradient(mx.exp(-3 * (1 - rejected)))
     return share * soft_cross_entropy(logits, probs) + (1 - share) * rejected
 
 
@@ -175,7 +169,7 @@ class ChunkedLoss:
     weights: mx.array  # [S, U] float32: weight of each label in each draft step
     objective: Objective = CROSS_ENTROPY
     previous: mx.array | None = None  # [U] int32: the token at each label, for heads that read it
-    logits: int = _LOGITS
+    logits: int = 1 << 25  # target logits in memory at once
 
     def __call__(self, outputs: list[mx.array], select: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Return the loss, the steps' weighted losses [S] and their hits [S].
@@ -183,7 +177,8 @@ class ChunkedLoss:
         outputs: S times [B, P, H], as from `unroll`; select [S, U] int32: the index among B * P outputs for each label.
         Hits are the weighted share of labels for which head and target have the same most likely token.
         """
-        others = [name for name in self.head.trainable_parameters() if name not in IN_LOGITS]
+        in_logits = ("norm", "lm_head", "markov_head", "confidence_head")
+        others = [name for name in self.head.trainable_parameters() if name not in in_logits]
         names, own = weights_but(self.head, others)
         read = [h.reshape(-1, h.shape[-1])[select[step]] for step, h in enumerate(outputs)]
 
@@ -214,7 +209,10 @@ class ChunkedLoss:
             at = slice(begin, begin + size)
             labels = soft_labels(self.target, _after(self.last[at], done), self.head.token_ids)
             for step, x in enumerate(read):
-                loss, hit, gradients, gradient_of_x = self._chunk(names, own, _after(x[at], done), labels, step, at)
+                of_chunk = partial(self._loss_of, names, labels, step, at)
+                (loss, hit), (gradients, gradient_of_x) = mx.value_and_grad(of_chunk, argnums=(0, 1))(
+                    list(own), _after(x[at], done)
+                )
                 losses[step] = losses[step] + loss
                 hits[step] = hits[step] + hit
                 of_own = [total + gradient for total, gradient in zip(of_own, gradients, strict=True)]
@@ -223,18 +221,13 @@ class ChunkedLoss:
         by_step = mx.stack(losses)
         return [mx.sum(by_step), by_step, mx.stack(hits), *of_own, *map(mx.concatenate, of_read)]
 
-    def _chunk(
-        self, names: Sequence[str], own: Sequence[mx.array], x: mx.array, labels: Labels, step: int, at: slice
-    ) -> tuple[mx.array, mx.array, list[mx.array], mx.array]:
-        """Return a draft step's loss and hits for some labels, with the gradients of weights and x."""
-
-        def loss_of(weights: list[mx.array], x: mx.array) -> tuple[mx.array, mx.array]:
-            with holding(self.head, names, weights):
-                previous = None if self.previous is None else self.previous[at]
-                return step_loss(self.head, x, labels, self.weights[step, at], self.objective, previous)
-
-        (loss, hit), (gradients, gradient_of_x) = mx.value_and_grad(loss_of, argnums=(0, 1))(list(own), x)
-        return loss, hit, gradients, gradient_of_x
+    def _loss_of(
+        self, names: Sequence[str], labels: Labels, step: int, at: slice, own: list[mx.array], x: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Return a draft step's loss and hits for some labels."""
+        with holding(self.head, names, own):
+            previous = None if self.previous is None else self.previous[at]
+            return step_loss(self.head, x, labels, self.weights[step, at], self.objective, previous)
 
 
 def _after(x: mx.array, done: list[mx.array]) -> mx.array:

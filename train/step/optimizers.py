@@ -12,7 +12,6 @@ import mlx.optimizers as optim
 
 from ..config import OptimizationConfig, TrainConfig
 
-BETAS = [0.9, 0.95]
 _AS_ADAMW = 0.2
 """Root mean square of AdamW's updates, relative to the learning rate: Liu et al. 2025, "Muon is Scalable for LLM
 Training", arXiv 2502.16982, section 2.2. speculators scales its Muon the same way."""
@@ -55,7 +54,7 @@ def make_optimizers(config: OptimizationConfig) -> dict[optim.Optimizer, float]:
     """Return the optimizers of the inner matrices and of all other weights, with their peak learning rates."""
 
     def adamw() -> optim.Optimizer:
-        return optim.AdamW(config.lr, betas=BETAS, weight_decay=config.weight_decay, bias_correction=True)
+        return optim.AdamW(config.lr, betas=[0.9, 0.95], weight_decay=config.weight_decay, bias_correction=True)
 
     if config.optimizer == "adamw":
         return {adamw(): config.lr, adamw(): config.lr}

@@ -33,9 +33,6 @@ from .inputs import Plan, add_noise, make_anchor_plan, make_plan, noise_of
 from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses, step_weights
 from .optimizers import Optimizers
 
-_COMPILED_MULTIPLE = 256
-"""Positions are padded to multiples of this if steps are compiled."""
-
 _STEP, _OPTIMIZER = "step", "optimizer."
 
 Arrays = dict[str, mx.array]
@@ -136,7 +133,7 @@ class Stepper:
 
     def _parts(self, rows: Rows) -> list[list[_Part]]:
         """Return sequential groups of parts that run in parallel, without parts that have no loss."""
-        multiple = 1 if use_shortcuts() else _COMPILED_MULTIPLE
+        multiple = 1 if use_shortcuts() else 256  # compiled steps have fewer shapes
         size, seed = self._config.optimization.feature_noise, self._config.run.seed
 
         def part_of(part: Rows) -> _Part:
@@ -174,9 +171,13 @@ class Stepper:
         """Return the sums of results and gradients over all groups."""
         total: Any = None
         for group in groups:
-            found = self._gradients([self._arrays_of(part, scale, at) for at, part in enumerate(group)])
+            parts = []
+            for part, stream in zip(group, self._streams, strict=False):
+                with mx.stream(stream):
+                    parts.append(part_arrays(self.head, self._target, part.rows, part.plan, scale, part.noise))
+            found = self._gradients(parts)
             total = found if total is None else tree_map(mx.add, total, found)
-            del found
+            del found, parts
             if len(groups) > 1:
                 mx.eval(total)  # before the next group allocates memory
         return self._zeros() if total is None else total
@@ -198,10 +199,6 @@ class Stepper:
         counts = sum(part.plan.counts for part in itertools.chain(*groups))
         (loss, *_), gradient = self._accumulate(groups, (self._weights / np.maximum(counts, 1)).astype(np.float32))
         return bool(mx.isfinite(loss + gradient_norm(gradient)))
-
-    def _arrays_of(self, part: _Part, scale: NDArray[np.float32], stream: int) -> Arrays:
-        with mx.stream(self._streams[stream]):
-            return part_arrays(self.head, self._target, part.rows, part.plan, scale, part.noise)
 
     def _zeros(self) -> tuple[list[mx.array], Any]:
         """Return the results and gradient for no rows."""
