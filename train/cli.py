@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,10 +166,8 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     if config.run.wandb and world.is_rank_zero:
         check_wandb()
     check_incomplete(resume)
-    with contextlib.ExitStack() as held:
-        folder = None
-        if world.is_rank_zero:
-            folder = held.enter_context(claim(config.run.output, config.run.overwrite, resume))
+    claimed = claim(config.run.output, config.run.overwrite, resume) if world.is_rank_zero else nullcontext()
+    with claimed as folder:
         done = _run(config, stop, resume, world, folder)
     if done is not None:
         _say(config, resume, *done)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..distributed import SINGLE_PROCESS, World
 from .examples import Examples
-from .packing import Batch, Piece, Row, batches_of, cut_into_pieces, padding_of
+from .packing import Batch, Piece, Row, batches_of, cut_into_pieces
 
 T = TypeVar("T")
 _END = object()
@@ -75,7 +75,9 @@ class Batches:
     @property
     def padding(self) -> float:
         """The share of padding in the first epoch, 0 to 1."""
-        return padding_of(self._batches(0))
+        batches = self._batches(0)
+        places = sum(len(batch.rows) * batch.width for batch in batches)
+        return 1 - sum(batch.tokens for batch in batches) / max(1, places)
 
     def epoch(self, epoch: int, skip: int = 0) -> Generator[Rows, None, None]:
         """Yield the epoch's batches, without the first `skip`. Close the generator to stop its thread.

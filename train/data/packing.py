@@ -80,12 +80,6 @@ class Batch:
         return sum(len(piece) for row in self.rows for piece in row)
 
 
-def padding_of(batches: Sequence[Batch]) -> float:
-    """Return the share of padding in the batches, 0 to 1."""
-    places = sum(len(batch.rows) * batch.width for batch in batches)
-    return 1 - sum(batch.tokens for batch in batches) / places if places else 0.0
-
-
 def batches_of(lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int, first: int = 0) -> list[Batch]:
     """Return the batches of an epoch, of `rows` rows each; the last may have fewer.
 

@@ -173,29 +173,26 @@ class Portions:
 
     def data(self, count: int) -> TrainData:
         """Return the training data of the first `count` portions. The first portion sets the draft vocabulary."""
-        found = self._first = self._first or self._of_first()
         parts = [self._samples(number) for number in range(count)]
+        if self._first is None:
+            assert isinstance(parts[0], OnDisk), "the first portion always has hidden states"
+            self._first = data_on_disk(self._target, self._config, [parts[0]], self._aux_layers, self._head)
         kept = all(part.has_states for part in parts)
         samples = Joined(parts if kept else [self._without_states(number) for number in range(count)])
         states = f"shards of {counted(count, 'portion')}, captured while they were made"
         report = {
-            **found.report,
+            **self._first.report,
             "conversations": len(samples.lengths),
             "tokens": sum(samples.lengths),
             "loss_tokens": sum(part.loss_tokens for part in parts),
             "states": states if kept else "captured for each batch, since those of all portions do not fit",
         }
-        return replace(found, samples=samples, report=report)
+        return replace(self._first, samples=samples, report=report)
 
     def remove_states(self, count: int) -> None:
         """Delete the hidden states of the first `count` portions, but not the conversations."""
         for number in range(count):
             shutil.rmtree(self._shards(number), ignore_errors=True)
-
-    def _of_first(self) -> TrainData:
-        part = self._samples(0)
-        assert isinstance(part, OnDisk), "the first portion always has hidden states"
-        return data_on_disk(self._target, self._config, [part], self._aux_layers, self._head)
 
     def _samples(self, number: int) -> OnDisk | InMemory:
         """Return a complete portion, with hidden states if they were saved."""

@@ -170,9 +170,7 @@ def _warmup(config: TrainConfig, own: int, measured: Probe | None) -> str:
     hours = how.hours * reading_share(config.data.warmup_share, rate, writing)
     writes = f"writing and learning conversations at about {tokens_per_second(writing)}"
     if not hours:
-        return (
-            f"none of {source}: {writes} is not much slower than reading and learning text at {tokens_per_second(rate)}"
-        )
+        return f"none of {source}: {writes} is not much slower than reading text at {tokens_per_second(rate)}"
     amount = f"{round(3600 * hours * rate):,} tokens of {source}, if there is as much"
     return f"{hours:.1f} of {how.hours:g} hours to read and learn {amount}; the rest for {writes}"
 
