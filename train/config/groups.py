@@ -20,8 +20,6 @@ _TRAINED = [name for name, kind in KINDS.items() if kind.trainable]
 _KNOWN = Limit(
     lambda kind: kind in KINDS and KINDS[kind].trainable, f"must be one of {', '.join(_TRAINED)}, not {{!r}}"
 )
-_SELF_TOKENS = 500_000
-"""One night's output of a small model on two cores: 17 tokens per second for eight hours."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class DataConfig(Group):
         "target: the target writes the conversations first",
         name="data",
     )
-    self_tokens: int = setting(_SELF_TOKENS, "with --data self: tokens that the target writes first", AT_LEAST_1)
+    self_tokens: int = setting(500_000, "with --data self: tokens that the target writes first", AT_LEAST_1)
     map: tuple[str, ...] = setting((), "field names of the rows (role=from,content=value or SOURCE:prompt=question)")
     warmup_data: tuple[str, ...] = setting(
         (),

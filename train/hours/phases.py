@@ -26,16 +26,10 @@ from .portions import Journal, Portion, Portions, Warmup
 FIRST = 1 / 40
 """Share of the time for making the first portion. A head then drafts the second one after 1/20 of the time, and five
 portions, each doubling the data, fill all of it."""
-HELD_OUT = 1 / 100
-"""Share of the time for making the held-out prompts."""
 EVALUATION = 1 / 100
 """Share of the time for a measurement of acceptance, before one is timed."""
-WRITING = 1 / 500
-"""Share of the time for writing the last files, report and plots."""
 LONGEST = 1 / 4
 """Maximum share of the remaining time for a phase before the last, so that slow learning leaves time for new data."""
-_WORTH = 0.1
-"""A portion smaller than this share of the existing data is not worth making. The time goes to learning instead."""
 COOLDOWN = 1 / 2
 """Minimum length of the last phase, as a share of all earlier learning. The learning rate falls over 0.4 of that phase,
 which is a fifth of the earlier learning, as in Haegele et al. (2024, arXiv 2405.18392)."""
@@ -68,7 +62,7 @@ def next_portion(
     most = room / (1 / rates.made + passes / rates.learned)
     if passes * (made + most) - learned < cooldown * rates.learned:
         most = (left - cooldown) * rates.made
-    if most < _WORTH * made:
+    if most < made / 10:  # not worth making: the time goes to learning instead
         return 0, True
     return (max(1, round(most)), True) if most < 2 * made else (made, False)
 
@@ -99,7 +93,7 @@ class HoursPhases(Phases):
         self._write()
         begun = self._watch.elapsed
         with Bar(self._total, done=begun) as self._bar:
-            self._portions.make_prompts(lambda *_: self._beat() >= begun + HELD_OUT * self._total)
+            self._portions.make_prompts(lambda *_: self._beat() >= begun + self._total / 100)
             if self._journal.made:
                 self._begin()
             while (number := self._next()) is not None:
@@ -137,8 +131,8 @@ class HoursPhases(Phases):
 
     @property
     def _end(self) -> float:
-        """Second of the run at which the last measurement must begin."""
-        return self._total * (1 - WRITING) - self._evaluation
+        """Second of the run at which the last measurement must begin; 1/500 is for writing report and plots."""
+        return self._total * (1 - 1 / 500) - self._evaluation
 
     @property
     def _left(self) -> float:

@@ -112,12 +112,8 @@ class Journal:
 
 
 _HELD_OUT = "held-out.jsonl"
-_ANSWER = 16
-"""Maximum tokens of answers to held-out prompts. Only the prompts are used; the answers reveal loops and refusals."""
 _SEEDS = 1 << 16
 """Seeds derived from the run's seed: one per portion, and the last for the held-out prompts."""
-_DISK_SHARE = 0.9
-"""Maximum share of the free disk for hidden states, so that a long run does not fill the disk."""
 _ALL = 1 << 40
 """More tokens than any time allows."""
 
@@ -138,7 +134,8 @@ class Portions:
         file = self._folder / _HELD_OUT
         if file.exists() or not self._config.prompts_are_heldout:
             return
-        making = replace(self._making(_SEEDS - 1), turns=(1.0,), max_tokens=_ANSWER)
+        # Only the prompts are used; short answers reveal loops and refusals.
+        making = replace(self._making(_SEEDS - 1), turns=(1.0,), max_tokens=16)
         wanted = Wanted(rows=self._config.evaluation.prompts or MOST_PROMPTS)
         make_to_file(growing_engine(self._target), making, wanted, file, limits=Limits(enough=enough))
 
@@ -230,7 +227,7 @@ class Portions:
         each = bytes_per_token(self._meta)
         held = each * sum(ShardReader(self._shards(number)).tokens for number in whole)
         more = each * tokens
-        return held + more <= self._config.data.cache_gb * 1e9 and more <= _DISK_SHARE * free_disk(self._folder)
+        return held + more <= self._config.data.cache_gb * 1e9 and more <= 0.9 * free_disk(self._folder)
 
     @property
     def _meta(self) -> ShardMeta:

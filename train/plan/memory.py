@@ -147,8 +147,6 @@ def bound_of(config: TrainConfig, target: Target | None = None) -> Bound:
 
 LONG = 1.0
 """Seconds after which a step is long enough to measure."""
-_WRITTEN = 16
-"""Tokens per row to measure how fast the target writes."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +266,7 @@ def _written(target: Target) -> float:
 
     def write() -> None:
         nonlocal written
-        outputs = Engine(target, max_batch=FIRST_ROWS).generate(prompts, SamplingParams(max_tokens=_WRITTEN))
+        outputs = Engine(target, max_batch=FIRST_ROWS).generate(prompts, SamplingParams(max_tokens=16))
         written = sum(len(output.tokens) for output in outputs)
 
     _, seconds = _measured(write, 0)

@@ -18,8 +18,6 @@ from eagle_mlx.errors import ConfigError
 
 from ..config import TrainConfig
 
-_BITS = re.compile(r"\b(\d)-?bit", re.IGNORECASE)
-"""Finds the bits in mlx-community's names of quantized models, which use mlx-lm's default groups of 64."""
 FOLDER = Path(__file__).parent.parent / "recipes"
 
 
@@ -92,5 +90,5 @@ def described_by_name(target: str) -> Mapping[str, Any] | None:
     if recipe is None:
         return None
     model = {key: value for key, value in recipe.model.items() if key != "quantization"}
-    bits = _BITS.search(target)
+    bits = re.search(r"\b(\d)-?bit", target, re.IGNORECASE)  # as mlx-community names them; groups of 64 are the default
     return {**model, "quantization": {"group_size": 64, "bits": int(bits[1])}} if bits else model
