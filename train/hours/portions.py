@@ -198,15 +198,12 @@ class Portions:
             if self._has_states(number):
                 self._read[number] = OnDisk(ShardReader(self._shards(number)), most=most)
             else:
-                self._read[number] = self._rendered(number, most)
+                tokenizer = self._target.tokenizer
+                assert tokenizer is not None, "a target without a tokenizer makes no data"
+                rows = read_conversations(DataConfig((str(self._file(number)),), seed=None), "train", tokenizer)
+                rendered, _ = render_all(tokenizer, rows, most)
+                self._read[number] = InMemory([Example.of(*one) for one in rendered])
         return self._read[number]
-
-    def _rendered(self, number: int, most: int) -> InMemory:
-        tokenizer = self._target.tokenizer
-        assert tokenizer is not None, "a target without a tokenizer makes no data"
-        rows = read_conversations(DataConfig((str(self._file(number)),), seed=None), "train", tokenizer)
-        rendered, _ = render_all(tokenizer, rows, most)
-        return InMemory([Example.of(*one) for one in rendered])
 
     def _without_states(self, number: int) -> InMemory:
         """Return a portion without hidden states."""

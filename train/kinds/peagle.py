@@ -38,9 +38,9 @@ def share_of(slot: int) -> float:
 def unroll_masks(head: PEagleHead, inputs: Inputs, steps: int, recompute: bool = False) -> list[mx.array]:
     """Return the outputs of the first `steps` drafts of each anchor: `steps` times [B, A, H].
 
-    Draft 0 is the output at the index before the anchor, which reads the anchor's
-    embedding, as in EAGLE-3. Draft d is the output of the d-th mask token, which sees the indices up to that one and
-    the mask tokens up to itself. It is computed for the first anchors alone, by `share_of`, and zero for the others.
+    Draft 0 is the output at the index before the anchor, which reads the anchor's embedding, as in EAGLE-3. Draft d is
+    that of the d-th mask token, which sees the indices up to that one and the mask tokens up to itself; it is computed
+    for the first anchors alone, by `share_of`, and zero for the others.
     """
     embeddings, g, segments, anchors = inputs
     (rows, count), indices = anchors.shape, mx.maximum(anchors - 1, 0)
