@@ -148,8 +148,11 @@ class ThroughputPolicy:
         model = [*self._chains[: 2 * deepest + 1], *early, *trees]
         if not can.lookup:
             return [PLAIN, *model]
-        ngrams = [*self._chains, *trees]
-        return [PLAIN, *(replace(arm, lookup=True) for arm in ngrams), *(replace(arm, lookup=False) for arm in model)]
+        return [
+            PLAIN,
+            *(replace(arm, lookup=True) for arm in self._chains),
+            *(replace(arm, lookup=False) for arm in model),
+        ]
 
     def _find_speed(self, rows: int, arm: Plan) -> float:
         """Return the expected tokens per second and row."""

@@ -15,7 +15,7 @@ from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.plan import CONFIDENCE_LAG, Plan
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadState
-from eagle_mlx.proposers.ngram import NgramIndex, merge_branches
+from eagle_mlx.proposers.ngram import NgramIndex
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import length_of, tiny_head, tiny_target
 from tests.full import some
@@ -247,45 +247,6 @@ def test_ngram_drafts_are_no_wider_than_the_longest_match() -> None:
     assert (draft.tokens.tolist(), draft.lengths.tolist()) == ([[2, 3, 1], [0, 0, 0]], [3, 0])
     state.remove(0)
     assert state.draft(Plan(5), batch, mx.array([2])).tokens.shape == (1, 0)
-
-
-def followers(text: list[int], depth: int, most: int, least: int) -> list[list[int]]:
-    """Return all continuations of any n-gram that ends the text."""
-    return [
-        text[start + n : start + n + depth]
-        for n in range(least, min(most, len(text)) + 1)
-        for start in range(len(text) - n)
-        if text[start : start + n] == text[-n:]
-    ]
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 12), st.integers(1, 3))
-def test_ngram_trees_hold_what_followed_before(text: list[int], depth: int, more: int, least: int) -> None:
-    state, nodes = em.NgramProposer(least + 1, least).open([text, [9]]), depth + more
-    batch, at = SamplingBatch.of([SamplingParams()] * 2, [0, 0]), mx.array([len(text), 1])
-    chain, draft = (state.draft(plan, batch, at) for plan in (Plan(depth), Plan(depth, nodes)))
-    known = followers(text, depth, least + 1, least)
-    if not known:
-        assert draft.lengths.tolist() == [0, 0]
-        return
-    assert draft.tree is not None
-    count, none = draft.lengths.tolist()  # type: ignore[misc]
-    assert none == 0 < count <= nodes
-    branches: list[list[int]] = [[]]
-    for token, above in zip(draft.tokens[0].tolist()[:count], draft.tree.parents[0].tolist(), strict=False):  # type: ignore[arg-type, index]
-        assert above < len(branches)
-        branches.append([*branches[above], token])
-    assert len({tuple(branch) for branch in branches}) == count + 1
-    assert all(any(found[: len(branch)] == branch for found in known) for branch in branches)
-    first = chain.tokens[0].tolist()[: chain.lengths.tolist()[0]]  # type: ignore[index, misc]
-    assert branches[1] == first[:1]
-    assert first in branches  # the likeliest chain is a branch if it fits
-
-
-def test_branches_with_a_common_prefix_share_nodes() -> None:
-    assert merge_branches([[5, 6, 7], [5, 8], [9]], 5) == ([5, 6, 7, 8, 9], [0, 1, 2, 1, 0])
-    assert merge_branches([[5, 6, 7], [5, 8], [9]], 2) == ([5, 6], [0, 1])
-    assert merge_branches([], 4) == ([], [])
 
 
 def test_ngram_sizes_must_make_sense() -> None:
