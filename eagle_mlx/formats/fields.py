@@ -140,10 +140,9 @@ def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Return a head's quantization from the field that mlx-lm writes, or None. Raises ConfigError for other modes."""
     how = config.get("quantization")
-    if how is None:
-        return None
     if not isinstance(how, dict):
-        raise ConfigError(f"quantization is {how!r}; it must be an object with group_size and bits")
+        check(how is None, f"quantization is {how!r}; it must be an object with group_size and bits")
+        return None
     mode = how.get("mode", _MODE)
     check(mode == _MODE, f"quantization has mode {mode!r}; only {_MODE} is supported")
     return {name: value for name, value in how.items() if name != "mode"}
@@ -153,12 +152,11 @@ def check_quantization(how: Quantization | None) -> None:
     """Raise ConfigError if a quantization is invalid. MLX would crash on some invalid values."""
     if how is None:
         return
-    if not isinstance(how, Mapping) or set(how) != set(_QUANTIZATION):
-        named = ", ".join(sorted(map(str, how))) if isinstance(how, Mapping) else repr(how)
-        raise ConfigError(f"quantization names {named or 'nothing'}; give group_size and bits")
+    named = sorted(how) if isinstance(how, Mapping) else []
+    check(named == sorted(_QUANTIZATION), f"quantization is {how!r}; give group_size and bits")
     for name, known in _QUANTIZATION.items():
-        if type(how[name]) is not int or how[name] not in known:
-            raise ConfigError(f"quantization sets {name} to {how[name]!r}; MLX knows {', '.join(map(str, known))}")
+        is_known = type(how[name]) is int and how[name] in known
+        check(is_known, f"quantization sets {name} to {how[name]!r}; MLX knows {', '.join(map(str, known))}")
 
 
 def quantization_json(how: Quantization | None) -> dict[str, Any]:
@@ -176,21 +174,18 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     check(layers <= _MOST_LAYERS, f"num_hidden_layers is {layers}; that is a model, not a head")
     longest = _size(config, "max_position_embeddings", 2048)
     windows = _windows(config, layers)
-    theta, scaling = rope_fields(config, longest, windows)
+    theta, scaling = _rope_fields(config, longest, windows)
     return {
         "hidden_size": hidden,
-        "intermediate_size": _size(config, "intermediate_size"),
         "num_attention_heads": heads,
         "num_key_value_heads": _size(config, "num_key_value_heads", heads),
         "head_dim": _size(config, "head_dim", hidden // heads),
-        "vocab_size": _size(config, "vocab_size"),
+        **{name: _size(config, name) for name in ("intermediate_size", "vocab_size")},
+        **{name: bool(config.get(name)) for name in ("attention_bias", "qkv_bias", "mlp_bias")},
         "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "max_position_embeddings": longest,
-        "attention_bias": bool(config.get("attention_bias", False)),
-        "qkv_bias": bool(config.get("qkv_bias", False)),
-        "mlp_bias": bool(config.get("mlp_bias", False)),
         "num_hidden_layers": layers,
         "windows": windows,
     }
@@ -204,28 +199,28 @@ def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) ->
     return size
 
 
-def rope_fields(
-    config: Mapping[str, Any], longest: int, windows: Sequence[int | None] = ()
+def _rope_fields(
+    config: Mapping[str, Any], longest: int, windows: Sequence[int | None]
 ) -> tuple[float, dict[str, Any] | None]:
     """Return RoPE's base and scaling from old or new transformers fields. Raises ConfigError for unknown scaling.
 
     As in transformers, `rope_scaling` takes precedence over `rope_parameters`, and a base in either over the top-level
     one.
     """
-    scaling = _rope_of(config.get("rope_scaling") or config.get("rope_parameters") or {}, windows)
-    theta = float(scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    given = _rope_of(config.get("rope_scaling") or config.get("rope_parameters") or {}, windows)
+    scaling = {name: value for name, value in given.items() if value is not None}
+    theta = float(scaling.pop("rope_theta", 0) or config.get("rope_theta") or 10000.0)
     check(scaling.pop("partial_rotary_factor", 1) == 1, "partial_rotary_factor is set; RoPE rotates whole heads")
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
+    old_name = scaling.pop("type", "default")
+    kind = scaling.pop("rope_type", old_name)
     if kind == "default" and "mrope_section" not in scaling:
         return theta, None
     kind = "mrope" if kind == "default" else kind
     check(kind in _ROPE, f"RoPE scaling of type {kind} is not supported, only {', '.join(sorted(_ROPE))}")
-    unknown = sorted(name for name in scaling.keys() - _ROPE[kind] if scaling[name] is not None)
+    unknown = sorted(scaling.keys() - _ROPE[kind])
     check(not unknown, f"RoPE scaling {kind} with {', '.join(unknown)} is not supported")
     if kind == "mrope":
         return theta, None
-    scaling = {name: value for name, value in scaling.items() if value is not None}
     check("factor" in scaling, f"RoPE scaling {kind} lacks factor")
     if kind == "yarn":
         scaling.setdefault("original_max_position_embeddings", longest)
@@ -233,17 +228,12 @@ def rope_fields(
 
 
 def _rope_of(parameters: Mapping[str, Any], windows: Sequence[int | None]) -> dict[str, Any]:
-    """Return the RoPE parameters. If they are given by type of layer, all layers of the head must have the same.
-
-    Raises ConfigError for other nesting.
-    """
+    """Return the RoPE parameters. If they are given by type of layer, all layers of the head must have the same."""
     if not any(isinstance(value, dict) for value in parameters.values()):
         return dict(parameters)
-    unknown, known = sorted(parameters.keys() - _LAYER_TYPES), " and ".join(sorted(_LAYER_TYPES))
-    check(not unknown, f"RoPE parameters for {', '.join(unknown)}; only {known} are supported")
+    check(parameters.keys() <= _LAYER_TYPES, f"RoPE parameters for {', '.join(parameters)} are not supported")
     used = {"full_attention" if window is None else "sliding_attention" for window in windows or (None,)}
-    lacking = sorted(kind for kind in used if not isinstance(parameters.get(kind), dict))
-    check(not lacking, f"the RoPE parameters lack {' and '.join(lacking)}, which the head's layers have")
+    check(all(map(parameters.get, used)), f"the RoPE parameters lack {' or '.join(sorted(used))}")
     first, *others = (parameters[kind] for kind in used)
     alike = all(other == first for other in others)
     check(alike, "the RoPE parameters differ by type of layer; those of a head must be the same")

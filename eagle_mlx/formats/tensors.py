@@ -54,10 +54,15 @@ def save_head(
     dtype: mx.Dtype = mx.bfloat16,
     overwrite: bool = False,
 ) -> None:
-    """Write weights in `dtype` and `exact` ones in their own, with `noted` and the options in the config."""
+    """Write a folder, which appears only once complete: weights in `dtype` and `exact` ones in their own, with `noted`
+    and the options in the config."""
     notes = {"target": target_name, **noted, **(extra or {})}
     config = {**config, "torch_dtype": DTYPE_NAMES[dtype], "eagle_mlx": notes}
-    write_head(folder, config, {**in_file_type(weights, dtype), **exact}, overwrite)
+    tensors = {**in_file_type(weights, dtype), **exact}
+    mx.eval(tensors)
+    with new_folder(folder, overwrite) as part:
+        write_tensors(part / _WHOLE, tensors)
+        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def with_embedding(head: Any) -> tuple[dict[str, mx.array], dict[str, bool]]:
@@ -85,11 +90,12 @@ def weights_of(module: nn.Module) -> dict[str, mx.array]:
 
 def in_file_type(weights: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
     """Return weights in a dtype, except quantized ones and those that must be exact. The others are not copied."""
-
-    def is_kept(name: str, x: mx.array) -> bool:
-        return x.dtype == dtype or not mx.issubdtype(x.dtype, mx.floating) or name.endswith(EXACT)
-
-    return {name: x if is_kept(name, x) else x.astype(dtype) for name, x in weights.items()}
+    changed = {
+        name: x.astype(dtype)
+        for name, x in weights.items()
+        if x.dtype != dtype and mx.issubdtype(x.dtype, mx.floating) and not name.endswith(EXACT)
+    }
+    return {**weights, **changed}
 
 
 def write_tensors(file: Path, tensors: Mapping[str, mx.array]) -> None:
@@ -100,20 +106,12 @@ def write_tensors(file: Path, tensors: Mapping[str, mx.array]) -> None:
         os.fsync(out.fileno())
 
 
-def write_head(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array], overwrite: bool) -> None:
-    """Write a folder with config.json and model.safetensors, which appears only once complete."""
-    mx.eval(dict(tensors))
-    with new_folder(folder, overwrite) as part:
-        write_tensors(part / "model.safetensors", tensors)
-        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
 def read_tensors(folder: Path) -> dict[str, mx.array]:
     """Return all tensors of a folder's safetensors files, or of its PyTorch files if it has no others.
 
     Raises CheckpointError if there are none, if a file is damaged or missing, or if two files hold the same name.
     """
-    files = _files(folder)
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     _check_shards(folder)
     if not files:
         raise CheckpointError(f"{folder} has no weights: neither .safetensors files nor pytorch_model.bin")
@@ -147,10 +145,6 @@ def check_floating(folder: Path, tensors: Mapping[str, mx.array]) -> None:
                 f"{name} in {folder} is of type {value.dtype}, without a scale that makes it a weight; use the head "
                 "from before quantization, in bfloat16, float16 or float32"
             )
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def read_index(file: Path) -> dict[str, str]:
@@ -189,22 +183,14 @@ def fill(
     Raises CheckpointError for missing, unknown or wrongly shaped tensors.
     """
     expected = {in_file(name): tuple(value.shape) for name, value in weights_of(head).items()}
-    check_shapes(where, {in_file(name): value for name, value in tensors.items()}, expected)
+    _check_shapes(where, {in_file(name): value for name, value in tensors.items()}, expected)
     dtype = compute_dtype()
-    ready = {
-        name: value if dtype is None or not mx.issubdtype(value.dtype, mx.floating) else value.astype(dtype)
-        for name, value in tensors.items()
-    }
-    head.load_weights(list(ready.items()))
-    mx.eval(head.parameters())
-    check_finite(where, {in_file(name): value for name, value in weights_of(head).items()})
-
-
-def check_finite(where: Path, tensors: Mapping[str, mx.array]) -> None:
-    """Raise a CheckpointError with the names of all tensors that have NaN or infinity."""
-    found = {name: mx.isfinite(x).all() for name, x in tensors.items() if mx.issubdtype(x.dtype, mx.floating)}
-    mx.eval(found)
-    broken = sorted(name for name, finite in found.items() if not finite.item())
+    floating = {name: x for name, x in tensors.items() if mx.issubdtype(x.dtype, mx.floating)}
+    cast = floating if dtype is None else {name: x.astype(dtype) for name, x in floating.items()}
+    head.load_weights(list({**tensors, **cast}.items()))
+    finite = {in_file(name): mx.isfinite(x).all() for name, x in cast.items()}
+    mx.eval(head.parameters(), finite)
+    broken = sorted(name for name, is_finite in finite.items() if not is_finite.item())
     if broken:
         raise CheckpointError(
             f"the weights in {where} have NaN or infinity: {', '.join(broken)}; the file is damaged, or training "
@@ -212,7 +198,7 @@ def check_finite(where: Path, tensors: Mapping[str, mx.array]) -> None:
         )
 
 
-def check_shapes(where: Path, tensors: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]]) -> None:
+def _check_shapes(where: Path, tensors: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raise a CheckpointError with all missing, unknown or wrongly shaped tensors."""
     missing = sorted(expected.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - expected.keys())

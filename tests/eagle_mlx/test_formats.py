@@ -220,7 +220,10 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Any, message:
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "type longrope is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 2}}, "yarn with attention_factor"),
         ({"rope_scaling": {"type": "linear"}}, "linear lacks factor"),
-        ({"rope_parameters": {"main": {}, "rope_theta": 3.0}}, "RoPE parameters for main, rope_theta; only full"),
+        (
+            {"rope_parameters": {"main": {}, "rope_theta": 3.0}},
+            "RoPE parameters for main, rope_theta are not",
+        ),
         ({"rope_parameters": {"sliding_attention": {}}}, "the RoPE parameters lack full_attention"),
         ({"rope_parameters": {"full_attention": None, "sliding_attention": {}}}, "lack full_attention"),
         ({"rope_parameters": BY_TYPE, **TWO_KINDS}, "RoPE parameters differ by type of layer"),

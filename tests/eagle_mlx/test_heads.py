@@ -226,5 +226,5 @@ def test_mtp_layers_that_are_not_known() -> None:
         MTPConfig("gpt2", layer)
     with pytest.raises(ConfigError, match="lacks vocab_size"):
         MTPConfig("qwen3", {"hidden_size": 4, "rms_norm_eps": 1e-6})
-    with pytest.raises(ConfigError, match="quantization names bits"):
+    with pytest.raises(ConfigError, match="quantization is .*; give group_size and bits"):
         MTPConfig("qwen3", layer, quantization={"bits": 4})

@@ -16,7 +16,7 @@ import pytest
 import eagle_mlx as em
 from eagle_mlx import heads
 from eagle_mlx.formats.fields import read_config
-from eagle_mlx.formats.tensors import DTYPE_NAMES, fill, in_file_type, read_weights, weights_of, write_head
+from eagle_mlx.formats.tensors import fill, read_weights, save_head, weights_of
 from eagle_mlx.heads import Format, HeadBase, HeadKind
 from eagle_mlx.heads.base import Mask, caches_of
 from eagle_mlx.heads.layers import LayerShape, PlainLayer
@@ -54,10 +54,8 @@ class ToyHead(HeadBase[ToyConfig]):
         return self.target.lm_head(h)
 
 
-def save_toy(head: Any, folder: Path, *, target_name: str | None, extra: Any, dtype: mx.Dtype, overwrite: bool) -> None:
-    config = {"toy": dataclasses.asdict(head.config), "torch_dtype": DTYPE_NAMES[dtype]}
-    noted = {"eagle_mlx": {"target": target_name, **(extra or {})}}
-    write_head(folder, config | noted, in_file_type(weights_of(head), dtype), overwrite)
+def save_toy(head: Any, folder: Path, **options: Any) -> None:
+    save_head(folder, {"toy": dataclasses.asdict(head.config)}, weights_of(head), **options)
 
 
 def load_toy(folder: Path, target_layers: int | None) -> ToyHead:
