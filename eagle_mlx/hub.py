@@ -52,7 +52,12 @@ def resolve(name: str | Path, code: bool = False) -> Path:
     if repo is None:
         raise EagleError(f"there is no folder {folder}")
     with _asking(repo, str(name), f"{name} is not a local folder, {repo}"):
-        return _fetch(repo, code)
+        wanted, left = [*_WANTED, *([_CODE] if code else [])], list(_SAME_AGAIN)
+        fetched = Path(huggingface_hub.snapshot_download(repo, allow_patterns=wanted, ignore_patterns=left))
+        if any(fetched.glob("*.safetensors")):
+            return fetched
+        wanted.append(_TORCH)
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=wanted, ignore_patterns=left))
 
 
 def cached(repo: str) -> Path | None:
@@ -129,14 +134,6 @@ def _reason(repo: str, error: BaseException) -> str:
     if status in (403, 404, 409):
         return f"{repo} is not open to this token ({said}); check its name, or {LOGIN} for an account with access"
     return f"{repo} at {constants.ENDPOINT}: {said}"
-
-
-def _fetch(repo: str, code: bool) -> Path:
-    wanted, left = [*_WANTED, *([_CODE] if code else [])], list(_SAME_AGAIN)
-    folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=wanted, ignore_patterns=left))
-    if any(folder.glob("*.safetensors")):
-        return folder
-    return Path(huggingface_hub.snapshot_download(repo, allow_patterns=[*wanted, _TORCH], ignore_patterns=left))
 
 
 def hub_id(name: str | Path) -> str | None:

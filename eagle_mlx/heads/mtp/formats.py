@@ -220,16 +220,12 @@ def _angles(config: MTPConfig) -> dict[str, Any]:
     return {"rope_parameters": {"type": "default", **rope}}
 
 
-def _holds_mtp(config: Mapping[str, Any], _: Mapping[str, mx.array]) -> bool:
-    return FIELD in config and config.get("speculators_model_type") is None
-
-
-def _holds_split(config: Mapping[str, Any], _: Mapping[str, mx.array]) -> bool:
+def _is_split(config: Mapping[str, Any], _: Mapping[str, mx.array]) -> bool:
     return config.get("model_type") == MODEL_TYPE
 
 
 FORMATS = (
-    Format("mtp", "EAGLE-MLX", (), _holds_mtp, load_mtp, save_mtp),
+    Format("mtp", "EAGLE-MLX", (), lambda config, _: FIELD in config, load_mtp, save_mtp),
     Format("speculators", "speculators", ("speculators",), of_speculators("mtp"), load_mtp, save_speculators_mtp),
-    Format(MODEL_TYPE, "mlx-vlm, as a split MTP layer", ("mlx-vlm",), _holds_split, load_split, save_split),
+    Format(MODEL_TYPE, "mlx-vlm, as a split MTP layer", ("mlx-vlm",), _is_split, load_split, save_split),
 )
