@@ -15,11 +15,10 @@ from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
-from .capturing import shard_meta
+from .capturing import ShardPlace, shard_meta
 from .jsonl import check_new, partial_path
 from .options import AUX_LAYERS, TARGET_HELP, DraftingOptions, aux_layers_of, engine_of, tokenizer_of
 from .synthesis.file import Limits, Wanted, make_to_file
-from .synthesis.shards import ShardPlace
 from .synthesis.tries import MakeConfig, SamplingOptions, beginning
 from .synthesis.user_turns import DOMAINS, FILE, choose_domains, steerable
 
@@ -28,21 +27,13 @@ HELP = f"""\
 Have the target make up conversations. You need no data set, no license and no network.
 
 The target continues its own chat template at the place of a user turn: it writes the user's turn (Magpie, Xu et al.
-2024, arXiv 2406.08464), answers it, and may ask again. A head must predict exactly such answers.
-A target without a chat template writes plain texts, sampled like user turns.
-
-For most user turns, a system prompt sets the topic, and some turns get a given beginning. The answers do not see that
-prompt. --domains FILE.yaml defines your own domains ({FILE.name} is an example). The default domains are:
+2024, arXiv 2406.08464), answers it, and may ask again. For most user turns, a system prompt, which the answers do not
+see, sets the topic. --domains FILE.yaml defines your own ({FILE.name} is an example). The default domains are:
 {_SHARES}
 
-Unusable tries are dropped and counted: user turns that do not end, loop, have special tokens or sound like an
-assistant; answers that loop, refuse or are empty; and conversations that begin like another. A hash of the prompt
-holds out one conversation in 25 (--split train and --split heldout).
-
-The same seed gives the same file. Finished rows are in FILE.jsonl.partial until FILE.jsonl is complete. After Ctrl-C,
-SIGTERM or a crash, the same command continues with that file and loses no row. --rows, --tokens, --batch and --head
-may change. To start over, delete the .partial file. To stop early, add --finish to the same command: it makes no more
-conversations and writes FILE.jsonl and the shards from what there is.
+Unusable tries are dropped and counted. The same seed gives the same file. Finished rows are in FILE.jsonl.partial until
+FILE.jsonl is complete, and the same command continues with it after an interruption; --rows, --tokens, --batch and
+--head may change. To start over, delete it. To stop early, add --finish.
 
 --capture also stores the hidden states of the conversations to learn from in shards, like `eagle-data collect` but
 without reading them again. Then --rows and --tokens may not change.

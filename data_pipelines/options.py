@@ -19,10 +19,10 @@ from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
+from .capturing import ShardPlace
 from .conversation import Conversation
 from .sources.reading import DataConfig, FilterOptions, ReadReport, Split, read_conversations
 from .synthesis.loop import FIRST_ROWS, MOST_ROWS, growing_engine
-from .synthesis.shards import ShardPlace
 
 TARGET_HELP = "folder or hub id of the model"
 AUX_LAYERS = "layers that the head reads (default: 1, N/2-1 and N-4 of N)"

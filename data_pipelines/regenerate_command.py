@@ -20,10 +20,8 @@ from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
 HELP = """\
 Replace every assistant answer by the target's own, which a draft head must predict.
 
-Finished rows are in FILE.jsonl.partial until FILE.jsonl is complete. After Ctrl-C, SIGTERM or a crash, the same command
-continues with that file and loses no row (after a power failure, it may lose the last ones). The result is
-byte-identical to an uninterrupted run. --batch, --head and --num-speculative-tokens may change; other options that
-change the answers may not. To start over, delete the .partial file.
+Finished rows are in FILE.jsonl.partial until FILE.jsonl is complete, and the same command continues with it after an
+interruption; --batch, --head and --num-speculative-tokens may change. To start over, delete the .partial file.
 
 examples:
   eagle-data regenerate --target Qwen3-4B --data chats.jsonl --output answers.jsonl --temperature 0.7

@@ -16,12 +16,12 @@ from eagle_mlx.files import write_output
 from eagle_mlx.progress import counted, progress_bar
 from eagle_mlx.target import Target, text_settings
 
+from ..capturing import MadeShards, ShardPlace, ShardPlan, open_shards
 from ..conversation import Conversation
 from ..jsonl import Done, PartialFile, as_line, difference, open_partial
 from ..sources.rows import parse_row
 from .loop import growing_engine, run_tasks
 from .report import MakeReport
-from .shards import MadeShards, ShardPlace, ShardPlan, open_shards
 from .tries import MakeConfig, Try, tries
 
 FREE_TRIES = 64
@@ -92,12 +92,6 @@ class Selection:
     @property
     def full(self) -> bool:
         return self.wanted.reached(len(self.rows), self.report.tokens, self.report.heldout)
-
-    @property
-    def progress(self) -> int:
-        """Rows or tokens so far, whichever was requested. Unfinished tries count, though some may still be left out."""
-        rows, tokens, _ = self.ended
-        return min(rows, self.wanted.rows) or min(tokens, self.wanted.tokens)
 
     @property
     def ended(self) -> tuple[int, int, int]:
@@ -197,7 +191,7 @@ def _make(
     ahead = next(numbers)
     reached = max(part.done, default=-1)
     first = engine.max_batch if limits.first else 0
-    wanted = selection.wanted
+    wanted, unit = selection.wanted, 0 if selection.wanted.rows else 1
 
     def following(running: int) -> Try | None:
         nonlocal ahead
@@ -210,7 +204,7 @@ def _make(
 
     with progress_bar(
         total=wanted.rows or wanted.tokens,
-        initial=selection.progress,
+        initial=selection.ended[unit],
         desc="make",
         unit="conversation" if wanted.rows else "token",
         disable=not progress,
@@ -224,7 +218,7 @@ def _make(
                 selection.shards.keep(ended.number, ended.example)
             part.add(ended.number, key, ended.report.counts(), row)
             selection.add(ended.number, key, ended.report.counts(), bool(row))
-            shown.update(selection.progress - shown.n)
+            shown.update(min(selection.ended[unit], wanted.rows or wanted.tokens) - shown.n)
             if selection.full:
                 return
 

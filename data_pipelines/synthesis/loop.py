@@ -18,8 +18,8 @@ from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target
 
+from ..capturing import ShardPlace
 from .report import LOOK
-from .shards import ShardPlace
 
 FIRST_ROWS = 32
 """Initial batch size: 32 x 500 tokens take 2.4 GB with an 8B model (36 layers, 8 KV heads of 128, 16 bits)."""

@@ -110,10 +110,7 @@ class MakeReport(Counts):
     @property
     def failed(self) -> int:
         """Tries that gave no conversation."""
-        return sum(count for count, _ in self._failed())
-
-    def _failed(self) -> list[tuple[int, str]]:
-        return [(getattr(self, one.name), one.metadata["why"]) for one in fields(self) if one.metadata]
+        return sum(getattr(self, one.name) for one in fields(self) if one.metadata)
 
     def summary(self) -> str:
         """Return the counts in two lines."""
@@ -127,5 +124,5 @@ class MakeReport(Counts):
 
     def failures(self) -> str:
         """Return the reasons of failures, the most frequent first."""
-        said = sorted(self._failed(), key=lambda each: -each[0])
-        return ", ".join(f"{count:,} {text}" for count, text in said if count) or "none"
+        found = [(getattr(self, one.name), one.metadata["why"]) for one in fields(self) if one.metadata]
+        return ", ".join(f"{count:,} {why}" for count, why in sorted(found, reverse=True) if count) or "none"

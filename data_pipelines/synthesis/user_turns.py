@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.files import read_yaml
+from eagle_mlx.setting import GIGABYTES, REQUIRED, Group, setting
 
 from ..conversation import Message
 
@@ -19,21 +18,17 @@ FILE = Path(__file__).parent / "domains.yaml"
 
 
 @dataclass(frozen=True)
-class Domain:
-    """A kind of conversation. Raises ConfigError on creation if the weight is invalid."""
+class Domain(Group):
+    """A kind of conversation. Raises ConfigError on creation if a value is invalid."""
 
-    name: str
-    weight: float
-    """Share of the conversations, relative to the other weights."""
-    system: str = ""
-    """System prompt for generating user turns; "" keeps the template's own. Answers do not see it."""
-    openings: tuple[str, ...] = ("",)
-    """Beginnings of the first user turn; each conversation gets one."""
+    name: str = setting(REQUIRED, "")
+    weight: float = setting(1.0, "share of the conversations, relative to the other weights", GIGABYTES)
+    system: str = setting("", "system prompt for generating user turns; answers do not see it")
+    openings: tuple[str, ...] = setting(("",), "beginnings of the first user turn; each conversation gets one")
 
-    def __post_init__(self) -> None:
-        weight = self.weight
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
-            raise ConfigError(f"{self.name}: a weight must be a number above 0, such as 2, not {weight!r}")
+    def _check(self) -> None:
+        if not self.openings:
+            raise ConfigError("openings must have at least one text")
 
 
 def read_domains(file: Path) -> tuple[Domain, ...]:
@@ -41,10 +36,15 @@ def read_domains(file: Path) -> tuple[Domain, ...]:
     found = read_yaml(file, "file of domains")
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"{file} must have domains, each with a weight under its name; see {FILE}")
-    try:
-        return tuple(_domain(str(name), entry) for name, entry in found.items())
-    except ConfigError as e:
-        raise ConfigError(f"{file}: {e}") from e
+    domains = []
+    for name, entry in found.items():
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{file}: {name}: needs keys such as `weight: 2` under it, not {entry!r}")
+        try:
+            domains.append(Domain.of(**{**entry, "name": str(name)}))
+        except ConfigError as e:
+            raise ConfigError(f"{file}: {name}: {e}") from e
+    return tuple(domains)
 
 
 def choose_domains(wishes: Sequence[str], file: Path = FILE) -> tuple[Domain, ...]:
@@ -59,23 +59,10 @@ def choose_domains(wishes: Sequence[str], file: Path = FILE) -> tuple[Domain, ..
         if found is None:
             raise ConfigError(f"--domain {wish}: the domains are {', '.join(domain.name for domain in domains)}")
         try:
-            chosen[name] = replace(found, weight=float(weight)) if given else found
-        except (ValueError, ConfigError) as e:
+            chosen[name] = found.changed(weight=weight) if given else found
+        except ConfigError as e:
             raise ConfigError(f"--domain {wish}: a weight must be a number above 0, such as code=2") from e
     return tuple(chosen.values())
-
-
-def _domain(name: str, entry: Any) -> Domain:
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{name}: needs keys such as `weight: 2` under it, not {entry!r}")
-    if unknown := [key for key in entry if key not in ("weight", "system", "openings")]:
-        raise ConfigError(f"{name}: {unknown[0]!r} is not weight, system or openings")
-    system, openings = entry.get("system", ""), entry.get("openings", [""])
-    if not isinstance(system, str):
-        raise ConfigError(f"{name}: system must be a text, not {system!r}")
-    if not (isinstance(openings, list) and openings and all(isinstance(opening, str) for opening in openings)):
-        raise ConfigError(f"{name}: openings must be a list of texts, not {openings!r}")
-    return Domain(name, entry.get("weight", 1.0), system, tuple(openings))
 
 
 DOMAINS = read_domains(FILE)

@@ -44,18 +44,15 @@ examples:
   eagle-bench --race 'def median(values):'              one prompt by each mode, side by side
   eagle-bench --head random --modes plain eagle --policy throughput     the cost of a useless head
 
-All modes decode the same prompts in one process and take turns. Figures are medians over the repeats. mlx-lm and
-mlx-lm-draft decode one prompt at a time, whatever --batch is; mlx-lm-batch is measured for each batch above 1. Texts
-are compared with mlx-lm's greedy text or, above temperature 0 and with --exact, with the plain engine's text for the
-same seeds.
+All modes decode the same prompts in turns. Figures are medians over the repeats. mlx-lm and mlx-lm-draft decode one
+prompt at a time; mlx-lm-batch is measured for each batch above 1. Texts are compared with mlx-lm's greedy text or,
+above temperature 0 and with --exact, with the plain engine's text for the same seeds.
 
-All modes except mlx-lm-stock share one model, as EAGLE-MLX loads it: on a CPU under Linux in float32. mlx-lm-stock
-decodes a second copy in the folder's own type. If the types differ, near-ties may resolve differently; this does not
-change the exit status.
+All modes except mlx-lm-stock share one model, as EAGLE-MLX loads it. mlx-lm-stock decodes a second copy in the folder's
+own type. If the types differ, near-ties may resolve differently; this does not change the exit status.
 
---race decodes its prompt once by each mode. One mode runs alone at a time; at a terminal, a replay at the measured
-speeds then shows all of them side by side, and Ctrl-C skips it. hybrid is what eagle-generate and eagle-serve do by
-default: the head and n-grams, whichever is faster. Texts are compared with the first mode's."""
+--race runs one mode at a time; at a terminal, a replay then shows all of them, and Ctrl-C skips it. hybrid is what
+eagle-generate and eagle-serve do by default: the head and n-grams, whichever is faster."""
 
 
 @dataclass(frozen=True)

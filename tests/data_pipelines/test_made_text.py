@@ -14,12 +14,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from eagle_mlx.data_pipelines import beginning, cli
-from eagle_mlx.data_pipelines.capturing import capture_to_shards, shard_meta
+from eagle_mlx.data_pipelines.capturing import ShardPlace, capture_to_shards, shard_meta
 from eagle_mlx.data_pipelines.jsonl import partial_path
 from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.data_pipelines.synthesis.file import Wanted, make_to_file
-from eagle_mlx.data_pipelines.synthesis.shards import ShardPlace
 from eagle_mlx.data_pipelines.synthesis.tries import MakeConfig
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import TargetError

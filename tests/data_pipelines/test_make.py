@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from eagle_mlx.data_pipelines import DataConfig, cli, read_conversations
-from eagle_mlx.data_pipelines.capturing import capture_to_shards, shard_meta
+from eagle_mlx.data_pipelines.capturing import ShardPlace, capture_to_shards, shard_meta
 from eagle_mlx.data_pipelines.conversation import Conversation, Message
 from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
 from eagle_mlx.data_pipelines.rendering import render
@@ -42,7 +42,6 @@ from eagle_mlx.data_pipelines.synthesis.report import (
     why_no_answer,
     why_no_question,
 )
-from eagle_mlx.data_pipelines.synthesis.shards import ShardPlace
 from eagle_mlx.data_pipelines.synthesis.tries import MakeConfig
 from eagle_mlx.data_pipelines.synthesis.user_turns import (
     DOMAINS,
@@ -351,7 +350,7 @@ def test_requests_with_one_prompt_are_told_apart(target: Target) -> None:
 def test_an_interrupted_capture_is_continued_to_the_row(
     target: Target, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagle_mlx.data_pipelines.synthesis.shards.TOKENS_PER_SHARD", 40)
+    monkeypatch.setattr("eagle_mlx.data_pipelines.capturing.TOKENS_PER_SHARD", 40)
     straight = tmp_path / "straight"
     make_to_file(
         capturing(target, 0), CONFIG, Wanted(rows=ROWS), tmp_path / "s.jsonl", place=place_at(straight, target, bits=8)
@@ -577,13 +576,13 @@ def test_an_opening_is_read_as_the_template_would_have_it() -> None:
         ("", "must have domains"),
         ("- code", "must have domains"),
         ("code: 2", "code: needs keys such as `weight: 2`"),
-        ("code: {weight: 0}", "code: a weight must be a number above 0"),
-        ("code: {weight: many}", "code: a weight must be a number above 0"),
-        ("code: {wait: 1}", "code: 'wait' is not weight, system or openings"),
-        ("code: {system: [a]}", "code: system must be a text"),
-        ("code: {openings: Who}", "code: openings must be a list of texts"),
-        ("code: {openings: []}", "code: openings must be a list of texts"),
-        ("code: {openings: [3]}", "code: openings must be a list of texts"),
+        ("code: {weight: 0}", "code: --weight must be above 0"),
+        ("code: {weight: many}", "code: --weight must be a number"),
+        ("code: {weight: .inf}", "code: --weight must be above 0"),
+        ("code: {wait: 1}", "code: unknown setting 'wait'; did you mean 'weight'?"),
+        ("code: {system: [a]}", "code: --system must be text"),
+        ("code: {openings: []}", "code: openings must have at least one text"),
+        ("code: {openings: [[Who]]}", "code: --openings must be a list, each text"),
         ("code: [", "cannot be read as YAML"),
         ("code: {weight: 1}\ncode: {weight: 2}", "'code' appears twice"),
     ],
