@@ -233,7 +233,9 @@ def load_target(
         raise TargetError(f"{folder} cannot be loaded as a target: {why}") from e
     adapter = None if adapter_folder is None else _add_adapters(model, adapter_folder)
     for token in extra_eos_tokens:
-        _add_eos(tokenizer, token)
+        if not (token.isdecimal() or token in tokenizer.get_vocab()):
+            raise TargetError(f"--extra-eos-token {token!r} is not a token of this tokenizer; give a token or its id")
+        tokenizer.add_eos_token(token)
     if chat_template_args:
         tokenizer = ChatTokenizer(tokenizer, chat_template_args)
     dtype, digest = dtype or compute_dtype(), None
@@ -265,13 +267,6 @@ def _add_adapters(model: nn.Module, folder: Path) -> Adapter:
     model.eval()
     each = [hashlib.sha256((folder / name).read_bytes()).digest() for name in ADAPTER_FILES]
     return Adapter(hub.public_name(folder), hashlib.sha256(b"".join(each)).hexdigest()[:16])
-
-
-def _add_eos(tokenizer: TokenizerWrapper, token: str) -> None:
-    """Add a stop token, given as a token or an id. Raises TargetError if there is no such token."""
-    if not (token.isdecimal() or token in tokenizer.get_vocab()):
-        raise TargetError(f"--extra-eos-token {token!r} is not a token of this tokenizer; give a token or its id")
-    tokenizer.add_eos_token(token)
 
 
 def compute_dtype() -> mx.Dtype | None:

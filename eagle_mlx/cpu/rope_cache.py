@@ -99,11 +99,9 @@ class Rotation:
         cos, sin = self._cos_sin
         if x.ndim != 3:
             cos, sin = (a.reshape(a.shape[0], *(1,) * (x.ndim - 3), *a.shape[1:]) for a in (cos, sin))
-        return x * cos + self._swapped(x) * sin
-
-    def _swapped(self, x: mx.array) -> mx.array:
         half = self._half
-        return mx.concatenate([x[..., half:], x[..., :half]], axis=-1) if half else mx.take(x, self._partner, axis=-1)
+        swapped = mx.concatenate([x[..., half:], x[..., :half]], -1) if half else mx.take(x, self._partner, axis=-1)
+        return x * cos + swapped * sin
 
     def _angles(self, offset: mx.array) -> tuple[mx.array, mx.array]:
         """Return the cosines and sines [B, L, D], for a number and its partner, at positions [B, L]."""

@@ -40,7 +40,12 @@ def learn_costs(engine: Engine, folder: Path | None = None) -> bool:
     policy = engine.policy
     if engine.proposer is None or not isinstance(policy, ThroughputPolicy):
         return False
-    about = _about(engine)
+    about = {
+        "version": _VERSION,
+        "machine": {name: str(value) for name, value in asdict(describe()).items()},
+        "target": fingerprint(engine.target),
+        "kv_bits": engine.kv_bits,
+    }
     digest = hashlib.blake2s(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     file = (folder or cache_folder() / "costs") / f"{digest}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
@@ -91,12 +96,3 @@ def _of_rounds(curve: Curve, exact: bool) -> Curve:
 def _is_curve(curve: Curve) -> bool:
     sizes = {tokens for tokens, _ in curve}
     return len(curve) == len(sizes) > 1 and min(sizes) > 0 and all(0 < seconds < math.inf for _, seconds in curve)
-
-
-def _about(engine: Engine) -> dict[str, object]:
-    return {
-        "version": _VERSION,
-        "machine": {name: str(value) for name, value in asdict(describe()).items()},
-        "target": fingerprint(engine.target),
-        "kv_bits": engine.kv_bits,
-    }
