@@ -23,6 +23,7 @@ COMMANDS = """\
   /stats          tokens per forward and per second of this chat, and the length of the conversation
   /clear          forget the conversation
   /system TEXT    replace the system prompt; without TEXT, show it
+  /help           show these commands
   /exit           end the chat"""
 EPILOG = f"""\
 in the chat:
@@ -153,8 +154,10 @@ class Chat:
                 note(f"system prompt: {self.system or 'none'}")
             case "/stats":
                 length = len(encode(self.engine.target, self.messages)) if self.turns else 0
-                note(f"{self.total}, {self.total.answers} answers")
+                note(f"{self.total}, {self.total.answers} answer{'s' * (self.total.answers != 1)}")
                 note(f"the conversation has {length} of {self.engine.target.context_length} tokens")
+            case "/help":
+                note(COMMANDS)
             case _:
                 note(f"unknown command {name}; the commands are\n{COMMANDS}")
         return True

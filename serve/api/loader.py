@@ -181,7 +181,9 @@ def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
     template = "chat template" if chat.has_chat_template else "no chat template (completions only)"
     chats = f"{template}{', tools' * chat.has_tool_calling}{', reasoning' * chat.has_thinking}"
     budget, prefixes, disk = loaded.engine.kv_budget, loaded.engine.prefixes, loaded.disk
-    cache = f"{gb(min(prefixes.capacity, budget.nbytes))} of it for the prefix cache" if prefixes else "no prefix cache"
+    cache = "no prefix cache"
+    if prefixes is not None:
+        cache = f"{gb(min(prefixes.capacity, budget.nbytes))} of it for the prefix cache"
     keys = f"keys and values up to {gb(budget.nbytes)}" + (f" in {config.kv_bits} bits" if config.kv_bits else "")
     return [
         f"target: {target.name}, {target.num_layers} layers, {str(target.dtype).rpartition('.')[2]}",

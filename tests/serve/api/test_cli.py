@@ -126,6 +126,7 @@ def test_memory_is_shared_out_at_the_start(models: tuple[str, str]) -> None:
     engine = load(LoadConfig(models[0], Speculation(mode="ngram")), said.append).engine
     assert engine.prefixes is not None
     assert 0 < engine.prefixes.capacity < engine.kv_budget.nbytes < free_memory()
+    assert said[-2].endswith(" of it for the prefix cache")
     given = LoadConfig(models[0], Speculation(mode="ngram"), prefix_cache_gb=0.0, memory=MemoryOptions(kv_gb=0.003))
     engine = load(given, said.append).engine
     assert (engine.prefixes, engine.kv_budget.nbytes) == (None, 3_000_000)
