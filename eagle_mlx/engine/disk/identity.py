@@ -34,7 +34,6 @@ def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> 
     """
     model = model_of(proposer)
     reads = model is not None and model.aux_layers
-    versions = {name: _version(name) for name in ("mlx", "mlx-lm", "eagle-mlx")}
     facts = {
         "format": FORMAT,
         "block": BLOCK,
@@ -47,7 +46,7 @@ def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> 
         "kv_bits": kv_bits,
         "proposer": _proposer(model) if model is not None and reads else None,
         "device": str(mx.default_device()),
-        "versions": versions,
+        "versions": {name: metadata.version(name) for name in ("mlx", "mlx-lm", "eagle-mlx")},
     }
     return hashlib.blake2s(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -69,13 +68,6 @@ def _code(model: Any) -> str | None:
 def _config(model: Any) -> str:
     """Return a model's configuration: some of it, such as the RoPE base, is in no tensor."""
     return repr(getattr(model, "args", getattr(model, "config", None)))
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def hash_of_arrays(module: nn.Module) -> str:
