@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.target import Target
 
-from .families import JSON_TOOLS, call_tags, reasoning_tags
+from .families import JSON_TOOLS, Way, call_tags, reasoning_tags, ways_to_render
 from .parser import ReasoningTags
-from .tool_text import Way, ways_to_render
 from .tools import Tool, ToolCallTags
 
 Message = Mapping[str, Any]
@@ -80,21 +78,6 @@ def _call(call: Message, where: str) -> dict[str, Any]:
     return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def with_late_instructions_from_user(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Change late system messages to user messages, for templates that allow none after the first turn."""
-    first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    late = ({**message, "role": "user"} if message["role"] == "system" else message for message in messages[first:])
-    return [dict(message) for message in (*messages[:first], *late)]
-
-
-def with_argument_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages with call arguments as JSON text, for templates that concatenate them."""
-    changed = deepcopy(list(map(dict, messages)))
-    for function in (call["function"] for message in changed for call in message.get("tool_calls", ())):
-        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return changed
-
-
 Encode = Callable[[str, bool], list[int]]
 """Maps a text, and whether to add special tokens that begin or end it, to token ids."""
 _FROM_REQUESTS = {"add_generation_prompt"}
@@ -112,23 +95,6 @@ class Chat:
     arguments: Mapping[str, Any]
     """The template's other arguments."""
     text: str
-
-    @classmethod
-    def render(cls, tokenizer: TokenizerWrapper, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> Chat:
-        """Render messages. Raises any exception of the template.
-
-        Some templates cannot take call arguments as objects, and some refuse system messages after the first turn.
-        """
-        try:
-            return cls(tokenizer, messages, arguments, _render(tokenizer, messages, arguments))
-        except TypeError:
-            messages = with_argument_texts(messages)
-            return cls(tokenizer, messages, arguments, _render(tokenizer, messages, arguments))
-        except Exception:  # a template is a program and raises anything
-            changed = with_late_instructions_from_user(messages)
-            if changed == messages:
-                raise
-            return cls.render(tokenizer, changed, arguments)
 
     def tokens(self, encode: Encode | None = None) -> list[int]:
         """Return the chat's token ids. encode: replaces the tokenizer, unless that tokenizes chats in its own way."""
@@ -315,12 +281,12 @@ class ChatFormat:
         return end.rstrip().endswith(start)
 
 
-def _first_rendered(tokenizer: TokenizerWrapper, ways: Sequence[Way]) -> Chat:
+def _first_rendered(tokenizer: TokenizerWrapper, ways: Iterable[Way]) -> Chat:
     """Return the first chat that the template takes with its tools and calls. Raises PromptError if there is none."""
     error: Exception | None = None
     for messages, arguments in ways:
         try:
-            chat = Chat.render(tokenizer, messages, arguments)
+            chat = Chat(tokenizer, messages, arguments, _render(tokenizer, messages, arguments))
             chat.check_tools_are_rendered()
             return chat
         except Exception as e:  # a template is a program and raises anything

@@ -147,7 +147,7 @@ class ToolCallTags:
     """The tags of a model's calls."""
 
     start: str
-    """Empty if calls have no tags (`bare_calls.py`)."""
+    """Empty if calls have no tags (`BareCallParser`)."""
     end: str
     """Empty if a call lasts until the answer ends."""
     parse: ToolParser
