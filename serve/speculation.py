@@ -269,7 +269,7 @@ class Speculation(Group):
     def notes(self, engine: Engine) -> list[str]:
         """Return lines on the number format of the head's weights, and on why there are no trees, if either applies."""
         proposer = model_of(engine.proposer)
-        notes = [f"head: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
+        notes = [f"head precision: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
         if engine.chains_only:
             notes.append(f"no draft trees for this target: {engine.chains_only}; it drafts chains")
         return notes

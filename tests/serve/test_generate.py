@@ -36,7 +36,7 @@ def test_only_the_text_goes_to_standard_output(models: tuple[str, str], capsys: 
     out, err = capsys.readouterr()
     assert out == expected(target, "def f(x):") + "\n"
     assert f"speculation: eagle head {head}" in err
-    assert "head: weights in float32" in err
+    assert "head precision: weights in float32" in err
     assert "12 tokens in" in err
     assert "(tau)" in err
 

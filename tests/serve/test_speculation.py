@@ -226,9 +226,9 @@ def test_unknown_head_bits_are_refused_with_the_choices(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("bits", "said"),
     [
-        (4, "head: 4-bit weights in groups of 32"),
-        (16, "head: weights in float32"),
-        (None, "head: 8-bit weights in"),
+        (4, "head precision: 4-bit weights in groups of 32"),
+        (16, "head precision: weights in float32"),
+        (None, "head precision: 8-bit weights in"),
     ],
 )
 def test_the_head_is_quantized_as_requested_and_reported(bits: Any, said: str, tmp_path: Path) -> None:
