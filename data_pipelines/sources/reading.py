@@ -23,7 +23,7 @@ from ..conversation import Conversation
 from ..rendering import all_tokens
 from .rows import choose, parse_row, place_of
 from .spec import Source, parse
-from .stdlib import library_files
+from .stdlib import library_conversations
 from .tables import Found, decoded, is_table, open_rows, stream_rows, text_files
 
 T = TypeVar("T")
@@ -31,8 +31,6 @@ T = TypeVar("T")
 Split = Literal["train", "heldout", "all"]
 BLOCK = 10_000
 """Number of rows of a stream that are shuffled at a time."""
-_BLOCK_OF_LIBRARY = 1024
-"""The same for built-in sources, so that a few conversations can be read without parsing every file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +175,7 @@ class _Reading:
     def _read(self, source: Source) -> Iterator[Conversation]:
         """Yield one split of a source."""
         if source.kind == "builtin":
-            files = library_files(source.name, self.split or "train")
-            yield from shuffled(files, self.config.seed, _BLOCK_OF_LIBRARY)
+            yield from library_conversations(source.name, self.split or "train", self.config.seed)
             return
         for conversation in self._texts(source) if source.kind == "text" else self._parsed(source):
             if self.split in (None, "all") or conversation.is_held_out == (self.split == "heldout"):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import random
 import sysconfig
 import textwrap
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -94,8 +96,13 @@ def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunc
     return Function(path, node.name, signature, paragraph, code) if signature.endswith(":") else None
 
 
+Side = Literal["train", "heldout", "all"]
+Reader = Callable[[SourceFile], Iterator[Conversation]]
+
 MAX_DOC_CHARS = 400
 MAX_ANSWER_CHARS = 1200
+_BUFFER = 1024
+"""Number of conversations per kind in the shuffle buffer, so that a few can be drawn without reading every file."""
 
 _NAMES = {
     "python": ("docstrings", "bare", "files"),
@@ -103,26 +110,68 @@ _NAMES = {
     "python-docstrings": ("docstrings",),
     "python-files": ("files",),
 }
-"""Parts of a file: functions with a docstring, functions without one, and pieces of its text."""
 
 
-def library_files(spec: str, split: Literal["train", "heldout", "all"]) -> list[Callable[[], Iterator[Conversation]]]:
-    """Return a function per file of `builtin:…` that yields conversations with new answers. Raises DataError."""
-    parts = _NAMES.get(spec.removeprefix("builtin:"))
-    if parts is None:
+def library_conversations(spec: str, split: Side, seed: int | None) -> Iterator[Conversation]:
+    """Yield a split of `builtin:…` without repeated answers, in an order fixed by the seed; None keeps the file order.
+
+    Raises DataError for an unknown name.
+    """
+    kinds = _NAMES.get(spec.removeprefix("builtin:"))
+    if kinds is None:
         raise DataError(f"{spec}: the built-in sources are {', '.join(f'builtin:{n}' for n in _NAMES)}")
-    files = [file for each in get_args(Split) if split in (each, "all") for file in iter_files(each)]
-    seen: set[str] = set()
-    return [partial(_conversations, file, parts, seen) for file in files]
+    files = [file for part in get_args(Split) if split in (part, "all") for file in iter_files(part)]
+    if seed is None:
+        return _unique(chain.from_iterable(_KINDS[kind][1](file) for file in files for kind in kinds))
+    streams = {kind: _shuffled(files, _KINDS[kind][1], random.Random(f"{seed}/{kind}")) for kind in kinds}
+    return _unique(_mix(streams, random.Random(seed)))
 
 
-def _conversations(file: SourceFile, parts: Collection[str], seen: set[str]) -> Iterator[Conversation]:
-    origin = f"builtin:python:{file.path}"
+def _mix(streams: dict[str, Iterator[Conversation]], rng: random.Random) -> Iterator[Conversation]:
+    while streams:
+        [kind] = rng.choices(list(streams), [_KINDS[kind][0] for kind in streams])
+        conversation = next(streams[kind], None)
+        if conversation is None:
+            del streams[kind]
+        else:
+            yield conversation
+
+
+def _shuffled(files: list[SourceFile], read: Reader, rng: random.Random) -> Iterator[Conversation]:
+    """Yield what `read` finds in the files, in random order from a buffer that is kept full."""
+    buffer: list[Conversation] = []
+    for conversation in chain.from_iterable(map(read, rng.sample(files, len(files)))):
+        buffer.append(conversation)
+        if len(buffer) > _BUFFER:
+            at = rng.randrange(len(buffer))
+            buffer[at], buffer[-1] = buffer[-1], buffer[at]
+            yield buffer.pop()
+    rng.shuffle(buffer)
+    yield from buffer
+
+
+def _chats(documented: bool, file: SourceFile) -> Iterator[Conversation]:
+    """Yield the file's short functions, either those with a docstring or those without."""
     for function in functions_of(file):
-        part = "docstrings" if function.docstring else "bare"
-        if part in parts and len(function.code) <= MAX_ANSWER_CHARS and function.code not in seen:
-            seen.add(function.code)
+        if len(function.code) <= MAX_ANSWER_CHARS and bool(function.docstring) == documented:
             messages = (Message("user", function.prompt), Message("assistant", function.code))
-            yield Conversation(messages, origin=f"{origin}:{function.name}")
-    if "files" in parts:
-        yield from pieces(file.text, origin)
+            yield Conversation(messages, origin=f"builtin:python:{function.path}:{function.name}")
+
+
+def _unique(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+    seen: set[str] = set()
+    for conversation in conversations:
+        said = conversation.messages[-1].content if conversation.messages else conversation.text or ""
+        if said not in seen:
+            seen.add(said)
+            yield conversation
+
+
+_KINDS: dict[str, tuple[float, Reader]] = {
+    "docstrings": (0.3, partial(_chats, True)),
+    "bare": (0.5, partial(_chats, False)),
+    "files": (0.2, lambda file: pieces(file.text, f"builtin:python:{file.path}")),
+}
+"""Shares and readers of functions with a docstring, functions without one, and pieces of files. A kind that is used up
+drops out.
+"""
