@@ -320,12 +320,12 @@ def text_settings(target: Target) -> dict[str, Any]:
 
 def nbytes_of(module: nn.Module) -> int:
     """Return the total bytes of a module's parameters."""
-    return sum(leaf.nbytes for _, leaf in leaves_of(module))
+    return sum(array.nbytes for array in arrays_of(module.parameters()).values())
 
 
-def leaves_of(module: nn.Module) -> list[tuple[str, mx.array]]:
-    """Return a module's parameters with their full names."""
-    return cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
+def arrays_of(tree: Any) -> dict[str, mx.array]:
+    """Return the arrays of a tree, such as a module's parameters, by their full names."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
 
 
 def _digest_of_files(folder: Path, dtype: mx.Dtype | None, tokenizer: TokenizerWrapper, trusted: bool) -> str:
@@ -333,14 +333,14 @@ def _digest_of_files(folder: Path, dtype: mx.Dtype | None, tokenizer: TokenizerW
     model = load_model(folder, lazy=True, trust_remote_code=trusted)[0]
     if dtype is not None:
         model.set_dtype(dtype)
-    leaves = leaves_of(model)
+    leaves = list(arrays_of(model.parameters()).items())
     del model
     return _digest(leaves, _template_of(tokenizer))
 
 
 def digest_of(module: nn.Module, more: str = "") -> str:
     """Return a hexadecimal hash of a module's tensors (names, shapes, dtypes, some values) and a text."""
-    return _digest(leaves_of(module), more)
+    return _digest(list(arrays_of(module.parameters()).items()), more)
 
 
 def _digest(leaves: list[tuple[str, mx.array]], more: str) -> str:

@@ -12,8 +12,7 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from eagle_mlx import ranks
-
-from .unroll import named
+from eagle_mlx.target import arrays_of
 
 T = TypeVar("T")
 
@@ -40,7 +39,7 @@ class World(ranks.World):
         """Return the sum over all processes of a tree of float32 arrays with the same names and shapes."""
         if self.group is None:
             return tree
-        leaves = sorted(named(tree).items())  # the same order in all processes
+        leaves = sorted(arrays_of(tree).items())  # the same order in all processes
         return tree_unflatten([(name, self._sum(array)) for name, array in leaves])
 
     def broadcast_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
+
+from eagle_mlx.target import arrays_of
 
 Step = Callable[..., list[mx.array]]
 """A function from arrays to arrays."""
@@ -155,22 +157,17 @@ def recomputed(module: nn.Module, step: Step, without: Collection[str] = ()) -> 
     return call
 
 
-def named(tree: Any) -> dict[str, mx.array]:
-    """Return the arrays of a tree by their dotted names."""
-    return dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
-
-
 def weights_but(module: nn.Module, without: Collection[str] = ()) -> tuple[list[str], list[mx.array]]:
     """Return names and values of the module's trainable weights, except in the parts `without`."""
     parts = {name: part for name, part in module.trainable_parameters().items() if name not in without}
-    leaves = named(parts)
+    leaves = arrays_of(parts)
     return list(leaves), list(leaves.values())
 
 
 @contextlib.contextmanager
 def holding(module: nn.Module, names: Sequence[str], values: Sequence[mx.array]) -> Iterator[None]:
     """Return a context manager in which the named weights of the module have other values."""
-    before = named(module.trainable_parameters())
+    before = arrays_of(module.trainable_parameters())
     module.update(tree_unflatten(list(zip(names, values, strict=True))))
     try:
         yield

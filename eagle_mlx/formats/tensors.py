@@ -16,7 +16,7 @@ from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.torchzip import read_torch
 from eagle_mlx.hub import why_damaged
-from eagle_mlx.target import compute_dtype, leaves_of
+from eagle_mlx.target import arrays_of, compute_dtype
 
 EXACT = ("e_score_correction_bias",)
 """Suffixes of weights that keep their dtype. They route to experts, and rounding would change the choice."""
@@ -85,7 +85,7 @@ def without_copy(config: Mapping[str, Any], tensors: dict[str, mx.array]) -> dic
 
 def weights_of(module: nn.Module) -> dict[str, mx.array]:
     """Return a module's parameters by full name."""
-    return dict(leaves_of(module))
+    return arrays_of(module.parameters())
 
 
 def in_file_type(weights: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:

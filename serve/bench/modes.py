@@ -7,17 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, get_args
 
 import mlx.core as mx
 import mlx_lm
-from mlx.utils import tree_flatten
 
 from eagle_mlx import DraftModelProposer, HeadProposer, HybridProposer, NgramProposer, Output, SamplingParams, hub
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, arrays_of
 
 from ..speculation import MemoryOptions, PolicyName, Speculation
 from .decoding import Decoding, Mode, ModeName
@@ -35,8 +34,9 @@ class StockModel:
         settings = {"trust_remote_code": trust_remote_code}
         loaded = mlx_lm.load(str(folder), settings, adapter_path=adapter_path, trust_remote_code=trust_remote_code)
         self.model, self.tokenizer, self.name = loaded[0], loaded[1], f"{name} by mlx_lm.load"
-        leaves = cast(list[tuple[str, mx.array]], tree_flatten(self.model.parameters()))
-        counts = Counter(x.dtype for _, x in leaves if mx.issubdtype(x.dtype, mx.floating))
+        counts = Counter(
+            x.dtype for x in arrays_of(self.model.parameters()).values() if mx.issubdtype(x.dtype, mx.floating)
+        )
         self.dtype = counts.most_common(1)[0][0]
 
 

@@ -224,7 +224,8 @@ class Portions:
         each = bytes_per_token(self._meta)
         held = each * sum(ShardReader(self._shards(number)).tokens for number in whole)
         more = each * tokens
-        return held + more <= self._config.data.cache_gb * 1e9 and more <= 0.9 * free_disk(self._folder)
+        room = 0.9 * free_disk(self._folder)  # so that a long run does not fill the disk
+        return held + more <= self._config.data.cache_gb * 1e9 and more <= room
 
     @property
     def _meta(self) -> ShardMeta:

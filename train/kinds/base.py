@@ -23,10 +23,10 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import in_file_type, weights_of
 from eagle_mlx.heads import KINDS, HeadBase, kind_of
 from eagle_mlx.hidden_states import features_of, last_of
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, arrays_of
 
 from ..config import TrainConfig, pass_type
-from ..unroll import named, unroll_feedback
+from ..unroll import unroll_feedback
 from .least_squares import Matrix, Moments
 
 Head = HeadBase[Any]
@@ -295,5 +295,5 @@ def merged(head: Head) -> Head:
 def parameters_of(head: Head) -> str:
     """Return the numbers of a head's parameters and of those that are trained, in words."""
     trees = head.trainable_parameters(), head.parameters()
-    trained, whole = (sum(leaf.size for leaf in named(tree).values()) for tree in trees)
+    trained, whole = (sum(leaf.size for leaf in arrays_of(tree).values()) for tree in trees)
     return f"{whole:,} parameters, of which {trained:,} are trained"

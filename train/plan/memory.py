@@ -20,14 +20,13 @@ from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.progress import tokens_per_second
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.target import Target, compute_dtype
+from eagle_mlx.target import Target, arrays_of, compute_dtype, nbytes_of
 
 from ..config import TrainConfig, flag
 from ..data import Rows, capture_rows, free_disk
 from ..kinds import KINDS, Head, choose_trained, resolved
 from ..kinds.least_squares import bytes_of
 from ..step import NotFiniteError, Stepper
-from ..unroll import named
 
 FLOAT = 4
 """Bytes of a weight, moment or gradient in float32."""
@@ -54,18 +53,18 @@ class Bound:
         dtype = compute_dtype()
         return sum(
             leaf.size * dtype.size if dtype is not None and mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
-            for leaf in named(self.target.model.parameters()).values()
+            for leaf in arrays_of(self.target.model.parameters()).values()
         )
 
     @property
     def trained(self) -> int:
         """Number of trained parameters."""
-        return sum(leaf.size for leaf in named(self.head.trainable_parameters()).values())
+        return sum(leaf.size for leaf in arrays_of(self.head.trainable_parameters()).values())
 
     @property
     def head_bytes(self) -> int:
         """Bytes of the head's weights in memory."""
-        return sum(leaf.nbytes for leaf in named(self.head.parameters()).values())
+        return nbytes_of(self.head)
 
     @property
     def training(self) -> int:
@@ -209,7 +208,7 @@ def probe(target: Target, config: TrainConfig, head: Head | None = None, free: i
         reading_peak, reading = _measured(partial(read, part), begin)
         part = replace(part, states=np.array(capture_rows(target, layers, part).astype(mx.float32)))
         taken, learning = _measured(partial(step, part), begin)
-        gradients = FLOAT * sum(weight.size for weight in named(trained.trainable_parameters()).values())
+        gradients = FLOAT * sum(weight.size for weight in arrays_of(trained.trainable_parameters()).values())
         fixed = min(taken, mx.get_active_memory() - begin + gradients)
         each = max(0, taken - fixed) // count
         check_memory(config, fixed, each, free)

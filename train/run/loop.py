@@ -18,7 +18,7 @@ from eagle_mlx.errors import CheckpointError, DataError, EagleError
 from eagle_mlx.files import write_whole
 from eagle_mlx.hub import public_name
 from eagle_mlx.progress import counted
-from eagle_mlx.target import Target, digest_of, fingerprint
+from eagle_mlx.target import Target, arrays_of, digest_of, fingerprint
 
 from ..config import TrainConfig, file_type
 from ..data import Batches, Rows, TrainData, count_learned
@@ -27,7 +27,6 @@ from ..evaluation import SHARE, TIMES, Acceptance, Evaluator
 from ..kinds import Head, kind_of, merged, resolved
 from ..report import write_plots
 from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of
-from ..unroll import named
 from . import state
 from .folder import Identity, check_same, read_identity, run_folder, write_identity
 from .phases import Phase, Phases, Workers
@@ -323,7 +322,7 @@ class Run:
         best_step, best = self.best or (None, None)
         due = self._next_eval or 0.0
         now = RunState(self.progress, self.watch.elapsed, due, self.untrained, best_step, best, self._recent)
-        saved = Checkpoint(now, named(self.head.trainable_parameters()), self.stepper.state())
+        saved = Checkpoint(now, arrays_of(self.head.trainable_parameters()), self.stepper.state())
         state.save(self.folder, saved, self.config.run.checkpoints)
         self._plan_next_save()
 

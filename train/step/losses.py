@@ -82,11 +82,11 @@ def total_variation(logits: mx.array, probs: mx.array) -> mx.array:
 
 
 def lk_loss(logits: mx.array, probs: mx.array) -> mx.array:
-    """Return the hybrid LK loss [U]: s KL(p, q) + (1 - s) TV(p, q) with s = exp(-3 acceptance), a constant.
+    """Return the hybrid LK loss [U]: s KL(p, q) + (1 - s) TV(p, q) with s = exp(-3 acceptance), without its gradient.
 
     A poor draft learns from the divergence, whose gradients are larger, and a good one from the acceptance. Source:
-    Samarin et al. 2026, arXiv 2602.23881, sections 4.2 and 4.4; per position as in vllm-project/speculators,
-    `lk_hybrid_loss`. The cross-entropy stands for the divergence: their gradients are equal.
+    Samarin et al. 2026, arXiv 2602.23881, sections 4.2 and 4.4, who find 3 to be the best; per position as in
+    vllm-project/speculators, `lk_hybrid_loss`. The cross-entropy stands for the divergence: their gradients are equal.
     """
     rejected = total_variation(logits, probs)
     share = mx.stop_gradient(mx.exp(-3 * (1 - rejected)))

@@ -21,14 +21,14 @@ from eagle_mlx.errors import EagleError
 from eagle_mlx.formats.tensors import EXACT
 from eagle_mlx.hidden_states import last_of
 from eagle_mlx.memory import FreedBuffers
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, arrays_of
 
 from ..config import TrainConfig, pass_type
 from ..data import Rows, capture_rows
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import KINDS, Head, kind_of, resolved
 from ..kinds.block import with_latents
-from ..unroll import Inputs, holding, named, weights_but
+from ..unroll import Inputs, holding, weights_but
 from .inputs import Plan, add_noise, make_anchor_plan, make_plan, noise_of
 from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses, step_weights
 from .optimizers import Optimizers
@@ -162,7 +162,7 @@ class Stepper:
         self._check(norm, results[0], rows)
         self._update(gradient, norm)
         del total, gradient  # so that the update can reuse their memory
-        for weight in named(self.head.parameters()).values():
+        for weight in arrays_of(self.head.parameters()).values():
             mx.eval(weight)  # one at a time, to limit temporary memory
         mx.eval(self._optimizers.together.state)
         return [norm, *results]
@@ -210,7 +210,7 @@ class Stepper:
         """Broadcast rank 0's head and state exactly."""
         if self._world.size == 1:
             return
-        weights = self._world.broadcast_arrays(named(self.head.trainable_parameters()))
+        weights = self._world.broadcast_arrays(arrays_of(self.head.trainable_parameters()))
         self.head.update(tree_unflatten(list(weights.items())))
         self.restore(self._world.broadcast_arrays(self.state()))
 

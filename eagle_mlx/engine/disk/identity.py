@@ -20,7 +20,7 @@ from eagle_mlx.engine.disk.database import BLOCK
 from eagle_mlx.engine.disk.snapshot_file import FORMAT
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.hybrid import model_of
-from eagle_mlx.target import Target, leaves_of
+from eagle_mlx.target import Target, arrays_of
 
 _THREADS = min(8, os.cpu_count() or 1)
 """Hashing releases the GIL. A core hashes 1.5 GB/s (EPYC, SHA-256), so 20 GB take 2 to 4 s on four to eight cores."""
@@ -72,7 +72,7 @@ def _config(model: Any) -> str:
 
 def hash_of_arrays(module: nn.Module) -> str:
     """Return 32 hexadecimal digits that identify a module's arrays: their bytes, names, shapes and dtypes."""
-    leaves = sorted(leaves_of(module), key=lambda leaf: leaf[0])
+    leaves = sorted(arrays_of(module.parameters()).items())
     on_host = [np.array(x.reshape(-1).view(mx.uint8), copy=False) for _, x in leaves]
     digest = hashlib.sha256()
     with ThreadPoolExecutor(_THREADS) as pool:
