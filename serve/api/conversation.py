@@ -94,8 +94,8 @@ class Conversation:
 class ByType:
     """Reads a union of models by their field `type`, and a value without a type as the first model.
 
-    A model whose type is any string, such as BareTool, reads unknown types. Tags are in brackets, so that errors name
-    fields only.
+    If a model takes any string as its type, such as BareTool, it reads unknown types. Tags are in brackets, so that
+    errors name fields only.
     """
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

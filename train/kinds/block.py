@@ -1,4 +1,4 @@
-"""Block drafters: DFlash and DSpark, whose slots are all drafted in one forward.
+"""Block drafters: DFlash and DSpark, which draft all slots in one forward.
 
 All blocks of a batch are computed in one forward: each anchor has a block of its own, and all share the row's context.
 A new head is a linear guess: every slot reads the newest context position. Sources: deepseek-ai/DeepSpec (losses and
