@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 MIN_TOKENS = 3
 """Minimum tokens of a piece for one draft step: two to read and one to predict."""
-_WINDOW = 1024
-"""Number of pieces that are sorted by length together."""
+_WINDOW = 256
+"""Rows' worth of tokens whose pieces are sorted by length together."""
 _FULL_SHARE = 32
 """A row is full if less than 1/32 of it is left."""
 
@@ -52,9 +52,8 @@ def pack(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], lengt
     rows: list[list[Piece]] = []
     open_rows: list[tuple[int, int]] = []
     """Remaining room and number of each row that is not full, in ascending order."""
-    pieces = [piece for sample in map(int, order) for piece in cut_into_pieces(sample, lengths[sample], length)]
-    for begin in range(0, len(pieces), _WINDOW):
-        for piece in sorted(pieces[begin : begin + _WINDOW], key=len, reverse=True):
+    for window in _windows(lengths, order, length):
+        for piece in sorted(window, key=len, reverse=True):
             at = bisect.bisect_left(open_rows, (len(piece), 0))
             if at < len(open_rows):
                 room, row = open_rows.pop(at)
@@ -65,6 +64,19 @@ def pack(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], lengt
             if room - len(piece) >= MIN_TOKENS:
                 bisect.insort(open_rows, (room - len(piece), row))
     return [tuple(row) for row in rows]
+
+
+def _windows(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], length: int) -> list[list[Piece]]:
+    windows: list[list[Piece]] = [[]]
+    total = 0
+    for sample in order:
+        for piece in cut_into_pieces(int(sample), lengths[int(sample)], length):
+            if total >= _WINDOW * length:
+                windows.append([])
+                total = 0
+            windows[-1].append(piece)
+            total += len(piece)
+    return windows
 
 
 @dataclass(frozen=True)
