@@ -282,7 +282,7 @@ def test_a_served_model_thinks_calls_a_tool_and_reads_only_the_new_turn(root: Pa
 
 @pytest.fixture
 def converted(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Return a function that copies a model's conversion, to a folder named `mine`, and empties the registry of heads."""
+    """Return a function that copies a model's conversion to the folder `mine`, and empty the registry of heads."""
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "registry"))
 
     def copied(name: str) -> Path:
