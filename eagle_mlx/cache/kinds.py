@@ -96,7 +96,8 @@ def _check_quantizable(model: nn.Module, kv_bits: int) -> None:
     try:
         model(mx.zeros((1, 1), mx.int32), cache=caches)
     except Exception as e:  # the model knows nothing of such a cache, so any error is possible
-        raise TargetError(f"this model cannot decode with a quantized KV cache ({e}); omit kv_bits") from e
+        reason = str(e).partition("\n")[0]
+        raise TargetError(f"this model cannot decode with a quantized KV cache ({reason}); omit kv_bits") from e
 
 
 def may_pad(model: nn.Module) -> bool:

@@ -84,7 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _doctor(options: DoctorOptions, command: str) -> None:
     mx.random.seed(0)
-    print(f"machine: {describe()}", file=sys.stderr)
     found = _measured(options)
     text = json.dumps({"eagle_mlx": version("eagle-mlx"), "command": command, **as_json(found)}, indent=1)
     if options.json not in (None, _PRINT):

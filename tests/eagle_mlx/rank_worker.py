@@ -125,7 +125,7 @@ def plain_texts(
 
 
 def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Sequence[Plan]]) -> dict[str, list[int]]:
-    """Compare texts in several modes with the whole target's plain ones: first greedy texts, then seeded ones."""
+    """Compare texts in several modes with the whole target's plain ones: greedy, then seeded by exact engines."""
     found = {}
     for seeded, own in enumerate(plans):
         if not own:
@@ -140,7 +140,13 @@ def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Sequence[Pla
                 if plan.stop_below is not None:
                     proposer = em.HeadProposer((IN_BLOCKS["dspark"] if seeded else tiny_head)(whole))
                 engine = Engine(
-                    target, proposer, policy=Always(plan), max_batch=rows, prefill_chunk=16, kv_bytes=1 << 28
+                    target,
+                    proposer,
+                    policy=Always(plan),
+                    max_batch=rows,
+                    prefill_chunk=16,
+                    kv_bytes=1 << 28,
+                    exact=bool(seeded),
                 )
                 outputs = engine.generate(PROMPTS, params)
                 tokens = [output.tokens for output in outputs]

@@ -192,3 +192,19 @@ def test_from_the_hub_only_the_files_with_the_layer_are_fetched(
         head = load_head(tmp_path / name, golden.TARGET)
         assert isinstance(head, MTPHead)
         assert golden.difference("mtp-mimo", head) < 0.05, "but for bfloat16 as the reference"
+
+
+def test_from_the_hub_a_separate_file_of_mtp_layers_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hub" / "org").mkdir(parents=True)
+    source = golden.written(tmp_path / "hub" / "org" / "model", "mtp-qwen3.5")
+    layer = {name: value for name, value in read_tensors(source).items() if name.startswith("mtp.")}
+    mx.save_safetensors(str(source / "mtp.safetensors"), layer)
+    asked: list[str] = []
+    with hub_of(tmp_path / "hub", asked) as endpoint:
+        hub_server.use(monkeypatch, endpoint, tmp_path / "home")
+        args = ["mtp", "--source", "org/model", "--output", str(tmp_path / "out"), "--dtype", "float32"]
+        assert main(args) == 0, capsys.readouterr().err
+    assert sorted(asked) == ["config.json", "mtp.safetensors"]
+    assert golden.difference("mtp-qwen3.5", load_head(tmp_path / "out", golden.TARGET)) < golden.CLOSE

@@ -17,7 +17,7 @@ from eagle_mlx.formats.fields import read_config, reading
 from eagle_mlx.formats.tensors import DTYPE_NAMES, INDEX, read_index, weights_of
 from eagle_mlx.heads.mtp import choices_of, mtp_of_model, save_mtp
 from eagle_mlx.heads.mtp.formats import quantized
-from eagle_mlx.heads.mtp.published import mtp_prefix, shards_of
+from eagle_mlx.heads.mtp.published import SIDECAR, mtp_prefix, shards_of
 from eagle_mlx.heads.precision import described
 from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 
@@ -94,6 +94,8 @@ def _mtp_folder(source: str, index: int = 0) -> Path:
     folder, commit = config.parent, config.parent.name
     with reading(config):
         prefix = mtp_prefix(read_config(folder), index)
+    if hub.fetch_file(repo, SIDECAR, commit, required=False) is not None:
+        return folder
     listed = hub.fetch_file(repo, INDEX, commit, required=False)
     shards = ["model.safetensors"] if listed is None else shards_of(repo, read_index(listed), prefix)
     for shard in shards:

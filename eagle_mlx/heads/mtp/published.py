@@ -21,7 +21,8 @@ from eagle_mlx.heads.base import build
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, read_layer
 from eagle_mlx.heads.mtp.mlx_quantized import common_quantization
 
-_SIDECAR = "mtp.safetensors"
+SIDECAR = "mtp.safetensors"
+"""A file of MTP layers that some conversions write next to the model's own files."""
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 """The model's own tensors, to detect copies of them in an MTP layer."""
 _FILES = {
@@ -325,7 +326,7 @@ def _published_name(name: str) -> str:
 
 def _sidecar(folder: Path) -> dict[str, mx.array]:
     """Return the tensors of `mtp.safetensors`; empty if there is no such file."""
-    file = folder / _SIDECAR
+    file = folder / SIDECAR
     return read_safetensors(file) if file.exists() else {}
 
 
