@@ -20,6 +20,7 @@ from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import TrainData
 from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.kinds import resolved
+from eagle_mlx.train.kinds.block import unroll_blocks
 from eagle_mlx.train.kinds.least_squares import Moments, best_map, bytes_of, error, factors
 from eagle_mlx.train.run import new_head
 from tests.fakes import tiny_target
@@ -188,3 +189,25 @@ def test_factors_are_the_nearest_of_their_rank(seed: int, rows: int, columns: in
     assert right_side.shape == (rank, columns)
     lost = np.linalg.svd(matrix, compute_uv=False)[rank:]
     assert np.linalg.norm(matrix - left @ right_side) == pytest.approx(np.linalg.norm(lost), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+def test_slots_begin_with_the_newest_context_feature(kind: str, scale: float) -> None:
+    """A slot's embedding stays in the residual, but it must not drown the feature if embeddings are large."""
+    model: Any = tiny_target().model
+    model.model.embed_tokens.weight = model.model.embed_tokens.weight * scale
+    target = Target(model, None, "tiny")
+    samples = list(capture(target, LAYERS, conversations(target, 40)))
+    head = new_head(target, TrainData(InMemory(samples), LAYERS, None, {}), config_of(head=kind))
+    head.attach(target)
+    found = []
+    for sample in samples:
+        tokens = mx.array(sample.tokens)[None]
+        aux = list(mx.split(mx.array(sample.states.features)[None].astype(mx.float32), 3, axis=-1))
+        g, anchors = head.features(aux), mx.arange(2, tokens.size)[None]
+        drafts = unroll_blocks(head, (head.embed(tokens), g, mx.ones(tokens.shape, mx.int32), anchors), 2)
+        for drafted in drafts:
+            states = drafted / head.norm.weight
+            found.append(mx.mean(states * g[:, 1:-1] / mx.sqrt(mx.mean(mx.square(states)) * mx.mean(mx.square(g)))))
+    assert mx.mean(mx.stack(found)) > 0.7, "with 16 dimensions, older positions get some weight too"
