@@ -8,6 +8,7 @@ their weights), vllm-project/speculators (anchors); their trainers mask one long
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -97,7 +98,8 @@ def _loudness(head: BlockHead) -> float:
     """
     vocabulary = head.config.vocab_size
     some = head.embed(mx.arange(0, vocabulary, max(1, vocabulary // 4096))).astype(mx.float32)
-    return 2 * head.config.hidden_size**0.5 * float(mx.sqrt(mx.mean(mx.square(some))))
+    size: int = head.config.hidden_size
+    return 2 * math.sqrt(size) * float(mx.sqrt(mx.mean(mx.square(some))))
 
 
 def unit(embeddings: mx.array) -> mx.array:
