@@ -230,8 +230,12 @@ def test_tokenizing_takes_a_slot_of_the_queue(encoder: LongTexts) -> None:
             encoder.go_on.set()
         server.until(lambda: server.idle)
         assert server.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
-        server.terminate()
-        assert server.http.post("/tokenize", json={"prompt": "x"}).status_code == 503
+        encoder.go_on.clear()
+        with many_long_texts(server, "/tokenize", 1):
+            server.until(lambda: server.service.slots_taken == 1)
+            server.terminate()  # an idle server would close its connections within a tick
+            assert server.http.post("/tokenize", json={"prompt": "x"}).status_code == 503
+            encoder.go_on.set()
 
 
 @pytest.mark.parametrize(
