@@ -194,7 +194,7 @@ def test_factors_are_the_nearest_of_their_rank(seed: int, rows: int, columns: in
 @pytest.mark.parametrize("kind", ["dspark", "dflash"])
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 def test_slots_begin_with_the_newest_context_feature(kind: str, scale: float) -> None:
-    """A slot's embedding stays in the residual, but it must not drown the feature if embeddings are large."""
+    """A slot's embedding stays in the residual, but it must not outweigh the feature if embeddings are large."""
     model: Any = tiny_target().model
     model.model.embed_tokens.weight = model.model.embed_tokens.weight * scale
     target = Target(model, None, "tiny")

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 MIN_TOKENS = 3
 """Minimum tokens of a piece for one draft step: two to read and one to predict."""
 _WINDOW = 256
-"""Rows' worth of tokens whose pieces are sorted by length together."""
+"""Rows that are filled from one window, sorted by length: enough to fill them, few enough to keep batches mixed.
+
+With windows of 1,024 pieces, `make demo`'s head had τ 2.38, 1.99 and 2.17 by seed instead of 2.52, 2.22 and 2.31."""
 _FULL_SHARE = 32
 """A row is full if less than 1/32 of it is left."""
 
@@ -67,6 +69,7 @@ def pack(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], lengt
 
 
 def _windows(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], length: int) -> list[list[Piece]]:
+    """Return the pieces in this order, in windows of at least the tokens of `_WINDOW` rows; the last may have fewer."""
     windows: list[list[Piece]] = [[]]
     total = 0
     for sample in order:

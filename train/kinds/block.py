@@ -80,7 +80,7 @@ def begin_linear(head: BlockHead, guess: Matrix, by: Moments) -> None:
     rank = attention.kv_heads * attention.q_norm.weight.shape[0]
     _, directions = np.linalg.eigh(features)
     kept = directions[:, -rank:]
-    attend_to_itself(attention, (_loudness(head) * kept @ kept.T).astype(np.float32))
+    attend_to_itself(attention, (_output_size(head) * kept @ kept.T).astype(np.float32))
     if head.config.markov_head is not None:
         left, right = factors(np.ascontiguousarray(of_token.T), head.config.markov_rank)
         vocabulary = unit(head.embed(mx.arange(target.vocab_size)).astype(mx.float32))
@@ -90,13 +90,13 @@ def begin_linear(head: BlockHead, guess: Matrix, by: Moments) -> None:
         head.markov_head.markov_w2.weight = (rows * final_norm(target)) @ mx.array(left)
 
 
-def _loudness(head: BlockHead) -> float:
-    """Return the root mean square that the first layer needs to add to the embeddings, which stay in the residual.
+def _output_size(head: BlockHead) -> float:
+    """Return the root mean square of the first layer's output: large, because embeddings stay in the residual.
 
-    An embedding raises the logit of its own token by sqrt(H) standard deviations of the other logits if it is as large
-    as the rest of the residual. This keeps it at half of one. The final norm hides the scale.
+    If an embedding is as large as the output, it raises its own token's logit by sqrt(H) standard deviations of the
+    other logits. With this size, it raises it by half of one. The final norm removes the size.
     """
-    vocabulary = head.config.vocab_size
+    vocabulary = head.config.vocab_size  # about 4,096 of its embeddings are enough for a mean
     some = head.embed(mx.arange(0, vocabulary, max(1, vocabulary // 4096))).astype(mx.float32)
     size: int = head.config.hidden_size
     return 2 * math.sqrt(size) * float(mx.sqrt(mx.mean(mx.square(some))))
