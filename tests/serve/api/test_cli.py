@@ -15,6 +15,7 @@ from eagle_mlx.memory import free_memory
 from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import LoadConfig, check, load
 from eagle_mlx.serve.api.model import sampling_defaults
+from eagle_mlx.serve.api.server import listen
 from eagle_mlx.serve.speculation import AUTO, MemoryOptions, Speculation
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
@@ -171,3 +172,12 @@ def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert flag in text
     assert "curl " in text
+
+
+def test_a_streams_events_do_not_wait_for_acknowledgments() -> None:
+    with (
+        listen("127.0.0.1", 0) as sock,
+        socket.create_connection(sock.getsockname()),
+        sock.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
