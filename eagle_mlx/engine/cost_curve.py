@@ -1,4 +1,4 @@
-"""Time of a target forward by number of tokens, measured once per machine and saved."""
+"""Time of a target forward by number of tokens, measured at the start and saved."""
 
 from __future__ import annotations
 
@@ -24,18 +24,24 @@ SIZES = (1, 4, 8, 2, 16, 3, 6, 32, 5, 7, 9)
 """Token counts to measure, in this order, so that a slow target gets a coarse curve in time."""
 SECONDS = 1.0
 """Approximate time limit for measuring, including compilation of kernels."""
-_VERSION = 2
+_AGREE = 1.25
+"""A size is settled if its two shortest times differ by at most this factor. On a quiet CPU they differed by up to 1.2;
+beside another program, by 1.4 to 2."""
+_VERSION = 3
 """Version of the file format. Files of other versions are ignored."""
 
 Curve = list[tuple[int, float]]
 """Pairs of tokens and seconds."""
+Times = dict[int, list[float]]
+"""The one or two shortest times, in seconds, of a forward of so many tokens."""
 
 
 def learn_costs(engine: Engine, folder: Path | None = None) -> bool:
     """Give the engine's policy its target's cost curve. Return whether it has one now.
 
-    It is read from a file in `folder` (default: `costs` in the cache folder), or measured and saved; file errors are
-    ignored. Only `ThroughputPolicy` uses it. Call this before the first request, while the machine is idle.
+    Times are kept in a file in `folder` (default: `costs` in the cache folder). Each call measures the sizes that are
+    not settled yet, so a busy machine does not spoil the curve for good. File errors are ignored. Only
+    `ThroughputPolicy` uses the curve. Call this before the first request.
     """
     policy = engine.policy
     if engine.proposer is None or not isinstance(policy, ThroughputPolicy):
@@ -48,41 +54,60 @@ def learn_costs(engine: Engine, folder: Path | None = None) -> bool:
     }
     digest = hashlib.blake2s(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     file = (folder or cache_folder() / "costs") / f"{digest}.json"
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        content = json.loads(file.read_text(encoding="utf-8"))
-        saved = sorted((int(tokens), float(seconds)) for tokens, seconds in content["curve"])
-        if _is_curve(saved):
-            policy.costs.curve = _of_rounds(saved, engine.exact)
-            return True
-    if engine.target.is_sharded:  # the other ranks would have to take part
+    saved = _read(file)
+    times = saved if engine.target.is_sharded else measured_times(engine.target, engine.kv_bits, saved)
+    if len(times) < 2:
         return False
-    curve = measured_curve(engine.target, engine.kv_bits)
-    if not _is_curve(curve):
-        return False
-    policy.costs.curve = _of_rounds(curve, engine.exact)
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({"about": about, "curve": curve}).encode())
+    policy.costs.curve = _of_rounds(curve_of(times), engine.exact)
+    if times != saved:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps({"about": about, "times": times}).encode())
     return True
 
 
-def measured_curve(target: Target, kv_bits: int | None = None, seconds: float = SECONDS) -> Curve:
-    """Time forwards of one row. Return the sizes measured in time, each with its shortest time.
+def _read(file: Path) -> Times:
+    """Return the saved times; none if the file is missing or damaged."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        content = json.loads(file.read_text(encoding="utf-8"))["times"]
+        times = {int(size): sorted(float(seconds) for seconds in took) for size, took in content.items()}
+        if all(size in SIZES and took and 0 < took[0] and took[-1] < math.inf for size, took in times.items()):
+            return times
+    return {}
 
-    The curve never decreases with size: other load can make a forward slower, but never faster.
-    """
+
+def measured_times(
+    target: Target, kv_bits: int | None = None, known: Times | None = None, seconds: float = SECONDS
+) -> Times:
+    """Time forwards of one row for about `seconds`, until all sizes are settled. Times in `known` count too."""
     cache = RaggedCache.of(target.model, 1, kv_bits)
-    compiled, shortest = set[int](), dict[int, float]()
+    compiled, times = set[int](), dict(known or {})
     began = perf_counter()
-    for size in [*(size for size in SIZES for _ in range(2)), *SIZES, *SIZES]:
-        started = perf_counter()
-        if started - began > seconds:
-            break
-        mx.eval(target.forward(mx.zeros((1, size), mx.int32), cache).logits)
-        if size in compiled:
-            shortest[size] = min(perf_counter() - started, shortest.get(size, seconds))
+    for size in 3 * SIZES:
+        if _is_settled(times.get(size, [])):
+            continue
+        for _ in range(1 if size in compiled else 2):
+            started = perf_counter()
+            if started - began > seconds:
+                return times
+            mx.eval(target.forward(mx.zeros((1, size), mx.int32), cache).logits)
         compiled.add(size)
-    return [(size, min(took for of, took in shortest.items() if of >= size)) for size in sorted(shortest)]
+        times[size] = sorted([*times.get(size, []), perf_counter() - started])[:2]
+    return times
+
+
+def curve_of(times: Times) -> Curve:
+    """Return the shortest time of each size, corrected for other load, which may only slow a forward down.
+
+    A size takes at most as long as any larger one, and n tokens take at most n times as long as one.
+    """
+    sizes = sorted(times)
+    least = times[sizes[0]][0] / sizes[0] if sizes else 0.0
+    return [(size, min(size * least, *(times[of][0] for of in sizes if of >= size))) for size in sizes]
+
+
+def _is_settled(took: list[float]) -> bool:
+    return len(took) == 2 and took[1] <= _AGREE * took[0]
 
 
 def _of_rounds(curve: Curve, exact: bool) -> Curve:
@@ -91,8 +116,3 @@ def _of_rounds(curve: Curve, exact: bool) -> Curve:
         return curve
     tokens, seconds = zip(*curve, strict=True)
     return [(1, float(np.interp(2, tokens, seconds))), *(point for point in curve if point[0] > 1)]
-
-
-def _is_curve(curve: Curve) -> bool:
-    sizes = {tokens for tokens, _ in curve}
-    return len(curve) == len(sizes) > 1 and min(sizes) > 0 and all(0 < seconds < math.inf for _, seconds in curve)

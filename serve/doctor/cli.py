@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from eagle_mlx.catalog.models import described_target, published_model
 from eagle_mlx.command import arguments, exit_code, read
-from eagle_mlx.engine.cost_curve import measured_curve
+from eagle_mlx.engine.cost_curve import curve_of, measured_times
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import write_output
 from eagle_mlx.heads.eagle3 import random_head
@@ -100,7 +100,7 @@ def _measured(options: DoctorOptions) -> Findings:
     dtype, size = str(target.dtype).rpartition(".")[2], nbytes_of(target.model) / 1e9
     free = free_memory() / 1e9
     steps = measure.time_steps(target, head, seconds)
-    prefill, curve = measure.prefill_rate(target, seconds), measured_curve(target)
+    prefill, curve = measure.prefill_rate(target, seconds), curve_of(measured_times(target))
     # Both are shorter on a slow machine.
     compared = 16 * max(1, min(4, int(seconds / (48e-3 * steps.verify_ms[1]))))
     context = max(16, min(measure.LONG, target.context_length // 2, int(prefill * seconds / 4)))
