@@ -132,7 +132,7 @@ class Speculation(Group):
     )
     keep: bool = setting(
         True,
-        "with --spec-policy throughput: start from the target's cost curve, measured at the start and saved",
+        "with --spec-policy throughput: start from the target's cost curve; it is measured at the start and saved",
         name="prior",
     )
     disable_at_rows: int = setting(0, f"{_EMA}no drafts for N or more requests", AT_LEAST_0, "disable_by_batch_size")

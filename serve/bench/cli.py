@@ -103,7 +103,7 @@ class BenchOptions(Group):
         AT_LEAST_1,
     )
     prior: bool = setting(
-        False, "with --policy throughput: start from the target's cost curve, measured at the start and saved"
+        False, "with --policy throughput: start from the target's cost curve; it is measured at the start and saved"
     )
     json: Path | None = setting(None, "write the figures to this file")
     plot: Path | None = setting(None, "draw the figures as a bar chart", metavar="FILE.png")
