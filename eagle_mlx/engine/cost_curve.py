@@ -25,8 +25,8 @@ SIZES = (1, 4, 8, 2, 16, 3, 6, 32, 5, 7, 9)
 SECONDS = 1.0
 """Approximate time limit for measuring, including compilation of kernels."""
 _AGREE = 1.25
-"""A size is settled if its two shortest times differ by at most this factor. On a quiet CPU they differed by up to 1.2;
-beside another program, by 1.4 to 2."""
+"""A size is settled if its two shortest times differ by at most this factor. They differed by up to 1.2 on two quiet
+cores, and by 1.4 to 2 while another program ran."""
 _VERSION = 3
 """Version of the file format. Files of other versions are ignored."""
 
@@ -40,7 +40,7 @@ def learn_costs(engine: Engine, folder: Path | None = None) -> bool:
     """Give the engine's policy its target's cost curve. Return whether it has one now.
 
     Times are kept in a file in `folder` (default: `costs` in the cache folder). Each call measures the sizes that are
-    not settled yet, so a busy machine does not spoil the curve for good. File errors are ignored. Only
+    not settled yet: times from a busy machine improve at later starts. File errors are ignored. Only
     `ThroughputPolicy` uses the curve. Call this before the first request.
     """
     policy = engine.policy

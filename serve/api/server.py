@@ -246,7 +246,8 @@ def listen(host: str, port: int) -> socket.socket:
         sock = socket.create_server(where, family=family, backlog=2048, dualstack_ipv6=both)
     except (OSError, OverflowError, UnicodeError) as e:
         raise ConfigError(f"cannot listen at --host {host} --port {port}: {e}; use another address or port") from e
-    # Connections inherit this. asyncio sets it only if a socket names its protocol, and on macOS not even then (cpython
-    # issue 148783). Without it, an event of a stream waits until the client has acknowledged the one before: 40 ms.
+    # Connections inherit this. asyncio does not set it for sockets without a protocol number, nor for any on macOS
+    # (cpython issue 148783). Without it, an event of a stream waits up to 40 ms for the client's acknowledgment of the
+    # event before.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
