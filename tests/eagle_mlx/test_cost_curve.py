@@ -21,21 +21,15 @@ from tests.fakes import tiny_head, tiny_target
 TARGET = tiny_target()
 
 
-class Clock:
-    """A clock that advances by `step()` seconds at each call."""
-
-    def __init__(self, step: Callable[[], float]):
-        self.step, self.now = step, 0.0
-
-    def __call__(self) -> float:
-        self.now += self.step()
-        return self.now
+def clock(step: Callable[[], float]) -> Callable[[], float]:
+    """Return a clock that advances by `step()` seconds at each call."""
+    return itertools.accumulate(iter(step, None)).__next__
 
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every forward take as long as every other."""
-    monkeypatch.setattr(cost_curve, "perf_counter", Clock(lambda: 0.001))
+    monkeypatch.setattr(cost_curve, "perf_counter", clock(lambda: 0.001))
 
 
 def learned(target: Target, folder: Path, **settings: Any) -> list[tuple[float, float]]:
@@ -60,18 +54,18 @@ def test_a_curve_of_a_quiet_machine_is_measured_once(tmp_path: Path) -> None:
 
 
 def test_a_busy_machine_does_not_spoil_the_curve_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(clock: Clock) -> set[float]:
-        monkeypatch.setattr(cost_curve, "perf_counter", clock)
+    def start(step: Callable[[], float]) -> set[float]:
+        monkeypatch.setattr(cost_curve, "perf_counter", clock(step))
         return {round(seconds, 6) for _, seconds in learned(TARGET, tmp_path)}
 
     load = itertools.count()
-    assert max(start(Clock(lambda: 0.001 * 1.03 ** next(load)))) > 0.0015  # no two times of a size agree
-    assert start(Clock(lambda: 0.001)) == {0.001}
-    assert start(Clock(lambda: 0.0001)) == {0.001}, "nothing is measured again"
+    assert max(start(lambda: 0.001 * 1.03 ** next(load))) > 0.0015  # no two times of a size agree
+    assert start(lambda: 0.001) == {0.001}
+    assert start(lambda: 0.0001) == {0.001}, "nothing is measured again"
 
 
 def test_a_slow_target_is_measured_at_several_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost_curve, "perf_counter", Clock(lambda: 0.1))
+    monkeypatch.setattr(cost_curve, "perf_counter", clock(lambda: 0.1))
     sizes = [len(learned(TARGET, tmp_path)) for _ in range(9)]
     assert sizes[0] in range(2, 5)
     assert sizes == sorted(sizes)

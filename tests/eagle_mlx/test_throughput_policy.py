@@ -138,7 +138,7 @@ def test_a_cost_curve_that_is_wrong_hides_nothing_for_long() -> None:
 
 @pytest.mark.parametrize(("curve", "chance"), [("M4 Pro", 0.9), ("CPU", 0.85)])
 def test_a_forward_that_was_interrupted_while_it_was_timed_hides_nothing(curve: str, chance: float) -> None:
-    """The times are from a real file. A policy that believed them lost a quarter of the speed for thousands of rounds."""
+    """The times are from a real file. A policy that believed them lost a quarter of the speed."""
     for seed in SEEDS:
         world, policy = World(curve, chance, seed=seed), policy_for(curve)
         one = policy.costs.curve[0][1]
