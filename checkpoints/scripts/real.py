@@ -92,8 +92,9 @@ def modes_of(target: em.Target, head: DraftHead | None) -> list[Mode]:
     """Return the modes: mlx-lm, plain, n-grams, and with a head also the head's modes.
 
     These are the head with and without n-grams under the policy `throughput`, and the head in fixed chains and trees.
+    As in eagle-serve, the policy begins with the target's cost curve.
     """
-    models = Models(target, head)
+    models = Models(target, head, prior=True)
     modes = build_modes(models, ["mlx-lm", "plain"], [1], [])
     modes += build_modes(models, ["ngram"], [1], [MOST_TOKENS], ["throughput"])
     if head is not None:
