@@ -26,6 +26,7 @@ def test_the_most_frequent_and_the_special_are_kept_in_ascending_order() -> None
     counts = np.array([0, 9, 3, 3, 7, 1])
     assert choose_draft_vocab(counts, 3).tolist() == [1, 2, 4]
     assert choose_draft_vocab(counts, 3, always=(0, 99)).tolist() == [0, 1, 4]
+    assert choose_draft_vocab(counts, 3, had=np.array([0, 3])).tolist() == [1, 3, 4]
     assert choose_draft_vocab(counts, 6).tolist() == list(range(6))
     assert coverage(counts, np.array([1, 4])) == 16 / 23
     assert coverage(np.zeros(3, np.int64), np.array([1])) == 1.0

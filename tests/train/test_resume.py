@@ -76,7 +76,11 @@ CHOSEN = ("rows", "length", "epochs", "lr", "eval_prompts")
 
 
 @pytest.mark.parametrize(
-    "kind", in_full(["eagle3", "eagle", "mtp", "peagle", "adapted", "open"], ["eagle3", "mtp", "adapted", "open"])
+    "kind",
+    in_full(
+        ["eagle3", "eagle", "mtp", "peagle", "adapted", "continued", "open"],
+        ["eagle3", "mtp", "adapted", "continued", "open"],
+    ),
 )
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
     kind: str, target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -87,6 +91,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
         "mtp": ("--head", "mtp", "--draft-vocab", "0"),
         "peagle": ("--head", "peagle"),
         "adapted": ("--init-from", str(published(target, tmp_path / "head")), "--lora-rank", "2"),
+        "continued": ("--init-from", str(published(target, tmp_path / "head")), "--draft-vocab", "300"),
         "open": tuple(part for name in CHOSEN for part in (flag(name), "0")),
     }[kind]
     more = (*own, "--max-steps", str(STEPS), "--eval-steps", "4", "--checkpoints", "1")

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from eagle_mlx.data_pipelines import capture_to_shards
 from eagle_mlx.errors import CheckpointError, ConfigError, ShardError
@@ -26,7 +27,8 @@ from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.sources import training_data
 from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.kinds import KINDS, kind_of, merged, resolved
-from eagle_mlx.train.run.start import existing_head
+from eagle_mlx.train.kinds.base import projection
+from eagle_mlx.train.run.start import existing_head, with_vocabulary
 from eagle_mlx.train.step.step import Stepper
 from tests.eagle_mlx.heads import GEMMA, dflash, dflash2, dspark, eagle, eagle3, mtp, peagle
 from tests.fakes import tiny_target
@@ -138,7 +140,13 @@ def test_quantized_heads_of_every_kind_are_trained_dequantized(tmp_path: Path, n
     [
         ("eagle3", "mtp", {}, "is an EAGLE-3 head; continue it with --head eagle3"),
         ("mtp", "eagle3", {}, "is an MTP head; continue it with --head mtp"),
-        ("eagle3", "eagle3", {"draft_vocab": 64}, "--draft-vocab is 64, but .* has 48; leave --draft-vocab out"),
+        (
+            "eagle3",
+            "eagle3",
+            {"draft_vocab": 64, "lora_rank": 2},
+            "--draft-vocab is 64, .* has 48; leave --draft-vocab",
+        ),
+        ("dflash", "dflash", {"draft_vocab": 64}, "--draft-vocab is 64, but .* has 128"),
         ("eagle3", "eagle3", {"aux_layers": [0, 1, 2]}, "--aux-layers is 0 1 2, but .* has 0 2 3"),
         ("eagle3", "eagle3", {"heads": 2}, "--heads is 2, but .* has 4"),
         ("eagle3.1", "eagle3", {"norm_before_residual": True}, "--norm-before-residual is True"),
@@ -160,7 +168,64 @@ def test_matching_settings_are_accepted(tmp_path: Path) -> None:
     assert existing_head(TARGET, config_of("eagle3", folder)) is not None
     whole = written(SHAPES["eagle3.1"](), tmp_path / "whole")
     assert existing_head(TARGET, config_of("eagle3", whole, draft_vocab=32000)) is not None
+    assert existing_head(TARGET, config_of("eagle3", folder, draft_vocab=64)) is not None, "the data chooses them"
     assert existing_head(TARGET, resolved(TrainConfig())) is None
+
+
+KEPT = {"some": np.array([0, 3, *range(20, 90), 127]), "all": None}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("name", ["eagle3", "eagle3.1", "dspark, as speculators", "dspark, as DeepSpec"])
+def test_a_head_with_another_draft_vocabulary_drafts_known_tokens_as_before(name: str, kept: str) -> None:
+    head, config = SHAPES[name](), config_of("eagle3", Path("any"))
+    head.attach(TARGET)
+    changed: Any = with_vocabulary(head, TARGET, KEPT[kept], config)
+    every = np.arange(TARGET.vocab_size)
+    before = every if head.token_ids is None else np.array(head.token_ids)
+    after = every if KEPT[kept] is None else KEPT[kept]
+    assert changed.config == replace(head.config, draft_vocab_size=len(after))
+    np.testing.assert_array_equal(every if changed.token_ids is None else changed.token_ids, after)
+    _, old, new = np.intersect1d(before, after, return_indices=True)
+    was, now = weights_of(head), weights_of(changed)
+    assert was.keys() == now.keys()
+    for key, value in was.items():
+        by_token = key in ("lm_head.weight", "markov_head.markov_w2.weight")
+        np.testing.assert_array_equal(
+            *(np.array(value)[old], np.array(now[key])[new]) if by_token else (value, now[key])
+        )
+    trained = dict(tree_flatten(changed.trainable_parameters()))
+    assert changed is head or "embed_tokens.weight" not in trained
+
+
+def test_rows_of_new_tokens_are_like_those_of_the_tokens_that_a_head_has() -> None:
+    """Here they are the target's own rows, changed alike: shifted, so that an added row of the target's would win."""
+    ids, rng = np.arange(0, 100), np.random.default_rng(0)
+    head = eagle3(TARGET, draft_vocab=100)
+    head.attach(TARGET)
+    shift, mix = rng.normal(size=32), np.eye(32) + 0.1 * rng.normal(size=(32, 32))
+    whole = np.array(projection(TARGET)) @ mix + shift
+    head.lm_head.weight = mx.array(whole[ids], mx.float32)
+    head = type(head)(head.config, mx.zeros(100, mx.int32)).update(head.parameters())
+    head.attach(TARGET)
+    changed: Any = with_vocabulary(head, TARGET, None, config_of("eagle3", Path("any")))
+    np.testing.assert_allclose(changed.lm_head.weight, whole, atol=0.02 * np.abs(whole).max())
+
+
+def test_the_data_choose_the_draft_vocabulary_of_an_existing_head(tmp_path: Path) -> None:
+    capture_to_shards(TARGET, (0, 2, 3), [(list(range(100, 120)), [1] * 20)] * 3, tmp_path / "shards")
+    folder, more = written(SHAPES["eagle3"](), tmp_path / "head"), {"shards": str(tmp_path / "shards")}
+
+    def kept(**own: Any) -> list[int]:
+        config = config_of("eagle3", folder, **more, **own)
+        found = training_data(TARGET, config, head=existing_head(TARGET, config)).kept
+        assert found is not None
+        return found.tolist()  # type: ignore[no-any-return]
+
+    had = existing_head(TARGET, config_of("eagle3", folder)).token_ids.tolist()  # type: ignore[union-attr]
+    assert kept() == had
+    assert kept(lora_rank=2, draft_vocab=48) == had
+    assert set(kept(draft_vocab=48)) == {*range(100, 120), *[i for i in had if i not in range(100, 120)][:28]}
 
 
 @pytest.mark.parametrize(
@@ -227,7 +292,7 @@ def run(target: Path, chats: Path, output: Path, *more: str) -> int:
 
 @pytest.mark.parametrize("kind", in_full(list(KINDS), ["mtp"]))
 def test_a_run_continues_the_head_of_another(target: Path, chats: Path, tmp_path: Path, capsys: Any, kind: str) -> None:
-    shape = ("--draft-vocab", "512") if kind == "eagle3" else ()
+    shape, more = (("--draft-vocab", "512"), ("--draft-vocab", "600")) if kind == "eagle3" else ((), ())
     first, second = tmp_path / "first", tmp_path / "second"
     assert run(target, chats, first, "--head", kind, *shape) == 0
     report = json.loads((first / "report.json").read_text())
@@ -236,7 +301,7 @@ def test_a_run_continues_the_head_of_another(target: Path, chats: Path, tmp_path
     logged = [row for row in rows if row["kind"] == "train"]
     assert all(("feature_loss_by_step" in row) == (kind == "eagle") for row in logged)
     assert len(logged[0]["loss_by_step"]) == report["config"]["unroll"]
-    assert run(target, chats, second, "--head", kind, "--init-from", str(first / "last")) == 0
+    assert run(target, chats, second, "--head", kind, "--init-from", str(first / "last"), *more) == 0
     went_on = json.loads((second / "report.json").read_text())
     assert went_on["started_from"] == str(first / "last")
     before, began = report["acceptance"]["last"], went_on["acceptance"]["untrained"]
@@ -246,7 +311,7 @@ def test_a_run_continues_the_head_of_another(target: Path, chats: Path, tmp_path
     for name in ("best", "last"):
         assert kind_of(load_head(second / name, model)).name == kind
     if kind == "eagle3":
-        assert load_head(second / "last", model).token_ids.shape == (512,)  # type: ignore[union-attr]
+        assert load_head(second / "last", model).token_ids.shape == (600,)  # type: ignore[union-attr]
 
 
 def test_the_wrong_kind_is_an_error_message(target: Path, chats: Path, tmp_path: Path, capsys: Any) -> None:

@@ -34,15 +34,18 @@ class HeadConfig(Group):
         name="head",
         metavar=f"{{{','.join(_TRAINED)}}}",
     )
-    init_from: str = setting(
-        "", "folder or hub id of a head of this kind to continue from; it sets the shape and the draft vocabulary"
-    )
+    init_from: str = setting("", "folder or hub id of a head of this kind to continue from; it sets the shape")
     lora_rank: int = setting(
         0,
         "with --init-from: train only LoRA adapters of this rank, merged into the written head; 0 for all",
         AT_LEAST_0,
     )
-    draft_vocab: int = setting(0, "size of the draft vocabulary, the most frequent tokens", AT_LEAST_0)
+    draft_vocab: int = setting(
+        0,
+        "size of the draft vocabulary, the most frequent tokens; with --init-from, 0 keeps the head's, another number "
+        "chooses one for the data",
+        AT_LEAST_0,
+    )
     aux_layers: tuple[int, ...] = setting(
         (), "target layers that the head reads, from 0 (default: a low, a middle and a high one, or those of --shards)"
     )

@@ -128,11 +128,13 @@ def count_tokens(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_s
     return counts
 
 
-def choose_draft_vocab(counts: NDArray[np.int64], size: int, always: Collection[int] = ()) -> NDArray[np.int64]:
+def choose_draft_vocab(
+    counts: NDArray[np.int64], size: int, always: Collection[int] = (), had: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
     """Return the `size` most frequent token ids of counts [V], ascending, including `always` (special tokens).
 
-    Ties go to the lower id, so the result is reproducible. Raises ConfigError if `size` is larger than the vocabulary
-    or smaller than `always`.
+    Of equally frequent ones, those that a head `had` come first, then lower ids, so the result is reproducible. Raises
+    ConfigError if `size` is larger than the vocabulary or smaller than `always`.
     """
     vocab_size = len(counts)
     if not 0 < size <= vocab_size:
@@ -140,7 +142,8 @@ def choose_draft_vocab(counts: NDArray[np.int64], size: int, always: Collection[
     kept = np.array(sorted({i for i in always if 0 <= i < vocab_size}), np.int64)
     if len(kept) > size:
         raise ConfigError(f"draft vocabulary of {size}: the target's {len(kept)} special tokens alone need more")
-    order = np.argsort(-counts, kind="stable")
+    kept_first = 2 * counts + np.isin(np.arange(vocab_size), [] if had is None else had)
+    order = np.argsort(-kept_first, kind="stable")
     rest = order[~np.isin(order, kept)][: size - len(kept)]
     return np.sort(np.concatenate([kept, rest]))
 
@@ -159,13 +162,17 @@ def special_token_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
 def draft_vocabulary(
     target: Target, config: TrainConfig, counts: NDArray[np.int64], head: DraftHead | None
 ) -> tuple[NDArray[np.int64] | None, dict[str, Any]]:
-    """Return the kept ids (None for all), and their number and coverage for the run's report."""
+    """Return the kept ids (None for all), and their number and coverage for the run's report.
+
+    They are those of `head`, if it is given and no other number is asked for.
+    """
     kept: NDArray[np.int64] | None = None
-    if head is not None:
-        kept = None if head.token_ids is None else np.array(head.token_ids, np.int64)
+    had = None if head is None or head.token_ids is None else np.array(head.token_ids, np.int64)
+    if head is not None and (config.head.lora_rank or not config.head.draft_vocab):
+        kept = had
     elif 0 < config.head.draft_vocab < target.vocab_size:
         always = special_token_ids(target.tokenizer) if target.tokenizer is not None else frozenset[int]()
-        kept = choose_draft_vocab(counts, config.head.draft_vocab, always)
+        kept = choose_draft_vocab(counts, config.head.draft_vocab, always, had)
     if kept is None:
         return None, {"draft_vocab": target.vocab_size, "draft_vocab_coverage": 1.0}
     return kept, {"draft_vocab": len(kept), "draft_vocab_coverage": coverage(counts, kept)}

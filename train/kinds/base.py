@@ -157,7 +157,9 @@ class Kind(ABC, Generic[H]):
         """Return a loaded head's values of the settings that determine a new head's shape."""
         shape = head.config
         found = {name: getattr(shape, field) for name, field in _SHAPE.items() if hasattr(shape, field)}
-        if found.get("draft_vocab") == shape.vocab_size <= config.head.draft_vocab:
+        if "lm_head" in head and not config.head.lora_rank:
+            found.pop("draft_vocab", None)  # the data may choose another
+        elif found.get("draft_vocab") == shape.vocab_size <= config.head.draft_vocab:
             found["draft_vocab"] = config.head.draft_vocab
         return found
 

@@ -30,7 +30,7 @@ from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of
 from . import state
 from .folder import Identity, check_same, read_identity, run_folder, write_identity
 from .phases import Phase, Phases, Workers
-from .start import new_head
+from .start import new_head, with_vocabulary
 from .state import Checkpoint, Progress, RunState, Stopwatch, mean, means
 from .tracker import Tracker, outcome
 
@@ -149,7 +149,10 @@ class Run:
         """
         self.begun = True
         self.learn_from(data)
-        self.head = self.existing or new_head(self.target, data, self.config, begin=self.saved is None)
+        if self.existing is None:
+            self.head = new_head(self.target, data, self.config, begin=self.saved is None)
+        else:
+            self.head = with_vocabulary(self.existing, self.target, data.kept, self.config)
         how = self.config.evaluation
         self.evaluator = Evaluator(self.target, prompts, how.depth, how.tokens, how.batch)
         self.stepper = Stepper(self.head, self.target, self.config, self._world)

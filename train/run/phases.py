@@ -21,7 +21,7 @@ from ..distributed import World
 from ..kinds import Head, resolved
 from ..step import Schedule, Stepper, span_of, with_warmup
 from .folder import fingerprint_of
-from .start import new_head
+from .start import new_head, with_vocabulary
 from .state import Bar
 
 if TYPE_CHECKING:
@@ -153,7 +153,10 @@ def run_worker(
 ) -> None:
     """Train together with rank 0 until it ends the run. Only rank 0 evaluates, saves and writes."""
     config = resolved(config, target)
-    head = head or new_head(target, data, config, begin=False)  # rank 0 sends its weights before the first step
+    if head is None:
+        head = new_head(target, data, config, begin=False)  # rank 0 sends its weights before the first step
+    else:
+        head = with_vocabulary(head, target, data.kept, config)
     with stop.deferred():
         how, begin = config.optimization, first_epoch(config)
         parts = [Batches(one.samples, how.rows, how.length, config.run.seed, world) for one in (warmup, data) if one]

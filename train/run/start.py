@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import kind_of as known_kind
 from eagle_mlx.heads import load_head
 from eagle_mlx.hidden_states import Example, features_of, last_of, read_states
@@ -18,6 +21,7 @@ from eagle_mlx.target import Target
 from ..config import TrainConfig, flag
 from ..data import Examples, TrainData
 from ..kinds import KINDS, OPEN, Head, choose_trained, kind_of
+from ..kinds.base import projection
 from ..kinds.least_squares import best_map
 
 
@@ -47,6 +51,44 @@ def existing_head(target: Target, config: TrainConfig) -> Head | None:
     choose_trained(head, config)
     mx.eval(head.parameters())
     return head
+
+
+_DRAFT_ROWS = ("lm_head.weight", "markov_head.markov_w2.weight")
+"""Weights that have a row for each token of the draft vocabulary."""
+
+
+def with_vocabulary(head: Head, target: Target, kept: NDArray[np.int64] | None, config: TrainConfig) -> Head:
+    """Return the head with the draft vocabulary `kept` [Vd], the target's ids, ascending; None for all.
+
+    Tokens that it drafts already keep their rows of weights. Rows of new tokens are predicted from those of the
+    target's output projection, by least squares over all tokens that it drafts already.
+    """
+    every = np.arange(target.vocab_size)
+    old = every if head.token_ids is None else np.array(head.token_ids, np.int64)
+    new = every if kept is None else kept
+    if np.array_equal(old, new):
+        return head
+    place = np.minimum(np.searchsorted(old, new), len(old) - 1)
+    known = mx.array(old[place] == new)[:, None]
+    rows = mx.pad(projection(target), [(0, 0), (0, 1)], constant_values=1.0)  # with a constant
+    weights = weights_of(head)
+    for name in weights.keys() & set(_DRAFT_ROWS):
+        pieces = [np.arange(first, len(old), _PIECES) for first in range(min(_PIECES, len(old)))]
+        found = best_map((rows[mx.array(old[at])], weights[name][mx.array(at)]) for at in pieces)
+        assert found is not None, "a draft vocabulary has tokens"
+        guess = rows[mx.array(new)] @ mx.array(found[0])
+        weights[name] = mx.where(known, weights[name][mx.array(place)], guess)
+    d2t = None if kept is None else mx.array(kept - np.arange(len(kept)), mx.int32)
+    changed: Head = kind_of(head).made(replace(head.config, draft_vocab_size=len(new)), d2t)
+    changed.load_weights(list(weights.items()))
+    changed.attach(target)
+    choose_trained(changed, config)
+    mx.eval(changed.parameters())
+    return changed
+
+
+_PIECES = 20
+"""Parts of a vocabulary, of which two choose the ridge of the least squares."""
 
 
 def new_head(target: Target, data: TrainData, config: TrainConfig, begin: bool = True) -> Head:
