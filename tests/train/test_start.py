@@ -146,6 +146,9 @@ def test_quantized_heads_of_every_kind_are_trained_dequantized(tmp_path: Path, n
             {"draft_vocab": 64, "lora_rank": 2},
             "--draft-vocab is 64, .* has 48; leave --draft-vocab",
         ),
+        ("eagle3, two layers", "eagle3", {"layers": 1}, "--layers is 1, but .* has 2"),
+        ("eagle3", "eagle3", {"layers": 2, "lora_rank": 2}, "--layers is 2, but .* has 1"),
+        ("dspark, as SpecForge", "dspark", {"layers": 5}, "--layers is 5, but"),
         ("dflash", "dflash", {"draft_vocab": 64}, "--draft-vocab is 64, but .* has 128"),
         ("eagle3", "eagle3", {"aux_layers": [0, 1, 2]}, "--aux-layers is 0 1 2, but .* has 0 2 3"),
         ("eagle3", "eagle3", {"heads": 2}, "--heads is 2, but .* has 4"),
@@ -170,6 +173,26 @@ def test_matching_settings_are_accepted(tmp_path: Path) -> None:
     assert existing_head(TARGET, config_of("eagle3", whole, draft_vocab=32000)) is not None
     assert existing_head(TARGET, config_of("eagle3", folder, draft_vocab=64)) is not None, "the data chooses them"
     assert existing_head(TARGET, resolved(TrainConfig())) is None
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3.1", "eagle3, two layers", "p-eagle"])
+def test_a_head_with_more_layers_drafts_as_before_and_learns(tmp_path: Path, name: str) -> None:
+    folder = written(SHAPES[name](), tmp_path / "head")
+    saved: Any = load_head(folder, TARGET)
+    head: Any = existing_head(TARGET, config_of(kind_of(saved).name, folder, layers=3, dtype="float32"))
+    assert head.config.num_hidden_layers == 3
+    rng = np.random.default_rng(0)
+    e, g = (mx.array(rng.normal(size=(1, 5, head.hidden_size)), mx.float32) for _ in range(2))
+    np.testing.assert_allclose(head(e, g, None, "causal"), saved(e, g, None, "causal"), atol=1e-5)
+    before = {key: np.array(value) for key, value in weights_of(head).items()}
+    stepper, rows = Stepper(head, TARGET, config_of(kind_of(saved).name, folder, layers=3)), batch(TARGET, head)
+    results = [stepper(rows, 1.0) for _ in range(4)]
+    assert results[0] is not None
+    assert results[-1] is not None
+    assert results[-1].loss < results[0].loss
+    assert not np.array_equal(before["layers.1.mlp.up_proj.weight"], weights_of(head)["layers.1.mlp.up_proj.weight"])
+    kind_of(head).save(head, tmp_path / "grown", "tiny", {}, mx.float32)
+    assert load_head(tmp_path / "grown", TARGET).config == head.config
 
 
 KEPT = {"some": np.array([0, 3, *range(20, 90), 127]), "all": None}

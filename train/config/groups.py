@@ -50,7 +50,10 @@ class HeadConfig(Group):
         (), "target layers that the head reads, from 0 (default: a low, a middle and a high one, or those of --shards)"
     )
     layers: int = setting(
-        0, "decoder layers; more draft better but slower; all but the first start as copies of the target's", AT_LEAST_0
+        0,
+        "decoder layers; more draft better but slower; all but the first start as copies of the target's; with "
+        "--init-from, EAGLE-3 heads get more layers that add nothing at first",
+        AT_LEAST_0,
     )
     intermediate_size: int = setting(0, "width of the head's MLP; 0 for the target's width, if it has one")
     heads: int = setting(0, "attention heads; 0 for the target's number")

@@ -141,12 +141,21 @@ class Kind(ABC, Generic[H]):
     def begin_as(self, head: H, guess: Matrix, by: Moments) -> None:
         """Initialize a new head to compute the linear map `guess` [D, H]. `by`: the moments used to find the map."""
 
-    def adopt(self, head: H) -> H:
-        """Return a loaded head ready for training, dequantized if necessary."""
-        if head.config.quantization is None:
+    def adopt(self, head: H, layers: int = 0, seed: int = 0) -> H:
+        """Return a loaded head ready for training, dequantized if necessary, and with at least this many layers.
+
+        Layers that it did not have are random and add nothing, so it drafts as before.
+        """
+        shape = head.config
+        has = getattr(shape, "num_hidden_layers", layers)
+        if layers <= has and shape.quantization is None:
             return head
-        plain = self.made(replace(head.config, quantization=None), head.d2t)
-        plain.load_weights(list(plain_weights(head).items()))
+        more: dict[str, Any] = {"num_hidden_layers": layers} if layers > has else {}
+        if more and shape.windows:
+            more["windows"] = (*shape.windows, *[None] * (layers - has))
+        plain = self.made(replace(shape, quantization=None, **more), head.d2t)
+        randomize(plain, seed)
+        plain.load_weights(list(plain_weights(head).items()), strict=not more)
         return plain
 
     def made(self, config: Any, d2t: mx.array | None) -> H:

@@ -287,8 +287,11 @@ class Eagle3Kind(Kind[Eagle3Head]):
 
     def mismatches(self, head: Eagle3Head, config: TrainConfig) -> Mapping[str, Any]:
         shape = head.config
+        found = dict(super().mismatches(head, config))
+        if config.head.layers > shape.num_hidden_layers and not config.head.lora_rank:
+            found["layers"] = config.head.layers  # it gets more
         return {
-            **super().mismatches(head, config),
+            **found,
             "feature_norm": "each" if shape.fc_norm else "all" if shape.norm_before_fc else "none",
             "recycle": "normed" if shape.norm_output else "output",
             "norm_before_residual": shape.norm_before_residual,

@@ -28,8 +28,9 @@ from ..kinds.least_squares import best_map
 def existing_head(target: Target, config: TrainConfig) -> Head | None:
     """Return the head named by `config.head.init_from`, ready for training, or None.
 
-    Weights are converted to float32. The head's own embedding is not trained, as in other trainers; with a rank, only
-    low-rank additions are. Raises ConfigError if kind or shape contradict the settings, and the errors of loading.
+    Weights are converted to float32. A head gets more layers if it has fewer than asked for. Its own embedding is not
+    trained, as in other trainers; with a rank, only low-rank additions are. Raises ConfigError if kind or shape
+    contradict the settings, and the errors of loading.
     """
     if not config.head.init_from:
         return None
@@ -45,7 +46,7 @@ def existing_head(target: Target, config: TrainConfig) -> Head | None:
                 f"{flag(name)} is {_text(asked)}, but {config.head.init_from} has {_text(has)}; "
                 f"leave {flag(name)} out, or start without --init-from"
             )
-    head: Head = kind.adopt(loaded)
+    head: Head = kind.adopt(loaded, config.head.layers, config.run.seed)
     head.set_dtype(mx.float32)
     head.attach(target)
     choose_trained(head, config)
