@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import mlx.core as mx
 from step_costs import StepCosts, measure_costs
 
 from eagle_mlx.catalog.models import described_target, published_model, published_models
+from eagle_mlx.files import write_whole
 from eagle_mlx.heads.eagle3 import Eagle3Head, random_head
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.machine import describe
@@ -87,17 +88,16 @@ def rounds(
     depths: Sequence[int],
     nodes: Sequence[int],
     repeats: int,
-) -> list[Round]:
+) -> Iterator[Round]:
     """Measure whole rounds: plain, with chains of each depth, and with trees of each size, at most six deep."""
-    plans = [(0, 0), *((depth, 0) for depth in depths), *((min(6, size - 1), size) for size in nodes)]
-    found = []
+    plans = [*((depth, 0) for depth in depths), *((min(6, size - 1), size) for size in nodes)]
     for way in WAYS:
         for rows in batches:
-            ms = {plan: round_ms(target, head, way, rows, *plan, repeats) for plan in plans}
-            found += [Round(way, rows, *plan, ms[plan], ms[plan] / ms[0, 0]) for plan in plans]
-            for one in found[-len(plans) :]:
-                print(line(one), flush=True)
-    return found
+            plain = round_ms(target, head, way, rows, 0, 0, repeats)
+            yield Round(way, rows, 0, 0, plain, 1.0)
+            for plan in plans:
+                ms = round_ms(target, head, way, rows, *plan, repeats)
+                yield Round(way, rows, *plan, ms, ms / plain)
 
 
 def line(one: Round) -> str:
@@ -125,15 +125,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = describe()
     print(f"{machine}\n{args.shape}, random weights in {target.bits} bits, {dtype}, {gb(mx.get_active_memory())}\n")
     steps: list[StepCosts] = []
+    found: list[Round] = []
+
+    def save() -> None:
+        """Write the figures so far: each new size of a product may compile kernels for minutes."""
+        if args.json is not None:
+            content: dict[str, object] = {"machine": vars(machine), "shape": shape, "dtype": str(dtype)}
+            content |= {"steps": [asdict(step) for step in steps], "rounds": [asdict(one) for one in found]}
+            write_whole(args.json, json.dumps(content, indent=1).encode())
+
     for context in args.contexts:
         steps.append(measure_costs(target, head, range(1, args.positions), context, args.repeats))
         print(f"{steps[-1]}\n", flush=True)
+        save()
     print("| | rows | draft | ms a round | of plain |\n|---|---|---|---|---|", flush=True)
-    found = rounds(target, head, args.rows, args.depths, args.nodes, args.repeats)
-    if args.json is not None:
-        content: dict[str, object] = {"machine": vars(machine), "shape": shape, "dtype": str(dtype)}
-        content |= {"steps": [asdict(step) for step in steps], "rounds": [asdict(one) for one in found]}
-        args.json.write_text(json.dumps(content, indent=1))
+    for one in rounds(target, head, args.rows, args.depths, args.nodes, args.repeats):
+        found.append(one)
+        print(line(one), flush=True)
+        save()
 
 
 if __name__ == "__main__":

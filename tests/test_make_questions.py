@@ -88,6 +88,17 @@ def test_every_kind_is_asked_and_nothing_of_the_benchmark(
     assert not any("song of the mill" in text or "ground corn" in text for text in asked(output))
 
 
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize(("most", "found"), [(60, 56), (300, 280), (600, 560)])
+def test_texts_are_as_long_as_asked(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, found: int
+) -> None:
+    """A passage of 20 sentences of 14 words is cut at a sentence, or is among others, here copies of itself."""
+    output = tmp_path / "questions.jsonl"
+    assert run(script, monkeypatch, output, "--rows", "260", "--text-words", str(most)) == 0
+    assert max(text.count("mill stands") * 14 for text in asked(output)) == found
+
+
 @given(
     st.lists(st.sampled_from("abcdefgh"), min_size=7, max_size=20),
     st.lists(st.sampled_from("abcdefgh"), max_size=20),

@@ -37,7 +37,7 @@ GERMAN = "lm_eval/tasks/llama3/instruct/mmlu_de/"
 SHARED_WORDS = 7
 """Two texts overlap if they share so many consecutive words; shorter phrases are common English."""
 TEXT_WORDS = 130
-"""Most words of a text in a question, so that most rows of 256 tokens also hold the answer."""
+"""Default of --text-words: most rows of 256 tokens also hold the answer."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -74,16 +74,17 @@ def _runs(found: list[str]) -> Iterator[tuple[str, ...]]:
 class Questions:
     """Makes questions from templates and data sets. The same seed and packages give the same questions."""
 
-    def __init__(self, sets: zipfile.ZipFile, exams: zipfile.ZipFile, seed: int):
+    def __init__(self, sets: zipfile.ZipFile, exams: zipfile.ZipFile, seed: int, text_words: int = TEXT_WORDS):
         self._sets, self._exams, self._random = sets, exams, random.Random(seed)
         self._templates = yaml.safe_load(TEMPLATES.read_text(encoding="utf-8"))
         self._lists = self._templates.pop("lists")
         passages = [row for row in self._rows("BoolQ/dev.jsonl") if _plain(row["passage"])]
-        news = [{"text": _cut(row["document"])} for row in self._rows("XSum/test.jsonl")]
+        news = [{"text": _cut(row["document"], text_words)} for row in self._rows("XSum/test.jsonl")]
         health, truth = self._questions("healthsearchqa/test.jsonl"), self._questions("TruthfulQA/combined.jsonl")
         self._lists["topic"] = sorted({re.sub(r"\s*\(.*", "", row["title"]) for row in passages})
         self._lists["other"] = self._lists["topic"]
-        asked = [{"text": _cut(row["passage"]), "question": _asked(row["question"])} for row in passages]
+        texts = self._joined([row["passage"] for row in passages], text_words)
+        asked = [{"text": text, "question": _asked(row["question"])} for text, row in zip(texts, passages, strict=True)]
         tasks = [{"name": name, "docstring": text} for name, text in documented()]
         exam = [one for one in self._questions("MMLU/test.jsonl") if one.endswith("?") and 8 < len(one.split()) < 45]
         choices = [
@@ -112,6 +113,16 @@ class Questions:
 
     def _questions(self, name: str) -> list[str]:
         return [row["question"].strip() for row in self._rows(name)]
+
+    def _joined(self, passages: Sequence[str], text_words: int) -> Iterator[str]:
+        """Yield each passage, cut to `text_words`, among as many others as fit, as a search engine returns them."""
+        for passage in passages:
+            among = [_cut(passage, text_words)]
+            for other in self._random.sample(passages, min(8, len(passages))):
+                if len(" ".join([*among, other]).split()) > text_words:
+                    break
+                among.insert(self._random.randrange(len(among) + 1), other)
+            yield "\n\n".join(among)
 
     def _german(self) -> list[str]:
         found = []
@@ -160,9 +171,9 @@ def _asked(question: str) -> str:
     return question[:1].upper() + question[1:].rstrip("?") + "?"
 
 
-def _cut(text: str) -> str:
+def _cut(text: str, text_words: int) -> str:
     """Return the first sentences of a text."""
-    first = " ".join(text.split()[:TEXT_WORDS])
+    first = " ".join(text.split()[:text_words])
     return first.rsplit(". ", 1)[0].rstrip(".") + "."
 
 
@@ -205,6 +216,9 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=4500, help="questions of all kinds together (4,500)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--text-words", type=int, default=TEXT_WORDS, metavar="N", help="most words of a text (%(default)s)"
+    )
+    parser.add_argument(
         "--exclude", type=Path, nargs="*", default=[], metavar="FILE", help="benchmarks in Spec-Bench's format"
     )
     args = parser.parse_args()
@@ -212,7 +226,7 @@ def main() -> int:
         overlaps = Overlap(benchmark(args.exclude))
         with tempfile.TemporaryDirectory() as folder:
             sets, exams = (zipfile.ZipFile(make_real_model.download(each, Path(folder))) for each in (SETS, EXAMS))
-            made = Questions(sets, exams, args.seed)
+            made = Questions(sets, exams, args.seed, args.text_words)
             out = io.StringIO()
             for text in chosen(made.kinds, args.rows, overlaps, args.seed):
                 out.write(json.dumps({"messages": [{"role": "user", "content": text}]}, ensure_ascii=False) + "\n")
