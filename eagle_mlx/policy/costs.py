@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from statistics import median_low
 
-PLAIN_KIND, CHAIN_KIND = "plain", "chain"
+PLAIN_KIND, CHAIN_KIND, LOOKUP_KIND = "plain", "chain", "n-grams"
 _LATEST = 7
 """The number of rounds in a median: odd, and small, to notice a change of speed soon."""
 _OUTLIER = 3.0
@@ -49,7 +49,7 @@ class Costs:
     """Seconds of a round by kind, rows and size: the median of the latest rounds.
 
     Sizes without measurements follow the target's cost curve, scaled to plain rounds, plus the drafting time of
-    measured sizes. Each size has its own cost because costs rise in steps.
+    measured sizes; n-grams are found in no time. Each size has its own cost because costs rise in steps.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Costs:
         measured = sorted(self._medians.get((kind, near or rows), {}).items())
         points = [(each, took - self._forward(near or rows, each)) for each, took in measured if each not in (0, size)]
         if not points:
-            return 0.0 if kind == CHAIN_KIND else self._drafting(CHAIN_KIND, rows, size)
+            return 0.0 if kind in (CHAIN_KIND, LOOKUP_KIND) else self._drafting(CHAIN_KIND, rows, size)
         return _on([(0, 0.0), *points] if size < points[0][0] else points, size)
 
     def _nearest(self, kind: str, rows: int) -> int | None:

@@ -9,7 +9,7 @@ from statistics import median_low
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy.acceptance import AcceptanceByPosition, AcceptanceByRank, ConfidenceCalibration
 from eagle_mlx.policy.base import check_depths, check_share
-from eagle_mlx.policy.costs import CHAIN_KIND, PLAIN_KIND, Costs, Drift
+from eagle_mlx.policy.costs import CHAIN_KIND, LOOKUP_KIND, PLAIN_KIND, Costs, Drift
 
 MOST_TOKENS = 8
 """The default length limit of a chain: early exits are rare after it."""
@@ -86,7 +86,7 @@ class _Group:
 
 def _kind(arm: Plan) -> str:
     if arm.lookup or not arm.depth:
-        return "n-grams" if arm.lookup else PLAIN_KIND
+        return LOOKUP_KIND if arm.lookup else PLAIN_KIND
     return "tree" if arm.is_tree else "early exit" if arm.stop_below is not None else CHAIN_KIND
 
 
