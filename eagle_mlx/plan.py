@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 CONFIDENCE_LAG = 2
 """An early exit uses the confidence of the token this many steps before the newest. The device drafts meanwhile."""
@@ -66,6 +67,15 @@ class Context:
     """Index of the round's group of rows."""
 
 
+class Trial(NamedTuple):
+    """What n-grams would have drafted at the start of a round, compared with the text that followed."""
+
+    drafted: int
+    """Draft tokens up to the first wrong one."""
+    accepted: int
+    """Draft tokens before the first wrong one."""
+
+
 @dataclass(frozen=True)
 class RoundResult:
     """The result of a round, by row."""
@@ -88,6 +98,8 @@ class RoundResult:
     """For early exits, each row's confidence at each check. Check i decides on draft token i + 1 + CONFIDENCE_LAG."""
     group: int = 0
     """Index of the group of rows."""
+    trials: Sequence[Trial] = ()
+    """Trials of n-grams, of any row and earlier round, whose text is known since this round."""
 
     @property
     def rows(self) -> int:

@@ -96,7 +96,7 @@ class Speculation(Group):
     head_bits: HeadBits | None = setting(None, HEAD_BITS)
     num_tokens: int | None = setting(
         None,
-        f"draft tokens per round; the maximum if the policy adapts, and 0 for none (default: "
+        f"draft tokens per round; the maximum if the policy adapts (twice as many by n-grams); 0 for none (default: "
         f"{DEFAULT_TOKENS['throughput']}, or {DEFAULT_TOKENS['fixed']} with --spec-policy fixed and acceptance-ema)",
         AT_LEAST_0,
         "num_speculative_tokens",
@@ -116,7 +116,7 @@ class Speculation(Group):
     draft_bits: Bits | None = setting(None, "quantize the draft model on load", name="draft_model_quantize")
     ngrams: bool = setting(True, "also draft with n-grams if the text repeats itself and they are faster", name="ngram")
     ngram_max: int | None = setting(None, "maximum n-gram length (default: 3; 4 with a head or draft model)")
-    ngram_min: int | None = setting(None, "minimum n-gram length (default: 1; 2 with a head or draft model)")
+    ngram_min: int | None = setting(None, "minimum n-gram length (default: 1; 3 with a head or draft model)")
     prompt_lookup: bool = setting(True, "look for n-grams in the prompt, too", name="ngram_prompt_lookup")
     in_one: str | None = setting(
         None,

@@ -106,12 +106,15 @@ class Costs:
         return level * _on(self.curve, rows * (size + 1))
 
     def _drafting(self, kind: str, rows: int, size: int) -> float:
-        """Return the seconds of drafting, from rounds of the nearest row count."""
+        """Return the seconds of drafting, from rounds of the nearest row count; for n-grams, the error of the curve."""
         near = self._nearest(kind, rows)
         measured = sorted(self._medians.get((kind, near or rows), {}).items())
         points = [(each, took - self._forward(near or rows, each)) for each, took in measured if each not in (0, size)]
         if not points:
             return 0.0 if kind in (CHAIN_KIND, LOOKUP_KIND) else self._drafting(CHAIN_KIND, rows, size)
+        if kind == LOOKUP_KIND:
+            at, error = min(points, key=lambda point: abs(point[0] - size))
+            return error * self._forward(rows, size) / self._forward(near or rows, at)
         return _on([(0, 0.0), *points] if size < points[0][0] else points, size)
 
     def _nearest(self, kind: str, rows: int) -> int | None:

@@ -25,8 +25,8 @@ _RUN = 4
 """Rounds of an exploration. The first of a run of plain rounds is not timed because nothing was dispatched ahead."""
 _SLOWEST = 2.0
 """A plain round counts for at most this many times the median of its run: other programs slowed down the rest."""
-_PAUSE, _LAST_PAUSE = 16, 512
-"""Least and most rounds between two explorations of an arm; each loss doubles them (10 s at 50 rounds per second)."""
+_PAUSE, _LAST_PAUSE = 16, 128
+"""Least and most rounds between two explorations of an arm; each loss doubles them (3 s at 50 rounds per second)."""
 _NEAR = 2
 """Neighbors of the best arm to explore on each side, because costs rise in steps."""
 _FREE, _GOOD = 4.0, 0.9
@@ -94,12 +94,14 @@ class ThroughputPolicy:
     """Plans the arm with the most expected tokens per second; plain decoding is one arm.
 
     Expected tokens come from the acceptance by position, or by rank in trees; seconds from rounds of the same kind,
-    rows and size. The acceptance of a head or draft model is counted separately for places where n-grams match. If the
-    proposer reports confidences, a long chain exits early when another token costs more than it is expected to give.
+    rows and size. The acceptance of a head or draft model is counted separately for places where n-grams match. That of
+    n-grams comes from `RoundResult.trials`, so they need not draft for it. If the proposer reports confidences, a long
+    chain exits early when another token costs more than it is expected to give.
 
     The policy also explores neighbors of the best arm and the best arm of each other kind. An arm that loses waits
-    twice as long for its next exploration. Explorations lose at most the share `explore` of the total time compared
-    with the best arm. Raises ConfigError for values out of range.
+    twice as long for its next exploration. Compared with the best arm, explorations may lose the share `explore` of the
+    total time. If that is spent, each arm may still lose its part of this share of the time since it was last explored,
+    so that a bad start hides no arm for long. Raises ConfigError for values out of range.
     """
 
     def __init__(self, max_depth: int = MOST_TOKENS, explore: float = 0.01, max_nodes: int = 0):
@@ -109,6 +111,8 @@ class ThroughputPolicy:
         self.max_depth, self.max_nodes, self.explore = max_depth, max_nodes, explore
         self.costs = Costs()
         self._chains = [Plan(depth) for depth in range(1, max_depth + 1)]
+        lookups = {*range(1, max_depth + 1), 3 * max_depth // 2, 2 * max_depth} - {0}
+        self._lookups = [Plan(depth, lookup=True) for depth in sorted(lookups)]
         self._early = Plan(max_depth, stop_below=0.0)
         sizes = sorted({size for size in _TREES if size < max_nodes} | {max_nodes})
         self._trees = [tree for tree in (Plan(levels_for(size), size) for size in sizes if size) if tree.is_tree]
@@ -148,11 +152,7 @@ class ThroughputPolicy:
         model = [*self._chains[: 2 * deepest + 1], *early, *trees]
         if not can.lookup:
             return [PLAIN, *model]
-        return [
-            PLAIN,
-            *(replace(arm, lookup=True) for arm in self._chains),
-            *(replace(arm, lookup=False) for arm in model),
-        ]
+        return [PLAIN, *self._lookups, *(replace(arm, lookup=False) for arm in model)]
 
     def _find_speed(self, rows: int, arm: Plan) -> float:
         """Return the expected tokens per second and row."""
@@ -176,16 +176,24 @@ class ThroughputPolicy:
     def _explored(self, rows: int, arms: list[Plan], best: Plan) -> Plan | None:
         """Return an arm to explore instead of the best, if one is due and the budget allows it."""
         earned, plain = self.explore * self._spent - self._lost, self._seconds(rows, PLAIN)
+        candidates = self._candidates(rows, arms, best)
 
         def is_affordable(arm: Plan) -> bool:
             may_pay = self._seconds(rows, arm) <= plain * sum(_GOOD**i for i in range(arm.size + 1))
-            return self._price(rows, arm, best) <= earned + _FREE * plain * may_pay
+            waited = self._round - self._due.get(arm, 0) + self._pauses.get(arm, 0)
+            own_part = self.explore * plain * waited / len(candidates)
+            return self._price(rows, arm, best) <= max(earned + _FREE * plain * may_pay, own_part)
 
-        due = (arm for arm in self._candidates(rows, arms, best) if self._round >= self._due.get(arm, 0))
+        due = (arm for arm in candidates if self._round >= self._due.get(arm, 0))
         return min(filter(is_affordable, due), key=lambda arm: self._due.get(arm, 0), default=None)
 
     def _candidates(self, rows: int, arms: list[Plan], best: Plan) -> list[Plan]:
-        """Return the arms worth exploring: if plain leads, the best of each drafter, and chains longer than any yet."""
+        """Return the arms worth exploring: if plain leads, the best of each drafter, and chains longer than any yet.
+
+        Only the cost of n-grams can be wrong, so those that seem much slower than the best are not worth it.
+        """
+        least = _CLOSE * self._speed(rows, best)
+        arms = [arm for arm in arms if not arm.lookup or self._speed(rows, arm) >= least]
         if best == PLAIN:
             drafters = [[arm for arm in arms if arm.depth and bool(arm.lookup) == lookup] for lookup in (True, False)]
             found = [max(each, key=lambda arm: self._speed(rows, arm)) for each in drafters if each]
@@ -215,6 +223,8 @@ class ThroughputPolicy:
     def observe(self, result: RoundResult) -> None:
         self._chosen.cache_clear()
         self._speed.cache_clear()
+        for trial in result.trials:
+            self._yields[True].positions.add(trial.drafted, [trial.accepted])
         arm, group = self._arm(result.plan), self._groups.setdefault(result.group, _Group())
         if arm is None or (arm.depth and not result.depth):  # there was nothing to draft, so there is nothing to learn
             group.arm = None
@@ -233,7 +243,7 @@ class ThroughputPolicy:
         elif plan.stop_below is not None and plan.depth > _SHORT:
             arm = self._early
         else:
-            arm = Plan(plan.depth) if plan.depth <= self.max_depth else None
+            arm = Plan(plan.depth) if plan.depth <= self.max_depth * (2 if plan.lookup else 1) else None
         return arm and replace(arm, lookup=plan.lookup)
 
     def _time(self, group: _Group, arm: Plan, result: RoundResult, size: int) -> None:
@@ -256,12 +266,14 @@ class ThroughputPolicy:
             group.plain = []
 
     def _learn(self, arm: Plan, result: RoundResult, size: int) -> None:
+        """Learn how much of a model's draft was accepted."""
+        if arm.lookup:
+            return
         yields, rows = self._yields[arm.lookup], result.rows
         if arm.is_tree:
             yields.ranks.add(arm.nodes, result.paths)
             return
-        if not arm.lookup:
-            self._deepest = max(self._deepest, size)
+        self._deepest = max(self._deepest, size)
         if arm.stop_below is not None:
             yields.calibration.add(result.confidences, result.drafted, result.accepted)
             yields.early = _KEEP * yields.early + 1 + sum(result.accepted) / rows
@@ -283,6 +295,8 @@ class ThroughputPolicy:
         tokens, before = 1 + sum(result.accepted) / result.rows, under_way or _Exploration(baseline)
         after = _Exploration(baseline, before.rounds + 1, before.tokens + tokens, before.expected + seconds * baseline)
         self._lost = max(0.0, self._lost + seconds - tokens / baseline)
+        if under_way is None and self._round <= self._due.get(arm, 0):
+            return  # a plain round that was dispatched ahead during the last of its exploration, or a plan that was cut
         if after.goes_on(arm):
             group.explorations[arm] = after
             return

@@ -8,14 +8,14 @@ import mlx.core as mx
 
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.plan import Plan
+from eagle_mlx.plan import Plan, Trial
 from eagle_mlx.proposers.base import CanJoin, Movable, Observation, Proposer, ProposerState, Separable, StatePiece
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.ngram import NgramProposer, NgramState
 from eagle_mlx.sampling_params import Drafter
 
-MIN_NGRAM, MAX_NGRAM = 2, 4
+MIN_NGRAM, MAX_NGRAM = 3, 4
 """n-gram lengths in addition to a model; a minimum of 1 was worse for SmolLM2-135M with a head (docs/decisions.md)."""
 
 
@@ -52,7 +52,11 @@ class HybridState:
     def can_look_up(self, drafters: Sequence[Drafter | None]) -> bool:
         """Return whether n-grams match, and may draft, in at least half of the rows that want drafts."""
         rows = [(row, each) for row, each in zip(self.ngrams.rows, drafters, strict=True) if each != "none"]
-        return 0 < len(rows) <= 2 * sum(each != "model" and bool(row.lookup(1)) for row, each in rows)
+        return 0 < len(rows) <= 2 * sum(each != "model" and row.match > 0 for row, each in rows)
+
+    def trials(self) -> list[Trial]:
+        """Return the n-grams' trials that ended since the last call."""
+        return self.ngrams.trials()
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         return (self.ngrams if plan.lookup else self.model).draft(plan, sampling, positions)

@@ -11,33 +11,63 @@ from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.plan import Abilities, Plan
+from eagle_mlx.plan import Abilities, Plan, Trial
 from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.target import Target
+
+_REACH = 16
+"""Tokens that a trial compares, as many as the default policy's longest draft of n-grams."""
 
 
 @dataclass
 class NgramIndex:
-    """One row's text and where each n-gram ended. Adding and finding a token is constant work."""
+    """One row's text, where each n-gram ended, and how well n-grams would have predicted the text.
+
+    Each match is a trial, whether n-grams draft or not. Adding and finding a token is constant work.
+    """
 
     max_ngram: int
     min_ngram: int
     tokens: list[int] = field(default_factory=list)
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # the latest end of each n-gram
+    match: int = 0
+    """The index after the latest place of the longest n-gram at the end of the text; 0 without one."""
+    _open: list[tuple[int, int]] = field(default_factory=list)  # trials: the text's length at the start, and the match
+    _ended: list[Trial] = field(default_factory=list)
 
     def extend(self, tokens: Sequence[int]) -> None:
+        """Add a prompt, or the tokens of a round."""
+        if not tokens:
+            return
         for token in tokens:
             # An n-gram is added when the next token arrives, so that a lookup never finds itself.
             for n in range(self.min_ngram, min(self.max_ngram, len(self.tokens)) + 1):
                 self.ends[tuple(self.tokens[-n:])] = len(self.tokens)
             self.tokens.append(token)
+        self._open = [trial for trial in self._open if not self._ends(*trial)]
+        lengths = range(min(self.max_ngram, len(self.tokens)), self.min_ngram - 1, -1)
+        self.match = next((end for n in lengths if (end := self.ends.get(tuple(self.tokens[-n:])))), 0)
+        if self.match:
+            self._open.append((len(self.tokens), self.match))
 
     def lookup(self, count: int) -> list[int]:
-        """Return up to `count` tokens after the latest of the longest matches; empty without a match."""
-        for n in range(min(self.max_ngram, len(self.tokens)), self.min_ngram - 1, -1):
-            if end := self.ends.get(tuple(self.tokens[-n:])):
-                return self.tokens[end : end + count]
-        return []
+        """Return up to `count` tokens that followed the match; empty without one."""
+        return self.tokens[self.match : self.match + count] if self.match else []
+
+    def ended(self) -> list[Trial]:
+        """Return the trials that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _ends(self, start: int, match: int) -> bool:
+        """Return whether a trial is over: a token was wrong, or none is left to compare."""
+        draft = self.tokens[match : min(match + _REACH, start)]
+        known = self.tokens[start : start + len(draft)]
+        right = next((at for at, token in enumerate(known) if draft[at] != token), len(known))
+        if right == len(known) < len(draft):
+            return False
+        self._ended.append(Trial(min(right + 1, len(draft)), right))
+        return True
 
 
 class NgramProposer:
@@ -71,6 +101,10 @@ class NgramState:
         width = max(map(len, found))  # the target need not read more
         padded = mx.array([tokens + [0] * (width - len(tokens)) for tokens in found], mx.int32)
         return Draft(padded.reshape(len(found), width), mx.array([len(tokens) for tokens in found], mx.int32))
+
+    def trials(self) -> list[Trial]:
+        """Return the trials of all rows that ended since the last call."""
+        return [trial for row in self.rows for trial in row.ended()]
 
     def prefill(self, seen: Observation) -> None:
         """Do nothing: the prompts were indexed when the state was opened."""

@@ -17,6 +17,7 @@ import eagle_mlx as em
 from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import CONFIDENCE_LAG, Context, Plan, RoundResult
+from eagle_mlx.proposers.ngram import NgramIndex
 from eagle_mlx.request import draft_runs
 from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Forward
@@ -589,6 +590,24 @@ def test_22_a_request_chooses_what_drafts(drafter: Drafter, nodes: int) -> None:
     for result in excluded:
         assert min(result.drafted) == 0
     assert any(max(result.drafted) > 0 for result in excluded)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_n_grams_are_tried_in_every_round_whatever_drafts(alone: bool) -> None:
+    """The trials of a request do not depend on the drafts: they compare its text with itself."""
+    ngrams = em.NgramProposer(4, 2)
+    proposer = ngrams if alone else em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), ngrams)
+    engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(0))
+    results: list[RoundResult] = []
+    engine.observer = results.append
+    [output] = engine.generate([PROMPTS[2]], em.SamplingParams(max_tokens=40))
+    index = NgramIndex(4, 2)
+    index.extend(PROMPTS[2])
+    for token in output.tokens:
+        index.extend([token])
+    expected = index.ended()
+    assert expected
+    assert [trial for result in results for trial in result.trials] == expected
 
 
 def test_drafter_and_policy_can_change_between_steps() -> None:

@@ -114,6 +114,15 @@ def test_sizes_that_were_not_measured_follow_the_curve_and_what_drafting_adds() 
     assert costs.estimate("plain", 5, 0) == pytest.approx(3.0)  # five rows read as many tokens
 
 
+def test_n_grams_cost_what_the_curve_says_except_for_a_factor() -> None:
+    """They draft in no time. The slope between two noisy sizes would make long drafts look expensive."""
+    costs = Costs()
+    costs.curve = [(1, 1.0), (5, 1.5), (17, 2.0)]
+    measure(costs, "plain", 1, (0, 1.0))
+    measure(costs, "n-grams", 1, (3, 1.375), (4, 1.65))
+    assert costs.estimate("n-grams", 1, 16) == pytest.approx(1.1 * 2.0)
+
+
 def test_drafting_adds_what_it_added() -> None:
     costs = Costs()
     costs.curve = [(1, 1.0), (9, 1.0)]

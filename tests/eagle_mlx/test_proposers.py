@@ -12,7 +12,7 @@ import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample
 from eagle_mlx.errors import ConfigError, HeadError
 from eagle_mlx.heads.eagle3 import Eagle3Head
-from eagle_mlx.plan import CONFIDENCE_LAG, Plan
+from eagle_mlx.plan import CONFIDENCE_LAG, Plan, Trial
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadState
 from eagle_mlx.proposers.ngram import NgramIndex
@@ -230,6 +230,23 @@ def test_ngram_finds_the_latest_longest_match(text: list[int], count: int, least
     for token in text:
         index.extend([token])
     assert index.lookup(count) == naive_lookup(text, count, least + more, least)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=30), st.integers(1, 3), st.integers(0, 2))
+def test_trials_compare_each_match_with_the_text_that_followed(rounds: list[list[int]], least: int, more: int) -> None:
+    """A trial ends with the round of its first wrong token, or of the last of up to 16."""
+    index, text, found, expected = NgramIndex(least + more, least), list[int](), list[Trial](), list[Trial]()
+    whole = [token for tokens in rounds for token in tokens]
+    for tokens in rounds:
+        index.extend(tokens)
+        found += index.ended()
+        text += tokens
+        draft, later = naive_lookup(text, 16, least + more, least), whole[len(text) :]
+        right = next((at for at, (a, b) in enumerate(zip(draft, later, strict=False)) if a != b), len(later))
+        if tokens and draft and (right < len(later) or len(later) >= len(draft)):
+            expected.append(Trial(min(right + 1, len(draft)), min(right, len(draft))))
+    assert sorted(found) == sorted(expected)
+    assert not index.ended()
 
 
 def test_ngram_without_prompt_lookup_ignores_the_prompt() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eagle_mlx.engine.cost_curve import curve_of
-from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
+from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult, Trial
 from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
 from tests.eagle_mlx.worlds import CHAINS, CURVES, EARLY_EXITS, World, result
@@ -17,8 +17,8 @@ from tests.full import diagonal, in_full
 
 SEEDS = in_full(range(6), range(1))
 ROUNDS = 1000
-LONGEST_PAUSE = 512
-"""Rounds between two explorations of an arm that always lost."""
+RECOVERY = 1500
+"""Rounds in which the policy must notice that a text or machine has changed."""
 ALL = Abilities(trees=True, early_exit=True)
 TREES = [Plan(levels_for(nodes), nodes) for nodes in (8, 16, 32)]
 
@@ -148,7 +148,8 @@ def test_a_forward_that_was_interrupted_while_it_was_timed_hides_nothing(curve: 
 
 
 def test_rounds_that_compile_kernels_are_soon_tried_again() -> None:
-    assert speeds(200, rounds=300, chance=0.7, compiling=14).mean() > 0.94 * World(chance=0.7).best()
+    reached = speeds(200, rounds=300, chance=0.7, compiling=14, seeds=range(6))
+    assert reached.mean() > 0.94 * World(chance=0.7).best()
 
 
 def test_a_plan_is_not_judged_by_its_first_round_alone() -> None:
@@ -163,7 +164,7 @@ def test_it_recovers_after_a_change_of_the_text(curve: str) -> None:
         world, policy = World(curve, 0.0, seed=seed), policy_for(curve)
         world.run(policy, ROUNDS)
         world.chance = 0.9
-        world.run(policy, 3 * LONGEST_PAUSE)  # one in ten explorations fails
+        world.run(policy, RECOVERY)
         better.append(world.run(policy, 500) / world.best())
         world.chance = 0.0
         world.run(policy, 200)
@@ -234,6 +235,45 @@ def test_n_grams_that_find_nothing_are_no_exploration() -> None:
         assert policy.plan(Context(1)) == due
     policy.observe(result(due, [due.depth], [0], 1.0 + 0.15 * due.depth))
     assert policy.plan(Context(1)) == PLAIN
+
+
+@pytest.mark.parametrize("right", [0, 16])
+def test_n_grams_are_judged_by_the_text_without_drafting(right: int) -> None:
+    """N-grams match in each round, but have not drafted yet."""
+    policy, here = policy_for("M5 Max"), Context(1, Abilities(lookup=True))
+    World(chance=0.0).run(policy, 100)
+    trial = Trial(max(right, 1), right)
+    for _ in range(20):
+        policy.observe(replace(result(PLAIN, [0], [0], 1.0), trials=[trial]))
+    for _ in range(300):
+        policy.observe(replace(result(PLAIN, [0], [0], 1.0), trials=[trial]))
+        plan = policy.plan(here)
+        assert bool(plan.lookup) == (right > 0)
+        assert plan.depth > 8 or not plan.lookup, "n-grams may draft more than a head"
+
+
+def test_plain_rounds_that_are_dispatched_ahead_do_not_prolong_an_exploration() -> None:
+    """Each of them was planned before the end of the exploration was known."""
+    for rows in (1, 4):
+        world, policy = World(chance=0.8), policy_for("M5 Max")
+        world.run(policy, 200, rows)
+        n = len(world.plans)
+        world.run(policy, 2000, rows)
+        plain = [plan == PLAIN for plan in world.plans[n:]]
+        assert any(plain)
+        assert not any(all(plain[at : at + 6]) for at in range(len(plain)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_head_that_pays_is_found_soon_after_unlucky_rounds(seed: int) -> None:
+    """The rounds are from a real run, whose head was later right in 54 of 100 places."""
+    world, policy = World("CPU", 0.55, drafting=0.08, seed=seed), policy_for("CPU")
+    world.run(policy, 4)
+    for depth, kept in ((1, 0), (2, 0), (3, 0), (3, 2), (4, 1), (3, 0), (4, 1), (5, 0), (1, 0), (1, 0), (1, 0)):
+        took = world.cost(1, Plan(depth), depth)
+        policy.observe(result(Plan(depth, baseline=1.0), [depth], [kept], took))
+    world.run(policy, 200)
+    assert world.run(policy, 300) > 0.93 * world.best()
 
 
 def test_rounds_that_are_cut_because_rows_end_are_learned_from_and_explore_nothing() -> None:

@@ -7,13 +7,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
+from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult, Trial
 from eagle_mlx.policy import Policy
 from tests.full import in_full
 
 ASKED_TWICE = in_full(1, 9)
 """One in this number of rounds is planned twice, because planning must not change anything."""
 CHAINS, EARLY_EXITS = Abilities(), Abilities(early_exit=True)
+
+PASSAGE = 100
+"""Consecutive rounds in which n-grams match, or do not. Long, because plain decoding notices a match a round late."""
+TRIED = 16
+"""Tokens of a trial of n-grams."""
 
 CURVES: dict[str, list[tuple[float, float]]] = {
     "M1 and M2": [(1, 1.0), (2, 1.9)],
@@ -76,6 +81,10 @@ class World:
     seconds: float = field(default=0.0, init=False)
     """Seconds that an idle machine would take."""
     plans: list[Plan] = field(default_factory=list, init=False)
+    _latest: dict[int, Plan] = field(default_factory=dict, init=False)
+    """The latest plan of each group."""
+    _ahead: dict[int, Plan] = field(default_factory=dict, init=False)
+    """Plain rounds that were planned before the previous plain round was observed, as in the engine."""
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -92,23 +101,31 @@ class World:
         return (self.tokens - tokens) / (self.seconds - seconds) * self.cost(rows, PLAIN, 0)
 
     def _round(self, policy: Policy, rows: int, group: int) -> None:
-        repeats = bool(self.rng.random() < self.share)
+        passage = self.rounds // PASSAGE
+        repeats = int((passage + 1) * self.share) > int(passage * self.share)
         context = Context(rows, replace(self.can, lookup=repeats), group)
-        plan = policy.plan(context)
-        assert self.rounds % ASKED_TWICE or policy.plan(context) == plan
+        ahead = self._ahead.pop(group, None)
+        plan = ahead or policy.plan(context)
+        assert ahead or self.rounds % ASKED_TWICE or policy.plan(context) == plan
         assert repeats or not plan.lookup
         chances = [self.chance_of(bool(self.rng.random() < 0.5), repeats, bool(plan.lookup)) for _ in range(rows)]
         depth, confidences = self._drafted(plan, chances)
         size = plan.nodes if plan.is_tree else depth
         seconds = self.cost(rows, plan, size) + self.waiting * len(confidences)
-        kept = [self._kept(depth, chance) for chance in chances]
+        right = [self._kept(TRIED, self.ngrams) for _ in range(rows if repeats else 0)]
+        kept = [min(depth, row) for row in right] if plan.lookup else [self._kept(depth, each) for each in chances]
         paths = [self._path(plan, row) for row in kept] if plan.is_tree else ()
         measured = seconds * max(0.2, self.rng.normal(1, self.noise)) * (20 if self.rng.random() < 0.01 else 1)
         measured *= self.busy if self.rounds // 50 % 2 else 1
         measured *= 8 if depth and self.rounds < self.compiling else 1
         measured *= 1 + self.turning if self.plans and alike(plan) != alike(self.plans[-1]) else 1
         accepted = [len(path) for path in paths] if plan.is_tree else kept
-        policy.observe(result(plan, [depth] * rows, accepted, measured, paths, confidences, group))
+        trials = [Trial(min(row + 1, TRIED), row) for row in right]
+        if plan == PLAIN == self._latest.get(group) and (after := policy.plan(context)) == PLAIN:
+            self._ahead[group] = after
+        self._latest[group] = plan
+        observed = result(plan, [depth] * rows, accepted, measured, paths, confidences, group)
+        policy.observe(replace(observed, trials=trials))
         self.rounds, self.seconds = self.rounds + 1, self.seconds + seconds
         self.tokens += sum(self.expected(plan, depth, chance) for chance in chances) / rows
         self.plans.append(plan)
@@ -154,7 +171,7 @@ class World:
     def best(self, rows: int = 1, most: int = 8, trees: Sequence[Plan] = ()) -> float:
         """Return the speed of the best fixed arm, or of the best for each kind of round, relative to plain decoding."""
         here = [PLAIN, *map(Plan, range(1, most + 1)), *trees]
-        there = [*here, *(replace(plan, lookup=True) for plan in here[1:])]
+        there = [*here, *(Plan(depth, lookup=True) for depth in range(1, 2 * most + 1))]
         places = [(self._best(rows, here, False), 1 - self.share), (self._best(rows, there, True), self.share)]
         tokens, seconds = (sum(share * place[i] for place, share in places) for i in (0, 1))
         return tokens / seconds * self.cost(rows, PLAIN, 0)
