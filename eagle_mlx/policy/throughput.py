@@ -223,8 +223,8 @@ class ThroughputPolicy:
     def observe(self, result: RoundResult) -> None:
         self._chosen.cache_clear()
         self._speed.cache_clear()
-        for trial in result.trials:
-            self._yields[True].positions.add(trial.drafted, [trial.accepted])
+        for drafted, accepted in result.trials:
+            self._yields[True].positions.add(drafted, [accepted])
         arm, group = self._arm(result.plan), self._groups.setdefault(result.group, _Group())
         if arm is None or (arm.depth and not result.depth):  # there was nothing to draft, so there is nothing to learn
             group.arm = None

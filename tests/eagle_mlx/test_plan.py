@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
+from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult, Trial
 from tests.fakes import tiny_head, tiny_target
 
 PLANS = st.builds(Plan, st.integers(0, 16), st.integers(0, 64), st.none() | st.floats(0, 2))
@@ -20,7 +20,8 @@ COUNTS = st.lists(st.integers(0, 16), min_size=1, max_size=4)
 
 def restored(sent: str) -> RoundResult:
     fields: dict[str, Any] = json.loads(sent)
-    return RoundResult(**{**fields, "plan": Plan(**fields["plan"])})
+    plan, trials = Plan(**fields["plan"]), [Trial(*each) for each in fields["trials"]]
+    return RoundResult(**{**fields, "plan": plan, "trials": trials})
 
 
 @given(PLANS)
@@ -35,6 +36,7 @@ def test_a_plan_can_be_sent(plan: Plan) -> None:
     st.none() | st.floats(0, 9),
     st.lists(st.lists(st.integers(0, 63), max_size=5), max_size=4),
     st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), max_size=4),
+    st.lists(st.builds(Trial, st.integers(1, 16), st.integers(0, 16)), max_size=3),
 )
 def test_a_result_can_be_sent(
     plan: Plan,
@@ -43,9 +45,10 @@ def test_a_result_can_be_sent(
     draft_seconds: float | None,
     paths: list[list[int]],
     confidences: list[list[float]],
+    trials: list[Trial],
 ) -> None:
     taken = [count + 1 for count in counts]
-    result = RoundResult(plan, counts, counts[::-1], taken, seconds, draft_seconds, paths, confidences)
+    result = RoundResult(plan, counts, counts[::-1], taken, seconds, draft_seconds, paths, confidences, trials=trials)
     assert restored(json.dumps(asdict(result))) == result
 
 
