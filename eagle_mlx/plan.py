@@ -68,12 +68,12 @@ class Context:
 
 
 class Trial(NamedTuple):
-    """What n-grams would have drafted at the start of a round, compared with the text that followed."""
+    """A draft that n-grams could have made at the start of a round, compared with the text that followed."""
 
     drafted: int
-    """Draft tokens up to the first wrong one."""
+    """The number of tokens compared: all, or up to and including the first wrong one."""
     accepted: int
-    """Draft tokens before the first wrong one."""
+    """The number of tokens before the first wrong one."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class RoundResult:
     group: int = 0
     """Index of the group of rows."""
     trials: Sequence[Trial] = ()
-    """Trials of n-grams, of any row and earlier round, whose text is known since this round."""
+    """Trials of n-grams that this round's tokens completed."""
 
     @property
     def rows(self) -> int:

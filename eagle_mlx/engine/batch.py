@@ -16,10 +16,11 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict, judge_pending, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_tree import Past
-from eagle_mlx.plan import PLAIN, Abilities, Plan
+from eagle_mlx.plan import PLAIN, Abilities, Plan, Trial
 from eagle_mlx.proposers.base import CanJoin, Movable, Proposer, ProposerState, Separable, check_draft
 from eagle_mlx.proposers.draft_model import DraftModelState
 from eagle_mlx.proposers.hybrid import HybridState
+from eagle_mlx.proposers.ngram import NgramState
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Forward, Target
@@ -96,6 +97,10 @@ class Batch:
         drawn = self.processors is None and self.sampling.rules <= {"greedy", "coupled"}
         lookup = isinstance(self.state, HybridState) and self.state.can_look_up(self._drafters)
         return replace(self.proposer.abilities, trees=self.proposer.abilities.trees and drawn, lookup=lookup)
+
+    def trials(self) -> list[Trial]:
+        """Return the trials of n-grams that ended since the last call."""
+        return self.state.trials() if isinstance(self.state, HybridState | NgramState) else []
 
     @property
     def _drafters(self) -> list[Drafter | None]:

@@ -14,8 +14,6 @@ from eagle_mlx.decoding.verify import Verdict, cut_at_nan
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.plan import PLAIN, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation
-from eagle_mlx.proposers.hybrid import HybridState
-from eagle_mlx.proposers.ngram import NgramState
 
 
 class NaN(IntEnum):
@@ -119,7 +117,7 @@ class Round:
             paths=paths if self.plan.is_tree else (),
             confidences=self._draft.confidences,
             group=self.group,
-            trials=batch.state.trials() if isinstance(batch.state, HybridState | NgramState) else (),
+            trials=batch.trials(),
         )
 
     def cancel(self) -> None:

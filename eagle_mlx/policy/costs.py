@@ -106,7 +106,10 @@ class Costs:
         return level * _on(self.curve, rows * (size + 1))
 
     def _drafting(self, kind: str, rows: int, size: int) -> float:
-        """Return the seconds of drafting, from rounds of the nearest row count; for n-grams, the error of the curve."""
+        """Return the seconds of drafting, from rounds of the nearest row count.
+
+        N-grams draft in no time; for them, it is the error of the curve, as at the nearest measured size.
+        """
         near = self._nearest(kind, rows)
         measured = sorted(self._medians.get((kind, near or rows), {}).items())
         points = [(each, took - self._forward(near or rows, each)) for each, took in measured if each not in (0, size)]

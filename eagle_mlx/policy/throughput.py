@@ -13,6 +13,8 @@ from eagle_mlx.policy.costs import CHAIN_KIND, LOOKUP_KIND, PLAIN_KIND, Costs, D
 
 MOST_TOKENS = 8
 """The default length limit of a chain: early exits are rare after it."""
+_LONGER = 2
+"""N-grams may draft this many times as many tokens as a model, because finding them takes no time."""
 _SHORT = CONFIDENCE_LAG + 1
 """Draft tokens of a chain before its first early exit."""
 _TREES = (8, 16, 32, 64)
@@ -26,7 +28,8 @@ _RUN = 4
 _SLOWEST = 2.0
 """A plain round counts for at most this many times the median of its run: other programs slowed down the rest."""
 _PAUSE, _LAST_PAUSE = 16, 128
-"""Least and most rounds between two explorations of an arm; each loss doubles them (3 s at 50 rounds per second)."""
+"""Least and most rounds between two explorations of an arm; each loss doubles them. With longer pauses, simulations
+took more than 1,500 rounds to notice that the text or the machine had changed."""
 _NEAR = 2
 """Neighbors of the best arm to explore on each side, because costs rise in steps."""
 _FREE, _GOOD = 4.0, 0.9
@@ -111,7 +114,8 @@ class ThroughputPolicy:
         self.max_depth, self.max_nodes, self.explore = max_depth, max_nodes, explore
         self.costs = Costs()
         self._chains = [Plan(depth) for depth in range(1, max_depth + 1)]
-        lookups = {*range(1, max_depth + 1), 3 * max_depth // 2, 2 * max_depth} - {0}
+        self.max_lookup = _LONGER * max_depth
+        lookups = {*range(1, max_depth + 1), (max_depth + self.max_lookup) // 2, self.max_lookup} - {0}
         self._lookups = [Plan(depth, lookup=True) for depth in sorted(lookups)]
         self._early = Plan(max_depth, stop_below=0.0)
         sizes = sorted({size for size in _TREES if size < max_nodes} | {max_nodes})
@@ -190,7 +194,7 @@ class ThroughputPolicy:
     def _candidates(self, rows: int, arms: list[Plan], best: Plan) -> list[Plan]:
         """Return the arms worth exploring: if plain leads, the best of each drafter, and chains longer than any yet.
 
-        Only the cost of n-grams can be wrong, so those that seem much slower than the best are not worth it.
+        N-grams that seem much slower than the best are not: their acceptance is known without drafting.
         """
         least = _CLOSE * self._speed(rows, best)
         arms = [arm for arm in arms if not arm.lookup or self._speed(rows, arm) >= least]
@@ -243,7 +247,8 @@ class ThroughputPolicy:
         elif plan.stop_below is not None and plan.depth > _SHORT:
             arm = self._early
         else:
-            arm = Plan(plan.depth) if plan.depth <= self.max_depth * (2 if plan.lookup else 1) else None
+            most = self.max_lookup if plan.lookup else self.max_depth
+            arm = Plan(plan.depth) if plan.depth <= most else None
         return arm and replace(arm, lookup=plan.lookup)
 
     def _time(self, group: _Group, arm: Plan, result: RoundResult, size: int) -> None:
@@ -266,7 +271,7 @@ class ThroughputPolicy:
             group.plain = []
 
     def _learn(self, arm: Plan, result: RoundResult, size: int) -> None:
-        """Learn how much of a model's draft was accepted."""
+        """Learn how much of a model's draft was accepted. Trials tell it for n-grams."""
         if arm.lookup:
             return
         yields, rows = self._yields[arm.lookup], result.rows
@@ -296,7 +301,7 @@ class ThroughputPolicy:
         after = _Exploration(baseline, before.rounds + 1, before.tokens + tokens, before.expected + seconds * baseline)
         self._lost = max(0.0, self._lost + seconds - tokens / baseline)
         if under_way is None and self._round <= self._due.get(arm, 0):
-            return  # a plain round that was dispatched ahead during the last of its exploration, or a plan that was cut
+            return  # it was dispatched ahead and the exploration has ended since, or its plan was cut to another arm
         if after.goes_on(arm):
             group.explorations[arm] = after
             return

@@ -16,14 +16,14 @@ from eagle_mlx.proposers.base import Observation, ProposerState
 from eagle_mlx.target import Target
 
 _REACH = 16
-"""Tokens that a trial compares, as many as the default policy's longest draft of n-grams."""
+"""The most tokens that a trial compares: the default policy's longest draft of n-grams."""
 
 
 @dataclass
 class NgramIndex:
     """One row's text, where each n-gram ended, and how well n-grams would have predicted the text.
 
-    Each match is a trial, whether n-grams draft or not. Adding and finding a token is constant work.
+    Each match begins a trial, whether n-grams draft or not. Adding and finding a token is constant work.
     """
 
     max_ngram: int
@@ -31,7 +31,7 @@ class NgramIndex:
     tokens: list[int] = field(default_factory=list)
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # the latest end of each n-gram
     match: int = 0
-    """The index after the latest place of the longest n-gram at the end of the text; 0 without one."""
+    """The index of the token that followed the latest match of the text's last tokens; 0 without a match."""
     _open: list[tuple[int, int]] = field(default_factory=list)  # trials: the text's length at the start, and the match
     _ended: list[Trial] = field(default_factory=list)
 
