@@ -26,6 +26,7 @@ class Machine:
     mlx_lm: str
     device: str  # the device on which MLX computes: cpu, or the GPU's name
     blas: str
+    blas_threads: int  # 0 if unknown
 
     def __str__(self) -> str:
         return f"{self.cpu}, {self.cores} cores, {self.os}, mlx {self.mlx} on {self.device}, blas {self.blas}"
@@ -43,6 +44,7 @@ def describe() -> Machine:
         mlx_lm=version("mlx-lm"),
         device="cpu" if on_cpu else str(mx.device_info().get("device_name", "gpu")),
         blas=str(blas.activate()),
+        blas_threads=blas.blas_threads(),
     )
 
 

@@ -20,10 +20,11 @@ _CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
 @dataclass(frozen=True)
 class Blas:
     kind: Literal["openblas", "reference", "accelerate"]
-    path: str  # the library's file; empty if MLX brings its own
+    path: str = ""  # the library's file; empty if MLX brings its own
+    kernels: str = ""  # the processor for which OpenBLAS's kernels are made; OPENBLAS_CORETYPE can name another
 
     def __str__(self) -> str:
-        return f"{self.kind} ({self.path})" if self.path else self.kind
+        return f"{self.kind} for {self.kernels} ({self.path})" if self.path else self.kind
 
 
 @functools.cache
@@ -36,20 +37,20 @@ def activate() -> Blas:
     """
     wish = os.environ.get(ENVIRONMENT, "")
     if sys.platform == "darwin":
-        return Blas("accelerate", "")
+        return Blas("accelerate")
     if wish == "reference":
-        return Blas("reference", "")
+        return Blas("reference")
     if "mlx.core" in sys.modules and _provider() is None:
         _warn("mlx was imported before eagle_mlx, too late to give it OpenBLAS; import eagle_mlx first")
-        return Blas("reference", "")
+        return Blas("reference")
     for name in _CANDIDATES if wish in ("", "openblas") else (wish,):
         with contextlib.suppress(OSError):
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
             if provider := _provider():
-                return Blas("openblas", provider)
+                return Blas("openblas", provider, _kernels(provider))
     where = f"{wish} cannot be loaded" if wish not in ("", "openblas") else "no OpenBLAS found"
     _warn(f"{where}: matrix products run on the reference BLAS, about 40 times slower. To fix it: {INSTALL_HINT}")
-    return Blas("reference", "")
+    return Blas("reference")
 
 
 def _warn(message: str) -> None:
@@ -71,6 +72,16 @@ def _provider() -> str | None:
     dladdr.argtypes = (ctypes.c_void_p, ctypes.POINTER(_DlInfo))
     info = _DlInfo()
     return os.fsdecode(info.file) if dladdr(symbol, ctypes.byref(info)) and info.file else None
+
+
+def _kernels(path: str) -> str:
+    """Return the processor for which an OpenBLAS chose its kernels; "an unknown processor" for another library."""
+    try:
+        name = ctypes.CDLL(path).openblas_get_corename
+    except AttributeError:
+        return "an unknown processor"
+    name.restype = ctypes.c_char_p
+    return os.fsdecode(name())
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -48,10 +49,20 @@ def run(tmp_path: Path, code: str = REPORT, setting: str | None = None) -> tuple
 @openblas
 def test_openblas_is_active_and_named(tmp_path: Path) -> None:
     out, warnings = run(tmp_path)
-    assert out.startswith("openblas (")
-    assert "libopenblas" in out
-    assert Path(out.removeprefix("openblas (").removesuffix(")")).exists()
+    kernels, _, path = out.removesuffix(")").partition(" (")
+    assert kernels.startswith("openblas for ")
+    assert "libopenblas" in path
+    assert Path(path).exists()
     assert "Warning" not in warnings
+
+
+@linux
+@openblas
+def test_the_kernels_in_use_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernels in ("Haswell", "Nehalem") if platform.machine() == "x86_64" else ("ARMV8",):
+        monkeypatch.setenv("OPENBLAS_CORETYPE", kernels)
+        out, _ = run(tmp_path)
+        assert out.lower().startswith(f"openblas for {kernels.lower()} (")
 
 
 @linux
@@ -85,7 +96,7 @@ def test_reference_can_be_forced(tmp_path: Path) -> None:
 @openblas
 def test_a_library_can_be_named(tmp_path: Path) -> None:
     out, warnings = run(tmp_path, setting="libopenblas.so.0")
-    assert out.startswith("openblas (")
+    assert out.startswith("openblas for ")
     assert "Warning" not in warnings
 
 

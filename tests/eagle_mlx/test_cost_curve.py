@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.cpu import blas
 from eagle_mlx.engine import cost_curve
 from eagle_mlx.engine.cost_curve import SIZES, curve_of, learn_costs, measured_times
 from eagle_mlx.policy import ThroughputPolicy
@@ -94,6 +95,15 @@ def test_each_target_has_its_own_curve(tmp_path: Path) -> None:
     policy = ThroughputPolicy()
     learn_costs(em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy=policy), tmp_path)
     assert len(list(tmp_path.iterdir())) == 2, "who drafts makes no difference"
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.skipif(blas.blas_threads() < 2, reason="OpenBLAS has no second thread")
+def test_each_number_of_blas_threads_has_its_own_curve(tmp_path: Path) -> None:
+    learned(TARGET, tmp_path)
+    with blas.one_blas_thread(True):
+        learned(TARGET, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_measuring_stops_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
