@@ -51,7 +51,7 @@ QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK":
 def blas_of_children() -> dict[str, str]:
     """Return an environment for processes without this package: its BLAS, no network, no telemetry."""
     library = blas.activate()
-    return {**os.environ, **QUIET, **({"LD_PRELOAD": library.path} if library.kind == "openblas" else {})}
+    return {**os.environ, **QUIET, **({"LD_PRELOAD": library.path} if library.path else {})}
 
 
 class Engine:

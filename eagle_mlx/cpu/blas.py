@@ -19,12 +19,12 @@ _CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
 
 @dataclass(frozen=True)
 class Blas:
-    kind: Literal["openblas", "reference", "accelerate"]
+    kind: Literal["openblas", "reference", "accelerate", "other"]  # other: a named library, such as MKL
     path: str = ""  # the library's file; empty if MLX brings its own
     kernels: str = ""  # the processor for which OpenBLAS's kernels are made; OPENBLAS_CORETYPE can name another
 
     def __str__(self) -> str:
-        return f"{self.kind} for {self.kernels} ({self.path})" if self.path else self.kind
+        return self.kind + (f" for {self.kernels}" if self.kernels else "") + (f" ({self.path})" if self.path else "")
 
 
 @functools.cache
@@ -47,7 +47,8 @@ def activate() -> Blas:
         with contextlib.suppress(OSError):
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
             if provider := _provider():
-                return Blas("openblas", provider, _kernels(provider))
+                kernels = _kernels(provider)
+                return Blas("openblas" if kernels else "other", provider, kernels)
     where = f"{wish} cannot be loaded" if wish not in ("", "openblas") else "no OpenBLAS found"
     _warn(f"{where}: matrix products run on the reference BLAS, about 40 times slower. To fix it: {INSTALL_HINT}")
     return Blas("reference")
@@ -75,11 +76,11 @@ def _provider() -> str | None:
 
 
 def _kernels(path: str) -> str:
-    """Return the processor for which an OpenBLAS chose its kernels; "an unknown processor" for another library."""
+    """Return the processor for which an OpenBLAS chose its kernels; empty for another library."""
     try:
         name = ctypes.CDLL(path).openblas_get_corename
     except AttributeError:
-        return "an unknown processor"
+        return ""
     name.restype = ctypes.c_char_p
     return os.fsdecode(name())
 

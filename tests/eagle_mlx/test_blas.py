@@ -101,6 +101,23 @@ def test_a_library_can_be_named(tmp_path: Path) -> None:
 
 
 @linux
+@openblas
+def test_a_library_without_the_functions_of_openblas_can_be_used_and_described(tmp_path: Path) -> None:
+    """As MKL, for example."""
+    hidden = "import ctypes\n"
+    hidden += "class Other(ctypes.CDLL):\n    def __getattr__(self, name):\n"
+    hidden += "        if name.startswith('openblas_'): raise AttributeError(name)\n"
+    hidden += "        return super().__getattr__(name)\n"
+    hidden += "ctypes.CDLL = Other\n"
+    threads = "from eagle_mlx.machine import describe\nprint(describe().blas_threads)\n"
+    out, warnings = run(tmp_path, hidden + REPORT + threads, setting="libopenblas.so.0")
+    name, count = out.splitlines()
+    assert name.startswith("other (")
+    assert count == "0"
+    assert "Warning" not in warnings
+
+
+@linux
 def test_missing_library_warns_once_and_works(tmp_path: Path) -> None:
     code = REPORT + "import eagle_mlx.errors\nblas.activate()\n"
     out, warnings = run(tmp_path, code, setting="/nowhere/libnothing.so")
