@@ -146,15 +146,16 @@ class Kind(ABC, Generic[H]):
 
         Layers that it did not have are random and add nothing, so it drafts as before.
         """
-        shape = head.config
-        has = getattr(shape, "num_hidden_layers", layers)
-        if layers <= has and shape.quantization is None:
+        shape, missing = head.config, layers - head.cache_layers
+        if missing <= 0 and shape.quantization is None:
             return head
-        more: dict[str, Any] = {"num_hidden_layers": layers} if layers > has else {}
-        if more and shape.windows:
-            more["windows"] = (*shape.windows, *[None] * (layers - has))
+        more: dict[str, Any] = {}
+        if missing > 0:
+            windows = (*shape.windows, *[None] * missing) if shape.windows else ()
+            more = {"num_hidden_layers": layers, "windows": windows}
         plain = self.made(replace(shape, quantization=None, **more), head.d2t)
-        randomize(plain, seed)
+        if more:
+            randomize(plain, seed)
         plain.load_weights(list(plain_weights(head).items()), strict=not more)
         return plain
 
