@@ -114,8 +114,9 @@ def test_the_markov_head_reads_as_in_drafting(kind: str) -> None:
     for slot, (h, x) in enumerate(zip(outputs, found, strict=True)):
         before, logits = mx.take_along_axis(tokens, anchors + slot, axis=1), head.logits(h)
         wanted, state = head.slot_logits(before, h, logits, state, None)
-        got, latent = mx.split(x, [model.hidden_size], axis=-1)
+        got, latent, embedded = mx.split(x, [model.hidden_size, model.hidden_size + 8], axis=-1)
         np.testing.assert_array_equal(got, h)
+        np.testing.assert_array_equal(embedded, head.markov_head.embedding(before))
         np.testing.assert_allclose(logits + head.markov_head.markov_w2(latent), wanted, atol=1e-5)
 
 

@@ -136,15 +136,18 @@ def unroll_blocks(head: BlockHead, inputs: Inputs, steps: int, recompute: bool =
 
 
 def with_latents(head: Head, outputs: list[mx.array], tokens: mx.array, anchors: mx.array) -> list[mx.array]:
-    """Append the inputs of the Markov head's last matrix, for the true tokens [B, L], to each slot's states [B, A, H].
+    """Append what the loss reads of a Markov head, for the true tokens [B, L], to each slot's states [B, A, H].
 
-    Returns arrays [B, A, H + r]. A recurrent head's state is that after the slots before.
+    Returns arrays [B, A, H + 2 r]: states, inputs of the Markov head's last matrix, and embeddings of the tokens before
+    the slots. A recurrent head's state is that after the slots before. Each token is embedded once, because the
+    gradient of an embedding is as large as the vocabulary.
     """
+    embeddings, last = head.markov_head.embedding(tokens), tokens.shape[1] - 1
     state, found = None, []
     for slot, h in enumerate(outputs):
-        before = mx.take_along_axis(tokens, mx.minimum(anchors + slot, tokens.shape[1] - 1), axis=1)
+        before = take_rows(embeddings, mx.minimum(anchors + slot, last))
         latent, state = head.markov_head.latent(before, h, state)
-        found.append(mx.concatenate([h, latent], axis=-1))
+        found.append(mx.concatenate([h, latent, before], axis=-1))
     return found
 
 

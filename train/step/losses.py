@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 
 from eagle_mlx.cpu import fastmath
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, arrays_of
 
 from ..kinds import Head
-from ..unroll import holding, weights_but
+from ..unroll import holding
 
 
 @dataclass(frozen=True)
@@ -113,18 +113,17 @@ def step_loss(
     labels: Labels,
     weights: mx.array,
     objective: Objective = CROSS_ENTROPY,
-    previous: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Return a draft step's weighted loss, without the feature distance, and its hits, both scalars.
 
-    x [U, H], weights [U] float32. previous [U] int32: the token before each label's, if the head has a Markov head; x
-    is then as from `with_latents`.
+    x [U, H], or as from `with_latents` if the head has a Markov head; weights [U] float32.
     """
-    h = x
-    if previous is not None:
-        h, latent = mx.split(x, [head.hidden_size], axis=-1)
+    h, latent, before = x, None, None
+    if "markov_head" in head:
+        size = head.hidden_size
+        h, latent, before = mx.split(x, [size, (size + x.shape[-1]) // 2], axis=-1)
     logits = head.logits(h)
-    if previous is not None:
+    if latent is not None:
         logits = logits + head.markov_head.markov_w2(latent)
     logits = logits.astype(mx.float32)
     each = objective.token_weight * LOSSES[objective.loss](logits, labels)
@@ -132,8 +131,8 @@ def step_loss(
         rejected = total_variation(logits, labels.probs)
         each = each + objective.variation_weight * 2 * rejected
         if objective.confidence_weight and head.config.confidence_head:
-            sure = confidence_loss(head.confidence(h, previous), 1 - rejected)
-            each = each + objective.confidence_weight * sure
+            sure = head.confidence_head(h, before if head.config.confidence_with_markov else None)
+            each = each + objective.confidence_weight * confidence_loss(sure, 1 - rejected)
     loss = mx.sum(weights * labels.inside * each)
     logits = mx.stop_gradient(logits)
     chosen = mx.take_along_axis(logits, labels.best[:, None], axis=-1)
@@ -155,6 +154,10 @@ def feature_losses(outputs: list[mx.array], wanted: mx.array, select: mx.array, 
     return mx.stack(losses)
 
 
+_IN_LOSS = ("norm.", "lm_head.", "markov_head.markov_w2.", "confidence_head.")
+"""Weights that `step_loss` reads, by how their names begin."""
+
+
 @dataclass(frozen=True)
 class ChunkedLoss:
     """The weighted loss of all draft steps at U labels, without the feature distance, computed in chunks.
@@ -168,7 +171,6 @@ class ChunkedLoss:
     last: mx.array  # [U, H]: the target's last hidden states before its final norm
     weights: mx.array  # [S, U] float32: weight of each label in each draft step
     objective: Objective = CROSS_ENTROPY
-    previous: mx.array | None = None  # [U] int32: the token at each label, for heads that read it
     logits: int = 1 << 25  # target logits in memory at once
 
     def __call__(self, outputs: list[mx.array], select: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -177,9 +179,8 @@ class ChunkedLoss:
         outputs: S times [B, P, H], as from `unroll`; select [S, U] int32: the index among B * P outputs for each label.
         Hits are the weighted share of labels for which head and target have the same most likely token.
         """
-        in_logits = ("norm", "lm_head", "markov_head", "confidence_head")
-        others = [name for name in self.head.trainable_parameters() if name not in in_logits]
-        names, own = weights_but(self.head, others)
+        read_here = {n: w for n, w in arrays_of(self.head.trainable_parameters()).items() if n.startswith(_IN_LOSS)}
+        names, own = list(read_here), list(read_here.values())
         read = [h.reshape(-1, h.shape[-1])[select[step]] for step, h in enumerate(outputs)]
 
         def loss_and_gradients(*given: mx.array) -> list[mx.array]:
@@ -226,8 +227,7 @@ class ChunkedLoss:
     ) -> tuple[mx.array, mx.array]:
         """Return a draft step's loss and hits for some labels."""
         with holding(self.head, names, own):
-            previous = None if self.previous is None else self.previous[at]
-            return step_loss(self.head, x, labels, self.weights[step, at], self.objective, previous)
+            return step_loss(self.head, x, labels, self.weights[step, at], self.objective)
 
 
 def _after(x: mx.array, done: list[mx.array]) -> mx.array:

@@ -303,11 +303,9 @@ def part_loss(
         embeddings = head.embed(tokens).astype(dtype)
         inputs = Inputs(embeddings, features, arrays["segments"], arrays["positions"])
         outputs = kind.unroll(head, inputs, select.shape[0], grad_checkpoint)
-        previous = None
         if "markov_head" in head:
             outputs = with_latents(head, outputs, tokens, arrays["positions"])
-            previous = tokens.reshape(-1)[arrays["labels"]]
-        loss, by_step, hits = ChunkedLoss(head, target, last, weights, objective, previous)(outputs, select)
+        loss, by_step, hits = ChunkedLoss(head, target, last, weights, objective)(outputs, select)
         if not objective.feature_weight:
             return loss, by_step, hits
         distances = feature_losses(outputs, target.norm(last).astype(mx.float32), select, weights)

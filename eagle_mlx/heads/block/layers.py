@@ -170,12 +170,15 @@ class MarkovHead(nn.Module):
 
         `state` [..., r] carries information from slot to slot; None before the first slot, and in stateless heads.
         """
-        latent, state = self.latent(tokens, h, state)
+        latent, state = self.latent(self.embedding(tokens), h, state)
         return self.markov_w2(latent), state
 
-    def latent(self, tokens: mx.array, h: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
-        """Return [..., r], the input of `markov_w2`, and the next state. Arguments as in `step`."""
-        return self.embedding(tokens), None
+    def latent(self, previous: mx.array, h: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
+        """Return [..., r], the input of `markov_w2`, and the next state.
+
+        previous [..., r]: embeddings of the previous tokens; other arguments as in `step`.
+        """
+        return previous, None
 
     def embedding(self, tokens: mx.array) -> mx.array:
         """Embed tokens [...] as [..., r]."""
@@ -190,8 +193,7 @@ class GatedMarkovHead(MarkovHead):
         super().__init__(config)
         self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
 
-    def latent(self, tokens: mx.array, h: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
-        previous = self.embedding(tokens)
+    def latent(self, previous: mx.array, h: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
         return mx.sigmoid(self.gate_proj(mx.concatenate([h, previous], axis=-1))) * previous, None
 
 
@@ -202,8 +204,7 @@ class RnnMarkovHead(MarkovHead):
         super().__init__(config)
         self.joint_proj = nn.Linear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
 
-    def latent(self, tokens: mx.array, h: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
-        previous = self.embedding(tokens)
+    def latent(self, previous: mx.array, h: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array | None]:
         state = mx.zeros_like(previous) if state is None else state
         gate, candidate, output = mx.split(self.joint_proj(mx.concatenate([state, previous, h], axis=-1)), 3, axis=-1)
         gate = mx.sigmoid(gate)
