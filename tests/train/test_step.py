@@ -23,6 +23,7 @@ from eagle_mlx.train.kinds import KINDS
 from eagle_mlx.train.step.inputs import make_plan
 from eagle_mlx.train.step.optimizers import Optimizers, is_inner_matrix
 from eagle_mlx.train.step.step import Stepper, part_arrays, part_loss
+from tests.eagle_mlx.heads import ALL
 from tests.fakes import tiny_head, tiny_target
 from tests.full import in_full, some
 
@@ -164,6 +165,15 @@ def test_muon_is_for_the_inner_matrices(target: Target) -> None:
         *(f"midlayer.self_attn.{n}_proj.weight" for n in "qkvo"),
         *(f"midlayer.mlp.{n}_proj.weight" for n in ("gate", "up", "down")),
     }
+
+
+@pytest.mark.parametrize("name", ["dspark", "dspark, rnn", "dspark, no markov", "dflash", "peagle"])
+def test_muon_is_not_for_embeddings_and_output_layers(name: str) -> None:
+    target = tiny_target(vocab=61)
+    head = ALL[name](target)
+    rows = {value.shape[0] for weight, value in weights_of(head).items() if is_inner_matrix(weight, value)}
+    assert rows
+    assert not {1, target.vocab_size, head.config.draft_vocab_size} & rows
 
 
 @pytest.mark.parametrize("shape", [(8, 64), (64, 8), (32, 32)])

@@ -77,9 +77,16 @@ class MatchedMuon(optim.Muon):
         return moved
 
 
+_BY_TOKEN = ("lm_head.", "embed_tokens.", "markov_head.markov_w1.", "markov_head.markov_w2.")
+"""Weights with a row for each token of a vocabulary, by how their names begin."""
+
+
 def is_inner_matrix(path: str, weight: Any) -> bool:
-    """Return whether a weight is a matrix between hidden states, for which Muon is designed."""
-    return bool(weight.ndim == 2) and not path.startswith(("lm_head", "embed_tokens"))
+    """Return whether a weight is a matrix between hidden states, for which Muon is designed.
+
+    Embeddings and output layers are not (Jordan et al. 2024, "Muon: An optimizer for hidden layers").
+    """
+    return bool(weight.ndim == 2) and min(weight.shape) > 1 and not path.startswith(_BY_TOKEN)
 
 
 def learning_rate_factor(progress: float, warmup: float, final: float) -> float:
