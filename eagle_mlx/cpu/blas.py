@@ -10,11 +10,16 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 ENVIRONMENT = "EAGLE_MLX_BLAS"
 INSTALL_HINT = "apt-get install libopenblas0-pthread (Debian, Ubuntu) or dnf install openblas-threads (Fedora)"
 _CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
+_CORETYPE = "OPENBLAS_CORETYPE"
+_UNKNOWN = (
+    "Prescott"  # the kernels of 2004 that OpenBLAS takes for an Intel processor newer than itself (its dynamic.c)
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ def activate() -> Blas:
 
     This must run before `mlx.core` is imported; `import eagle_mlx` does it. `EAGLE_MLX_BLAS=reference` keeps the BLAS
     in MLX's wheel; `EAGLE_MLX_BLAS=/path/to/lib.so` names a library. A missing library is not an error: after one
-    warning, everything runs slowly on the reference BLAS.
+    warning, everything runs slowly on the reference BLAS. If OpenBLAS does not know the processor, this sets
+    `OPENBLAS_CORETYPE`, unless the user has.
     """
     wish = os.environ.get(ENVIRONMENT, "")
     if sys.platform == "darwin":
@@ -45,9 +51,9 @@ def activate() -> Blas:
         return Blas("reference")
     for name in _CANDIDATES if wish in ("", "openblas") else (wish,):
         with contextlib.suppress(OSError):
-            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+            _load(name)
             if provider := _provider():
-                kernels = _kernels(provider)
+                kernels = _kernels(ctypes.CDLL(provider))
                 return Blas("openblas" if kernels else "other", provider, kernels)
     where = f"{wish} cannot be loaded" if wish not in ("", "openblas") else "no OpenBLAS found"
     _warn(f"{where}: matrix products run on the reference BLAS, about 40 times slower. To fix it: {INSTALL_HINT}")
@@ -75,14 +81,31 @@ def _provider() -> str | None:
     return os.fsdecode(info.file) if dladdr(symbol, ctypes.byref(info)) and info.file else None
 
 
-def _kernels(path: str) -> str:
+def _kernels(library: ctypes.CDLL) -> str:
     """Return the processor for which an OpenBLAS chose its kernels; empty for another library."""
     try:
-        name = ctypes.CDLL(path).openblas_get_corename
+        name = library.openblas_get_corename
     except AttributeError:
         return ""
     name.restype = ctypes.c_char_p
     return os.fsdecode(name())
+
+
+def _load(name: str) -> None:
+    """Load a BLAS; load OpenBLAS again if it does not know the processor, because it chooses its kernels only then."""
+    library = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+    if _kernels(library) == _UNKNOWN and _CORETYPE not in os.environ and (kernels := _fitting_kernels()):
+        os.environ[_CORETYPE] = kernels
+        ctypes.CDLL(None).dlclose(ctypes.c_void_p(library._handle))
+        ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+
+
+def _fitting_kernels() -> str | None:
+    """Return the newest of OpenBLAS's common kernels that this x86 processor can run."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    needs = {"SkylakeX": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "Haswell": {"avx2", "fma"}}
+    return next((kernels for kernels, needed in needs.items() if needed.issubset(flags)), None)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,18 @@ def test_the_kernels_in_use_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @linux
 @openblas
+def test_a_processor_newer_than_openblas_gets_fast_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's OpenBLAS 0.3.21 does not know a Xeon of 2023, and would take kernels of 2004, six times slower."""
+    if " avx2 " not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    assert "Prescott" not in run(tmp_path)[0]
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Prescott")
+    assert "Prescott" in run(tmp_path)[0], "what the user names is used"
+
+
+@linux
+@openblas
 def test_mlx_multiplies_with_openblas(tmp_path: Path) -> None:
     code = """
 from time import perf_counter
