@@ -1,0 +1,96 @@
+"""Time what new heads of several kinds take to draft, in turns, relative to an EAGLE-3 head of one layer.
+
+    python benchmarks/draft_costs.py
+    python benchmarks/draft_costs.py --target out/real/smollm2-135m-instruct --heads dflash:2 dspark:2 eagle3:2
+
+A head is a kind and its number of layers. In each turn it first reads two positions, as after an accepted draft token.
+New heads draft nothing useful, but cost as much as trained ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from statistics import median
+
+import eagle_mlx as em
+
+# isort: split
+# After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
+import mlx.core as mx
+import numpy as np
+
+from eagle_mlx.catalog import embedded
+from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.machine import describe
+from eagle_mlx.plan import Plan
+from eagle_mlx.proposers.base import Observation
+from eagle_mlx.serve.doctor.measure import Step, take_turns
+from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.kinds import KINDS, aux_layers_of, resolved
+
+BASE = "eagle3:1"
+
+
+def new_head(target: em.Target, kind: str, layers: int, draft_vocab: int, most: int) -> em.HeadProposer:
+    """Return an untrained head that drafts up to `most` of the `draft_vocab` first tokens, bound to its target."""
+    config = resolved(TrainConfig().changed(head=kind, layers=layers, unroll=most), target)
+    size = min(draft_vocab, target.vocab_size)
+    kept = None if size == target.vocab_size or "draft_vocab" in KINDS[kind].foreign else np.arange(size)
+    proposer = em.HeadProposer(KINDS[kind].new(target, config, kept, aux_layers_of(target, config)))
+    proposer.bind(target)
+    return proposer
+
+
+def draft(target: em.Target, proposer: em.HeadProposer, depth: int, context: int) -> Step:
+    """Return a call that reads two positions, and drafts a greedy chain."""
+    state = proposer.open([[]])
+    sampling, positions = SamplingBatch.of([em.SamplingParams()], [0]), mx.array([context], mx.int32)
+
+    def observation(count: int) -> Observation:
+        states = mx.zeros((1, count, target.hidden_size), target.dtype)
+        return Observation([[1] * count], (states,) * len(proposer.aux_layers))
+
+    state.prefill(observation(context))
+    state.observe(observation(2))  # reads the prompt
+
+    def step() -> None:
+        state.observe(observation(2))
+        mx.eval(state.draft(Plan(depth), sampling, positions).tokens)
+
+    return step
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="folder or hub id of the model (default: the included one)")
+    parser.add_argument(
+        "--heads", nargs="+", default=["dflash:2", "dspark:2", "peagle:1", "eagle3:2"], metavar="KIND:LAYERS"
+    )
+    parser.add_argument("--depth", type=int, default=7, help="draft tokens (default %(default)s)")
+    parser.add_argument("--draft-vocab", type=int, default=8192, help="their vocabulary (default %(default)s)")
+    parser.add_argument("--context", type=int, default=128, help="tokens before the draft (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=60, help="measurements of each (default %(default)s)")
+    args = parser.parse_args(argv)
+    target = em.load_target(args.target or embedded("target"))
+    print(f"{describe()}\ntarget: {target.name}\n")
+    steps: dict[tuple[str, int], Step] = {}
+    for name in dict.fromkeys((BASE, *args.heads)):
+        kind, _, layers = name.partition(":")
+        proposer = new_head(target, kind, int(layers or 1), args.draft_vocab, args.depth)
+        steps |= {(name, depth): draft(target, proposer, depth, args.context) for depth in (1, args.depth)}
+    taken = take_turns(steps, args.repeats, warm_up=5, progress="drafts")
+    for name in dict.fromkeys(name for name, _ in steps):
+        one, chain = (1e3 * median(taken[name, depth]) for depth in (1, args.depth))
+        of_first, of_mean = (
+            median(a / b for a, b in zip(taken[name, args.depth], taken[BASE, depth], strict=True)) * count
+            for depth, count in ((1, 1), (args.depth, args.depth))
+        )
+        print(
+            f"{name}: one token {one:.2f} ms, {args.depth} tokens {chain:.2f} ms, which is {of_first:.2f} times the "
+            f"first draft step of {BASE}, and {of_mean:.2f} times its average one"
+        )
+
+
+if __name__ == "__main__":
+    main()
