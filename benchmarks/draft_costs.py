@@ -21,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.catalog import embedded
+from eagle_mlx.cpu import tune_process
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.machine import describe
 from eagle_mlx.plan import Plan
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=128, help="tokens before the draft (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=60, help="measurements of each (default %(default)s)")
     args = parser.parse_args(argv)
+    tune_process()
     target = em.load_target(args.target or embedded("target"))
     print(f"{describe()}\ntarget: {target.name}\n")
     steps: dict[tuple[str, int], Step] = {}
