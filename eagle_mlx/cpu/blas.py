@@ -17,9 +17,8 @@ ENVIRONMENT = "EAGLE_MLX_BLAS"
 INSTALL_HINT = "apt-get install libopenblas0-pthread (Debian, Ubuntu) or dnf install openblas-threads (Fedora)"
 _CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
 _CORETYPE = "OPENBLAS_CORETYPE"
-_UNKNOWN = (
-    "Prescott"  # the kernels of 2004 that OpenBLAS takes for an Intel processor newer than itself (its dynamic.c)
-)
+_FALLBACK = "Prescott"
+"""OpenBLAS's kernels for an Intel processor that it does not know, from 2004 (its driver/others/dynamic.c)."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def _kernels(library: ctypes.CDLL) -> str:
 def _load(name: str) -> None:
     """Load a BLAS; load OpenBLAS again if it does not know the processor, because it chooses its kernels only then."""
     library = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-    if _kernels(library) == _UNKNOWN and _CORETYPE not in os.environ and (kernels := _fitting_kernels()):
+    if _kernels(library) == _FALLBACK and _CORETYPE not in os.environ and (kernels := _fitting_kernels()):
         os.environ[_CORETYPE] = kernels
         ctypes.CDLL(None).dlclose(ctypes.c_void_p(library._handle))
         ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
