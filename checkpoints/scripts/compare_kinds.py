@@ -5,8 +5,8 @@
 Writes comparison.json, comparison.md, and the heads with their training reports. The recipes are demo*.yaml in the
 parent folder; for another target, give a folder with files of these names. There are no evaluations during training, so
 all of the time is for training. No checkpoint is chosen: the final head decodes the first prompts of prompts.jsonl
-greedily. Continuations that loop are left out. Speeds are taken at the end, at one row, for all heads in turn: the
-median ratio to plain decoding, at the depth with the highest.
+greedily. Continuations that loop are left out, of τ and of speeds. Speeds are taken at the end, at one row, for all
+heads in turn: the median ratio to plain decoding, at the depth with the highest.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.target import Target, load_target
+from eagle_mlx.text import is_loop
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import Batches, InMemory, TrainData, training_data
 from eagle_mlx.train.evaluation import Acceptance, Evaluator
@@ -135,18 +136,25 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
             rows.append(Row(kind, budget, *trained, size, report["untrained_acceptance_length"], found))
     if not args.timed:
         return rows
-    best = speedups(target, heads, prompts[: args.timed], args.depths, args.max_tokens)
+    timed = without_loops(target, prompts, args.max_tokens)[: args.timed]
+    best = speedups(target, heads, timed, args.depths, args.max_tokens)
     return [
         dataclasses.replace(row, speedup=ratio, best_depth=depth)
         for row, (ratio, depth) in zip(rows, best, strict=True)
     ]
 
 
+def without_loops(target: Target, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Return the prompts whose greedy continuation does not loop: in a loop, even a poor head's drafts are accepted."""
+    outputs = Engine(target, max_batch=BATCH).generate(prompts, SamplingParams(max_tokens=max_tokens))
+    return [prompt for prompt, output in zip(prompts, outputs, strict=True) if not is_loop(output.tokens)]
+
+
 def speedups(
     target: Target, heads: Sequence[DraftHead], prompts: list[list[int]], depths: Sequence[int], max_tokens: int
 ) -> list[tuple[float, int]]:
     """Return each head's highest speed relative to plain decoding, greedy at one row, and its depth."""
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=max_tokens)
     ways = [(head, depth) for head in heads for depth in depths]
     plain = Engine(target, max_batch=1)
     engines = [Engine(target, HeadProposer(head), policy=FixedPolicy(depth), max_batch=1) for head, depth in ways]
