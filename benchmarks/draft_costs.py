@@ -65,7 +65,7 @@ def draft(target: em.Target, proposer: em.HeadProposer, depth: int, context: int
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="folder or hub id of the model (default: the included one)")
-    heads = ["dflash:2", "dspark:2", "peagle:1", "eagle3:2"]
+    heads = ["dflash:2", "dspark:2", "peagle:2", "eagle3:2"]
     parser.add_argument(
         "--heads", nargs="+", default=heads, metavar="KIND:LAYERS", help=f"kinds of heads (default {' '.join(heads)})"
     )
