@@ -134,9 +134,9 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
             size = sum(weight.size for weight in weights_of(head).values())
             trained = report["tokens"], report["steps"], report["train_seconds"]
             rows.append(Row(kind, budget, *trained, size, report["untrained_acceptance_length"], found))
-    if not args.timed:
+    timed = without_loops(target, prompts, args.max_tokens)[: args.timed] if args.timed else []
+    if not timed:
         return rows
-    timed = without_loops(target, prompts, args.max_tokens)[: args.timed]
     best = speedups(target, heads, timed, args.depths, args.max_tokens)
     return [
         dataclasses.replace(row, speedup=ratio, best_depth=depth)
