@@ -44,6 +44,8 @@ class Processors:
         all can be verified."""
         self.spoiled: mx.array | None = None
         """[B, n+1] bool, where the last round's processors turned numbers into NaN; None if no row has processors."""
+        self.on_device = self.penalties is not None or self.biased.size > 0
+        """Whether any row has penalties or biases, which drafts follow too."""
         self._rows = [requests[index] for index in self.on_host]
         self._count = len(requests)
 
@@ -60,12 +62,7 @@ class Processors:
         drafts = self._read(draft, logits) if self.on_host else []
         for row, drafted in zip(self._rows, drafts, strict=True):
             ask(row, drafted)
-        logits = logits.astype(mx.float32)
-        if self.penalties is not None:
-            penalties, tokens = self.penalties, draft.tokens[self.penalties.rows]
-            logits = self._on(penalties.rows, logits, lambda x: penalties.apply(x, tokens))
-        if self.biased.size:
-            logits = self._on(self.biased, logits, lambda x: x + self.bias)
+        logits = self._on_device(logits, draft.tokens)
         if self.on_host:
             masks = collect(self._rows, drafts, logits)
             self._note(drafts, masks)
@@ -73,6 +70,26 @@ class Processors:
             logits = self._on(mx.array(self.on_host), logits, lambda x: _on_host(x, self._rows, drafts, masks))
             if any(row.params.logits_processors for row in self._rows):
                 self.spoiled = mx.any(mx.isnan(logits) & ~mx.isnan(before), axis=-1)
+        return logits
+
+    def change_draft(self, logits: mx.array, drafted: Sequence[mx.array], token_ids: mx.array | None) -> mx.array:
+        """Return a proposer's logits with the rows' penalties and biases, so that its drafts agree with the target.
+
+        logits: [B, 1, Vd], after the draft tokens so far, each [B, 1] int32; token_ids: [Vd] int32, the target's ids,
+        None if they are equal. Returns [B, 1, Vd] float32.
+        """
+        tokens = mx.concatenate(list(drafted), axis=1) if drafted else mx.zeros((self._count, 0), mx.int32)
+        return self._on_device(logits, tokens, token_ids)
+
+    def _on_device(self, logits: mx.array, drafts: mx.array, token_ids: mx.array | None = None) -> mx.array:
+        """Apply penalties and biases to logits [B, p, V] at the last p of a draft's n+1 positions."""
+        logits = logits.astype(mx.float32)
+        if self.penalties is not None:
+            penalties, tokens = self.penalties, drafts[self.penalties.rows]
+            logits = self._on(penalties.rows, logits, lambda x: penalties.apply(x, tokens, token_ids))
+        if self.biased.size:
+            bias = self.bias if token_ids is None else self.bias[..., token_ids]
+            logits = self._on(self.biased, logits, lambda x: x + bias)
         return logits
 
     def _note(self, drafts: Sequence[list[int]], masks: Sequence[RequestMasks]) -> None:
@@ -139,18 +156,22 @@ class Penalties:
             mx.array(np.stack(counts).astype(np.int32)),
         )
 
-    def apply(self, logits: mx.array, drafts: mx.array) -> mx.array:
-        """Apply the penalties to logits [M, n+1, V] float32 with drafts [M, n] int32; return logits of the same shape.
+    def apply(self, logits: mx.array, drafts: mx.array, token_ids: mx.array | None = None) -> mx.array:
+        """Apply the penalties to logits [M, p, V] float32 at the last p of the n+1 positions of drafts [M, n] int32.
 
-        Repetition: Keskar et al. 2019 (CTRL), equation 2, as in vLLM; presence and frequency: OpenAI's API.
+        token_ids: [V] int32, if V is not the target's vocabulary. Returns logits of the same shape. Repetition: Keskar
+        et al. 2019 (CTRL), equation 2, as in vLLM; presence and frequency: OpenAI's API.
         """
-        counts = self.counts[:, None]
+        counts, prompts = self.counts[:, None], self.prompts[:, None]
+        if token_ids is not None:
+            counts, prompts = counts[..., token_ids], prompts[..., token_ids]
         if drafts.shape[1]:
-            drafted = mx.cumsum((drafts[..., None] == mx.arange(counts.shape[-1])).astype(mx.int32), axis=1)
-            counts = mx.concatenate([counts, counts + drafted], axis=1)
+            ids = mx.arange(counts.shape[-1]) if token_ids is None else token_ids
+            drafted = mx.cumsum((drafts[..., None] == ids).astype(mx.int32), axis=1)
+            counts = mx.concatenate([counts, counts + drafted], axis=1)[:, -logits.shape[1] :]
         written = counts > 0
         scaled = mx.where(logits > 0, logits / self.repetition, logits * self.repetition)
-        logits = mx.where(written | self.prompts[:, None], scaled, logits)
+        logits = mx.where(written | prompts, scaled, logits)
         return logits - self.frequency * counts - self.presence * written
 
     def add(self, tokens: mx.array, accepted: mx.array) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from hashlib import blake2b
@@ -27,6 +27,10 @@ class Stream(IntEnum):
     """The rejection test's uniforms."""
 
 
+DraftChanges = Callable[[mx.array, Sequence[mx.array], mx.array | None], mx.array]
+"""Penalties and biases for a proposer's logits, as `Processors.change_draft`."""
+
+
 @dataclass(frozen=True)
 class SamplingBatch:
     """The parameters of B requests as arrays, and what lets the host skip work that no row needs."""
@@ -38,6 +42,7 @@ class SamplingBatch:
     thresholds: mx.array  # [B] float32, infinite unless the row has the threshold rule, which is not lossless
     rules: frozenset[Rule]  # the acceptance rules of all rows
     any_filtered: bool
+    changes: DraftChanges | None = None  # None if no row has penalties or biases
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingBatch:

@@ -72,6 +72,8 @@ class Batch:
             [request.params for request in self.requests], [request.request.seed for request in self.requests]
         )
         self.processors = Processors.of(self.requests, self.target.vocab_size)
+        if self.processors is not None and self.processors.on_device:
+            self.sampling = replace(self.sampling, changes=self.processors.change_draft)
         self.wants_logprobs = any(request.params.wants_logprobs for request in self.requests)
 
     @property

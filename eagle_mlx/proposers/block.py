@@ -62,7 +62,9 @@ class BlockDrafter:
         h = states[:, -drafts:]
         logits = head.logits(h)
         if not isinstance(head, BlockHead) or not head.is_sequential:
-            return [draw(logits, mx.arange(drafts, dtype=mx.int32))], [logits]
+            if self.sampling.changes is None:
+                return [draw(logits, mx.arange(drafts, dtype=mx.int32))], [logits]
+            return self._draw_in_turn(draw, logits)
         previous, state, count = self.newest, None, head.config.selector_top_k
         candidates = largest(logits, count)[1] if count else None
         if not count and not head.config.first_slot_drafts:  # the state of a recurrent head begins at the first slot
@@ -72,9 +74,19 @@ class BlockDrafter:
             at = slice(slot, slot + 1)
             among = None if candidates is None else candidates[:, at]
             final, state = head.slot_logits(previous, h[:, at], logits[:, at], state, among)
+            final = draw.changed(final, tokens)
             previous = draw(final, slot)
             tokens.append(previous)
             finals.append(final)
+        return tokens, finals
+
+    @staticmethod
+    def _draw_in_turn(draw: Draws, logits: mx.array) -> tuple[list[mx.array], list[mx.array]]:
+        """Draw independent slots one by one, because penalties depend on the tokens before."""
+        tokens, finals = list[mx.array](), list[mx.array]()
+        for slot in range(logits.shape[1]):
+            finals.append(draw.changed(logits[:, slot : slot + 1], tokens))
+            tokens.append(draw(finals[-1], slot))
         return tokens, finals
 
     def _surprises(self, tokens: list[mx.array], logits: list[mx.array]) -> mx.array:

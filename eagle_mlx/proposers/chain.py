@@ -46,11 +46,16 @@ class Draws(ABC):
     def __call__(self, logits: mx.array, step: int | mx.array) -> mx.array:
         """Take logits [B, n, Vd] and their positions in the chain, an int or [n]; return target ids [B, n] int32."""
 
+    def changed(self, logits: mx.array, drafted: list[mx.array]) -> mx.array:
+        """Return logits [B, 1, Vd] after these draft tokens with the requests' penalties and biases."""
+        changes = self._sampling.changes
+        return logits if changes is None else changes(logits, drafted, self.token_ids)
+
     def chain(self, depth: int, forward: Forward) -> list[mx.array]:
         """Draw up to `depth` tokens, [B, 1] int32 each. The device drafts while the host builds the next step."""
         tokens: list[mx.array] = []
         while len(tokens) < depth and not self._should_stop():
-            logits = forward(tokens[-1] if tokens else None)
+            logits = self.changed(forward(tokens[-1] if tokens else None), tokens)
             tokens.append(self(logits, len(tokens)))
             if self._stop_below is not None:
                 surprise = surprise_of(logits, self._sampling)
