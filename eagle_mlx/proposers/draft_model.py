@@ -78,10 +78,14 @@ class _RowText:
     unread: list[int]  # the newest tokens, not yet in the cache; none if the row sat out the round of its last draft
     read: int = 0  # number of the row's tokens in the cache
     drafted: int = 0  # number of cache entries of the latest draft, after these
+    started: bool = False  # whether a round has asked for its draft; before, the model reads nothing
 
 
 class DraftModelState:
     """The draft model's cache, and what it has read of each row.
+
+    A row is read when a round first drafts for it, so a model that never drafts costs nothing. Long texts take several
+    rounds, in which the row does not draft.
 
     While drafting, the model reads its own tokens. Accepted tokens stay in the cache; the others are masked and
     overwritten. The last draft token is never read, so after full acceptance two tokens are unread. A recurrent state
@@ -95,8 +99,7 @@ class DraftModelState:
         """[B, 1, V]: the logits after what each row had read when it last drafted; None before the first draft."""
 
     def prefill(self, seen: Observation) -> None:
-        """Read as many prompt tokens as the target has, so that long prompts are read in the target's chunks."""
-        self._read_chunk([len(tokens) for tokens in seen.tokens])
+        """Read nothing; the first draft does."""
 
     def resume(self, cache: RaggedCache) -> None:
         """Continue from a cache of the beginning of a single row that has read nothing."""
@@ -104,17 +107,19 @@ class DraftModelState:
         text.read = cache.lengths.upper
         del text.unread[: text.read]
 
-    def _read_chunk(self, most: Sequence[int]) -> None:
-        """Read at most `most` tokens of each row, and leave at least one unread."""
+    def _catch_up(self) -> None:
+        """Read tokens of rows that have drafted before, and leave at least one unread."""
         pieces = [
-            [] if self._is_too_long(text) else text.unread[:-1][:count]
-            for text, count in zip(self.texts, most, strict=True)
+            text.unread[:-1][:_MOST_UNREAD] if text.started and not self._is_too_long(text) else []
+            for text in self.texts
         ]
         if any(pieces):
             self._read(pieces)
             mx.async_eval(self.cache.state)
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        for text in self.texts:
+            text.started = True
         self._logits = self._read_newest()
         long = [self._is_too_long(text, plan.depth) for text in self.texts]
         if any(long):
@@ -203,8 +208,8 @@ class DraftModelState:
         if any(kept):
             self.cache.advance(mx.array(kept, mx.int32), at_most=max(kept))
             self._sync()
-        if max(len(text.unread) for text in self.texts) > _MOST_UNREAD:
-            self._read_chunk([_MOST_UNREAD] * len(self.texts))
+        if any(text.started and len(text.unread) > _MOST_UNREAD for text in self.texts):
+            self._catch_up()
 
     def append(self, other: ProposerState) -> None:
         assert isinstance(other, DraftModelState)

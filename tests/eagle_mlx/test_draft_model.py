@@ -101,15 +101,15 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[em.Target, int]]:
     return noted
 
 
-def test_a_long_prompt_is_read_a_chunk_a_step(reads: list[tuple[em.Target, int]]) -> None:
-    """Decoding rows wait for one chunk of the draft model's prefill, not for its whole prompt."""
-    draft = tiny_target(seed=1, layers=2)
-    engine = em.Engine(TARGET, em.DraftModelProposer(draft), policy=em.FixedPolicy(2), prefill_chunk=8)
+def test_prompts_are_read_when_a_round_first_drafts_for_them(reads: list[tuple[em.Target, int]]) -> None:
+    """So a draft model that does not pay costs nothing."""
+    draft, prompts = tiny_target(seed=1, layers=2), [[3 + 7 * i % 90 for i in range(60)], [4, 5, 6]]
+    plain, drafting = (em.Engine(TARGET, em.DraftModelProposer(draft), policy=em.FixedPolicy(k)) for k in (0, 2))
     reads.clear()
-    engine.generate([[3 + 7 * i % 90 for i in range(60)]], SamplingParams(max_tokens=12))
-    counts = [count for model, count in reads if model is draft]
-    assert max(counts) <= 8
-    assert sum(count for count in counts if count > 3) >= 50
+    plain.generate(prompts, SamplingParams(max_tokens=50))
+    assert not [count for model, count in reads if model is draft]
+    drafting.generate(prompts, SamplingParams(max_tokens=50))
+    assert sum(count for model, count in reads if model is draft) >= 60
 
 
 @pytest.mark.parametrize("with_ngrams", [False, True])
@@ -131,7 +131,6 @@ def test_a_cached_prefix_is_not_read_again(cache: str, with_ngrams: bool, reads:
         assert (got.tokens, got.accepted_by_position) == (wanted.tokens, wanted.accepted_by_position)
         assert (got.cached_tokens > 100) == (turn > 0)
         counts = [count for model, count in reads if model is draft]
-        assert max(counts) <= 16
         assert (sum(counts) < 80) == (turn > 0)
         text = [*text, *got.tokens, *range(9)]
 
@@ -175,12 +174,13 @@ def test_a_lone_row_that_is_far_behind_drafts_nothing_until_it_has_read_its_text
 def test_the_draft_model_reads_along_while_nothing_is_drafted(cache: str, reads: list[tuple[em.Target, int]]) -> None:
     draft, texts = CACHES[cache], [[1, 2, 3], [4]]
     state = em.DraftModelProposer(draft).open(texts)
+    batch = SamplingBatch.of([SamplingParams()] * 2, [0] * 2)
+    state.draft(Plan(1), batch, mx.array([3, 1]))
     for index in range(100):
         gains = [[index % 90], [index % 7, 5] if index % 3 else []]
         state.observe(Observation(gains, ()))
         texts = [[*text, *gain] for text, gain in zip(texts, gains, strict=True)]
     assert max(count for _, count in reads) <= 2 * 32
-    batch = SamplingBatch.of([SamplingParams()] * 2, [0] * 2)
     reads.clear()
     drawn = state.draft(Plan(2), batch, mx.array([len(text) for text in texts]))
     assert sum(count for _, count in reads) <= 2 * 35
