@@ -44,6 +44,10 @@ PROMPTS = in_full([*FEW, *MORE], FEW)
 LENGTH = in_full(12, 8)
 
 
+BY_DRAFT_MODEL = Plan(5)
+"""The plan that rank 0's own draft model drafts. Other chains are guessed from the known texts."""
+
+
 @dataclass
 class Always:
     """A policy with a fixed plan."""
@@ -137,6 +141,8 @@ def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Sequence[Pla
             for rows in in_full((1, 4), (1,) if seeded else (4,)):
                 read = (0, 1) if target.has_all_layers else ()
                 proposer: Any = Oracle(known, wrong=0.3, aux_layers=read) if plan.depth else None
+                if plan == BY_DRAFT_MODEL:
+                    proposer = em.DraftModelProposer(whole)
                 if plan.stop_below is not None:
                     proposer = em.HeadProposer((IN_BLOCKS["dspark"] if seeded else tiny_head)(whole))
                 engine = Engine(
@@ -176,12 +182,13 @@ def architectures(world: World, shard: str, *names: str) -> dict[str, Any] | Non
 
 
 def every_way(world: World, shard: str, name: str) -> dict[str, Any]:
-    """Decode one architecture with plain rounds, chains, trees and, if a head can read its layers, early exits.
+    """Decode one architecture with plain rounds, chains, a draft model, trees and, if a head can read its layers,
+    early exits.
 
     Unless in full, tensors decode greedily where layers decode with seeds.
     """
     whole = Target(whole_model(name, world.size), None, "whole")
-    plain, *others = Plan(0), Plan(4), Plan(3, nodes=9)
+    plain, *others = Plan(0), Plan(4), BY_DRAFT_MODEL, Plan(3, nodes=9)
     exits = [Plan(6, stop_below=0.02)] if shard == "tensor" else []
     halves = [[plain, *exits], [*others, *exits]] if shard == "tensor" else [others, [plain]]
     plans = in_full([[plain, *others, *exits]] * 2, halves)
