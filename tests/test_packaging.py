@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -77,6 +78,21 @@ def test_changelog_speaks_of_this_version() -> None:
     assert f"## {release}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == PROJECT["project"]["version"]
+    assert citation["license"] == PROJECT["project"]["license"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+def test_workflows_and_templates_use_targets_and_commands_that_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert yaml.safe_load(text)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"run: make ([a-z-]+)", text)) <= targets
+    assert set(re.findall(r"\beagle-(?!mlx)[a-z]+\b", text)) - {"eagle-serve"} <= set(PROJECT["project"]["scripts"])
+
+
 @pytest.mark.parametrize("command", sorted(PROJECT["project"]["scripts"]))
 def test_entry_point_resolves(command: str) -> None:
     module, function = PROJECT["project"]["scripts"][command].split(":")
@@ -102,20 +118,10 @@ def test_wheel_puts_one_name_into_site_packages(tmp_path: Path) -> None:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        ".",
-        "--no-deps",
-        "--no-build-isolation",
-        "-q",
-        "-w",
-        str(tmp_path),
-    ]
-    built = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    built = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
+    assert "absent from the `packages`" not in built.stdout + built.stderr
     (wheel,) = tmp_path.glob("eagle_mlx-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

@@ -1,0 +1,1 @@
+"""Settings for known models: one YAML file per family, chosen by `--recipe`."""
