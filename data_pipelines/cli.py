@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from eagle_mlx.command import Stop, Subcommands, arguments, exit_code, new_parser
+from eagle_mlx.command import Parser, Stop, Subcommands, arguments, exit_code
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.files import check_free, check_idle
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int | None:
-    commands = Subcommands(new_parser("eagle-data", _HELP, usage="%(prog)s COMMAND …"))
+    commands = Subcommands(Parser(prog="eagle-data", usage="%(prog)s COMMAND …", description=_HELP))
     about = "Run the target over conversations; keep its hidden states."
     commands.add("collect", CollectOptions, collect, about)
     commands.add("make", make_command.MakeOptions, make_command.run, make_command.HELP)

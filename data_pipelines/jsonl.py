@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from eagle_mlx.errors import DataError, OutputError
-from eagle_mlx.files import check_writable, locked, write_whole
+from eagle_mlx.files import check_file, locked, write_whole
 
 from .conversation import Conversation
 
@@ -22,11 +22,9 @@ GZ = ".gz"
 def check_new(path: str | Path, overwrite: bool = False) -> Path:
     """Return the path. Raises OutputError if it cannot be written or would replace a file without `overwrite`."""
     path = Path(path)
-    if path.is_dir():
-        raise OutputError(f"{path} is a folder; name a file")
-    if path.exists() and not overwrite:
+    if path.is_file() and not overwrite:
         raise OutputError(f"{path} exists already; name another output file, or replace it with --overwrite")
-    check_writable(path.parent)
+    check_file(path)
     return path
 
 

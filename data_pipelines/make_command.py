@@ -10,7 +10,7 @@ from typing import Literal
 
 from eagle_mlx.cpu import tune_process
 from eagle_mlx.errors import ConfigError, DataError
-from eagle_mlx.files import check_idle
+from eagle_mlx.files import check_idle, check_writable
 from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
@@ -94,6 +94,8 @@ def run(options: MakeOptions) -> None:
     check_new(options.output, options.overwrite)
     begun, limits = partial_path(options.output), Limits()
     check_idle(begun)
+    if options.capture is not None:
+        check_writable(options.capture)
     if options.finish:
         if not begun.exists():
             raise DataError(f"there is no {begun} to finish; leave out --finish to make conversations")

@@ -11,7 +11,7 @@ print(engine.generate(["def fib(n):"], em.SamplingParams(max_tokens=64))[0].text
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,7 @@ __all__ = [
     "SamplingParams",
     "Target",
     "ThroughputPolicy",
+    "__version__",
     "learn_costs",
     "load_head",
     "load_target",
@@ -73,6 +74,9 @@ _HOMES = {
     "target": ("Target", "load_target"),
 }
 """The public names of each module. A module is imported on first use, because importing mlx-lm takes over a second."""
+
+
+__version__ = metadata.version("eagle-mlx")
 
 
 def __getattr__(name: str) -> object:

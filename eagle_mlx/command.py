@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
 import typing
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
-from eagle_mlx.errors import EagleError
+from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.setting import REQUIRED, Group, Setting, flag, groups_of, settings_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HIDDEN = {
+    "target": ("model", "target_model"),
+    "data": ("train_data",),
+    "spec_decode": ("speculative_decoding",),
+    "disable_by_batch_size": ("spec_decode_disable_batch_size",),
+    "dynamic_spec_decode": ("spec_decode_dynamic",),
+    "acceptance_rate_threshold": ("spec_decode_acceptance_threshold",),
+}
+"""Flags of other programs that the help does not show, by the setting that they mean."""
+HELP = frozenset({"-h", "--help", "--version"})
+"""Flags that every command has."""
+_FLAG = re.compile(r"(--[a-zA-Z][\w-]*)(?:=|$)|(-[a-zA-Z])(?!.*\s)")
+_BARE = {"--speculative-decoding": "auto"}
+"""The values of hidden flags that are given without one."""
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 
 Options = TypeVar("Options", bound=Group)
@@ -112,47 +130,100 @@ def arguments(argv: Sequence[str] | None) -> list[str]:
     return list(sys.argv[1:] if argv is None else argv)
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that reports an error in one line, accepts no abbreviated flags, and stores only the flags given.
+
+    Values stay text; `Setting.convert` checks them.
+    """
+
+    def __init__(self, **more: Any):
+        raw = argparse.RawDescriptionHelpFormatter
+        fixed: dict[str, Any] = {"formatter_class": raw, "argument_default": argparse.SUPPRESS, "allow_abbrev": False}
+        super().__init__(**fixed, **more)
+        self.add_argument(
+            "--version", action="version", version=f"%(prog)s {version('eagle-mlx')}", help="show the version"
+        )
+        self._settings: dict[str, Setting] | None = None
+        """Settings by flag; None if this parser has subcommands."""
+        self._hidden: dict[str, str] = {}
+        """Flags by hidden flag."""
+
+    def know(self, settings: Mapping[str, Setting]) -> None:
+        """Accept only the flags of these settings; suggest them for unknown ones, and accept their hidden names."""
+        self._settings = self._settings or {}
+        for name, declared in settings.items():
+            if not declared.positional:
+                negated = declared.type is bool
+                names = [*flags_of(declared), *([flag(f"no_{name}")] if negated else [])]
+                self._settings |= dict.fromkeys(names, declared)
+                hidden = [other for other in _HIDDEN.get(name, ()) if other not in settings]
+                self._hidden |= {flag(other): flag(name) for other in hidden}
+                self._hidden |= {flag(f"no_{other}"): flag(f"no_{name}") for other in hidden if negated}
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments, here or for a parser with subcommands. Raises ConfigError if any is left."""
+        args = list(self._translated(args))
+        if self._settings is not None:
+            matches = filter(None, map(_FLAG.match, args[: args.index("--") if "--" in args else None]))
+            names = [match[1] or match[2] for match in matches]
+            if unknown := [name for name in names if name not in (*self._settings, *HELP)]:
+                near = difflib.get_close_matches(unknown[0], self._settings, n=1, cutoff=0.0) if unknown[0][2:] else ()
+                self.error(f"there is no flag {unknown[0]}{f'; did you mean {near[0]}?' if near else ''}")
+        namespace, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"{rest[0]!r} is one argument too many")
+        return namespace, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with the message and the command that shows the help."""
+        raise ConfigError(f"{message.removeprefix('argument ')} (help: {self.prog} --help)")
+
+    def _translated(self, args: Sequence[str]) -> Iterator[str]:
+        """Yield the arguments with visible names of flags, and with the values that bare flags stand for."""
+        end = args.index("--") if "--" in args else len(args)
+        for text, following in zip_longest(args[:end], args[1 : end + 1]):
+            name, equals, value = text.partition("=")
+            visible = self._hidden.get(name, name)
+            if text in _BARE and visible != text and following not in typing.get_args(self._type(visible)):
+                equals, value = "=", _BARE[text]
+            yield f"{visible}{equals}{value}"
+        yield from args[end:]
+
+    def _type(self, name: str) -> Any:
+        return (self._settings or {})[name].type
+
+
 def read(
     options: type[Options], argv: Sequence[str] | None, prog: str, about: str, epilog: str | None = None
 ) -> Options:
-    """Parse a command's settings. Raises ConfigError, or SystemExit for unknown flags and --help.
+    """Parse a command's settings. Raises ConfigError, or SystemExit for --help and --version.
 
     `about` and `epilog` come before and after the flags in the help.
     """
-    parser = new_parser(prog, about, epilog)
+    parser = Parser(prog=prog, description=about, epilog=epilog)
     add_flags(parser, options)
     return options.of(**vars(parser.parse_args(arguments(argv))))
-
-
-def new_parser(prog: str, about: str, epilog: str | None = None, usage: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser that keeps line breaks in its texts and stores only the flags that are given."""
-    return argparse.ArgumentParser(
-        prog=prog,
-        usage=usage,
-        description=about,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
 
 
 class Subcommands:
     """Subcommands, each with its own settings."""
 
-    def __init__(self, parser: argparse.ArgumentParser, metavar: str = "COMMAND"):
+    def __init__(self, parser: Parser, metavar: str = "COMMAND"):
         self._parser = parser
-        self._parts = parser.add_subparsers(required=True, metavar=metavar, help=argparse.SUPPRESS)
+        self._parts = parser.add_subparsers(
+            required=True, metavar=metavar, help=argparse.SUPPRESS, prog=parser.prog, dest=metavar
+        )
 
     def add(self, name: str, options: type[Options], work: Callable[[Options], int | None], about: str) -> None:
         """Add a command that calls `work` with its settings."""
-        raw = argparse.RawDescriptionHelpFormatter
-        part = self._parts.add_parser(name, description=about, formatter_class=raw, argument_default=argparse.SUPPRESS)
+        part = self._parts.add_parser(name, description=about)
         add_flags(part, options)
         part.set_defaults(run=lambda **values: work(options.of(**values)))
 
     def parse(self, argv: Sequence[str]) -> Callable[[], int | None]:
-        """Return a function that runs the command. It raises ConfigError if settings are invalid."""
+        """Return a function that runs the command. Raises ConfigError, now or then, if arguments are invalid."""
         values = vars(self._parser.parse_args(argv))
+        del values[self._parts.dest]
         return partial(values.pop("run"), **values)
 
 
@@ -163,7 +234,7 @@ def default_text(known: Setting) -> str:
 
 
 def add_flags(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     group: type[Group],
     say: DefaultText = default_text,
     to: argparse._ActionsContainer | None = None,
@@ -172,11 +243,18 @@ def add_flags(
 
     `say` formats the default for the help. `to` is the heading to add the flags to, by default the parser.
     """
+    if to is None:
+        parser.know(settings_of(group))
     for known in settings_of(group).values():
         if len(known.path) == 1:
             _add_one(to or parser, known, say)
     for name, inner in groups_of(group).items():
         add_flags(parser, inner, say, parser.add_argument_group(name.replace("_", " "), inspect.getdoc(inner)))
+
+
+def flags_of(declared: Setting) -> list[str]:
+    """Return the names of a setting's flag, the first of which is its own."""
+    return [name if name.startswith("-") else flag(name) for name in (declared.name, *declared.also)]
 
 
 def _add_one(to: argparse._ActionsContainer, known: Setting, say: DefaultText) -> None:
@@ -187,7 +265,7 @@ def _add_one(to: argparse._ActionsContainer, known: Setting, say: DefaultText) -
         to.add_argument(known.name, **how, **_argument(known))
         return
     how |= {"dest": known.name}
-    flags = [name if name.startswith("-") else flag(name) for name in (flag(known.name), *known.also)]
+    flags = flags_of(known)
     if known.type is bool and known.default is False:  # --no-x overrides a file of settings that says true
         to.add_argument(*flags, action="store_true", **how)
         to.add_argument(f"--no-{flags[0][2:]}", action="store_false", **{**how, "help": argparse.SUPPRESS})
@@ -201,22 +279,20 @@ def _argument(known: Setting) -> dict[str, Any]:
     several = typing.get_origin(known.type) is tuple
     kind = typing.get_args(known.type)[0] if several else known.type
     how: dict[str, Any] = {}
+    if typing.get_origin(kind) is Literal:
+        usual = f"{{{','.join(map(str, typing.get_args(kind)))}}}"
+    else:
+        item = kind if kind in _METAVARS else typing.get_args(kind)[0]
+        usual = known.name if known.positional else "TEXT" if several and item is str else _METAVARS[item]
+        if known.bare is not None or (known.positional and known.default is not REQUIRED):
+            how["nargs"] = "?"
     if known.repeat:
         how["action"] = "append"
     elif several:
         how["nargs"] = "+"
         if kind is str and not known.positional:
             how["action"] = "extend"
-    elif known.bare is not None:
-        how |= {"nargs": "?", "const": known.bare}
-    elif known.positional and known.default is not REQUIRED:
-        how["nargs"] = "?"
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        return {"type": type(choices[0]), "choices": choices, **how}
-    item = kind if kind in _METAVARS else typing.get_args(kind)[0]
-    usual = known.name if known.positional else "TEXT" if several and item is str else _METAVARS[item]
-    return {"type": item, "metavar": known.metavar or usual, **how}
+    return {"metavar": known.metavar or usual, **how} | ({"const": known.bare} if how.get("nargs") == "?" else {})
 
 
 def shown(value: Any) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import partial
 from importlib.util import find_spec
 
-from eagle_mlx.command import exit_code
+from eagle_mlx.command import HELP, exit_code
 from eagle_mlx.errors import ConfigError
 
 _PACKAGES = {
@@ -36,11 +37,12 @@ def require(what: str, extra: str, *packages: str) -> None:
 def _run(command: str, entry: str, extra: str | None = None) -> int:
     """Run a command; return its exit status: 2 if its extra is missing, 130 after an unhandled Ctrl-C.
 
-    The application is imported within `exit_code`, because that takes seconds in which the user may press Ctrl-C.
+    Help and version need no extra. The application is imported within `exit_code`, because that takes seconds in which
+    the user may press Ctrl-C.
     """
 
     def work() -> int:
-        if extra is not None:
+        if extra is not None and HELP.isdisjoint(sys.argv[1:]):
             require(command, extra)
         module, function = entry.split(":")
         status: int = getattr(importlib.import_module(f"eagle_mlx.{module}"), function)()

@@ -33,6 +33,11 @@ def cache_folder() -> Path:
         return Path(os.devnull)
 
 
+def name_of(folder: str | Path) -> str:
+    """Return a folder's name as the user typed it, even if that is a link."""
+    return Path(os.path.abspath(Path(folder).expanduser())).name  # noqa: PTH100  (`resolve` would follow the link)
+
+
 def write_whole(path: Path, data: bytes, part: Path | None = None) -> None:
     """Write a file atomically, safe even against a power failure. Raises OSError.
 
@@ -53,6 +58,7 @@ def write_whole(path: Path, data: bytes, part: Path | None = None) -> None:
 def write_output(path: Path, text: str) -> None:
     """Write a file at a path that the user chose, atomically, with a hidden temporary file. Raises OutputError."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode(), path.with_name(f".{path.name}.{os.getpid()}{PART}"))
     except OSError as e:
         raise OutputError(f"{path} cannot be written ({e.strerror}); choose another path") from e
@@ -106,6 +112,13 @@ def check_free(folder: str | Path, overwrite: bool = False) -> Path:
     for place in (path.parent, path) if path.exists() else (path.parent,):
         check_writable(place)
     return path
+
+
+def check_file(path: Path) -> None:
+    """Raise OutputError unless a file can be written at this path, in a folder that may not exist yet."""
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder; name a file")
+    check_writable(path.parent)
 
 
 def check_writable(folder: Path) -> None:

@@ -74,6 +74,11 @@ class Setting:
     def field(self) -> str:
         return self.path[-1]
 
+    @property
+    def title(self) -> str:
+        """Its name on the command line, for messages."""
+        return self.name if self.positional else flag(self.name)
+
     def convert(self, value: Any) -> Any:
         """Convert a value to the setting's type, if this is unambiguous.
 
@@ -86,10 +91,10 @@ class Setting:
         try:
             converted = _convert(value, self.type)
         except (LookupError, TypeError, ValueError):
-            raise ConfigError(f"{flag(self.name)} must be {_described(self.type)}, not {value!r}") from None
+            raise ConfigError(f"{self.title} must be {_described(self.type)}, not {value!r}") from None
         for each in converted if isinstance(converted, tuple) else (converted,):
             if self.limit is not None and not self.limit.holds(each):
-                raise ConfigError(f"{flag(self.name)} {self.limit.message.format(each)}")
+                raise ConfigError(f"{self.title} {self.limit.message.format(each)}")
         return converted
 
 

@@ -12,7 +12,7 @@ from time import perf_counter
 from eagle_mlx import Engine, Output, SamplingParams, Target
 from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import OutputError, PromptError
-from eagle_mlx.files import write_output
+from eagle_mlx.files import check_file, write_output
 from eagle_mlx.request import Prompt as EnginePrompt
 from eagle_mlx.setting import setting
 
@@ -48,8 +48,10 @@ class GenerateOptions(DecodingOptions):
             raise PromptError("give one prompt, `-` to read it from standard input, or a --file of prompts")
         if self.file is None and self.output is not None:
             raise OutputError("--output needs --file; the answer to a single prompt is printed")
-        if self.output is not None and self.output.exists():
-            raise OutputError(f"{self.output} exists already; name another file")
+        if self.output is not None:
+            if self.output.is_file():
+                raise OutputError(f"{self.output} exists already; name another file")
+            check_file(self.output)
         if self.color and self.file is not None:
             raise OutputError("--color shows one answer; leave out --color or --file")
 

@@ -17,7 +17,7 @@ from eagle_mlx.catalog.head_search import (
     register,
     where_mtp_layers_are,
 )
-from eagle_mlx.command import Subcommands, arguments, exit_code, new_parser
+from eagle_mlx.command import Parser, Subcommands, arguments, exit_code
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.setting import REQUIRED, Group, setting
@@ -57,11 +57,12 @@ class Pull(Group):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eagle-heads. Returns the exit status: 0, 1 if no head is found, or 2 for an error."""
     about = "List heads on this machine and published heads, find heads for a target, and download heads."
-    commands = Subcommands(new_parser("eagle-heads", about, EPILOG, "%(prog)s list | find TARGET | pull NAME"))
+    usage = "%(prog)s list | find TARGET | pull NAME"
+    commands = Subcommands(Parser(prog="eagle-heads", usage=usage, description=about, epilog=EPILOG))
     commands.add("list", List, _list, "List all known heads.")
     commands.add("find", Find, _find, "List heads for a target, the best first; exit status 1 if there is none.")
     commands.add("pull", Pull, _pull, "Download a head from the hub.")
-    return exit_code(commands.parse(arguments(argv)))
+    return exit_code(lambda: commands.parse(arguments(argv))())
 
 
 def _list(_: List) -> int:

@@ -85,7 +85,6 @@ class Speculation(Group):
         None,
         "how to draft (default: with the given head or draft model)",
         name="spec_decode",
-        also=("speculative_decoding",),
     )
     head: str | None = setting(
         None,
@@ -168,6 +167,8 @@ class Speculation(Group):
         """Return the settings, including those of `--speculative-config` and the policy that they imply."""
         known = _from_json(settings.pop("speculative_config", None))
         own = {find(cls, name).field: value for name, value in settings.items()}
+        if own.get("mode") == AUTO:
+            own["mode"] = "ngram" if own.get("head") == NO_HEAD and own.get("draft_model") is None else None
         given = {field for field, value in own.items() if value is not None}
         if clash := sorted(known.keys() & given):
             raise ConfigError(f"{', '.join(clash)}: set by both --speculative-config and a flag; give one of them")
@@ -177,14 +178,14 @@ class Speculation(Group):
 
     def for_target(self, target: str | None) -> tuple[str | Path, Self]:
         """Return the target, or the embedded one, and its speculation. AUTO is for `load_proposer` to find a head."""
-        resolved = self
+        resolved, model = self, target or embedded("target")
         if self.head in (None, AUTO) and self.draft_model is None and self.mode in (None, *_HEADS):
             head = AUTO if target is not None or self.mode == "mtp" else str(embedded("head"))
             resolved = replace(self, head=head)
         elif self.head == NO_HEAD:
             mode = self.mode or ("draft" if self.draft_model is not None else "none")
             resolved = replace(self, head=None, mode=mode)
-        return target or embedded("target"), resolved
+        return model, resolved
 
     @property
     def depth(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -12,10 +11,11 @@ from typing import Any
 
 from eagle_mlx.catalog import is_embedded_target
 from eagle_mlx.catalog.head_search import LEAST, register
-from eagle_mlx.command import Stop, add_flags, arguments, default_text, exit_code, new_parser, shown
+from eagle_mlx.command import Parser, Stop, add_flags, arguments, default_text, exit_code, shown
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.setting import Group, Setting, setting, settings_of
+from eagle_mlx.files import check_writable
+from eagle_mlx.setting import Group, Setting, find, setting, settings_of
 from eagle_mlx.target import Target, fingerprint
 
 from .config import NOT_WITH_HOURS, SELF, TrainConfig, named_settings
@@ -98,13 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = arguments(argv)
     if given[:1] == ["report"]:
         return report(given[1:])
-    args = vars(flags_parser().parse_args(given))
+    return exit_code(lambda: _main(given))
+
+
+def _main(given: Sequence[str]) -> None:
+    flags = vars(flags_parser().parse_args(given))
+    start = Start.of(**{name: flags.pop(name) for name in settings_of(Start) if name in flags})
+    flags = {name: find(TrainConfig, name).convert(value) for name, value in flags.items()}
     print(f"blas: {blas.activate()}", file=sys.stderr)
-    begin = {name: args.pop(name) for name in settings_of(Start) if name in args}
-    return exit_code(lambda: _main(Start.of(**begin), args))
-
-
-def _main(start: Start, flags: Mapping[str, Any]) -> None:
     resume, name = start.resume, start.recipe
     if resume is not None and (name is not None or start.dry_run):
         raise ConfigError("--resume uses the run's own settings: leave out --recipe and --dry-run")
@@ -160,6 +161,8 @@ def run(config: TrainConfig, stop: Stop, resume: Path | None = None, world: Worl
     """Run the training and print where the head is. Only rank 0 of a `world` writes files and reports progress."""
     if not config.head.target:
         raise ConfigError("no target: name the model with --target")
+    if config.data.cache_dir:
+        check_writable(Path(config.data.cache_dir))
     config = resolved(config)
     if config.optimization.hours and world.size > 1:
         raise ConfigError("--hours works with one process only: start it without mlx.launch")
@@ -248,11 +251,11 @@ def _prompts(target: Target, config: TrainConfig, world: World) -> list[list[int
     return named or (heldout_prompts(target, config) if world.is_rank_zero else [])
 
 
-def flags_parser() -> argparse.ArgumentParser:
+def flags_parser() -> Parser:
     """Return a parser with a flag per setting. Flags that are not given are absent from its result."""
-    parser = new_parser(
-        "eagle-train",
-        _HELP,
+    parser = Parser(
+        prog="eagle-train",
+        description=_HELP,
         usage="%(prog)s --target MODEL [settings]\n       %(prog)s --resume DIR\n       %(prog)s report DIR [DIR ...]",
     )
     add_flags(parser, Start)

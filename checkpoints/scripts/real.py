@@ -24,7 +24,7 @@ import eagle_mlx as em
 from eagle_mlx import hub
 from eagle_mlx.cpu import blas
 from eagle_mlx.errors import EagleError, OutputError
-from eagle_mlx.files import write_whole
+from eagle_mlx.files import check_file, write_whole
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.machine import describe
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
@@ -197,7 +197,7 @@ def prepare(folder: Path) -> tuple[Path, Path]:
         raise OutputError(f"{folder} cannot be made ({e.strerror}); give another --output") from e
     places = folder / "report.json", folder / "summary.png"
     for path in places:
-        report.check_writable(path)
+        check_file(path)
     return places
 
 

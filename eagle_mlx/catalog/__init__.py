@@ -17,8 +17,9 @@ def embedded(name: str) -> Path:
         found = root / "checkpoints" / name
         if (found / "config.json").is_file() or (found.suffix == ".jsonl" and found.is_file()):
             return found
-    flag = "--prompts" if name.endswith(".jsonl") else f"--{name}"
-    raise ConfigError(f"the embedded checkpoints/{name} is not in {roots[0]}: run from a checkout, or give {flag}")
+    named = {"target": "the model with --target: a folder or a hub id, such as --target Qwen3-4B-4bit"}
+    named |= {"prompts.jsonl": "a file of prompts with --prompts"}
+    raise ConfigError(f"name {named.get(name, f'it with --{name}')}; only a clone of the project includes a {name}")
 
 
 def is_embedded_target(name: str | Path) -> bool:

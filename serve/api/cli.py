@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.files import check_writable, name_of
 from eagle_mlx.memory import free_memory, gb, models_bytes
 from eagle_mlx.setting import GIGABYTES, Group, flag, setting, settings_of
 
@@ -113,6 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: ServeOptions) -> int:
     configs, settings = options.configs(), options.settings()
     for config in configs.values():
+        if config.prefix_cache_dir is not None:
+            check_writable(config.prefix_cache_dir.expanduser())
+    for config in configs.values():
         config.loading.follow(config.name)
     if options.check:
         passed = [_checked(name, config) for name, config in configs.items()]
@@ -182,10 +186,10 @@ def hosts_of(sock: socket.socket, named: Sequence[str]) -> tuple[str, ...] | Non
 
 
 def served_name(target: str | None) -> str:
-    """Return a target's name for clients: a hub id unchanged, a folder's last part."""
+    """Return a target's name for clients: a hub id unchanged, a folder's last part, even if that is a link."""
     if target is None:
         return "embedded"
-    return Path(target).resolve().name if Path(target).exists() else target
+    return name_of(target) if Path(target).expanduser().exists() else target
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.extras import require
+from eagle_mlx.files import check_file
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
@@ -139,10 +140,9 @@ def _bench(options: BenchOptions, command: str) -> int:
         require("eagle-bench --plot", "train", "matplotlib")
     loading, name = options.loading, options.target or embedded("target")
     loading.follow(name)
+    for path in filter(None, (options.json, options.plot)):
+        check_file(path)
     print(f"blas: {blas.activate()}")
-    for path in (options.json, options.plot):
-        if path is not None:
-            report.check_writable(path)
     modes, head_name = _modes(options)
     say = partial(print, file=sys.stderr) if not options.quiet else lambda text: None
     say(f"loading {' and '.join(str(each) for each in (name, head_name, options.draft_model) if each)}")

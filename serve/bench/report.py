@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,12 +143,6 @@ def write_json(content: object, path: Path) -> None:
     write_output(path, json.dumps(content, indent=2) + "\n")
 
 
-def check_writable(path: Path) -> None:
-    """Raise OutputError if a file cannot be written, before the measurement starts."""
-    if path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-        raise OutputError(f"{path} cannot be written: its folder must exist and be writable")
-
-
 def _cells(run: Run) -> tuple[str, ...]:
     return (
         *_which(run),
@@ -210,6 +203,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     axes.margins(y=0.18)
     axes.spines[["top", "right"]].set_visible(False)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
     except OSError as e:
         raise OutputError(f"{path} cannot be written ({e.strerror}); choose another path") from e

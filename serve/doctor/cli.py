@@ -17,7 +17,7 @@ from eagle_mlx.catalog.models import described_target, published_model
 from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.engine.cost_curve import curve_of, measured_times
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.files import write_output
+from eagle_mlx.files import check_file, write_output
 from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.machine import describe, wired_limit_mb
@@ -83,11 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _doctor(options: DoctorOptions, command: str) -> None:
+    file = None if options.json in (None, _PRINT) else Path(options.json)
+    if file is not None:
+        check_file(file)
     mx.random.seed(0)
     found = _measured(options)
     text = json.dumps({"eagle_mlx": version("eagle-mlx"), "command": command, **as_json(found)}, indent=1)
-    if options.json not in (None, _PRINT):
-        write_output(Path(options.json), text + "\n")
+    if file is not None:
+        write_output(file, text + "\n")
     print(text if options.json == _PRINT else as_text(found))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Literal
 
 import pytest
 
-from eagle_mlx.command import Stop, Stopped, Subcommands, exit_code, new_parser, read
+from eagle_mlx.command import Parser, Stop, Stopped, Subcommands, exit_code, read
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, find, setting, settings_of
 
@@ -96,12 +97,50 @@ def test_the_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]) ->
 
 def test_subcommands_run_with_their_own_settings() -> None:
     done: list[Group] = []
-    commands = Subcommands(new_parser("both", "about"))
+    commands = Subcommands(Parser(prog="both"))
     commands.add("outer", Outer, done.append, "one")
     commands.add("inner", Inner, done.append, "the other")
     assert exit_code(commands.parse(["inner", "--bits", "4"])) == 0
     assert exit_code(commands.parse(["outer", "x", "--max-rows", "0"])) == 2
     assert done == [Inner(bits=4)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("x --max-row 5", "there is no flag --max-row; did you mean --max-rows? (help: outer --help)"),
+        ("x --max-row=5", "there is no flag --max-row; did you mean --max-rows? (help: outer --help)"),
+        ("--max-row 5", "there is no flag --max-row; did you mean --max-rows? (help: outer --help)"),
+        ("x --no-forces", "there is no flag --no-forces; did you mean --no-force? (help: outer --help)"),
+        ("x -q", "there is no flag -q (help: outer --help)"),
+        ("x y", "'y' is one argument too many (help: outer --help)"),
+        ("", "the following arguments are required: place (help: outer --help)"),
+        ("x --max-rows", "--max-rows: expected one argument (help: outer --help)"),
+        ("x --max-rows many", "--max-rows must be a whole number, not 'many'"),
+        ("x --sizes 1 b", r"--sizes must be a list, each a whole number, not ['1', 'b']"),
+        ("x --bits 5", "--bits must be one of 4, 8, not '5'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_that_says_what_to_type(argv: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        parsed(*argv.split())
+
+
+def test_arguments_that_only_look_like_flags_are_taken() -> None:
+    assert parsed("--share", "-1", "--", "--max-row").place == Path("--max-row")
+    assert parsed("-f of x").place == Path("-f of x")
+
+
+def test_subcommands_name_themselves_in_errors() -> None:
+    commands = Subcommands(Parser(prog="both", usage="%(prog)s outer | inner"))
+    commands.add("inner", Inner, lambda _: None, "the other")
+    for argv, said in (
+        (["inner", "--bit", "4"], "there is no flag --bit; did you mean --bits? (help: both inner --help)"),
+        (["iner"], "COMMAND: invalid choice: 'iner' (choose from"),
+        ([], "the following arguments are required: COMMAND (help: both --help)"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+            commands.parse(argv)
 
 
 def raising(error: BaseException) -> Callable[[], int]:

@@ -16,7 +16,7 @@ import pytest
 from eagle_mlx import hub
 from eagle_mlx.catalog.head_search import register
 from eagle_mlx.cpu.shortcuts import without_shortcuts
-from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.machine import describe
@@ -308,15 +308,9 @@ def test_output_replaces_a_file_whole_and_leaves_others(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [file, other]
 
 
-def test_files_that_cannot_be_written_are_refused_before_measuring(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing" / "x.json", tmp_path):
-        with pytest.raises(OutputError, match="cannot be written"):
-            report.check_writable(path)
-
-
 def test_plot_is_drawn(tmp_path: Path) -> None:
-    report.plot([replace(RUN, mode="mlx-lm", depth=0), RUN], tmp_path / "bars.png")
-    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    report.plot([replace(RUN, mode="mlx-lm", depth=0), RUN], tmp_path / "new" / "bars.png")
+    assert (tmp_path / "new" / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
 # The command
@@ -435,8 +429,7 @@ def test_command_measures_a_draft_model_and_mlx_lms(
     shown = capsys.readouterr().out
     assert "draft model: " in shown
     assert "leaving out mode eagle" in shown
-    with pytest.raises(SystemExit):
-        main(["--modes", "nonsense"])
+    assert main(["--modes", "nonsense"]) == 2
     assert main(["--target", folders[0], "--modes", "draft", *QUICK]) == 2
     assert "mode draft needs --draft-model" in capsys.readouterr().err
 

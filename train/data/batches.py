@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import mlx.data as dx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -108,6 +107,8 @@ class Batches:
         return {piece for one in batches for row in one.rows for piece in row}
 
     def _prefetched(self, rows: list[tuple[Row, int]]) -> Generator[Rows, None, None]:
+        import mlx.data as dx  # not at the top, so that `eagle-train --help` works without it
+
         stream = (
             dx.buffer_from_vector([{"row": i} for i in range(len(rows))])
             .sample_transform(lambda sample: self._read(*rows[int(sample["row"])]))

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
-from pydantic import TypeAdapter
 
 from eagle_mlx.data_pipelines import (
     DataConfig,
@@ -97,11 +96,15 @@ class Journal:
 
     def write(self, folder: Path) -> None:
         """Write the journal into a run's folder. Raises OSError."""
+        from pydantic import TypeAdapter  # not at the top, so that `eagle-train --help` works without it
+
         write_whole(folder / FILE, TypeAdapter(Journal).dump_json(self, indent=1) + b"\n")
 
     @staticmethod
     def read(folder: Path) -> Journal:
         """Return the journal in a run's folder, or an empty one. Raises CheckpointError if it is damaged."""
+        from pydantic import TypeAdapter
+
         file = folder / FILE
         if not file.exists():
             return Journal()

@@ -12,7 +12,7 @@ from typing import Any
 
 from eagle_mlx.command import exit_code, read, shown
 from eagle_mlx.errors import DataError, OutputError
-from eagle_mlx.files import write_output, write_whole
+from eagle_mlx.files import check_file, name_of, write_output, write_whole
 from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 
 from ..config import flag
@@ -190,16 +190,18 @@ def main(argv: Sequence[str]) -> int:
 def run(options: ReportOptions) -> None:
     """Read all runs, then write the comparison."""
     for file in filter(None, (options.output, options.plot)):
+        check_file(file)
         if file.exists() and not options.overwrite:
             raise OutputError(f"{file} exists already; name another file, or overwrite it with --overwrite")
     runs = [read_run(folder) for folder in options.runs]
-    names = [folder.resolve().name for folder in options.runs]
+    names = list(map(name_of, options.runs))
     if len(set(names)) < len(names):
         names = list(map(str, options.runs))
     table = comparison(runs, names)
     if options.plot:
         rows = (read_rows(folder / METRICS) for folder in options.runs)
         try:
+            options.plot.parent.mkdir(parents=True, exist_ok=True)
             write_comparison(dict(zip(names, rows, strict=True)), options.plot)
         except OSError as e:
             raise OutputError(f"{options.plot} could not be written: {e.strerror or e}") from e

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
-from pydantic import TypeAdapter
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import new_folder
@@ -154,6 +153,8 @@ def newest(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 def load(folder: Path) -> Checkpoint:
     """Load a checkpoint. Raises CheckpointError with the file's name if it is damaged."""
+    from pydantic import TypeAdapter  # not at the top, so that `eagle-train --help` works without it
+
     try:
         about = json.loads((folder / _ABOUT).read_text())
         for name, digest in about["sha256"].items():

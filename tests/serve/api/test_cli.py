@@ -12,7 +12,7 @@ from eagle_mlx.catalog.head_search import register
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.memory import free_memory
-from eagle_mlx.serve.api.cli import main
+from eagle_mlx.serve.api.cli import main, served_name
 from eagle_mlx.serve.api.loader import LoadConfig, check, load
 from eagle_mlx.serve.api.model import sampling_defaults
 from eagle_mlx.serve.api.server import listen
@@ -181,3 +181,11 @@ def test_a_streams_events_do_not_wait_for_acknowledgments() -> None:
         sock.accept()[0] as connection,
     ):
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_link_to_a_folder_is_served_under_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "mine").symlink_to(tmp_path / "models")
+    assert served_name(str(tmp_path / "mine")) == "mine"
+    assert served_name(str(tmp_path / "models" / ".." / "mine") + "/") == "mine"
+    assert served_name("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
