@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,24 @@ def check_base_model(given: str) -> None:
     raise ConfigError(
         f"--base-model {given} is an MLX conversion, which speculators and vLLM cannot load; give {instead}"
     )
+
+
+def check_width(given: str, width: int, online: bool = True) -> None:
+    """Raise ConfigError if the hidden size of a --base-model is not that of the head's target.
+
+    Checks nothing if the model's config is not on this machine and, if `online`, the hub does not have it.
+    """
+    place, folder = Path(given).expanduser(), None
+    with suppress(EagleError):
+        folder = place if place.is_dir() else hub.quick_file(given, "config.json").parent if online else None
+    folder = folder or hub.cached(given)
+    config = read_config(folder) if folder is not None else {}
+    size = (config.get("text_config") or config).get("hidden_size")
+    if isinstance(size, int) and size != width:
+        raise ConfigError(
+            f"--base-model {given} has hidden states of {size} numbers, but the head is for a model with {width}; "
+            "give the model that the head was trained for"
+        )
 
 
 def by_mlx_community(name: str) -> bool:

@@ -301,6 +301,16 @@ def test_28_a_base_model_that_mlx_has_quantized_is_refused(
         refused(message if name.startswith("mlx") else f"{message}; {instead}", tmp_path, capsys)
 
 
+def test_a_base_model_of_another_width_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_eagle3(eagle3(tiny_target(), draft_vocab=40), tmp_path / "a")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 4096}))
+    assert main([str(tmp_path / "a"), "--to", "speculators", "--output", str(tmp_path / "out"),
+                 "--base-model", str(other)]) == 2  # fmt: skip
+    refused(f"--base-model {other} has hidden states of 4096 numbers, but the head is for a model", tmp_path, capsys)
+
+
 def test_28_the_trial_of_a_head_is_announced_and_shows_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

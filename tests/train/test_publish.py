@@ -283,6 +283,15 @@ def test_a_local_target_needs_a_base_model(
     assert online.requests == []
 
 
+def test_a_base_model_of_another_width_is_refused(
+    made: Made, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    online.put("owner/wide", {"config.json": json.dumps({"hidden_size": 4096}).encode()})
+    said = refused(capsys, str(made.run), "--repo", REPO, "--license", "mit", "--base-model", "owner/wide")
+    assert "--base-model owner/wide has hidden states of 4096 numbers" in said
+    assert REPO not in online.repos
+
+
 # The card
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from eagle_mlx import hub
-from eagle_mlx.catalog.base_model import BASE_MODEL, base_model_of, check_base_model
+from eagle_mlx.catalog.base_model import BASE_MODEL, base_model_of, check_base_model, check_width
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
 from eagle_mlx.formats.fields import NOTED, read_config
@@ -77,6 +77,8 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     target = load_target(what.target) if what.target is not None else None
     head = load_head(folder, target)
     kind = kind_of(head)
+    if what.base_model is not None:
+        check_width(what.base_model, head.target_hidden_size)
     tensors = read_tensors(folder)
     types = sorted({str(x.dtype).removeprefix("mlx.core.") for x in tensors.values()})
     say(f"{what.source}: {kind.one_head} with tensors of {', '.join(types)}")

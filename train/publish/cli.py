@@ -13,7 +13,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from eagle_mlx import hub
-from eagle_mlx.catalog.base_model import check_id
+from eagle_mlx.catalog.base_model import check_id, check_width
 from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import read_tensors
@@ -116,6 +116,8 @@ def run(options: PublishOptions) -> None:
     repo, bits = options.repo, options.upload.bits
     source = read_source(options.folder)
     base = _base_model(source, options.card.base_model)
+    if options.card.base_model is not None:
+        check_width(base, source.head.target_hidden_size, online=not options.upload.dry_run)
     target = source.trained_on or base
     held_out = of_training(source, target)
     figures = [held_out] if held_out is not None else []
