@@ -19,7 +19,7 @@ from eagle_mlx.shards import bytes_per_token, unfinished_folder
 
 from . import inspect_command, make_command, regenerate_command
 from .capturing import ShardCapture
-from .options import AUX_LAYERS, SPLIT_HELP, ReadOptions, aux_layers_of, tokenizer_of
+from .options import AUX_LAYERS, LAYER_NUMBERS, SPLIT_HELP, ReadOptions, aux_layers_of, tokenizer_of
 from .rendering import render_all
 from .sources.reading import ReadReport, Split
 from .sources.rows import SHAPES
@@ -58,7 +58,7 @@ class CollectOptions(ReadOptions):
     split: Split | None = setting("train", SPLIT_HELP)
     output: Path = setting(REQUIRED, "folder for the shards", metavar="DIR")
     max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
-    aux_layers: str | None = setting(None, AUX_LAYERS, metavar="A,B,C")
+    aux_layers: str | None = setting(None, AUX_LAYERS, LAYER_NUMBERS, metavar="A,B,C")
     batch_tokens: int = setting(2048, "tokens per forward", AT_LEAST_1)
     bits: Literal[16, 8] = setting(16, "bits per value in the shards")
     resume: bool = setting(False, "capture the damaged shards of a complete DIR again")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.progress import counted
-from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, setting
+from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.shards import MANIFEST, ShardReader
 from eagle_mlx.target_options import TargetOptions
 
@@ -40,7 +40,7 @@ class InspectOptions(Group):
         None, "render conversations for this model, and mark the learned parts", metavar="MODEL"
     )
     limit: int = setting(3, "conversations to show", AT_LEAST_1)
-    histogram: int = setting(1000, "conversations in the histogram of lengths; 0 for no histogram")
+    histogram: int = setting(1000, "conversations in the histogram of lengths; 0 for no histogram", AT_LEAST_0)
     split: Split | None = setting("all", SPLIT_HELP)
     choice: ChoiceOptions = field(default_factory=ChoiceOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)

@@ -11,13 +11,13 @@ from typing import Literal
 from eagle_mlx.cpu import tune_process
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.files import check_idle, check_writable
-from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, setting
+from eagle_mlx.setting import AT_LEAST_1, REQUIRED, SEED, Group, setting
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from .capturing import ShardPlace, shard_meta
 from .jsonl import check_new, partial_path
-from .options import AUX_LAYERS, TARGET_HELP, DraftingOptions, aux_layers_of, engine_of, tokenizer_of
+from .options import AUX_LAYERS, LAYER_NUMBERS, TARGET_HELP, DraftingOptions, aux_layers_of, engine_of, tokenizer_of
 from .synthesis.file import Limits, Wanted, make_to_file
 from .synthesis.tries import MakeConfig, SamplingOptions, beginning
 from .synthesis.user_turns import DOMAINS, FILE, choose_domains, steerable
@@ -78,11 +78,11 @@ class MakeOptions(Group):
     output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl[.gz]")
     rows: int | None = setting(None, "conversations to make", AT_LEAST_1)
     tokens: int | None = setting(None, "tokens to make, template included", AT_LEAST_1)
-    seed: int = setting(MakeConfig.seed, "seed of everything random")
+    seed: int = setting(MakeConfig.seed, "seed of everything random", SEED)
     overwrite: bool = setting(False, "replace an existing output")
     finish: bool = setting(False, "finish the output of an interrupted command, without making more")
     capture: Path | None = setting(None, "folder for shards with the hidden states", metavar="DIR")
-    aux_layers: str | None = setting(None, AUX_LAYERS, metavar="A,B,C")
+    aux_layers: str | None = setting(None, AUX_LAYERS, LAYER_NUMBERS, metavar="A,B,C")
     bits: Literal[16, 8] = setting(16, "bits per value in the shards")
     writing: WritingOptions = field(default_factory=WritingOptions)
     drafting: DraftingOptions = field(default_factory=DraftingOptions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from eagle_mlx.heads import load_head
 from eagle_mlx.heads.eagle3 import default_aux_layers
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.policy.throughput import MOST_TOKENS
-from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, REQUIRED, Group, setting
+from eagle_mlx.setting import AT_LEAST_1, DRAFT_TOKENS, REQUIRED, SEED, Group, Limit, setting
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
@@ -26,6 +27,10 @@ from .synthesis.loop import FIRST_ROWS, MOST_ROWS, growing_engine
 
 TARGET_HELP = "folder or hub id of the model"
 AUX_LAYERS = "layers that the head reads (default: 1, N/2-1 and N-4 of N)"
+LAYER_NUMBERS = Limit(
+    re.compile(r"\d+(,\d+)*").fullmatch,
+    "must be layer numbers with commas, such as 1,6,10, not {}",  # type: ignore[arg-type]
+)
 SPLIT_HELP = (
     "part to read; heldout is one conversation in 25, chosen by a hash of its prompt (for builtin:, of its file); "
     "train is the rest"
@@ -36,7 +41,7 @@ SPLIT_HELP = (
 class ChoiceOptions(Group):
     """How rows are read, and in which order."""
 
-    seed: int = setting(DataConfig.seed, "seed of everything random")
+    seed: int = setting(DataConfig.seed, "seed of everything random", SEED)
     map: tuple[str, ...] = setting(
         (),
         "field names of the rows (role=from,content=value or prompt=question,completion=answer); repeatable, "
@@ -82,7 +87,7 @@ class DraftingOptions(Group):
     head: str | None = setting(
         None, "draft head for the target; makes decoding faster without changing the text", metavar="DIR_OR_ID"
     )
-    num_speculative_tokens: int = setting(MOST_TOKENS, "maximum drafted tokens per round", AT_LEAST_0, metavar="K")
+    num_speculative_tokens: int = setting(MOST_TOKENS, "maximum drafted tokens per round", DRAFT_TOKENS, metavar="K")
 
 
 def engine_of(
@@ -103,11 +108,8 @@ def aux_layers_of(wish: str | None, target: Target) -> tuple[int, ...]:
     """Return the layers of `--aux-layers`, or EAGLE-3's default layers. Raises ConfigError if a layer is invalid."""
     if wish is None:
         return default_aux_layers(target.num_layers)
-    try:
-        layers = tuple(int(part) for part in wish.split(","))
-    except ValueError as e:
-        raise ConfigError(f"--aux-layers {wish}: it must be layer numbers with commas, such as 1,6,10") from e
-    if not all(0 <= layer < target.num_layers for layer in layers):
+    layers = tuple(map(int, wish.split(",")))
+    if max(layers) >= target.num_layers:
         raise ConfigError(f"--aux-layers {wish}: the target has layers 0 to {target.num_layers - 1}")
     return layers
 

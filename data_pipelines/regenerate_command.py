@@ -8,8 +8,8 @@ from pathlib import Path
 from eagle_mlx.errors import DataError
 from eagle_mlx.files import check_idle
 from eagle_mlx.progress import counted
-from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.setting import REQUIRED, setting
+from eagle_mlx.sampling_params import SamplingParams, limit_of
+from eagle_mlx.setting import AT_LEAST_1, REQUIRED, SHARE, setting
 from eagle_mlx.text import LEAST_DISTINCT
 
 from .jsonl import check_new, partial_path
@@ -35,17 +35,17 @@ class RegenerateOptions(ReadOptions):
     """What to answer, and how."""
 
     output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl")
-    temperature: float = setting(SamplingParams.temperature, "0 is greedy")
-    top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens")
-    top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens")
-    max_tokens: int = setting(512, "maximum tokens of an answer")
+    temperature: float = setting(SamplingParams.temperature, "0 is greedy", limit_of("temperature"))
+    top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens", limit_of("top_k"))
+    top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens", limit_of("top_p"))
+    max_tokens: int = setting(512, "maximum tokens of an answer", AT_LEAST_1)
     system: tuple[str, ...] = setting(
         (),
         "system prompt that replaces a conversation's own; '' for none; if repeated, the seed chooses one for each row",
         repeat=True,
     )
     least_distinct: float = setting(
-        0.0, f"drop answers with a smaller share of distinct 4-grams; {LEAST_DISTINCT} drops loops", metavar="R"
+        0.0, f"drop answers with a smaller share of distinct 4-grams; {LEAST_DISTINCT} drops loops", SHARE, metavar="R"
     )
     drafting: DraftingOptions = field(default_factory=DraftingOptions)
 

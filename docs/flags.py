@@ -72,7 +72,11 @@ def rows_of(text: str) -> Iterator[Row]:
             elif rows and line.startswith(" " * 20):
                 rows[-1] = (rows[-1][0], f"{rows[-1][1]} {line.strip()}".strip())
         for flag, meaning in rows:
-            if meaning and flag not in ("-h, --help", "--version") and (flag.startswith("-") or title == "positional arguments"):
+            if (
+                meaning
+                and flag not in ("-h, --help", "--version")
+                and (flag.startswith("-") or title == "positional arguments")
+            ):
                 yield flag, *default_and_clause(meaning)
 
 

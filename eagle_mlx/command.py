@@ -218,13 +218,14 @@ class Subcommands:
         """Add a command that calls `work` with its settings."""
         part = self._parts.add_parser(name, description=about)
         add_flags(part, options)
-        part.set_defaults(run=lambda **values: work(options.of(**values)))
+        part.set_defaults(run=lambda **values: partial(work, options.of(**values)))
 
     def parse(self, argv: Sequence[str]) -> Callable[[], int | None]:
-        """Return a function that runs the command. Raises ConfigError, now or then, if arguments are invalid."""
+        """Return a function that runs the command. Raises ConfigError if arguments are invalid."""
         values = vars(self._parser.parse_args(argv))
         del values[self._parts.dest]
-        return partial(values.pop("run"), **values)
+        work: Callable[[], int | None] = values.pop("run")(**values)
+        return work
 
 
 def default_text(known: Setting) -> str:

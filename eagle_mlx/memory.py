@@ -99,6 +99,11 @@ def machine_memory() -> int | None:
         return None
 
 
+def fits_machine(gigabytes: float) -> bool:
+    """Return whether this machine's memory, or its GPU's, has so many gigabytes; true if that is unknown."""
+    return gigabytes * 1e9 <= (machine_memory() or device_memory(_gpu()) or sys.maxsize)
+
+
 def prefix_cache_bytes(free: int) -> int:
     """Return the most that saved prefixes may take of `free` bytes."""
     return int(_PREFIX_SHARE * free)

@@ -10,6 +10,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 import mlx.core as mx
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.setting import Limit
 
 Acceptance = Literal["auto", "coupled", "rejection", "threshold"]
 Rule = Literal["greedy", "coupled", "rejection", "threshold"]
@@ -21,6 +22,23 @@ COLDEST = 1e-5
 MOST_LOGPROBS = 20
 
 _MOST_ID = 2**31 - 1
+
+_PENALTY = (float, -100, 100, "a number from -100 to 100 (0: off)")
+_RANGES: Mapping[str, tuple[type[int] | type[float], float, float, str]] = {
+    "temperature": (float, 0, 1e6, "a number from 0 (greedy) to 1e6"),
+    "top_k": (int, 0, _MOST_ID, "an integer of at least 0 (0 keeps all)"),
+    "top_p": (float, math.ulp(0), 1, "a number above 0 and at most 1 (1 keeps all)"),
+    "min_p": (float, 0, 1, "a number from 0 (keeps all) to 1"),
+    "threshold": (float, 1e-6, 1, "a probability, a number above 0 and at most 1"),
+    "max_tokens": (int, 1, math.inf, "an integer of at least 1"),
+    "num_speculative_tokens": (int, 0, _MOST_ID, "an integer of at least 0, or None"),
+    "seed": (int, -(2**63), 2**64 - 1, "an integer of 64 bits, or None"),
+    "repetition_penalty": (float, 1e-3, 1e3, "a number from 0.001 to 1000"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "top_logprobs": (int, 0, MOST_LOGPROBS, f"an integer from 0 to {MOST_LOGPROBS}"),
+}
+"""Types, limits and descriptions of the numbers in `SamplingParams`."""
 
 LogitsProcessor = Callable[[list[int], mx.array], mx.array]
 """Takes the prompt with the text so far and logits [1, V]; returns logits [1, V], as in mlx-lm.
@@ -150,25 +168,14 @@ class SamplingParams:
             raise ConfigError(f"drafter must be one of {', '.join(get_args(Drafter))}, or None; got {self.drafter!r}")
 
     def _check_numbers(self) -> None:
-        _require("temperature", self.temperature, float, 0, 1e6, "a number from 0 (greedy) to 1e6")
-        _require("top_k", self.top_k, int, 0, _MOST_ID, "an integer of at least 0 (0 keeps all)")
-        _require("top_p", self.top_p, float, math.ulp(0), 1, "a number above 0 and at most 1 (1 keeps all)")
-        _require("min_p", self.min_p, float, 0, 1, "a number from 0 (keeps all) to 1")
-        _require("threshold", self.threshold, float, 1e-6, 1, "a probability, a number above 0 and at most 1")
-        _require("max_tokens", self.max_tokens, int, 1, math.inf, "an integer of at least 1")
-        if (most := self.num_speculative_tokens) is not None:
-            _require("num_speculative_tokens", most, int, 0, _MOST_ID, "an integer of at least 0, or None")
-        if self.seed is not None:
-            _require("seed", self.seed, int, -(2**63), 2**64 - 1, "an integer of 64 bits, or None")
+        for name, (kind, least, most, meaning) in _RANGES.items():
+            if (value := getattr(self, name)) is not None or name not in ("seed", "num_speculative_tokens"):
+                _require(name, value, kind, least, most, meaning)
         for token in self.stop_token_ids:
             _require("stop_token_ids", token, int, 0, _MOST_ID, "token ids, integers of at least 0")
-        _require("repetition_penalty", self.repetition_penalty, float, 1e-3, 1e3, "a number from 0.001 to 1000")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(name, getattr(self, name), float, -100, 100, "a number from -100 to 100 (0: off)")
         for token, bias in self.logit_bias.items():
             _require("logit_bias", token, int, 0, _MOST_ID, "a number for each token id, ids of at least 0")
             _require("logit_bias", bias, float, -1e4, 1e4, "numbers from -10000 to 10000 by token id")
-        _require("top_logprobs", self.top_logprobs, int, 0, MOST_LOGPROBS, f"an integer from 0 to {MOST_LOGPROBS}")
 
     @property
     def rule(self) -> Rule:
@@ -196,6 +203,12 @@ class SamplingParams:
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs or self.top_logprobs > 0
+
+
+def limit_of(name: str) -> Limit:
+    """Return the limit of a field of `SamplingParams`, for settings that fill it."""
+    _, least, most, meaning = _RANGES[name]
+    return Limit(lambda value: least <= value <= most, f"must be {meaning}; got {{}}")
 
 
 def _require(name: str, value: float, kind: type[int] | type[float], least: float, most: float, meaning: str) -> None:

@@ -30,13 +30,19 @@ class Limit:
     message: str
 
 
+def between(least: float, most: float) -> Limit:
+    """Return the limit of numbers from `least` to `most`, both included."""
+    return Limit(lambda value: least <= value <= most, f"must be between {least:,} and {most:,}, not {{}}")
+
+
 AT_LEAST_0 = Limit(lambda value: value >= 0, "must be at least 0, not {}")
 AT_LEAST_1 = Limit(lambda value: value >= 1, "must be at least 1, not {}")
 ABOVE_0 = Limit(lambda value: value > 0, "must be above 0, not {}")
-SHARE = Limit(lambda value: 0 <= value <= 1, "must be between 0 and 1, not {}")
-GIGABYTES = Limit(lambda value: 1e-9 <= value < math.inf, "must be above 0, not {}")
-GIGABYTES_OR_0 = Limit(lambda value: 0 <= value < math.inf, "must be at least 0, not {}")
-SECONDS_OR_0 = GIGABYTES_OR_0
+SHARE = between(0, 1)
+GIGABYTES = Limit(lambda value: value >= 1e-9, "must be above 0, not {}")
+SEED = Limit(lambda value: 0 <= value < 2**63, "must be at least 0 and below 2^63, not {}")
+DRAFT_TOKENS = between(0, 20)
+"""Tokens of a draft. Longer ones are hardly ever accepted whole, and checking one at the start takes minutes."""
 _UNIONS = (types.UnionType, typing.Union)
 REQUIRED = dataclasses.MISSING
 """The default of a required setting."""
@@ -93,6 +99,8 @@ class Setting:
         except (LookupError, TypeError, ValueError):
             raise ConfigError(f"{self.title} must be {_described(self.type)}, not {value!r}") from None
         for each in converted if isinstance(converted, tuple) else (converted,):
+            if isinstance(each, float) and not math.isfinite(each):
+                raise ConfigError(f"{self.title} must be a finite number, not {each}")
             if self.limit is not None and not self.limit.holds(each):
                 raise ConfigError(f"{self.title} {self.limit.message.format(each)}")
         return converted

@@ -15,7 +15,7 @@ from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
 from eagle_mlx.memory import prefix_cache_bytes
 from eagle_mlx.request import Chunk, draft_runs
-from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.sampling_params import SamplingParams, limit_of
 from eagle_mlx.setting import Group, setting
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.text import TextStream
@@ -31,16 +31,20 @@ COLOR_HELP = "show accepted drafts in green; not if the output is no terminal, o
 class SamplingOptions(Group):
     """How tokens are sampled, and when the text ends."""
 
-    max_tokens: int = setting(SamplingParams.max_tokens, "maximum new tokens")
-    temperature: float = setting(SamplingParams.temperature, "0 is greedy")
-    top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens")
-    top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens")
-    min_p: float = setting(SamplingParams.min_p, "0 keeps all tokens")
-    repetition_penalty: float = setting(SamplingParams.repetition_penalty, "1 for no penalty")
-    presence_penalty: float = setting(SamplingParams.presence_penalty, "0 for no penalty")
-    frequency_penalty: float = setting(SamplingParams.frequency_penalty, "0 for no penalty")
+    max_tokens: int = setting(SamplingParams.max_tokens, "maximum new tokens", limit_of("max_tokens"))
+    temperature: float = setting(SamplingParams.temperature, "0 is greedy", limit_of("temperature"))
+    top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens", limit_of("top_k"))
+    top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens", limit_of("top_p"))
+    min_p: float = setting(SamplingParams.min_p, "0 keeps all tokens", limit_of("min_p"))
+    repetition_penalty: float = setting(
+        SamplingParams.repetition_penalty, "1 for no penalty", limit_of("repetition_penalty")
+    )
+    presence_penalty: float = setting(SamplingParams.presence_penalty, "0 for no penalty", limit_of("presence_penalty"))
+    frequency_penalty: float = setting(
+        SamplingParams.frequency_penalty, "0 for no penalty", limit_of("frequency_penalty")
+    )
     stop: tuple[str, ...] = setting((), "stop before this text; repeatable", metavar="TEXT", repeat=True)
-    seed: int | None = setting(None, "seed that makes sampled text repeatable")
+    seed: int | None = setting(None, "seed that makes sampled text repeatable", limit_of("seed"))
     ignore_eos: bool = setting(False, "continue after the model's end-of-text token")
 
     def params(self) -> SamplingParams:

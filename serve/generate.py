@@ -14,7 +14,7 @@ from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import OutputError, PromptError
 from eagle_mlx.files import check_file, write_output
 from eagle_mlx.request import Prompt as EnginePrompt
-from eagle_mlx.setting import setting
+from eagle_mlx.setting import AT_LEAST_1, setting
 
 from .decoding_options import COLOR_HELP, DecodingOptions, has_color, renderer
 from .prompts import Question, read_questions
@@ -39,7 +39,7 @@ class GenerateOptions(DecodingOptions):
     flagged: str | None = setting(None, "the same as PROMPT", name="prompt", metavar="TEXT")
     file: Path | None = setting(None, "prompts: rows with `messages`, `prompt` or `turns`", metavar="FILE.jsonl")
     output: Path | None = setting(None, "file for answers (default: standard output)", metavar="FILE.jsonl")
-    batch: int = setting(8, "prompts to decode together, with --file")
+    batch: int = setting(8, "prompts to decode together, with --file", AT_LEAST_1)
     raw: bool = setting(False, "do not apply the chat template to the prompt")
     color: bool = setting(False, COLOR_HELP)
 

@@ -20,12 +20,26 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, quantize_for
+from eagle_mlx.memory import fits_machine
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer, model_of
 from eagle_mlx.sampling_params import Drafter
-from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, GIGABYTES, Group, Setting, find, flag, setting, settings_of
+from eagle_mlx.setting import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    DRAFT_TOKENS,
+    SHARE,
+    Group,
+    Limit,
+    Setting,
+    between,
+    find,
+    flag,
+    setting,
+    settings_of,
+)
 from eagle_mlx.target import Target, fingerprint, load_target
 
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
@@ -38,8 +52,14 @@ Bits = Literal["4bit", "8bit"]
 TARGET_HELP = "folder or hub id of the model (default: the embedded one)"
 AUTO, NO_HEAD = "auto", "none"
 """Values of `--head`: search for one (`load_proposer`), or use none."""
+NODES = between(0, 64)
+"""Tokens of a draft tree; EAGLE-2's largest published tree has 60."""
 DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": MOST_TOKENS, "acceptance-ema": 4, "fixed": 4}
 
+IN_MEMORY = Limit(
+    lambda gigabytes: gigabytes >= 1e-9 and fits_machine(gigabytes),
+    "must be above 0 and at most this machine's memory, not {} GB",
+)
 _EMA = "with acceptance-ema: "
 _OF_EMA = ("disable_at_rows", "threshold", "alpha", "adaptive", "dynamic")
 HEAD_BITS = "quantize the head on load; 16: do not (default: the target's bits if it has 4 or 8)"
@@ -58,7 +78,7 @@ class MemoryOptions(Group):
         None,
         "memory for KV caches; requests that do not fit wait (default: four fifths of the memory left after "
         "weights); on machines of up to 16 GB, three fifths",
-        GIGABYTES,
+        IN_MEMORY,
         metavar="GB",
     )
     exact: bool = setting(
@@ -98,7 +118,7 @@ class Speculation(Group):
         "draft tokens per round; the maximum if the policy adapts, which n-grams with a model may double, and 0 for "
         "none (default: "
         f"{DEFAULT_TOKENS['throughput']}, or {DEFAULT_TOKENS['fixed']} with --spec-policy fixed and acceptance-ema)",
-        AT_LEAST_0,
+        DRAFT_TOKENS,
         "num_speculative_tokens",
         "K",
         also=("num_draft_tokens", "spec_length"),
@@ -106,7 +126,7 @@ class Speculation(Group):
     tree_nodes: int = setting(
         0,
         "draft trees of up to N tokens when they are faster; the target must support them (default: chains)",
-        AT_LEAST_0,
+        NODES,
         "draft_tree_nodes",
         shown="",
     )
@@ -115,8 +135,8 @@ class Speculation(Group):
     )
     draft_bits: Bits | None = setting(None, "quantize the draft model on load", name="draft_model_quantize")
     ngrams: bool = setting(True, "also draft with n-grams if the text repeats itself and they are faster", name="ngram")
-    ngram_max: int | None = setting(None, "maximum n-gram length (default: 3; 4 with a head or draft model)")
-    ngram_min: int | None = setting(None, "minimum n-gram length (default: 1; 3 with a head or draft model)")
+    ngram_max: int | None = setting(None, "longest n-gram (default: 3; 4 with a head or draft model)", AT_LEAST_1)
+    ngram_min: int | None = setting(None, "shortest n-gram (default: 1; 3 with a head or draft model)", AT_LEAST_1)
     prompt_lookup: bool = setting(True, "look for n-grams in the prompt, too", name="ngram_prompt_lookup")
     in_one: str | None = setting(
         None,
@@ -137,9 +157,15 @@ class Speculation(Group):
     )
     disable_at_rows: int = setting(0, f"{_EMA}no drafts for N or more requests", AT_LEAST_0, "disable_by_batch_size")
     threshold: float = setting(
-        0.3, f"{_EMA}no drafts below this acceptance", name="acceptance_rate_threshold", metavar="R"
+        0.3, f"{_EMA}no drafts below this acceptance", SHARE, name="acceptance_rate_threshold", metavar="R"
     )
-    alpha: float = setting(0.1, f"{_EMA}weight of the newest round", name="acceptance_rate_ema_alpha", metavar="A")
+    alpha: float = setting(
+        0.1,
+        f"{_EMA}weight of the newest round",
+        Limit(lambda alpha: 0 < alpha <= 1, "must be above 0 and at most 1, not {}"),
+        name="acceptance_rate_ema_alpha",
+        metavar="A",
+    )
     adaptive: bool = setting(True, f"{_EMA}draft fewer than K tokens if fewer are accepted", name="adaptive_k")
     dynamic: bool = setting(True, f"{_EMA}turn drafting off below the threshold", name="dynamic_spec_decode")
 
@@ -150,7 +176,9 @@ class Speculation(Group):
         needs = {"--head": (named_head, _HEADS), "--head-bits": (self.head_bits, _HEADS)}
         needs["--draft-model"] = (self.draft_model, ("draft",))
         unused = [name for name, (given, modes) in needs.items() if given and self.mode not in (None, "none", *modes)]
+        low, high = self.ngram_min, self.ngram_max
         for wrong, message in (
+            (low and high and low > high, f"--ngram-min {low} is more than --ngram-max {high}"),
             (self.tree_nodes and ema, "--draft-tree-nodes: acceptance-ema only drafts chains; choose another policy"),
             (ignored and not ema, f"only --spec-policy acceptance-ema uses {', '.join(ignored)}"),
             (self.mode == "draft" and not has_model, "--spec-decode draft needs a --draft-model"),
@@ -231,8 +259,8 @@ class Speculation(Group):
 
     def _ngrams(self, longest: int, shortest: int) -> NgramProposer:
         """Return an n-gram proposer with these lengths, unless flags set others."""
-        longest = longest if self.ngram_max is None else self.ngram_max
-        shortest = shortest if self.ngram_min is None else self.ngram_min
+        longest = self.ngram_max or max(longest, self.ngram_min or 0)
+        shortest = self.ngram_min or min(shortest, longest)
         return NgramProposer(longest, shortest, self.prompt_lookup)
 
     def _model(self, target: Target, mode: Mode) -> HeadProposer | DraftModelProposer | None:

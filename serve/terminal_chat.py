@@ -15,6 +15,7 @@ from eagle_mlx.command import Stop, Stopped, exit_code, read
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError, PromptError
 from eagle_mlx.request import Chunk, encode
+from eagle_mlx.sampling_params import limit_of
 from eagle_mlx.setting import setting
 
 from .decoding_options import COLOR_HELP, DIM, DecodingOptions, SamplingOptions, has_color, painted, renderer
@@ -42,7 +43,7 @@ Each line of standard input is a turn. Answers go to standard output, everything
 class ChatSampling(SamplingOptions):
     """How tokens are sampled, and when an answer ends."""
 
-    max_tokens: int = setting(4096, "maximum new tokens")
+    max_tokens: int = setting(4096, "maximum new tokens", limit_of("max_tokens"))
 
 
 @dataclass(frozen=True)

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.data_pipelines.cli import CollectOptions
 from eagle_mlx.data_pipelines.cli import main as data
+from eagle_mlx.data_pipelines.inspect_command import InspectOptions
+from eagle_mlx.data_pipelines.make_command import MakeOptions
+from eagle_mlx.data_pipelines.regenerate_command import RegenerateOptions
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.serve.api.cli import ServeOptions
 from eagle_mlx.serve.api.cli import main as serve
+from eagle_mlx.serve.bench.cli import BenchOptions
 from eagle_mlx.serve.bench.cli import main as bench
+from eagle_mlx.serve.doctor.cli import DoctorOptions
 from eagle_mlx.serve.doctor.cli import main as doctor
+from eagle_mlx.serve.generate import GenerateOptions
 from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.serve.heads import main as heads
+from eagle_mlx.serve.terminal_chat import ChatOptions
 from eagle_mlx.serve.terminal_chat import main as chat
+from eagle_mlx.setting import REQUIRED, Group, Setting, flag, settings_of
 from eagle_mlx.train.cli import main as train
+from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.convert.cli import main as convert
+from eagle_mlx.train.convert.extract import Extraction
+from eagle_mlx.train.convert.layouts import Conversion
+from eagle_mlx.train.publish.cli import PublishOptions
 from eagle_mlx.train.publish.cli import main as publish
 
 Main = Callable[[list[str]], int]
@@ -102,6 +116,78 @@ def test_flags_cannot_be_abbreviated(command: str, short: str, flag: str) -> Non
     assert f"there is no flag {short}; did you mean {flag}?" in refused(command, short, "1")
 
 
+OPTIONS: dict[str, type[Group]] = {
+    "eagle-bench": BenchOptions,
+    "eagle-chat": ChatOptions,
+    "eagle-convert": Conversion,
+    "eagle-convert mtp": Extraction,
+    "eagle-data collect": CollectOptions,
+    "eagle-data inspect": InspectOptions,
+    "eagle-data make": MakeOptions,
+    "eagle-data regenerate": RegenerateOptions,
+    "eagle-doctor": DoctorOptions,
+    "eagle-generate": GenerateOptions,
+    "eagle-publish": PublishOptions,
+    "eagle-serve": ServeOptions,
+    "eagle-train": TrainConfig,
+}
+
+
+def numbers(options: type[Group]) -> dict[str, Setting]:
+    """Return the settings that are numbers or lists of numbers."""
+    every = settings_of(options).items()
+    return {name: one for name, one in every if {one.type, *get_args(one.type)[:1]} & {int, float}}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_number_has_a_range_and_is_refused_outside_it_by_its_flags_name(command: str) -> None:
+    options = OPTIONS[command]
+    required = {name: "1" for name, one in settings_of(options).items() if one.default is REQUIRED}
+    for name, one in numbers(options).items():
+        assert one.limit is not None, name
+        is_float = float in (one.type, *get_args(one.type))
+        for wrong in ("x", "-1e99", "nan", "inf", "-inf") if is_float else ("x", str(-(2**70)), "1.5"):
+            with pytest.raises(ConfigError, match=f"^{flag(name)} (must|counts)"):
+                options.of(**{**required, name: wrong})
+
+
+@pytest.mark.parametrize("number", ["1", "2,3"])
+def test_layer_numbers_are_checked_before_loading(number: str) -> None:
+    given = ("--target", "missing", "--data", "x.jsonl", "--output", "new", "--aux-layers", f"{number},x")
+    assert refused("eagle-data collect", *given) == (
+        f"--aux-layers must be layer numbers with commas, such as 1,6,10, not {number},x"
+    )
+
+
+DECODING = [
+    ("--num-speculative-tokens 21", "--num-speculative-tokens must be between 0 and 20, not 21"),
+    ("--draft-tree-nodes 65", "--draft-tree-nodes must be between 0 and 64, not 65"),
+    ("--ngram-max 0", "--ngram-max must be at least 1, not 0"),
+    ("--ngram-min 4 --ngram-max 3", "--ngram-min 4 is more than --ngram-max 3"),
+    ("--acceptance-rate-threshold 1.5", "--acceptance-rate-threshold must be between 0 and 1, not 1.5"),
+    ("--acceptance-rate-ema-alpha 0", "--acceptance-rate-ema-alpha must be above 0 and at most 1, not 0.0"),
+    ("--kv-gb 999999", "--kv-gb must be above 0 and at most this machine's memory, not 999999.0 GB"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "said"),
+    [
+        *(("eagle-serve", given, said) for given, said in DECODING),
+        *(("eagle-generate", f"prompt {given}", said) for given, said in DECODING),
+        ("eagle-serve", "--port 65536", "--port must be between 0 and 65,535, not 65536"),
+        ("eagle-serve", "--prefix-cache-gb 0.2 --kv-gb 0.1", "--prefix-cache-gb 0.2 is a part of --kv-gb, which is"),
+        ("eagle-serve", "--prefix-cache-gb 999999", "--prefix-cache-gb must be at least 0 and at most this machine's"),
+        ("eagle-chat", "--top-p 2", "--top-p must be a number above 0 and at most 1 (1 keeps all); got 2.0"),
+        ("eagle-bench", "--depth 2 21", "--depth must be between 1 and 20, not 21"),
+        ("eagle-data make", "--target x --output y --user-top-p 0", "--user-top-p must be a number above 0"),
+        ("eagle-train", "--target x --eval-depth 0", "--eval-depth must be between 1 and 20, not 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_anything_is_loaded(command: str, given: str, said: str) -> None:
+    assert refused(command, *given.split()).startswith(said)
+
+
 FOLDER, FILE = ("taken", "taken/new"), (".", "taken/new.x")
 
 
@@ -142,7 +228,8 @@ def test_without_a_clone_the_commands_say_how_to_name_a_model(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("eagle_mlx.catalog.__file__", str(tmp_path / "site-packages" / "eagle_mlx" / "catalog" / "x.py"))
+    monkeypatch.setattr("eagle_mlx.catalog.__file__", str(tmp_path / "eagle_mlx" / "catalog" / "__init__.py"))
+
     status, _, err = run(command, *(["def f():"] if command == "eagle-generate" else []))
     assert status == 2
     assert err.splitlines()[-1] == (

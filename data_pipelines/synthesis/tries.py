@@ -21,7 +21,7 @@ from eagle_mlx.hidden_states import Example
 from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
-from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.sampling_params import SamplingParams, limit_of
 from eagle_mlx.setting import AT_LEAST_1, Group, setting
 
 from ..conversation import Conversation, Message
@@ -43,13 +43,14 @@ class SamplingOptions(Group):
     temperatures: tuple[float, ...] = setting(
         (0.0, 0.8),
         "temperature of answers; if there are several, the seed chooses one per conversation",
+        limit_of("temperature"),
         name="temperature",
         metavar="T",
     )
-    top_p: float = setting(1.0, "top-p of answers")
+    top_p: float = setting(1.0, "top-p of answers", limit_of("top_p"))
     max_tokens: int = setting(512, "maximum tokens of an answer", AT_LEAST_1)
-    user_temperature: float = setting(1.0, "temperature of user turns", metavar="T")
-    user_top_p: float = setting(1.0, "top-p of user turns", metavar="P")
+    user_temperature: float = setting(1.0, "temperature of user turns", limit_of("temperature"), metavar="T")
+    user_top_p: float = setting(1.0, "top-p of user turns", limit_of("top_p"), metavar="P")
     user_tokens: int = setting(256, "maximum tokens of a user turn; longer ones are dropped", AT_LEAST_1)
     systems: tuple[str, ...] = setting(
         ("",),
@@ -73,7 +74,7 @@ class MakeConfig(SamplingOptions):
             if not getattr(self, name):
                 raise ConfigError(f"{name} must have at least one value")
         if min(self.turns) < 0 or not sum(self.turns) > 0:
-            raise ConfigError(f"turns {self.turns}: each share must be 0 or more, and at least one must be above 0")
+            raise ConfigError(f"--turns {self.turns}: each share must be 0 or more, and at least one must be above 0")
         for temperature in self.temperatures:
             self.answer(temperature)
         self.question()

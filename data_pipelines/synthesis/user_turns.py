@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.files import read_yaml
-from eagle_mlx.setting import GIGABYTES, REQUIRED, Group, setting
+from eagle_mlx.setting import ABOVE_0, REQUIRED, Group, setting
 
 from ..conversation import Message
 
@@ -22,7 +22,7 @@ class Domain(Group):
     """A kind of conversation. Raises ConfigError on creation if a value is invalid."""
 
     name: str = setting(REQUIRED, "")
-    weight: float = setting(1.0, "share of the conversations, relative to the other weights", GIGABYTES)
+    weight: float = setting(1.0, "share of the conversations, relative to the other weights", ABOVE_0)
     system: str = setting("", "system prompt for generating user turns; answers do not see it")
     openings: tuple[str, ...] = setting(("",), "beginnings of the first user turn; each conversation gets one")
 

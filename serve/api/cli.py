@@ -16,10 +16,10 @@ from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_writable, name_of
 from eagle_mlx.memory import free_memory, gb, models_bytes
-from eagle_mlx.setting import GIGABYTES, Group, flag, setting, settings_of
+from eagle_mlx.setting import Group, flag, setting, settings_of
 
 from .. import launch
-from ..speculation import bytes_of
+from ..speculation import IN_MEMORY, bytes_of
 from .guard import is_loopback
 from .loader import LoadConfig, check, load, several
 from .models import Models, read_models
@@ -68,7 +68,7 @@ class ServeOptions(Group):
     memory_gb: float | None = setting(
         None,
         "with --models: memory for weights and KV caches of all models (default: four fifths of what is free)",
-        GIGABYTES,
+        IN_MEMORY,
         metavar="GB",
     )
     place: Settings = field(default_factory=Settings)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from math import inf
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -30,7 +29,7 @@ class Limits(Group):
     body_mb: float = setting(
         8.0,
         "size limit of a request; larger ones get 413",
-        Limit(lambda size: 0.001 <= size < inf, "must be at least 0.001, not {}"),
+        Limit(lambda size: size >= 0.001, "must be at least 0.001, not {}"),
         "max_body_mb",
         "MB",
     )

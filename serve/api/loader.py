@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,12 @@ from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.formats.tensors import check_length
 from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, GIGABYTES, GIGABYTES_OR_0, Group, Limit, setting
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, GIGABYTES, Group, Limit, setting
 from eagle_mlx.target_options import TargetOptions
 
 from ..bench.decoding import compare, tolerance_for
 from ..chat import Volatile
-from ..speculation import AUTO, NO_HEAD, TARGET_HELP, MemoryOptions, Speculation, bytes_of, load_proposer
+from ..speculation import AUTO, IN_MEMORY, NO_HEAD, TARGET_HELP, MemoryOptions, Speculation, bytes_of, load_proposer
 from .model import Loaded, sampling_defaults
 from .service import Source
 
@@ -54,7 +55,10 @@ class LoadConfig(Group):
     prefix_cache_gb: float | None = setting(
         None,
         "part of --kv-gb for the prefix cache (default: a quarter of the memory left after the weights)",
-        GIGABYTES_OR_0,
+        Limit(
+            lambda gigabytes: gigabytes == 0 or IN_MEMORY.holds(gigabytes),
+            "must be at least 0 and at most this machine's memory, not {} GB",
+        ),
         metavar="GB",
     )
     prefix_cache_dir: Path | None = setting(None, "folder that keeps the prefix cache across restarts", metavar="DIR")
@@ -86,6 +90,8 @@ class LoadConfig(Group):
             )
         if self.prefix_disk_gb is not None and self.prefix_cache_dir is None:
             raise ConfigError("--prefix-disk-gb limits the size of --prefix-cache-dir; give that folder too")
+        if (part := self.prefix_cache_gb or 0) > (whole := self.memory.kv_gb or math.inf):
+            raise ConfigError(f"--prefix-cache-gb {part:g} is a part of --kv-gb, which is only {whole:g}")
 
     def left_out(self) -> Volatile:
         """Return what to leave out of system prompts. Raises ConfigError for an invalid pattern."""

@@ -19,7 +19,7 @@ from eagle_mlx import Engine, Output
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request_state import RequestState
-from eagle_mlx.setting import SECONDS_OR_0, Group, setting
+from eagle_mlx.setting import AT_LEAST_0, Group, between, setting
 
 from .errors import ApiError
 from .guard import check_trusted
@@ -115,7 +115,7 @@ class Settings(Group):
     """The server's address, and who may use it."""
 
     host: str = setting("127.0.0.1", "address to listen at; the default accepts only this machine", metavar="HOST")
-    port: int = setting(8000, "port to listen at; 0 chooses a free one")
+    port: int = setting(8000, "port to listen at; 0 chooses a free one", between(0, 65535))
     api_key: str | None = setting(
         None,
         "keys that clients may send, separated by spaces; each has its own prefix cache (default: "
@@ -142,14 +142,14 @@ class Settings(Group):
         120.0,
         "seconds that a step of the engine may take, ten times as many if it reads prompts; after that, /health says "
         "stuck and the log has the stacks of all threads; 0 for no limit",
-        SECONDS_OR_0,
+        AT_LEAST_0,
         metavar="S",
     )
     exit_when_stuck: bool = setting(False, "exit with 1 if a step is stuck; a supervisor then restarts the server")
     log_requests: bool = setting(False, "log one line per request: tokens, accepted drafts and seconds, never text")
     ignore_unknown_fields: bool = setting(False, "ignore unknown request fields; otherwise they are refused")
     limits: Limits = field(default_factory=Limits)
-    drain_seconds: float = setting(30.0, "seconds that requests get to finish at shutdown", SECONDS_OR_0, metavar="S")
+    drain_seconds: float = setting(30.0, "seconds that requests get to finish at shutdown", AT_LEAST_0, metavar="S")
     hosts: tuple[str, ...] | None = None
     """Accepted host names besides loopback ones; None accepts any."""
     is_local: bool = True

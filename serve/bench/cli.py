@@ -21,7 +21,8 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
 from eagle_mlx.machine import describe
-from eagle_mlx.setting import AT_LEAST_1, Group, find, flag, setting
+from eagle_mlx.sampling_params import limit_of
+from eagle_mlx.setting import AT_LEAST_1, Group, between, find, flag, setting
 from eagle_mlx.target_options import TargetOptions
 
 from .. import speculation
@@ -77,11 +78,13 @@ class BenchOptions(Group):
     depth: tuple[int, ...] | None = setting(
         None,
         "draft tokens per round; the maximum if the policy adapts (default: 4, or 8 if the only policy is throughput)",
-        AT_LEAST_1,
+        between(1, 20),
         metavar="K",
     )
     nodes: tuple[int, ...] = setting(
-        (0,), "tokens in a draft tree of up to --depth levels; 0 drafts chains; --nodes 0 16 compares both"
+        (0,),
+        "tokens in a draft tree of up to --depth levels; 0 drafts chains; --nodes 0 16 compares both",
+        speculation.NODES,
     )
     policy: tuple[speculation.PolicyName, ...] | None = setting(
         None,
@@ -89,7 +92,7 @@ class BenchOptions(Group):
         "throughput with --race)",
     )
     temperature: tuple[float, ...] = setting(
-        (BenchConfig.temperature,), "sampling temperature; 0 is greedy", metavar="T"
+        (BenchConfig.temperature,), "sampling temperature; 0 is greedy", limit_of("temperature"), metavar="T"
     )
     prompts: Path | None = setting(
         None, "jsonl file of rows with `messages`, `prompt` or `turns` (default: held-out Python functions)"

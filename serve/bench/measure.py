@@ -14,7 +14,7 @@ from tqdm import tqdm
 from eagle_mlx import Output, SamplingParams, Target
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.progress import counted, progress_bar, show_step
-from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SHARE, Group, setting
+from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SEED, SHARE, Group, setting
 from eagle_mlx.text import LEAST_DISTINCT, is_loop
 
 from ..prompts import Question
@@ -34,7 +34,9 @@ class BenchConfig(Group):
     max_tokens: int = setting(128, "maximum number of new tokens", AT_LEAST_1)
     temperature: float = 0.0
     repeats: int = setting(3, "number of measurements", AT_LEAST_1)
-    seed: int = setting(0, "seed of the first prompt if the temperature is above 0; later prompts count up from it")
+    seed: int = setting(
+        0, "seed of the first prompt if the temperature is above 0; later prompts count up from it", SEED
+    )
     least_distinct: float = setting(
         LEAST_DISTINCT,
         "minimum share of distinct 4-grams in a reference continuation; prompts with less loop, and are left out",
@@ -56,6 +58,7 @@ class BenchConfig(Group):
         None,
         "difference of logits that counts as rounding; both tokens' logits must be this close to the best "
         "(default: by the model's type)",
+        AT_LEAST_0,
     )
 
     def check(self, modes: Sequence[decoding.Mode]) -> None:

@@ -76,7 +76,7 @@ def test_the_built_in_source(target: str, tmp_path: Path, monkeypatch: pytest.Mo
         (None, ["--max-length", "9999"], "the target's context is 512 tokens"),
         (None, ["--max-length", "2"], "nothing to capture from"),
         (None, ["--aux-layers", "1,7"], "the target has layers 0 to 3"),
-        (None, ["--aux-layers", "one"], "it must be layer numbers"),
+        (None, ["--aux-layers", "one"], "must be layer numbers"),
         (None, ["--target", "/nowhere/model"], "there is no folder /nowhere/model"),
     ],
 )
@@ -155,7 +155,7 @@ def test_collect_reads_a_mix_with_mapped_fields_and_leaves_out_what_cannot_be_us
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--num-speculative-tokens", "-1"], "--num-speculative-tokens must be at least 0, not -1"),
+        (["--num-speculative-tokens", "-1"], "--num-speculative-tokens must be between 0 and 20, not -1"),
         (["--head", "/nowhere/head"], "there is no folder /nowhere/head"),
         (["--temperature", "-1"], "temperature must be"),
         (["--split", "heldout"], "nothing to answer in"),

@@ -578,7 +578,7 @@ def test_an_opening_is_read_as_the_template_would_have_it() -> None:
         ("code: 2", "code: needs keys such as `weight: 2`"),
         ("code: {weight: 0}", "code: --weight must be above 0"),
         ("code: {weight: many}", "code: --weight must be a number"),
-        ("code: {weight: .inf}", "code: --weight must be above 0"),
+        ("code: {weight: .inf}", "code: --weight must be a finite number"),
         ("code: {wait: 1}", "code: unknown setting 'wait'; did you mean 'weight'?"),
         ("code: {system: [a]}", "code: --system must be text"),
         ("code: {openings: []}", "code: openings must have at least one text"),

@@ -101,7 +101,8 @@ def test_subcommands_run_with_their_own_settings() -> None:
     commands.add("outer", Outer, done.append, "one")
     commands.add("inner", Inner, done.append, "the other")
     assert exit_code(commands.parse(["inner", "--bits", "4"])) == 0
-    assert exit_code(commands.parse(["outer", "x", "--max-rows", "0"])) == 2
+    with pytest.raises(ConfigError, match="^--max-rows must be at least 1, not 0$"):
+        commands.parse(["outer", "x", "--max-rows", "0"])
     assert done == [Inner(bits=4)]
 
 

@@ -450,7 +450,6 @@ def test_command_measures_a_head_that_it_finds(
     [
         (["--modes", "eagle"], "--head"),
         (["--prompts", "missing.jsonl"], "cannot be read"),
-        (["--json", "missing/folder/x.json"], "cannot be written"),
         (["--max-tokens", "600"], "do not fit the target's context"),
         (["--temperature", "-1"], "temperature"),
         (["--least-distinct", "1.5"], "must be between 0 and 1"),

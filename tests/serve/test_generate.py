@@ -106,7 +106,7 @@ def test_rows_of_turns_are_answered_turn_by_turn(models: tuple[str, str], tmp_pa
         (["x", "--output", "a.jsonl"], "--output needs --file"),
         ([""], "the prompt is empty"),
         (["x", "--raw", "--system", "y"], "--system needs a chat template"),
-        (["x", "--top-p", "2"], "top_p"),
+        (["x", "--top-p", "2"], "--top-p"),
         (["--file", "missing.jsonl"], "cannot be read"),
         (["x " * 600], "does not fit the target's context"),
         (["x", "--spec-decode", "eagle"], "give --head"),

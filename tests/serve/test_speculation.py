@@ -124,7 +124,7 @@ def test_flags_of_other_servers_are_known(other: str, own: str) -> None:
         ("--head-bits 4 --head none", "--head-bits needs a --head"),
         ("--head-bits 4 --draft-model D", "--head-bits needs a --head"),
         ("--head-bits 8 --spec-decode ngram", "--spec-decode ngram does not use --head-bits"),
-        ("--num-speculative-tokens -1", "at least 0"),
+        ("--num-speculative-tokens -1", "between 0 and 20"),
         ("--speculative-config '{'", "not JSON"),
         ("--speculative-config '[]'", "must be an object"),
         ("""--speculative-config '{"method": "medusa"}'""", "got 'medusa'"),
@@ -136,7 +136,7 @@ def test_flags_of_other_servers_are_known(other: str, own: str) -> None:
         ),
         ("--spec-policy throughput --no-adaptive-k", "only --spec-policy acceptance-ema uses --adaptive-k"),
         ("--spec-policy fixed --acceptance-rate-threshold 0.2", "--spec-policy acceptance-ema"),
-        ("--draft-tree-nodes -1", "--draft-tree-nodes must be at least 0"),
+        ("--draft-tree-nodes -1", "--draft-tree-nodes must be between 0 and 64"),
         ("--draft-tree-nodes 8 --spec-policy acceptance-ema", "only drafts chains"),
     ],
 )

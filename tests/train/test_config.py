@@ -57,7 +57,7 @@ def test_errors_name_the_file(tmp_path: Path, line: str, said: str) -> None:
         ({"length": 6, "unroll": 7}, "--length 6 is too short"),
         ({"head": "medusa"}, "--head must be one of mtp, "),
         ({"loss": "l1"}, "--loss must be one of auto, soft, hard, tv, lk"),
-        ({"step_weights": [1, 0]}, "--step-weights must be above 0, but are 1 0"),
+        ({"step_weights": [1, 0]}, "--step-weights must be above 0, not 0"),
         ({"step_weights": [1, 1], "unroll": 3}, "has 2 draft steps, but --unroll is 3"),
         ({"step_weights": [1, 1], "decay": 0.5}, "--step-weights and --decay are both given"),
         ({"loss_weights": [1]}, "--loss-weights must be two numbers"),
@@ -96,7 +96,7 @@ def test_every_setting_has_one_name_and_help() -> None:
 
 
 def test_a_group_made_by_itself_names_the_flag() -> None:
-    with pytest.raises(ConfigError, match="^--eval-depth must be above 0, not 0$"):
+    with pytest.raises(ConfigError, match="^--eval-depth must be between 1 and 20, not 0$"):
         EvaluationConfig(depth=0)
     with pytest.raises(ConfigError, match="^--cache-bits must be 16 or 8, not 4$"):
         DataConfig(cache_bits=4)

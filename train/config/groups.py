@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from eagle_mlx.data_pipelines import FilterOptions
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads import KINDS
-from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Group, Limit, find, flag, setting
+from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SEED, SHARE, Group, Limit, between, find, flag, setting
 from eagle_mlx.shards import BITS
 from eagle_mlx.target_options import TargetOptions
 
@@ -20,6 +19,7 @@ _TRAINED = [name for name, kind in KINDS.items() if kind.trainable]
 _KNOWN = Limit(
     lambda kind: kind in KINDS and KINDS[kind].trainable, f"must be one of {', '.join(_TRAINED)}, not {{!r}}"
 )
+_CACHE_BITS = Limit(BITS.__contains__, f"must be {' or '.join(map(str, BITS))}, not {{}}")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class HeadConfig(Group):
         AT_LEAST_0,
     )
     aux_layers: tuple[int, ...] = setting(
-        (), "target layers that the head reads, from 0 (default: a low, a middle and a high one, or those of --shards)"
+        (),
+        "target layers that the head reads, from 0 (default: a low, a middle and a high one, or those of --shards)",
+        AT_LEAST_0,
     )
     layers: int = setting(
         0,
@@ -55,9 +57,9 @@ class HeadConfig(Group):
         "--init-from, EAGLE-3 heads get more layers that add nothing at first",
         AT_LEAST_0,
     )
-    intermediate_size: int = setting(0, "width of the head's MLP; 0 for the target's width, if it has one")
-    heads: int = setting(0, "attention heads; 0 for the target's number")
-    kv_heads: int = setting(0, "key and value heads; 0 for the target's number")
+    intermediate_size: int = setting(0, "width of the head's MLP; 0 for the target's width, if it has one", AT_LEAST_0)
+    heads: int = setting(0, "attention heads; 0 for the target's number", AT_LEAST_0)
+    kv_heads: int = setting(0, "key and value heads; 0 for the target's number", AT_LEAST_0)
     feature_norm: Literal["auto", "each", "all", "none"] = setting(
         "auto", "norm of the layers read: one per layer (EAGLE-3.1's fc_norm), one over all (norm_before_fc), or none"
     )
@@ -109,7 +111,7 @@ class DataConfig(Group):
         "auto", "hidden states: kept in memory or on disk, or captured for each batch (online); auto follows --cache-gb"
     )
     cache_gb: float = setting(4.0, "gigabytes for hidden states; those that need more are captured online", AT_LEAST_0)
-    cache_bits: int = setting(16, "bits per value on disk, 16 or 8")
+    cache_bits: int = setting(16, "bits per value on disk, 16 or 8", _CACHE_BITS)
     cache_dir: str = setting(
         "", "folder for hidden states, which later runs reuse (default: the output's name + .shards)", metavar="DIR"
     )
@@ -128,8 +130,6 @@ class DataConfig(Group):
             )
         if self.is_self and self.shards:
             raise ConfigError("--shards replaces --data; leave out --data self, and choose prompts with --eval-data")
-        if self.cache_bits not in BITS:
-            raise ConfigError(f"--cache-bits must be {' or '.join(map(str, BITS))}, not {self.cache_bits}")
 
 
 @dataclass(frozen=True)
@@ -138,17 +138,19 @@ class OptimizationConfig(Group):
 
     unroll: int = setting(0, "draft steps in the loss", AT_LEAST_0)
     decay: float = setting(0.0, "weight of a draft step's loss relative to the one before", SHARE)
-    step_weights: tuple[float, ...] = setting((), "weight of each draft step's loss, instead of --decay")
+    step_weights: tuple[float, ...] = setting((), "weight of each draft step's loss, instead of --decay", ABOVE_0)
     loss: Literal["auto", "soft", "hard", "tv", "lk"] = setting(
         "auto",
         "cross-entropy with the target's distribution (soft) or its most likely token (hard), total variation (tv), "
         "or lk: soft for poor drafts, tv for good ones",
     )
     loss_weights: tuple[float, ...] = setting(
-        (), "weights of the distance between features (eagle) or distributions (dspark), and of --loss"
+        (), "weights of the distance between features (eagle) or distributions (dspark), and of --loss", AT_LEAST_0
     )
     feature_noise: float = setting(
-        -1.0, "maximum uniform noise on the head's features; less in conversations of more than 512 tokens"
+        -1.0,
+        "maximum uniform noise on the head's features; less in conversations of more than 512 tokens",
+        Limit(lambda noise: noise >= 0 or noise == -1, "must be at least 0, not {}"),
     )
     rows: int = setting(0, "rows of a batch, per process of mlx.launch; 0 to choose by the data", AT_LEAST_0)
     length: int = setting(
@@ -183,8 +185,6 @@ class OptimizationConfig(Group):
     def _check(self) -> None:
         if 0 < self.length < self.unroll + 2:
             raise ConfigError(f"--length {self.length} is too short for {self.unroll} draft steps; make it longer")
-        if not all(0 < weight < math.inf for weight in self.step_weights):
-            raise ConfigError(f"--step-weights must be above 0, but are {_list(self.step_weights)}")
         if self.step_weights and self.unroll not in (0, len(self.step_weights)):
             raise ConfigError(
                 f"--step-weights has {len(self.step_weights)} draft steps, but --unroll is {self.unroll}; leave out "
@@ -193,13 +193,11 @@ class OptimizationConfig(Group):
         if self.step_weights and self.decay:
             raise ConfigError("--step-weights and --decay are both given; leave one of them out")
         parts = self.loss_weights
-        if parts and not (len(parts) == 2 and all(0 <= part < math.inf for part in parts) and any(parts)):
+        if parts and not (len(parts) == 2 and any(parts)):
             raise ConfigError(
                 "--loss-weights must be two numbers of 0 or more, for the feature distance and the cross-entropy, not "
-                f"{_list(parts)}"
+                + " ".join(f"{part:g}" for part in parts)
             )
-        if self.feature_noise < 0 and self.feature_noise != -1:
-            raise ConfigError(f"--feature-noise must be at least 0, not {self.feature_noise}")
 
 
 MOST_PROMPTS = 100
@@ -217,8 +215,8 @@ class EvaluationConfig(Group):
         0, "held-out prompts per measurement; 0 for 48 to 100, in a tenth of the time", AT_LEAST_0, name="eval_prompts"
     )
     tokens: int = setting(128, "tokens decoded per prompt", AT_LEAST_1, name="eval_tokens")
-    depth: int = setting(4, "draft tokens per round in measurements", ABOVE_0, name="eval_depth")
-    batch: int = setting(8, "prompts decoded together", ABOVE_0, name="eval_batch")
+    depth: int = setting(4, "draft tokens per round in measurements", between(1, 20), name="eval_depth")
+    batch: int = setting(8, "prompts decoded together", AT_LEAST_1, name="eval_batch")
     steps: int = setting(
         0, "measure acceptance and save a checkpoint every N steps", AT_LEAST_0, name="eval_steps", metavar="N"
     )
@@ -233,7 +231,7 @@ class RunConfig(Group):
 
     output: str = setting("out/head", "folder for heads, metrics, plots and report; must not exist", metavar="DIR")
     overwrite: bool = setting(False, "replace an existing output; it stays until the new one is complete")
-    seed: int = setting(0, "seed of everything random")
+    seed: int = setting(0, "seed of everything random", SEED)
     checkpoints: int = setting(2, "checkpoints to keep for --resume, each three times as large as a head", AT_LEAST_1)
     checkpoint_minutes: float = setting(
         10.0, "save a checkpoint every N minutes and after measurements; 0 for only those", AT_LEAST_0, metavar="N"
@@ -294,7 +292,3 @@ def check_with_hours(config: TrainConfig) -> None:
         raise ConfigError(
             f"--states {config.data.states} cannot be used with --hours, which saves hidden states on disk"
         )
-
-
-def _list(values: tuple[float, ...]) -> str:
-    return " ".join(f"{value:g}" for value in values)

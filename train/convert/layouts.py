@@ -18,7 +18,7 @@ from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, read_tensors
 from eagle_mlx.head_check import PROMPTS, TOKENS, head_warning
 from eagle_mlx.heads import KINDS, DraftHead, Format, HeadKind, kind_of, load_head
 from eagle_mlx.heads.precision import quantization_of
-from eagle_mlx.setting import AT_LEAST_1, REQUIRED, Group, setting
+from eagle_mlx.setting import REQUIRED, Group, between, setting
 from eagle_mlx.target import load_target
 
 from .extract import DTYPES, OVERWRITE, Dtype
@@ -50,7 +50,7 @@ class Conversion(Group):
     )
     dtype: Dtype | None = setting(None, "dtype of the weights (default: unchanged)")
     depth: int | None = setting(
-        None, "with --to speculators: draft tokens per round (default: as in SOURCE, or 3)", AT_LEAST_1
+        None, "with --to speculators: draft tokens per round (default: as in SOURCE, or 3)", between(1, 20)
     )
     check: bool = setting(True, "test the head on the target; this takes a while")
     overwrite: bool = setting(False, OVERWRITE)
