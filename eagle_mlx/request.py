@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from numbers import Integral
 from typing import Any, cast
-
-from jinja2 import TemplateError
 
 from eagle_mlx.errors import PromptError
 from eagle_mlx.sampling_params import SamplingParams
@@ -112,6 +112,12 @@ def draft_runs(from_draft: bytes | bytearray) -> list[tuple[slice, bool]]:
     return runs or [(slice(0, 0), False)]
 
 
+def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Return whether this is one prompt, and not a list of prompts."""
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+    return not is_list or (len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping))
+
+
 def make_request(
     target: Target,
     prompt: Prompt,
@@ -157,10 +163,18 @@ def make_request(
 def encode(target: Target, prompt: Prompt) -> list[int]:
     """Return the prompt's token ids.
 
-    Raises PromptError for text if the target has no tokenizer, or if the chat template refuses the messages.
+    Raises PromptError if it is none of the three kinds, for text if the target has no tokenizer, or if the chat
+    template refuses the messages.
     """
-    if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-        return list(cast(Sequence[int], prompt))
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
+    if is_list and all(isinstance(token, Integral) for token in prompt):
+        return list(map(int, cast(Sequence[int], prompt)))
+    is_chat = is_list and all(isinstance(message, Mapping) and "role" in message for message in prompt)
+    if not (is_chat or isinstance(prompt, str)):
+        raise PromptError(
+            'a prompt is text, a list of token ids, or a list of messages such as {"role": "user", "content": "Hi"}; '
+            f"this one is {reprlib.repr(prompt)}"
+        )
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise PromptError("this target has no tokenizer; give prompts as lists of token ids")
@@ -168,5 +182,5 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
         return list(tokenizer.encode(prompt))
     try:
         return list(tokenizer.apply_chat_template(list(prompt), tokenize=True, add_generation_prompt=True))
-    except TemplateError as e:
+    except Exception as e:  # a template is a program: what it raises depends on its author
         raise PromptError(f"the chat template of {target.name} refuses these messages: {e}") from e

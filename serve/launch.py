@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import httpx
-
 from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.setting import REQUIRED, Group, setting
@@ -96,6 +94,8 @@ def _run(options: LaunchOptions, more: Sequence[str]) -> None:
 
 def find(url: str, name: str, key: str | None) -> Server:
     """Ask a server for its models. Raises ConfigError if it does not answer, refuses the key, or lacks the model."""
+    import httpx  # not at the top, so that --help needs no package of the extra
+
     try:
         answer = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
         if answer.status_code == httpx.codes.UNAUTHORIZED:

@@ -18,8 +18,8 @@ from eagle_mlx.data_pipelines.inspect_command import InspectOptions
 from eagle_mlx.data_pipelines.make_command import MakeOptions
 from eagle_mlx.data_pipelines.regenerate_command import RegenerateOptions
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.serve.api.cli import ServeOptions
 from eagle_mlx.serve.api.cli import main as serve
+from eagle_mlx.serve.api.options import ServeOptions
 from eagle_mlx.serve.bench.cli import BenchOptions
 from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.doctor.cli import DoctorOptions

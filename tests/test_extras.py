@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,12 @@ ONE = "sys.exit(command(entry))"
 ALL_HELP = """
 commands, codes = sys.argv, []
 for each, name in zip(entry.split(","), commands):
-    sys.argv = [name, "--help"]
-    try:
-        codes.append(command(each))
-    except SystemExit as end:
-        codes.append(end.code)
+    for flag in ("--help", "--version"):
+        sys.argv = [name, flag]
+        try:
+            codes.append(command(each))
+        except SystemExit as end:
+            codes.append(end.code)
 sys.exit(any(codes))
 """
 BASE_COMMANDS = ("eagle-bench", "eagle-chat", "eagle-convert", "eagle-doctor", "eagle-generate", "eagle-heads")
@@ -93,17 +94,27 @@ def test_the_base_is_what_the_library_and_its_commands_import() -> None:
     assert imported(paths) == names(PROJECT["dependencies"])
 
 
-def test_without_extras_decoding_is_there() -> None:
-    entries = ",".join(PROJECT["scripts"][command] for command in BASE_COMMANDS)
-    ended = run(HIDING + ALL_HELP, ",".join(OF_EXTRAS), entries, *BASE_COMMANDS)
+def test_without_extras_every_command_shows_its_help_and_version() -> None:
+    commands = sorted(PROJECT["scripts"])
+    entries = ",".join(PROJECT["scripts"][command] for command in commands)
+    ended = run(HIDING + ALL_HELP, ",".join(OF_EXTRAS), entries, *commands)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert all(f"usage: {command} " in ended.stdout for command in BASE_COMMANDS)
+    assert all(f"usage: {command} " in ended.stdout for command in commands)
+    assert all(f"{command} {version('eagle-mlx')}\n" in ended.stdout for command in commands)
+
+
+@pytest.mark.parametrize("command", ["eagle-data make", "eagle-serve launch", "eagle-train report"])
+def test_without_extras_a_part_of_a_command_shows_its_help(command: str) -> None:
+    name, part = command.split()
+    ended = run_without(list(OF_EXTRAS), name, part, "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert f"usage: {command} " in ended.stdout
 
 
 @pytest.mark.parametrize("command", sorted(NEEDS))
 def test_a_command_without_its_extra_says_what_to_type(command: str) -> None:
     extra = NEEDS[command]
-    ended = run_without(list(EXTRAS[extra].values()), command, "--help")
+    ended = run_without(list(EXTRAS[extra].values()), command, "--target", "missing")
     assert ended.stderr == (
         f"error: {command} needs packages that are not installed ({', '.join(EXTRAS[extra])}): "
         f"type: pip install 'eagle-mlx[{extra}]'\n"
@@ -112,7 +123,7 @@ def test_a_command_without_its_extra_says_what_to_type(command: str) -> None:
 
 
 def test_only_what_is_missing_is_named() -> None:
-    ended = run_without(["datasets"], "eagle-train", "--help")
+    ended = run_without(["datasets"], "eagle-train", "--target", "missing")
     assert ended.stderr == (
         "error: eagle-train needs packages that are not installed (datasets): type: pip install 'eagle-mlx[train]'\n"
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
+from typing import cast, overload
 
 import mlx.core as mx
 
@@ -23,13 +25,13 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.draft_model import DraftModelProposer
+from eagle_mlx.proposers.head import ProposerLike, as_proposer
 from eagle_mlx.proposers.hybrid import model_of
-from eagle_mlx.request import Chunk, Output, Prompt, make_request
+from eagle_mlx.request import Chunk, Output, Prompt, is_prompt, make_request
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter, SamplingParams
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, load_target
 from eagle_mlx.text import TextStream
 
 
@@ -68,8 +70,8 @@ class Engine:
 
     def __init__(
         self,
-        target: Target,
-        proposer: Proposer | None = None,
+        target: Target | str | Path,
+        proposer: ProposerLike | None = None,
         *,
         policy: Policy | None = None,
         max_batch: int = 8,
@@ -81,7 +83,8 @@ class Engine:
         prefill_ms: float = PREFILL_MS,
         exact: bool = False,
     ):
-        """`prefill_chunk`: maximum prompt positions per forward, over all requests.
+        """`target`: a folder or hub id is loaded as by `load_target`. `proposer`: a head is wrapped in a HeadProposer.
+        `prefill_chunk`: maximum prompt positions per forward, over all requests.
         `prefill_ms`: maximum milliseconds that a chunk delays decoding requests, unless 128 positions take longer.
         `kv_bytes`: limit for KV caches and prefix cache together; by default a share of the free memory.
         `groups`: 1 keeps all rows in one batch, for comparison. A proposer with states that are not `Movable` does too.
@@ -90,6 +93,8 @@ class Engine:
         differently; the text then equals that of an exact engine without a proposer.
         """
         sizes = {"max_batch": max_batch, "prefill_chunk": prefill_chunk, "prefix_cache_bytes": prefix_cache_bytes + 1}
+        target = target if isinstance(target, Target) else load_target(target)
+        proposer = None if proposer is None else as_proposer(proposer)
         check_settings(sizes if kv_bytes is None else {**sizes, "kv_bytes": kv_bytes}, prefill_ms, kv_bits, groups)
         check_cacheable(target.model, max_batch, kv_bits)
         if proposer is not None:
@@ -153,18 +158,34 @@ class Engine:
     def idle(self) -> bool:
         return self.schedule.idle
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+        self, prompts: Prompt, params: SamplingParams | None = None, progress: bool = False
+    ) -> Output: ...
+
+    @overload
     def generate(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
-    ) -> list[Output]:
-        """Decode all prompts and return their outputs in the same order.
+    ) -> list[Output]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> Output | list[Output]:
+        """Decode one prompt and return its output, or decode a list of prompts and return theirs in the same order.
 
         Raises PromptError before decoding anything if a prompt is empty or too long, or if the target does not support
         the params. If a step raises, these prompts are withdrawn. Prompts that another caller's failed step ended have
         an `error` in their outputs.
         """
+        if is_prompt(prompts):
+            return self.generate([cast(Prompt, prompts)], params, progress)[0]
+        prompts = cast(Sequence[Prompt], prompts)
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one per prompt")

@@ -12,15 +12,15 @@ from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize, KVPiece
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.errors import HeadError
-from eagle_mlx.heads import KINDS, check_fit
+from eagle_mlx.errors import ConfigError, HeadError
+from eagle_mlx.heads import KINDS, HeadBase, check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.eagle3.head import PEagleHead
 from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.hooks import place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.proposers.base import Observation, ProposerState, StatePiece
+from eagle_mlx.proposers.base import Observation, Proposer, ProposerState, StatePiece
 from eagle_mlx.proposers.block import BlockDrafter
 from eagle_mlx.proposers.chain import ChainSampler, Draws, TreeScorer
 from eagle_mlx.proposers.growth import TreeShape, grow_tree, side_branch_tree
@@ -41,6 +41,21 @@ class HeadPiece:
     def split(self, at: int) -> tuple[HeadPiece, HeadPiece]:
         first, second = self.entries.split(self.known.count(1, 0, at))
         return HeadPiece(first, self.known[:at]), HeadPiece(second, self.known[at:])
+
+
+ProposerLike = Proposer | DraftHead
+
+
+def as_proposer(drafter: ProposerLike) -> Proposer:
+    """Return the proposer of a head, and a proposer unchanged. Raises ConfigError for anything else."""
+    if isinstance(drafter, HeadBase):
+        return HeadProposer(drafter)
+    if not hasattr(drafter, "bind"):
+        raise ConfigError(
+            f"proposer must be a head or a proposer, not {drafter!r}; load a head with em.load_head(name, target), and "
+            "use a small model with em.DraftModelProposer(em.load_target(name))"
+        )
+    return drafter
 
 
 class HeadProposer:

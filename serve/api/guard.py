@@ -7,13 +7,11 @@ import re
 import secrets
 from collections.abc import Collection
 from hashlib import blake2b
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_address
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from eagle_mlx.errors import ConfigError
 
 from .errors import ApiError, speaks_messages
 
@@ -24,8 +22,6 @@ _ABSOLUTE = re.compile(r"https?://([^/?#]*)(/.*)?", re.IGNORECASE | re.DOTALL)
 """A request target with scheme and host, meant for proxies; servers must accept it too (RFC 9112, 3.2.2)."""
 OPEN = frozenset({"/", "/health", "/metrics"})
 """Paths that need no key, because they reveal nothing about requests or answers."""
-ANYBODY = "*"
-"""Trusts any peer in `--forwarded-allow-ips`, as in uvicorn."""
 
 
 class KeyGuard:
@@ -83,19 +79,6 @@ class HostGuard:
         found = _HOST.fullmatch(host)
         name = found[1].strip("[]").lower().rstrip(".") if found else ""
         return name == "localhost" or name in self._allowed or is_loopback(name)
-
-
-def check_trusted(given: str) -> tuple[str, ...]:
-    """Return the parts of `--forwarded-allow-ips`. Raises ConfigError unless each is an address, a network or `*`."""
-    parts = tuple(part for each in given.split(",") if (part := each.strip()))
-    for part in parts:
-        try:
-            if part != ANYBODY:
-                ip_network(part)
-        except ValueError as e:
-            said = f"--forwarded-allow-ips: {e}; give addresses or networks, separated by commas, or *"
-            raise ConfigError(said) from e
-    return (ANYBODY,) if ANYBODY in parts else parts
 
 
 def is_loopback(address: str) -> bool:

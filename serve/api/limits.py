@@ -6,69 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, Group, Limit, setting
-
 from .errors import ApiError, client_gone
+from .options import Limits
 
 _LINGERING = 8
 """How much of an oversized body to read and drop, as a multiple of the limit: clients send before they read."""
-
-
-@dataclass(frozen=True)
-class Limits(Group):
-    """Limits of requests."""
-
-    queue: int = setting(128, "requests that may wait for a model; more are refused with 429", AT_LEAST_0, "max_queue")
-    body_mb: float = setting(
-        8.0,
-        "size limit of a request; larger ones get 413",
-        Limit(lambda size: size >= 0.001, "must be at least 0.001, not {}"),
-        "max_body_mb",
-        "MB",
-    )
-    request_seconds: float | None = setting(
-        None,
-        "time limit of a request, waiting included; it then ends with its text so far (default: none)",
-        ABOVE_0,
-        metavar="S",
-    )
-    n: int = 16
-    prompts: int = 64
-    """Prompts per completions request."""
-    stops: int = 16
-    stop_length: int = 256
-    """Characters of a stop string."""
-    long_bytes: int = 1 << 16
-    """Requests of at least this size are long: they are encoded one at a time and delay no others."""
-    short_threads: int = 4
-    """Short requests that are encoded at once."""
-    schema_threads: int = 4
-    """Requests with a schema that are prepared at once; compiling one may keep a core busy."""
-    responses: int = 1000
-    """Responses stored for `previous_response_id`."""
-    response_bytes: int = 64 << 20
-    """Total JSON size of stored responses: eight times the default limit of a body."""
-    connections: int = 1000
-    """Open connections. mlx-lm allows the process at least 2048 files; half are left for other uses."""
-    head_seconds: float = 60.0
-    """Time to receive a request's head, as nginx's client_header_timeout."""
-    body_seconds: float = 60.0
-    """Time to receive the whole body."""
-    send_seconds: float = 60.0
-    """How long a client may read nothing of its answer, as nginx's send_timeout."""
-    room_seconds: float = 60.0
-    """How long to wait for other models to become idle before one can be loaded, as nginx's proxy_read_timeout."""
-
-    @property
-    def body_bytes(self) -> int:
-        return int(self.body_mb * (1 << 20))
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:

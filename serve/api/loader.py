@@ -2,109 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Self
 
 import mlx.core as mx
 
 from eagle_mlx import Engine, FixedPolicy, SamplingParams, Target, hub, memory
-from eagle_mlx.catalog import embedded
 from eagle_mlx.cpu import blas
 from eagle_mlx.engine.disk import DiskTier, default_bytes
-from eagle_mlx.engine.prefill import LEAST_CHUNK, PREFILL_MS
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.formats.tensors import check_length
 from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.setting import ABOVE_0, AT_LEAST_1, GIGABYTES, Group, Limit, setting
 from eagle_mlx.target_options import TargetOptions
 
 from ..bench.decoding import compare, tolerance_for
-from ..chat import Volatile
-from ..speculation import AUTO, IN_MEMORY, NO_HEAD, TARGET_HELP, MemoryOptions, Speculation, bytes_of, load_proposer
+from ..speculation import AUTO, NO_HEAD, bytes_of, load_proposer
 from .model import Loaded, sampling_defaults
+from .options import LoadConfig
 from .service import Source
 
 _CHECK_PROMPT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
 _CHECK_TOKENS = 16
 """Enough to see a difference, in about a second."""
-
-
-@dataclass(frozen=True)
-class LoadConfig(Group):
-    """A model to serve, and how much of it may run at once."""
-
-    target: str | Path | None = setting(None, TARGET_HELP, metavar="MODEL")
-    speculation: Speculation = field(default_factory=Speculation)
-    max_batch: int = setting(8, "requests that decode at once", AT_LEAST_1)
-    max_context: int | None = setting(
-        None,
-        "maximum tokens of prompt and answer together (default: the model's limit)",
-        Limit(lambda tokens: tokens >= 2, "must hold a prompt and an answer, at least 2; got {}"),
-    )
-    prefill_ms: float = setting(
-        PREFILL_MS,
-        f"milliseconds that a prefill step may delay decoding; it reads at least {LEAST_CHUNK} tokens",
-        ABOVE_0,
-        metavar="MS",
-    )
-    prefix_cache_gb: float | None = setting(
-        None,
-        "part of --kv-gb for the prefix cache (default: a quarter of the memory left after the weights)",
-        Limit(
-            lambda gigabytes: gigabytes == 0 or IN_MEMORY.holds(gigabytes),
-            "must be at least 0 and at most this machine's memory, not {} GB",
-        ),
-        metavar="GB",
-    )
-    prefix_cache_dir: Path | None = setting(None, "folder that keeps the prefix cache across restarts", metavar="DIR")
-    prefix_disk_gb: float | None = setting(
-        None,
-        "size limit of that folder (default: a tenth of the disk, at most half of its free space)",
-        GIGABYTES,
-        metavar="GB",
-    )
-    kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
-    volatile: tuple[str, ...] = setting(
-        (), "changing text to remove from system prompts; repeatable", metavar="REGEX", repeat=True
-    )
-    keep_volatile: bool = setting(
-        False, "keep Claude Code's billing header in system prompts; it changes with every request"
-    )
-    memory: MemoryOptions = field(default_factory=MemoryOptions)
-    loading: TargetOptions = field(default_factory=TargetOptions)
-
-    def _check(self) -> None:
-        self.left_out()
-        if self.prefix_cache_dir is not None and self.prefix_cache_gb == 0:
-            raise ConfigError(
-                "--prefix-cache-dir stores the prefix cache, but --prefix-cache-gb 0 disables it; remove one of them"
-            )
-        if self.prefix_cache_dir is not None and self.loading.shard != "none":
-            raise ConfigError(
-                "--prefix-cache-dir cannot be used with --shard, because a rank has only part of the cache"
-            )
-        if self.prefix_disk_gb is not None and self.prefix_cache_dir is None:
-            raise ConfigError("--prefix-disk-gb limits the size of --prefix-cache-dir; give that folder too")
-        if (part := self.prefix_cache_gb or 0) > (whole := self.memory.kv_gb or math.inf):
-            raise ConfigError(f"--prefix-cache-gb {part:g} is a part of --kv-gb, which is only {whole:g}")
-
-    def left_out(self) -> Volatile:
-        """Return what to leave out of system prompts. Raises ConfigError for an invalid pattern."""
-        return Volatile.of(self.volatile, not self.keep_volatile)
-
-    def resolved(self) -> Self:
-        """Return this config with the default target and head filled in."""
-        target, speculation = self.speculation.for_target(None if self.target is None else str(self.target))
-        return replace(self, target=target, speculation=speculation)
-
-    @property
-    def name(self) -> str | Path:
-        return embedded("target") if self.target is None else self.target
 
 
 def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:

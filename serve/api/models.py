@@ -21,9 +21,9 @@ from eagle_mlx.setting import flag, settings_of
 from ..speculation import AUTO, NO_HEAD
 from .errors import ApiError
 from .limits import Pools
-from .loader import LoadConfig
 from .model import Loaded
-from .service import Service, Settings, Source
+from .options import LoadConfig, Settings
+from .service import Service, Source
 
 log = logging.getLogger("eagle_mlx.serve")
 ServerState = Literal["starting", "ready", "stuck", "draining"]

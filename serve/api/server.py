@@ -22,11 +22,12 @@ from eagle_mlx.errors import ConfigError
 
 from . import chat, completions, metrics, routes
 from .errors import add_handlers
-from .guard import HostGuard, KeyGuard, RequestForms, check_trusted
+from .guard import HostGuard, KeyGuard, RequestForms
 from .limits import Limits
 from .messages import CountTokensRequest, MessagesRequest
 from .messages import router as messages
 from .models import Models
+from .options import check_trusted
 from .responses import ResponseMemory
 from .responses import router as responses
 from .responses_request import ResponsesRequest

@@ -16,15 +16,12 @@ from time import perf_counter
 from typing import Any, Literal
 
 from eagle_mlx import Engine, Output
-from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request_state import RequestState
-from eagle_mlx.setting import AT_LEAST_0, Group, between, setting
 
 from .errors import ApiError
-from .guard import check_trusted
-from .limits import Limits
 from .model import Loaded
+from .options import Settings
 from .worker import Job, RequestEvent, Watchdog, Worker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -108,62 +105,6 @@ log = logging.getLogger("eagle_mlx.serve")
 _RESERVED_SHARE = 8
 """One in this many slots is reserved for clients without requests, so that no client can take all slots."""
 State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
-
-
-@dataclass(frozen=True)
-class Settings(Group):
-    """The server's address, and who may use it."""
-
-    host: str = setting("127.0.0.1", "address to listen at; the default accepts only this machine", metavar="HOST")
-    port: int = setting(8000, "port to listen at; 0 chooses a free one", between(0, 65535))
-    api_key: str | None = setting(
-        None,
-        "keys that clients may send, separated by spaces; each has its own prefix cache (default: "
-        "EAGLE_API_KEY, or no key)",
-        metavar="KEY",
-    )
-    cache_report: bool = setting(
-        True, "report how many prompt tokens came from the prefix cache; otherwise the counts are 0"
-    )
-    served_model_name: str | None = setting(None, "model name for clients (default: the folder's name or the hub id)")
-    allow_origin: tuple[str, ...] = setting((), "web origin to allow (CORS); repeatable", metavar="URL", repeat=True)
-    allowed_host: tuple[str, ...] = setting(
-        (),
-        "host name to accept besides localhost; repeatable (default: none if --host is local, otherwise any)",
-        metavar="NAME",
-        repeat=True,
-    )
-    forwarded_allow_ips: str = setting(
-        "",
-        "proxies to trust for X-Forwarded-For: addresses or networks, separated by commas, or * (default: none)",
-        metavar="LIST",
-    )
-    stuck_seconds: float = setting(
-        120.0,
-        "seconds that a step of the engine may take, ten times as many if it reads prompts; after that, /health says "
-        "stuck and the log has the stacks of all threads; 0 for no limit",
-        AT_LEAST_0,
-        metavar="S",
-    )
-    exit_when_stuck: bool = setting(False, "exit with 1 if a step is stuck; a supervisor then restarts the server")
-    log_requests: bool = setting(False, "log one line per request: tokens, accepted drafts and seconds, never text")
-    ignore_unknown_fields: bool = setting(False, "ignore unknown request fields; otherwise they are refused")
-    limits: Limits = field(default_factory=Limits)
-    drain_seconds: float = setting(30.0, "seconds that requests get to finish at shutdown", AT_LEAST_0, metavar="S")
-    hosts: tuple[str, ...] | None = None
-    """Accepted host names besides loopback ones; None accepts any."""
-    is_local: bool = True
-    """Whether only this machine can connect."""
-
-    def _check(self) -> None:
-        key = self.api_key
-        if key is not None and not (key.split() and key.isascii() and key.isprintable()):
-            raise ConfigError(
-                "--api-key (or EAGLE_API_KEY) must be printable ASCII and not empty; separate several keys by spaces"
-            )
-        check_trusted(self.forwarded_allow_ips)
-        if self.exit_when_stuck and not self.stuck_seconds:
-            raise ConfigError("--exit-when-stuck needs a limit; set --stuck-seconds above 0")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,10 +19,10 @@ from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import CONFIDENCE_LAG, Context, Plan, RoundResult
 from eagle_mlx.proposers.ngram import NgramIndex
-from eagle_mlx.request import draft_runs
+from eagle_mlx.request import Prompt, draft_runs
 from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Forward
-from tests.fakes import Oracle, tiny_head, tiny_target
+from tests.fakes import Oracle, tiny_head, tiny_target, tiny_target_folder
 from tests.full import diagonal, in_full
 
 TARGET = tiny_target()
@@ -660,3 +661,61 @@ def test_17_a_watcher_ends_the_text_with_its_token(depth: int) -> None:
     assert len(other.tokens) == 24
     with pytest.raises(ConfigError, match="stop_watcher"):
         em.SamplingParams(stop_watcher=3)  # type: ignore[arg-type]
+
+
+def test_one_prompt_gives_one_output() -> None:
+    target = tiny_target(tokenizer=True)
+    engine, params = em.Engine(target), em.SamplingParams(max_tokens=6)
+    chat = [{"role": "user", "content": "def f(x):"}]
+    assert target.tokenizer is not None
+    tokens = target.tokenizer.encode("def f(x):")
+    prompts: list[Prompt] = [
+        "def f(x):",
+        tokens,
+        tuple(tokens),
+        np.array(tokens).tolist(),
+        list(np.array(tokens)),
+        chat,
+    ]
+    listed = engine.generate(prompts, params)
+    assert [engine.generate(prompt, params) for prompt in prompts] == listed
+    assert listed[0].text == listed[1].text != ""
+    assert engine.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    "prompt", [["import os", "x"], [None], b"import os", {"role": "user"}, [{"content": "x"}], 3, np.array([1, 2])]
+)
+def test_what_is_no_prompt_is_refused_with_an_example(prompt: Any) -> None:
+    engine = em.Engine(tiny_target(tokenizer=True))
+    for decode in (lambda: engine.generate([prompt, "x"]), lambda: next(engine.stream(prompt))):
+        with pytest.raises(PromptError, match="a prompt is text, a list of token ids, or a list of messages such as"):
+            decode()
+
+
+def test_a_message_that_breaks_the_template_is_one_error() -> None:
+    target = tiny_target(tokenizer=True)
+    assert target.tokenizer is not None
+    target.tokenizer.chat_template = "{{ messages[0].content + 1 }}"
+    with pytest.raises(PromptError, match="the chat template of .* refuses these messages: can only concatenate str"):
+        em.Engine(target).generate([{"role": "user", "content": "x"}])
+
+
+def test_a_head_drafts_without_being_wrapped() -> None:
+    head = tiny_head(TARGET)
+    engine = em.Engine(TARGET, head, policy=em.FixedPolicy(3))
+    assert isinstance(engine.proposer, em.HeadProposer)
+    assert engine.generate(PROMPTS[0], em.SamplingParams(max_tokens=12)).drafted > 0
+    for wrong in ("folder", TARGET):
+        with pytest.raises(ConfigError, match="proposer must be a head or a proposer, not .*em.load_head"):
+            em.Engine(TARGET, wrong)  # type: ignore[arg-type]
+
+
+def test_an_engine_loads_a_target_by_its_folder(tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / "target")
+    params = em.SamplingParams(max_tokens=6)
+    given = (folder, str(folder), em.load_target(folder))
+    texts = [em.Engine(target).generate("def f(x):", params).text for target in given]
+    assert len(set(texts)) == 1
+    with pytest.raises(em.EagleError, match="there is no folder"):
+        em.Engine(tmp_path / "nowhere")

@@ -17,9 +17,9 @@ import eagle_mlx as em
 from eagle_mlx.catalog import embedded
 from eagle_mlx.command import read
 from eagle_mlx.extras import EXTRAS
-from eagle_mlx.serve.api.cli import ServeOptions
 from eagle_mlx.serve.api.loader import LoadConfig, load
 from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.options import ServeOptions
 from eagle_mlx.serve.speculation import Speculation
 from tests.serve.api.live import DEPTH, Live, live, one_model
 from tests.serve.chat.formats import target_of
@@ -148,7 +148,7 @@ def test_the_image_has_the_packages_for_serving() -> None:
     """Its build includes the extra for serving, and serving imports nothing from the extra for training."""
     text = (DOCS.parent / "Dockerfile").read_text(encoding="utf-8")
     assert "pip install '.[serve]'" in text
-    seen = "import sys, eagle_mlx.serve.api.cli, eagle_mlx.serve.chat; print(*sys.modules)"
+    seen = "import sys, eagle_mlx.serve.api.start, eagle_mlx.serve.chat; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, timeout=120, check=True)
     only_for_training = set(EXTRAS["train"].values()) - set(EXTRAS["serve"].values())
     assert not only_for_training & set(loaded.stdout.split())

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.serve.api import cli as serve
+from eagle_mlx.serve.api import start
+from eagle_mlx.serve.api.cli import main as serve
 from eagle_mlx.serve.api.loader import LoadConfig
 from eagle_mlx.serve.api.loader import load as load_config
 from eagle_mlx.serve.bench.cli import main as bench
@@ -43,9 +44,9 @@ def test_the_flag_reaches_the_servers_engine(folder: str, monkeypatch: pytest.Mo
         chunks.append(loaded.engine.prefill_chunk)
         return loaded
 
-    monkeypatch.setattr(serve, "load", load)
+    monkeypatch.setattr(start, "load", load)
     for given in ([], ["--prefill-chunk", "77"]):
-        assert serve.main(["--target", folder, "--spec-decode", "none", "--check", *given]) == 0
+        assert serve(["--target", folder, "--spec-decode", "none", "--check", *given]) == 0
     assert chunks == [2048, 77]
 
 

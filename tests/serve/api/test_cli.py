@@ -12,10 +12,11 @@ from eagle_mlx.catalog.head_search import register
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.memory import free_memory
-from eagle_mlx.serve.api.cli import main, served_name
+from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import LoadConfig, check, load
 from eagle_mlx.serve.api.model import sampling_defaults
 from eagle_mlx.serve.api.server import listen
+from eagle_mlx.serve.api.start import served_name
 from eagle_mlx.serve.speculation import AUTO, MemoryOptions, Speculation
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 

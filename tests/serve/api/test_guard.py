@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from eagle_mlx.serve.api.cli import hosts_of, main
-from eagle_mlx.serve.api.guard import check_trusted
+from eagle_mlx.serve.api.cli import main
+from eagle_mlx.serve.api.options import check_trusted
+from eagle_mlx.serve.api.start import hosts_of
 from tests.serve.api.live import Live, live, wide
 
 MODELS = "/v1/models"

@@ -1,0 +1,258 @@
+"""Settings of eagle-serve. They need no package of the extra, so that `--help` works without it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_network
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+from eagle_mlx.catalog import embedded
+from eagle_mlx.engine.prefill import LEAST_CHUNK, PREFILL_MS
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.setting import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    GIGABYTES,
+    Group,
+    Limit,
+    between,
+    flag,
+    setting,
+    settings_of,
+)
+from eagle_mlx.target_options import TargetOptions
+
+from ..speculation import IN_MEMORY, TARGET_HELP, MemoryOptions, Speculation
+
+if TYPE_CHECKING:
+    from ..chat import Volatile
+
+ANYBODY = "*"
+"""Trusts any peer in `--forwarded-allow-ips`, as in uvicorn."""
+
+
+def check_trusted(given: str) -> tuple[str, ...]:
+    """Return the parts of `--forwarded-allow-ips`. Raises ConfigError unless each is an address, a network or `*`."""
+    parts = tuple(part for each in given.split(",") if (part := each.strip()))
+    for part in parts:
+        try:
+            if part != ANYBODY:
+                ip_network(part)
+        except ValueError as e:
+            said = f"--forwarded-allow-ips: {e}; give addresses or networks, separated by commas, or *"
+            raise ConfigError(said) from e
+    return (ANYBODY,) if ANYBODY in parts else parts
+
+
+@dataclass(frozen=True)
+class Limits(Group):
+    """Limits of requests."""
+
+    queue: int = setting(128, "requests that may wait for a model; more are refused with 429", AT_LEAST_0, "max_queue")
+    body_mb: float = setting(
+        8.0,
+        "size limit of a request; larger ones get 413",
+        Limit(lambda size: size >= 0.001, "must be at least 0.001, not {}"),
+        "max_body_mb",
+        "MB",
+    )
+    request_seconds: float | None = setting(
+        None,
+        "time limit of a request, waiting included; it then ends with its text so far (default: none)",
+        ABOVE_0,
+        metavar="S",
+    )
+    n: int = 16
+    prompts: int = 64
+    """Prompts per completions request."""
+    stops: int = 16
+    stop_length: int = 256
+    """Characters of a stop string."""
+    long_bytes: int = 1 << 16
+    """Requests of at least this size are long: they are encoded one at a time and delay no others."""
+    short_threads: int = 4
+    """Short requests that are encoded at once."""
+    schema_threads: int = 4
+    """Requests with a schema that are prepared at once; compiling one may keep a core busy."""
+    responses: int = 1000
+    """Responses stored for `previous_response_id`."""
+    response_bytes: int = 64 << 20
+    """Total JSON size of stored responses: eight times the default limit of a body."""
+    connections: int = 1000
+    """Open connections. mlx-lm allows the process at least 2048 files; half are left for other uses."""
+    head_seconds: float = 60.0
+    """Time to receive a request's head, as nginx's client_header_timeout."""
+    body_seconds: float = 60.0
+    """Time to receive the whole body."""
+    send_seconds: float = 60.0
+    """How long a client may read nothing of its answer, as nginx's send_timeout."""
+    room_seconds: float = 60.0
+    """How long to wait for other models to become idle before one can be loaded, as nginx's proxy_read_timeout."""
+
+    @property
+    def body_bytes(self) -> int:
+        return int(self.body_mb * (1 << 20))
+
+
+@dataclass(frozen=True)
+class Settings(Group):
+    """The server's address, and who may use it."""
+
+    host: str = setting("127.0.0.1", "address to listen at; the default accepts only this machine", metavar="HOST")
+    port: int = setting(8000, "port to listen at; 0 chooses a free one", between(0, 65535))
+    api_key: str | None = setting(
+        None,
+        "keys that clients may send, separated by spaces; each has its own prefix cache (default: "
+        "EAGLE_API_KEY, or no key)",
+        metavar="KEY",
+    )
+    cache_report: bool = setting(
+        True, "report how many prompt tokens came from the prefix cache; otherwise the counts are 0"
+    )
+    served_model_name: str | None = setting(None, "model name for clients (default: the folder's name or the hub id)")
+    allow_origin: tuple[str, ...] = setting((), "web origin to allow (CORS); repeatable", metavar="URL", repeat=True)
+    allowed_host: tuple[str, ...] = setting(
+        (),
+        "host name to accept besides localhost; repeatable (default: none if --host is local, otherwise any)",
+        metavar="NAME",
+        repeat=True,
+    )
+    forwarded_allow_ips: str = setting(
+        "",
+        "proxies to trust for X-Forwarded-For: addresses or networks, separated by commas, or * (default: none)",
+        metavar="LIST",
+    )
+    stuck_seconds: float = setting(
+        120.0,
+        "seconds that a step of the engine may take, ten times as many if it reads prompts; after that, /health says "
+        "stuck and the log has the stacks of all threads; 0 for no limit",
+        AT_LEAST_0,
+        metavar="S",
+    )
+    exit_when_stuck: bool = setting(False, "exit with 1 if a step is stuck; a supervisor then restarts the server")
+    log_requests: bool = setting(False, "log one line per request: tokens, accepted drafts and seconds, never text")
+    ignore_unknown_fields: bool = setting(False, "ignore unknown request fields; otherwise they are refused")
+    limits: Limits = field(default_factory=Limits)
+    drain_seconds: float = setting(30.0, "seconds that requests get to finish at shutdown", AT_LEAST_0, metavar="S")
+    hosts: tuple[str, ...] | None = None
+    """Accepted host names besides loopback ones; None accepts any."""
+    is_local: bool = True
+    """Whether only this machine can connect."""
+
+    def _check(self) -> None:
+        key = self.api_key
+        if key is not None and not (key.split() and key.isascii() and key.isprintable()):
+            raise ConfigError(
+                "--api-key (or EAGLE_API_KEY) must be printable ASCII and not empty; separate several keys by spaces"
+            )
+        check_trusted(self.forwarded_allow_ips)
+        if self.exit_when_stuck and not self.stuck_seconds:
+            raise ConfigError("--exit-when-stuck needs a limit; set --stuck-seconds above 0")
+
+
+@dataclass(frozen=True)
+class LoadConfig(Group):
+    """A model to serve, and how much of it may run at once."""
+
+    target: str | Path | None = setting(None, TARGET_HELP, metavar="MODEL")
+    speculation: Speculation = field(default_factory=Speculation)
+    max_batch: int = setting(8, "requests that decode at once", AT_LEAST_1)
+    max_context: int | None = setting(
+        None,
+        "maximum tokens of prompt and answer together (default: the model's limit)",
+        Limit(lambda tokens: tokens >= 2, "must hold a prompt and an answer, at least 2; got {}"),
+    )
+    prefill_ms: float = setting(
+        PREFILL_MS,
+        f"milliseconds that a prefill step may delay decoding; it reads at least {LEAST_CHUNK} tokens",
+        ABOVE_0,
+        metavar="MS",
+    )
+    prefix_cache_gb: float | None = setting(
+        None,
+        "part of --kv-gb for the prefix cache (default: a quarter of the memory left after the weights)",
+        Limit(
+            lambda gigabytes: gigabytes == 0 or IN_MEMORY.holds(gigabytes),
+            "must be at least 0 and at most this machine's memory, not {} GB",
+        ),
+        metavar="GB",
+    )
+    prefix_cache_dir: Path | None = setting(None, "folder that keeps the prefix cache across restarts", metavar="DIR")
+    prefix_disk_gb: float | None = setting(
+        None,
+        "size limit of that folder (default: a tenth of the disk, at most half of its free space)",
+        GIGABYTES,
+        metavar="GB",
+    )
+    kv_bits: Literal[4, 8] | None = setting(None, "quantize the KV cache to this many bits")
+    volatile: tuple[str, ...] = setting(
+        (), "changing text to remove from system prompts; repeatable", metavar="REGEX", repeat=True
+    )
+    keep_volatile: bool = setting(
+        False, "keep Claude Code's billing header in system prompts; it changes with every request"
+    )
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    loading: TargetOptions = field(default_factory=TargetOptions)
+
+    def _check(self) -> None:
+        self.left_out()
+        if self.prefix_cache_dir is not None and self.prefix_cache_gb == 0:
+            raise ConfigError(
+                "--prefix-cache-dir stores the prefix cache, but --prefix-cache-gb 0 disables it; remove one of them"
+            )
+        if self.prefix_cache_dir is not None and self.loading.shard != "none":
+            raise ConfigError(
+                "--prefix-cache-dir cannot be used with --shard, because a rank has only part of the cache"
+            )
+        if self.prefix_disk_gb is not None and self.prefix_cache_dir is None:
+            raise ConfigError("--prefix-disk-gb limits the size of --prefix-cache-dir; give that folder too")
+        if (part := self.prefix_cache_gb or 0) > (whole := self.memory.kv_gb or math.inf):
+            raise ConfigError(f"--prefix-cache-gb {part:g} is a part of --kv-gb, which is only {whole:g}")
+
+    def left_out(self) -> Volatile:
+        """Return what to leave out of system prompts. Raises ConfigError for an invalid pattern."""
+        from ..chat import Volatile  # not at the top, because it needs the extra
+
+        return Volatile.of(self.volatile, not self.keep_volatile)
+
+    def resolved(self) -> Self:
+        """Return this config with the default target and head filled in."""
+        target, speculation = self.speculation.for_target(None if self.target is None else str(self.target))
+        return replace(self, target=target, speculation=speculation)
+
+    @property
+    def name(self) -> str | Path:
+        return embedded("target") if self.target is None else self.target
+
+
+@dataclass(frozen=True)
+class ServeOptions(Group):
+    """A server: its models, its address, and its limits."""
+
+    check: bool = setting(False, "compare 16 tokens with and without drafts, and exit")
+    models: Path | None = setting(
+        None, "serve several models, listed in this YAML file; see the example below", metavar="FILE"
+    )
+    memory_gb: float | None = setting(
+        None,
+        "with --models: memory for weights and KV caches of all models (default: four fifths of what is free)",
+        IN_MEMORY,
+        metavar="GB",
+    )
+    place: Settings = field(default_factory=Settings)
+    model: LoadConfig = field(default_factory=LoadConfig)
+
+    def _check(self) -> None:
+        if self.models is None:
+            if self.memory_gb is not None:
+                raise ConfigError("--memory-gb is for several models, with --models; for a single model use --kv-gb")
+            return
+        of_a_model = [(name, known.default) for name, known in settings_of(LoadConfig).items()]
+        for name, default in [*of_a_model, ("served_model_name", None)]:
+            if self.value(name) != default:
+                raise ConfigError(
+                    f"{flag(name)} is a setting of a model: write it in {self.models}, under its name or `default`"
+                )
