@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import runpy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +50,28 @@ def test_the_proposer_of_the_guide_drafts_and_changes_nothing(temperature: float
         assert outputs[1].accepted > 0
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/library.md"])
-def test_the_first_example_in_python_runs(name: str) -> None:
-    [code] = [block for block in python_blocks(name) if "load_target" in block]
+def test_the_first_example_in_python_runs() -> None:
+    [code] = [block for block in python_blocks("README.md") if "load_target" in block]
     scope: dict[str, Any] = {}
     exec(code.replace('"checkpoints/', f'"{ROOT}/checkpoints/'), scope)
     assert scope["outs"][0].acceptance_length > 1
+
+
+def test_the_examples_of_the_library_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    scope: dict[str, Any] = {}
+    for code in python_blocks("docs/library.md"):
+        exec(code.replace('"checkpoints/', f'"{ROOT}/checkpoints/'), scope)
+    assert scope["outs"][0].acceptance_length > 1
+    assert all(a != b for a, b in pairwise(scope["out"].tokens))
+    assert all(request.finish_reason for request in scope["requests"])
+    assert scope["chunk"].output.text in capsys.readouterr().out
+
+
+def test_the_page_of_the_library_names_every_field_of_an_output() -> None:
+    text = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    rows = "".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))
+    fields = {field.name for field in dataclasses.fields(em.Output)} | {"acceptance_length"}
+    assert fields <= set(re.findall(r"`(\w+)`", rows))
 
 
 def anchors(text: str) -> set[str]:
