@@ -15,6 +15,9 @@ EagleError
 HeadWarning, a UserWarning: a head that fits, but whose drafts are rarely accepted or whose config has unknown fields.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class EagleError(Exception):
     """The base class of all errors that a user can cause and fix."""
@@ -51,3 +54,23 @@ class OutputError(EagleError): ...
 
 
 class HeadWarning(UserWarning): ...
+
+
+@contextmanager
+def loading(name: object, kind: type[EagleError] = TargetError) -> Iterator[None]:
+    """Turn every error of a block that loads a model, except EagleErrors, into one of this kind with one line.
+
+    The code of models, tokenizers and templates is other people's, so it can raise anything.
+    """
+    try:
+        yield
+    except EagleError:
+        raise
+    except Exception as e:
+        raise kind(f"{name} cannot be loaded: {in_one_line(e)}") from e
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an error's message in one line, with the error's type if the message alone says too little."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, EagleError | OSError | ValueError) and text else f"{type(error).__name__}: {text}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -17,11 +19,11 @@ import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_adapters, load_model
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 from eagle_mlx import hub
 from eagle_mlx.cpu import use_shortcuts
-from eagle_mlx.errors import TargetError
+from eagle_mlx.errors import TargetError, in_one_line, loading
 from eagle_mlx.hooks import CutNorm, Recording, RecordsOutput, bound_positions, hook, place_one_by_one, suit_attention
 from eagle_mlx.memory import free_memory, limit_mlx
 from eagle_mlx.text import ChatTokenizer, template_args
@@ -222,34 +224,58 @@ def load_target(
     """
     folder = hub.resolve(name, code=trust_remote_code)
     adapter_folder = None if adapter_path is None else _adapter_folder(adapter_path)
-    settings = {"trust_remote_code": trust_remote_code, **({"chat_template": chat_template} if chat_template else {})}
-    try:
-        loaded = mlx_lm.load(str(folder), settings, lazy=lazy or bool(shard), trust_remote_code=trust_remote_code)
-        model, tokenizer = loaded[0], loaded[1]
-    except (FileNotFoundError, ValueError, KeyError, RuntimeError) as e:
-        wants_code = not trust_remote_code and "trust_remote_code" in str(e)
-        hint = "; if you trust its authors, add --trust-remote-code" if wants_code else ""
-        why = hub.why_damaged(folder, f"{e}{hint}")
-        raise TargetError(f"{folder} cannot be loaded as a target: {why}") from e
-    adapter = None if adapter_folder is None else _add_adapters(model, adapter_folder)
-    for token in extra_eos_tokens:
-        if not (token.isdecimal() or token in tokenizer.get_vocab()):
-            raise TargetError(f"--extra-eos-token {token!r} is not a token of this tokenizer; give a token or its id")
-        tokenizer.add_eos_token(token)
-    if chat_template_args:
-        tokenizer = ChatTokenizer(tokenizer, chat_template_args)
+    template = {"chat_template": chat_template} if chat_template else {}
     dtype, digest = dtype or compute_dtype(), None
-    if shard is not None:
-        digest = _digest_of_files(folder, dtype, tokenizer, trust_remote_code)
-        shard(model)
-    if not lazy:
-        if dtype is not None:
-            model.set_dtype(dtype)
-        mx.eval(model.parameters())
-        limit_mlx()
-    target = Target(model, tokenizer, name=str(name))
+    with loading(f"{folder} as a target"):
+        model, tokenizer = _load(folder, template, trust_remote_code, lazy=lazy or bool(shard))
+        adapter = None if adapter_folder is None else _add_adapters(model, adapter_folder)
+        for token in extra_eos_tokens:
+            if not (token.isdecimal() or token in tokenizer.get_vocab()):
+                raise TargetError(
+                    f"--extra-eos-token {token!r} is not a token of this tokenizer; give a token or its id"
+                )
+            tokenizer.add_eos_token(token)
+        if chat_template_args:
+            tokenizer = ChatTokenizer(tokenizer, chat_template_args)
+        if shard is not None:
+            digest = _digest_of_files(folder, dtype, tokenizer, trust_remote_code)
+            shard(model)
+        if not lazy:
+            if dtype is not None:
+                model.set_dtype(dtype)
+            mx.eval(model.parameters())
+            limit_mlx()
+        target = Target(model, tokenizer, name=str(name))
+        if shard is None:
+            target.forward(mx.zeros((1, 1), mx.int32))  # computes nothing, but finds shapes that do not fit
     target.whole_digest, target.adapter = digest, adapter
     return target
+
+
+def _load(folder: Path, template: dict[str, str], trusted: bool, lazy: bool) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a model and its tokenizer with mlx-lm. Raises TargetError with a remedy for known causes, or anything."""
+    settings = {"trust_remote_code": trusted, **template}
+    try:
+        model, tokenizer = mlx_lm.load(str(folder), settings, lazy=lazy, trust_remote_code=trusted)[:2]
+    except Exception as e:
+        hint = ""
+        if not trusted and "trust_remote_code" in str(e):
+            hint = "; if you trust its authors, add --trust-remote-code"
+        if isinstance(e, ModuleNotFoundError) and str(e.name).startswith("mlx_lm."):
+            hint = "; update mlx-lm, or correct chat_template_type or tool_parser_type in its tokenizer_config.json"
+        why = hub.why_damaged(folder, f"{in_one_line(e)}{hint}")
+        raise TargetError(f"{folder} cannot be loaded as a target: {why}") from e
+    if isinstance(
+        templates := tokenizer.chat_template, dict
+    ):  # mlx-lm searches only single templates for marks of tools
+        of_tools = templates.get("tool_use") or next(iter(templates.values()))
+        tokenizer = load_tokenizer(folder, {**settings, "chat_template": of_tools}, sorted(tokenizer.eos_token_ids))
+        tokenizer.chat_template = templates
+    with suppress(OSError, ValueError):
+        advice = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        if advice.get("eos_token_id") == 0:  # mlx-lm takes it for none
+            tokenizer.add_eos_token("0")
+    return model, tokenizer
 
 
 def _adapter_folder(path: str | Path) -> Path:
@@ -262,8 +288,9 @@ def _adapter_folder(path: str | Path) -> Path:
 def _add_adapters(model: nn.Module, folder: Path) -> Adapter:
     try:
         load_adapters(model, str(folder))
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
-        raise TargetError(f"the adapters in {folder} do not fit this model: {e}; were they trained for it?") from e
+    except Exception as e:
+        why = in_one_line(e)
+        raise TargetError(f"the adapters in {folder} do not fit this model: {why}; were they trained for it?") from e
     model.eval()
     each = [hashlib.sha256((folder / name).read_bytes()).digest() for name in ADAPTER_FILES]
     return Adapter(hub.public_name(folder), hashlib.sha256(b"".join(each)).hexdigest()[:16])

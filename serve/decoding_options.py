@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
+from eagle_mlx.errors import loading
 from eagle_mlx.memory import prefix_cache_bytes
 from eagle_mlx.request import Chunk, draft_runs
 from eagle_mlx.sampling_params import SamplingParams, limit_of
@@ -74,12 +75,13 @@ class DecodingOptions(Group):
         """Load the models and return an engine. Raises EagleError."""
         self.say(f"blas: {blas.activate()}")
         name, speculation = self.speculation.for_target(self.target)
-        target = self.loading.load(name)
-        speculation, proposer = load_proposer(speculation, target, name, self.say)
-        self.loading.wire_active()
-        prefixes = prefix_cache_bytes(target.free_memory) if cache_prefixes else 0
-        more = {"max_batch": max_batch, "kv_bits": self.kv_bits, "prefix_cache_bytes": prefixes}
-        engine = speculation.engine(target, proposer, self.memory, **more)
+        with loading(name):
+            target = self.loading.load(name)
+            speculation, proposer = load_proposer(speculation, target, name, self.say)
+            self.loading.wire_active()
+            prefixes = prefix_cache_bytes(target.free_memory) if cache_prefixes else 0
+            more = {"max_batch": max_batch, "kv_bits": self.kv_bits, "prefix_cache_bytes": prefixes}
+            engine = speculation.engine(target, proposer, self.memory, **more)
         self.say("\n".join([f"target: {target.name}", f"speculation: {speculation}", *speculation.notes(engine)]))
         return engine
 

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from eagle_mlx import hub
-from eagle_mlx.errors import CheckpointError, HeadError
+from eagle_mlx.errors import CheckpointError, HeadError, loading
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads import block, eagle, eagle3, mtp
@@ -33,8 +33,9 @@ def load_head(name: str | Path, target: Target | None = None) -> DraftHead:
     Raises CheckpointError if files cannot be read, HeadError if the head is for another target.
     """
     folder = hub.resolve(name)
-    layout = layout_of(folder, read_config(folder), read_tensors(folder))[1]
-    head: DraftHead = layout.load(folder, None if target is None else target.num_layers)
+    with loading(f"{folder} as a head", CheckpointError):
+        layout = layout_of(folder, read_config(folder), read_tensors(folder))[1]
+        head: DraftHead = layout.load(folder, None if target is None else target.num_layers)
     if target is not None:
         check_fit(head, target)
         head.attach(target)

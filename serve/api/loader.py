@@ -12,7 +12,7 @@ import mlx.core as mx
 from eagle_mlx import Engine, FixedPolicy, SamplingParams, Target, hub, memory
 from eagle_mlx.cpu import blas
 from eagle_mlx.engine.disk import DiskTier, default_bytes
-from eagle_mlx.errors import ConfigError, TargetError
+from eagle_mlx.errors import ConfigError, TargetError, loading
 from eagle_mlx.formats.tensors import check_length
 from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import Proposer
@@ -31,6 +31,11 @@ _CHECK_TOKENS = 16
 
 def load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     """Load target and proposer, and decode a few tokens so that problems show now. Raises EagleError."""
+    with loading(config.name):
+        return _load(config, say)
+
+
+def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     target = load_target(config)
     speculation, proposer = load_proposer(config.speculation, target, config.name, say)
     config.loading.wire_active()

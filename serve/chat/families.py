@@ -96,7 +96,9 @@ _MARKS: Mapping[tuple[str, ...], ToolCallTags] = {
 
 
 def call_tags(template: Any) -> ToolCallTags | None:
-    """Return how a model with this chat template writes calls, or None if it is unknown."""
+    """Return how a model with this chat template, or these named ones, writes calls, or None if it is unknown."""
+    if isinstance(template, Mapping):
+        template = "\n".join(template.values())
     if not isinstance(template, str):
         return None
     return next((tags for marks, tags in _MARKS.items() if all(mark in template for mark in marks)), None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +15,8 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.errors import TargetError
+from eagle_mlx.serve.api.cli import main as serve
+from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.target import Target, load_target
 from tests.architectures import tiny_model
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
@@ -144,3 +148,74 @@ def test_a_final_norm_that_is_called_more_than_once_is_left_alone() -> None:
     whole = target.forward(tokens).logits
     for _ in range(3):
         assert mx.allclose(target.forward(tokens, ends=[2]).logits[0, 0], whole[0, 2], atol=1e-4)
+
+
+def change(file: Path, **values: Any) -> None:
+    """Set fields of a JSON file; None removes one."""
+    content = {**(json.loads(file.read_text()) if file.exists() else {}), **values}
+    file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+DAMAGES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "chat_template_type": (
+        "tokenizer_config",
+        {"chat_template_type": "new"},
+        "or correct chat_template_type",
+    ),
+    "tool_parser_type": (
+        "tokenizer_config",
+        {"tool_parser_type": "new"},
+        "or correct chat_template_type",
+    ),
+    "tokenizer_class": ("tokenizer_config", {"tokenizer_class": 3}, "cannot be loaded as a target"),
+    "no vocab_size": ("config", {"vocab_size": None}, "'vocab_size'"),
+    "no layers": ("config", {"num_hidden_layers": "four"}, "TypeError"),
+    "heads": ("config", {"num_attention_heads": 3}, "cannot be loaded as a target"),
+    "kv heads": ("config", {"num_key_value_heads": 1, "num_attention_heads": 1}, "cannot be loaded as a target"),
+    "odd rotation": ("config", {"rope_scaling": {"rope_type": "new"}}, "cannot be loaded as a target"),
+    "eos": ("config", {"eos_token_id": [{}]}, "TypeError"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_whatever_fails_while_a_target_loads_is_one_line(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, values, said = DAMAGES[damage]
+    folder = tiny_target_folder(tmp_path / "target")
+    change(folder / f"{name}.json", **values)
+    with pytest.raises(TargetError) as error:
+        load_target(folder)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    for command in (generate, serve):
+        argv = ["--target", str(folder), "--spec-decode", "none", *(["x"] if command is generate else ["--check"])]
+        assert command(argv) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == f"error: {error.value}"
+
+
+@pytest.mark.parametrize("advice", [0, [0], [0, 5], 5, [5], None])
+@pytest.mark.parametrize("own", [0, [0], [3, 0], None])
+def test_the_first_token_may_end_a_text(own: Any, advice: Any, tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / "target")
+    change(folder / "config.json", eos_token_id=own)
+    change(folder / "generation_config.json", eos_token_id=advice)
+    given = own if advice is None else advice
+    wanted = set() if given is None else {given} if isinstance(given, int) else set(given)
+    assert wanted <= load_target(folder).eos_token_ids
+
+
+def test_a_named_template_for_tools_is_searched_for_their_marks(tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / "target")
+    (folder / "chat_template.jinja").unlink()
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    marked = plain + "{% for tool_call in tools %}<tool_call>{{ tool_call.name }}</tool_call>{% endfor %}"
+    templates = [{"name": "default", "template": plain}, {"name": "tool_use", "template": marked}]
+    change(folder / "tokenizer_config.json", chat_template=templates)
+    tokenizer = load_target(folder).tokenizer
+    assert tokenizer is not None
+    assert tokenizer.tool_call_start == "<tool_call>"
+    chat = [{"role": "user", "content": "x"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "x"
+    text = tokenizer.apply_chat_template(chat, tools=[{"name": "f"}], tokenize=False)
+    assert text == "x<tool_call>f</tool_call>"
