@@ -67,9 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(options: GenerateOptions) -> None:
-    params, engine = options.sampling.params(), options.engine(options.batch)
+    params = options.sampling.params()
+    questions = None if options.file is None else read_questions(options.file)
+    engine = options.engine(options.batch)
     began = perf_counter()
-    outputs = _one(engine, options, params) if options.file is None else _many(engine, options, params)
+    outputs = _one(engine, options, params) if questions is None else _many(engine, options, params, questions)
     options.say(summary(outputs, perf_counter() - began))
 
 
@@ -96,10 +98,10 @@ def prompt_of(text: str, target: Target, options: GenerateOptions) -> EngineProm
     return [*system, {"role": "user", "content": text}]
 
 
-def _many(engine: Engine, options: GenerateOptions, params: SamplingParams) -> list[Output]:
+def _many(
+    engine: Engine, options: GenerateOptions, params: SamplingParams, questions: Sequence[Question]
+) -> list[Output]:
     """Decode a file's rows together, turn by turn, and write one line of JSON per row, in order."""
-    assert options.file is not None
-    questions = read_questions(options.file)
     for question in questions:
         question.check(engine.target, params.max_tokens)
     answers: list[list[Output]] = [[] for _ in questions]

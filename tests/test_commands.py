@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, get_args
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.command import Parser, add_flags
 from eagle_mlx.data_pipelines.cli import CollectOptions
 from eagle_mlx.data_pipelines.cli import main as data
 from eagle_mlx.data_pipelines.inspect_command import InspectOptions
@@ -131,6 +133,31 @@ OPTIONS: dict[str, type[Group]] = {
     "eagle-serve": ServeOptions,
     "eagle-train": TrainConfig,
 }
+
+
+def parse(options: type[Group], *arguments: str) -> dict[str, Any]:
+    parser = Parser(prog="test")
+    add_flags(parser, options)
+    return vars(parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize("options", [one for one in OPTIONS.values() if "target" in settings_of(one)])
+def test_other_names_of_the_target_are_taken_and_not_shown(options: type[Group]) -> None:
+    required = []
+    for name, one in settings_of(options).items():
+        if one.default is REQUIRED and name != "target":
+            required += ["1"] if one.positional else [flag(name), "1"]
+    wanted = parse(options, *required, "--target", "you/model")
+    for given in (["--model", "you/model"], ["--model=you/model"], ["--target-model", "you/model"]):
+        assert parse(options, *required, *given) == wanted
+    parser = Parser(prog="test")
+    add_flags(parser, options)
+    assert not re.search(r"--(model|target-model|train-data|speculative-decoding)\b", parser.format_help())
+
+
+def test_training_data_may_be_called_so() -> None:
+    given = parse(TrainConfig, "--train-data", "a.jsonl", "b.jsonl", "--target-model", "you/model")
+    assert given == parse(TrainConfig, "--data", "a.jsonl", "b.jsonl", "--target", "you/model")
 
 
 def numbers(options: type[Group]) -> dict[str, Setting]:
