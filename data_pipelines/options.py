@@ -29,7 +29,7 @@ TARGET_HELP = "folder or hub id of the model"
 AUX_LAYERS = "layers that the head reads (default: 1, N/2-1 and N-4 of N)"
 LAYER_NUMBERS = Limit(
     re.compile(r"\d+(,\d+)*").fullmatch,
-    "must be layer numbers with commas, such as 1,6,10, not {}",  # type: ignore[arg-type]
+    "must be layer numbers with commas, such as 1,6,10, not {}",
 )
 SPLIT_HELP = (
     "part to read; heldout is one conversation in 25, chosen by a hash of its prompt (for builtin:, of its file); "

@@ -26,7 +26,7 @@ from eagle_mlx.errors import ConfigError
 class Limit:
     """A check of a number, and its error message with `{}` for the value."""
 
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], object]
     message: str
 
 

@@ -21,7 +21,8 @@ from eagle_mlx.setting import Group, setting
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.text import TextStream
 
-from .speculation import TARGET_HELP, MemoryOptions, Speculation, load_proposer
+from .memory_options import MemoryOptions
+from .speculation import TARGET_HELP, Speculation, load_proposer
 
 GREEN, DIM = 32, 2
 """Codes of ANSI escape sequences (ECMA-48, section 8.3.117)."""

@@ -1,4 +1,4 @@
-"""Settings of speculation and memory that all decoding commands share, and the choice of a head if none is named."""
+"""Settings of speculation that all decoding commands share, and the choice of a head if none is named."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import mlx.nn as nn
 from eagle_mlx import DraftModelProposer, EagleError, Engine, HeadProposer, NgramProposer, hub, learn_costs
 from eagle_mlx.catalog import embedded
 from eagle_mlx.catalog.head_search import FoundHead, find_heads, load_found, where_mtp_layers_are
-from eagle_mlx.engine.prefill import PREFILL_CHUNK
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import described, quantize_for
-from eagle_mlx.memory import fits_machine
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.proposers.base import Proposer
@@ -42,6 +40,8 @@ from eagle_mlx.setting import (
 )
 from eagle_mlx.target import Target, fingerprint, load_target
 
+from .memory_options import MemoryOptions
+
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
 _HEADS: tuple[Mode, ...] = ("eagle", "mtp")
 _METHODS = {"eagle": "eagle", "eagle3": "eagle", "mtp": "mtp", "ngram": "ngram", "draft_model": "draft"}
@@ -56,45 +56,9 @@ NODES = between(0, 64)
 """Tokens of a draft tree; EAGLE-2's largest published tree has 60."""
 DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": MOST_TOKENS, "acceptance-ema": 4, "fixed": 4}
 
-IN_MEMORY = Limit(
-    lambda gigabytes: gigabytes >= 1e-9 and fits_machine(gigabytes),
-    "must be above 0 and at most this machine's memory, not {} GB",
-)
 _EMA = "with acceptance-ema: "
 _OF_EMA = ("disable_at_rows", "threshold", "alpha", "adaptive", "dynamic")
 HEAD_BITS = "quantize the head on load; 16: do not (default: the target's bits if it has 4 or 8)"
-
-
-@dataclass(frozen=True)
-class MemoryOptions(Group):
-    """The engine's memory for the KV cache, and its positions per forward."""
-
-    prefill_chunk: int = setting(
-        PREFILL_CHUNK,
-        "prompt tokens per forward, for all requests together; more need more memory and delay decoding requests",
-        AT_LEAST_1,
-    )
-    kv_gb: float | None = setting(
-        None,
-        "memory for KV caches; requests that do not fit wait (default: four fifths of the memory left after "
-        "weights); on machines of up to 16 GB, three fifths",
-        IN_MEMORY,
-        metavar="GB",
-    )
-    exact: bool = setting(
-        False,
-        "read two positions in plain rounds, too, so that all rounds use the same kernels; eagle-doctor says whether "
-        "your machine needs it",
-    )
-
-    @property
-    def kv_bytes(self) -> int | None:
-        """Bytes for the KV cache; None for a share of the memory left after the weights."""
-        return bytes_of(self.kv_gb)
-
-
-def bytes_of(gigabytes: float | None) -> int | None:
-    return None if gigabytes is None else round(gigabytes * 1e9)
 
 
 @dataclass(frozen=True)

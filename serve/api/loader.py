@@ -19,7 +19,8 @@ from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.target_options import TargetOptions
 
 from ..bench.decoding import compare, tolerance_for
-from ..speculation import AUTO, NO_HEAD, bytes_of, load_proposer
+from ..memory_options import bytes_of
+from ..speculation import AUTO, NO_HEAD, load_proposer
 from .model import Loaded, sampling_defaults
 from .options import LoadConfig
 from .service import Source

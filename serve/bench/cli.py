@@ -26,6 +26,7 @@ from eagle_mlx.setting import AT_LEAST_1, Group, between, find, flag, setting
 from eagle_mlx.target_options import TargetOptions
 
 from .. import speculation
+from ..memory_options import MemoryOptions
 from ..prompts import Question, read_questions, with_filler
 from . import report
 from .decoding import ModeName, tolerance_for
@@ -113,7 +114,7 @@ class BenchOptions(Group):
     plot: Path | None = setting(None, "draw the figures as a bar chart", metavar="FILE.png")
     quiet: bool = setting(False, "no progress bars")
     measuring: BenchConfig = field(default_factory=BenchConfig)
-    memory: speculation.MemoryOptions = field(default_factory=speculation.MemoryOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
 
     def _check(self) -> None:

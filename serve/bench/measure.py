@@ -17,8 +17,8 @@ from eagle_mlx.progress import counted, progress_bar, show_step
 from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SEED, SHARE, Group, setting
 from eagle_mlx.text import LEAST_DISTINCT, is_loop
 
+from ..memory_options import MemoryOptions
 from ..prompts import Question
-from ..speculation import MemoryOptions
 from . import decoding
 from .modes import BASELINES, EngineMode, MlxLmMode, Models
 from .report import Category, Run

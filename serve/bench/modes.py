@@ -18,7 +18,8 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.target import Target, arrays_of
 
-from ..speculation import MemoryOptions, PolicyName, Speculation
+from ..memory_options import MemoryOptions
+from ..speculation import PolicyName, Speculation
 from .decoding import Decoding, Mode, ModeName
 
 MLX_LM = "mlx-lm"

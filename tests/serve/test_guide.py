@@ -17,9 +17,9 @@ import eagle_mlx as em
 from eagle_mlx.catalog import embedded
 from eagle_mlx.command import read
 from eagle_mlx.extras import EXTRAS
-from eagle_mlx.serve.api.loader import LoadConfig, load
+from eagle_mlx.serve.api.loader import load
 from eagle_mlx.serve.api.model import Loaded
-from eagle_mlx.serve.api.options import ServeOptions
+from eagle_mlx.serve.api.options import LoadConfig, ServeOptions
 from eagle_mlx.serve.speculation import Speculation
 from tests.serve.api.live import DEPTH, Live, live, one_model
 from tests.serve.chat.formats import target_of

@@ -9,8 +9,8 @@ import pytest
 
 from eagle_mlx.serve.api import start
 from eagle_mlx.serve.api.cli import main as serve
-from eagle_mlx.serve.api.loader import LoadConfig
 from eagle_mlx.serve.api.loader import load as load_config
+from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.bench.cli import main as bench
 from eagle_mlx.serve.generate import main as generate
 from tests.fakes import tiny_target_folder

@@ -28,7 +28,8 @@ from eagle_mlx.heads import KINDS
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead
 from eagle_mlx.heads.mtp.formats import quantized, save_split
-from eagle_mlx.serve.api.loader import LoadConfig, load
+from eagle_mlx.serve.api.loader import load
+from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.speculation import Speculation
 from tests.clients.scripted_target import END, pieces
 from tests.eagle_mlx.heads import dflash, dflash2, dspark, eagle3

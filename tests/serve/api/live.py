@@ -22,8 +22,9 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.models import Models
+from eagle_mlx.serve.api.options import Settings
 from eagle_mlx.serve.api.server import Server, address, create_app, listen
-from eagle_mlx.serve.api.service import Service, Settings, Source
+from eagle_mlx.serve.api.service import Service, Source
 from tests.serve.api.given import PATIENCE, given_head, given_target, given_target_of
 
 NAME = "tiny"

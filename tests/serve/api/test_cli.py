@@ -13,11 +13,13 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.memory import free_memory
 from eagle_mlx.serve.api.cli import main
-from eagle_mlx.serve.api.loader import LoadConfig, check, load
+from eagle_mlx.serve.api.loader import check, load
 from eagle_mlx.serve.api.model import sampling_defaults
+from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.api.server import listen
 from eagle_mlx.serve.api.start import served_name
-from eagle_mlx.serve.speculation import AUTO, MemoryOptions, Speculation
+from eagle_mlx.serve.memory_options import MemoryOptions
+from eagle_mlx.serve.speculation import AUTO, Speculation
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 

@@ -12,8 +12,9 @@ import pytest
 from openai.types import CompletionUsage
 from openai.types.responses import ResponseItemList
 
-from eagle_mlx.serve.api.loader import LoadConfig, load
+from eagle_mlx.serve.api.loader import load
 from eagle_mlx.serve.api.messages import KNOWN_TOOLS
+from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.speculation import Speculation
 from tests.clients.scripted_target import Line, call, scripted_target_folder
 from tests.serve.api.live import NAME, Live, live, one_model

@@ -22,12 +22,14 @@ import eagle_mlx as em
 from eagle_mlx.errors import TargetError
 from eagle_mlx.serve.api import flow
 from eagle_mlx.serve.api.limits import Limits
-from eagle_mlx.serve.api.loader import LoadConfig, weights_bytes
 from eagle_mlx.serve.api.loader import several as several_sources
+from eagle_mlx.serve.api.loader import weights_bytes
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.models import Models
-from eagle_mlx.serve.api.service import Settings, Source
-from eagle_mlx.serve.speculation import MemoryOptions, Speculation
+from eagle_mlx.serve.api.options import LoadConfig, Settings
+from eagle_mlx.serve.api.service import Source
+from eagle_mlx.serve.memory_options import MemoryOptions
+from eagle_mlx.serve.speculation import Speculation
 from tests.fakes import tiny_target, tiny_target_folder
 from tests.serve.api.live import DEPTH, Live, live, wide
 from tests.serve.api.test_status import samples

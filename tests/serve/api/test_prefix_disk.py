@@ -11,8 +11,9 @@ import pytest
 
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.serve.api.cli import main
-from eagle_mlx.serve.api.loader import LoadConfig, load
+from eagle_mlx.serve.api.loader import load
 from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.speculation import Speculation
 from tests.fakes import tiny_target_folder
 from tests.serve.api.live import NAME, Live, live, wide

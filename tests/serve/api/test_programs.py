@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.serve.api.loader import LoadConfig, load
+from eagle_mlx.serve.api.loader import load
+from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.speculation import Speculation
 from tests.clients.programs import PROGRAMS, SAID, SHORT, Program, script
 from tests.clients.scripted_target import scripted_target_folder

@@ -19,7 +19,7 @@ import eagle_mlx as em
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.api.cli import main
-from eagle_mlx.serve.api.loader import LoadConfig
+from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target_options import TargetOptions
 from tests.fakes import tiny_head, tiny_target_folder

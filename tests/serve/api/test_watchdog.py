@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.serve.api.service import Settings
+from eagle_mlx.serve.api.options import Settings
 from tests.serve.api.live import Live, live, wide
 
 LIMIT = Settings().stuck_seconds
