@@ -121,6 +121,12 @@ def check_file(path: Path) -> None:
     check_writable(path.parent)
 
 
+def disk_bytes(folder: Path) -> int:
+    """Return the size of the disk that a folder is on or will be on."""
+    place = folder.absolute()
+    return shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).total
+
+
 def check_writable(folder: Path) -> None:
     """Raise OutputError unless a folder can be written, or created in its nearest existing parent.
 

@@ -79,8 +79,8 @@ class Speculation(Group):
     head_bits: HeadBits | None = setting(None, HEAD_BITS)
     num_tokens: int | None = setting(
         None,
-        "draft tokens per round; the maximum if the policy adapts, which n-grams with a model may double, and 0 for "
-        "none (default: "
+        "draft tokens per round, at most 20; the maximum if the policy adapts, which n-grams with a model may double, and "
+        "0 for none (default: "
         f"{DEFAULT_TOKENS['throughput']}, or {DEFAULT_TOKENS['fixed']} with --spec-policy fixed and acceptance-ema)",
         DRAFT_TOKENS,
         "num_speculative_tokens",

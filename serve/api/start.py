@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.files import check_writable, name_of
+from eagle_mlx.files import check_writable, disk_bytes, name_of
 from eagle_mlx.memory import free_memory, gb, models_bytes
 
 from ..memory_options import bytes_of
@@ -29,7 +29,11 @@ def run(options: ServeOptions) -> int:
     configs, settings = configs_of(options), settings_of(options.place)
     for config in configs.values():
         if config.prefix_cache_dir is not None:
-            check_writable(config.prefix_cache_dir.expanduser())
+            folder = config.prefix_cache_dir.expanduser()
+            check_writable(folder)
+            size = disk_bytes(folder)
+            if (limit := config.prefix_disk_gb or 0) * 1e9 > size:
+                raise ConfigError(f"--prefix-disk-gb {limit:g} is more than the disk of {folder} has, {gb(size)}")
     for config in configs.values():
         config.loading.follow(config.name)
     if options.check:

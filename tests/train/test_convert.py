@@ -455,7 +455,7 @@ def head_of(target: Target, kind: str, folder: Path) -> Path:
         ),
         ("eagle3", ["--to", "mtp"], "--to can be eagle3 or speculators"),
         ("eagle3", ["--to", "speculators"], "name the target with --target"),
-        ("eagle3", ["--to", "speculators", "--depth", "0"], "--depth must be at least 1"),
+        ("eagle3", ["--to", "speculators", "--depth", "0"], "--depth must be between 1 and 20"),
         ("eagle3", ["--to", "eagle3", "--source", "x"], "give the head's folder or hub id"),
         (
             "eagle3",

@@ -111,6 +111,10 @@ def test_the_flags_open_the_folder_and_say_so(tmp_path: Path) -> None:
         (["--prefix-cache-dir", "x", "--prefix-cache-gb", "0"], "remove one of them"),
         (["--prefix-disk-gb", "1"], "give that folder too"),
         (["--prefix-cache-dir", "x", "--prefix-disk-gb", "0"], "--prefix-disk-gb must be above 0"),
+        (
+            ["--prefix-cache-dir", "x", "--prefix-disk-gb", "9e9"],
+            "--prefix-disk-gb 9e+09 is more than the disk of x has",
+        ),
         (["--prefix-cache-dir", __file__], "is a file; name a folder"),
     ],
 )
