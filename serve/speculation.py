@@ -79,7 +79,7 @@ class Speculation(Group):
     head_bits: HeadBits | None = setting(None, HEAD_BITS)
     num_tokens: int | None = setting(
         None,
-        "draft tokens per round, at most 20; the maximum if the policy adapts, which n-grams with a model may double, and "
+        "draft tokens per round, at most 20; the maximum if the policy adapts, which n-grams with a model may double; "
         "0 for none (default: "
         f"{DEFAULT_TOKENS['throughput']}, or {DEFAULT_TOKENS['fixed']} with --spec-policy fixed and acceptance-ema)",
         DRAFT_TOKENS,
@@ -162,7 +162,7 @@ class Speculation(Group):
         if own.get("mode") == AUTO:
             own["mode"] = "ngram" if own.get("head") == NO_HEAD and own.get("draft_model") is None else None
         given = {field for field, value in own.items() if value is not None}
-        if clash := sorted(known.keys() & given):
+        if clash := [flag(name) for name, each in settings_of(cls).items() if each.field in known.keys() & given]:
             raise ConfigError(f"{', '.join(clash)}: set by both --speculative-config and a flag; give one of them")
         if "policy" not in given and given.intersection(_OF_EMA):
             own["policy"] = "acceptance-ema"

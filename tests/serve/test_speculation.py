@@ -132,7 +132,7 @@ def test_flags_of_other_servers_are_known(other: str, own: str) -> None:
         ("""--speculative-config '{"method": "eagle3", "num_speculative_tokens": "x"}'""", "must be a whole number"),
         (
             """--num-draft-tokens 2 --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""",
-            "num_tokens",
+            "--num-speculative-tokens: set by both",
         ),
         ("--spec-policy throughput --no-adaptive-k", "only --spec-policy acceptance-ema uses --adaptive-k"),
         ("--spec-policy fixed --acceptance-rate-threshold 0.2", "--spec-policy acceptance-ema"),
