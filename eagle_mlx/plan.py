@@ -40,6 +40,15 @@ class Plan:
             return self
         return replace(self, depth=most, nodes=self.nodes if self.is_tree else 0) if most > 0 else PLAIN
 
+    def within(self, can: Abilities) -> Plan:
+        """Return the plan without what is not possible: a chain instead of a tree, to its full depth, by the model."""
+        return replace(
+            self,
+            nodes=self.nodes if can.trees or not self.is_tree else 0,
+            stop_below=self.stop_below if can.early_exit else None,
+            lookup=self.lookup if can.lookup or not self.lookup else None,
+        )
+
 
 PLAIN = Plan(0)
 """A round without drafting."""

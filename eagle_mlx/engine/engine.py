@@ -325,4 +325,4 @@ class Engine:
         can = batch.abilities
         if self.chains_only is not None or not self.policy.wants_trees:
             can = replace(can, trees=False)
-        return batch.fitted(self.policy.plan(Context(len(batch.requests), can, group)))
+        return batch.fitted(self.policy.plan(Context(len(batch.requests), can, group)).within(can))

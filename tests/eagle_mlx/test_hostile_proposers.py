@@ -181,6 +181,33 @@ def test_a_learning_policy_survives_made_up_confidences(seed: int) -> None:
         assert [output.tokens for output in engine.generate(PROMPTS, GREEDY)] == ALONE[GREEDY]
 
 
+class Heedless:
+    """A policy that asks for the same plan, whatever the rows can do."""
+
+    wants_trees = True
+
+    def __init__(self, wanted: Plan):
+        self.wanted, self.plans = wanted, list[Plan]()
+
+    def plan(self, context: Context) -> Plan:
+        return self.wanted
+
+    def observe(self, result: RoundResult) -> None:
+        self.plans.append(result.plan)
+
+
+@pytest.mark.parametrize("wanted", [Plan(3, 8), Plan(3, 8, stop_below=0.5, lookup=True)])
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.8, "seed": 5}])
+def test_a_policy_gets_no_tree_if_the_rows_do_not_allow_one(wanted: Plan, more: dict[str, Any]) -> None:
+    """Penalties depend on the tokens before, which differ between the branches of a tree."""
+    params = em.SamplingParams(max_tokens=COUNT, repetition_penalty=1.8, presence_penalty=0.5, **more)
+    texts, policy = plain(TARGET, params), Heedless(wanted)
+    outputs = em.Engine(TARGET, Hostile(texts, 0), policy=policy, max_batch=3).generate(PROMPTS, params)
+    assert [output.tokens for output in outputs] == texts
+    assert sum(output.accepted for output in outputs) > 0
+    assert not any(plan.is_tree or plan.lookup for plan in policy.plans)
+
+
 def test_invalid_probabilities_are_not_used() -> None:
     """The draft ends at a position whose q is not a distribution, so the output still follows p."""
     target = tiny_target(vocab=16, seed=4, layers=2)

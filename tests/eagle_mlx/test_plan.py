@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult, Trial
+from eagle_mlx.plan import PLAIN, Abilities, Context, Plan, RoundResult, Trial
 from tests.fakes import tiny_head, tiny_target
 
 PLANS = st.builds(Plan, st.integers(0, 16), st.integers(0, 64), st.none() | st.floats(0, 2))
@@ -86,6 +86,24 @@ def test_what_an_engine_tells_of_a_round_can_be_sent(plan: Plan) -> None:
 )
 def test_a_plan_is_cut_to_what_rows_have_a_use_for(plan: Plan, most: int, cut: Plan) -> None:
     assert plan.cut(most) == cut
+
+
+@pytest.mark.parametrize(
+    ("plan", "can", "lesser"),
+    [
+        (Plan(3, 8), Abilities(trees=True), Plan(3, 8)),
+        (Plan(3, 8), Abilities(), Plan(3)),
+        (Plan(3, 2), Abilities(), Plan(3, 2)),
+        (Plan(6, stop_below=0.5), Abilities(early_exit=True), Plan(6, stop_below=0.5)),
+        (Plan(6, stop_below=0.5), Abilities(trees=True), Plan(6)),
+        (Plan(4, lookup=True), Abilities(lookup=True), Plan(4, lookup=True)),
+        (Plan(4, lookup=True), Abilities(), Plan(4)),
+        (Plan(4, lookup=False), Abilities(), Plan(4, lookup=False)),
+        (PLAIN, Abilities(), PLAIN),
+    ],
+)
+def test_a_plan_becomes_the_nearest_lesser_one(plan: Plan, can: Abilities, lesser: Plan) -> None:
+    assert plan.within(can) == lesser
 
 
 @pytest.mark.parametrize(
