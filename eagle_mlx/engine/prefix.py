@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import DiskTier, PassedOverError
@@ -13,8 +14,7 @@ from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixTree, Snapshot, keys_
 from eagle_mlx.proposers.base import CanJoin, Proposer, ProposerState
 
 log = logging.getLogger("eagle_mlx.prefixes")
-_OF_DRAFT_MODEL = "\0draft model\0"
-"""Before the namespace of a draft model's texts: they share the tree and its limit, but are found apart."""
+T = TypeVar("T")
 LEAST = 16
 """Minimum length of a useful prefix. Shorter ones do not justify a separate prefill or a snapshot."""
 
@@ -58,48 +58,46 @@ class PrefixCache:
         The last token is left out because a row's newest token is never in its caches; the one before it because a head
         needs the target's hidden state there.
         """
-        draft = self._tree.find(_findable(prompt), LEAST, _OF_DRAFT_MODEL + namespace)
-        found = self._tree.find(_findable(prompt), LEAST, namespace)
-        if found is None:
+        return self._attempt(lambda: self._find(prompt, namespace), None)
+
+    def _find(self, prompt: Sequence[int], namespace: str) -> Prefix | None:
+        draft = self._tree.find(_findable(prompt), LEAST, (namespace, True))
+        match = self._tree.find(_findable(prompt), LEAST, (namespace, False))
+        if match is None:
             return None
-        cache = found.cache
-        states = [piece.state for piece in found.pieces if piece.state is not None]
+        cache = match.cache
+        states = [piece.state for piece in match.pieces if piece.state is not None]
         if not states:
-            return Prefix(found.length, cache, draft=draft.cache if draft is not None else None)
+            return Prefix(match.length, cache, draft=draft.cache if draft is not None else None)
         assert isinstance(self.proposer, CanJoin)
-        return Prefix(found.length, cache, self.proposer.join(states, found.length, prompt))
+        return Prefix(match.length, cache, self.proposer.join(states, match.length, prompt))
 
     def fetch(self, prompt: Sequence[int], namespace: str = "") -> bool:
         """Load a prompt's prefix from disk if it fits and is longer than the one in memory. Return whether it is done.
 
         Each call reads a bounded amount, because other requests decode in the meantime.
         """
-        if self.disk is None:
-            return True
-        keys = _findable(prompt)
-        known = self._tree.find(keys, 1, namespace)
-        length = known.length if known is not None else 0
-        while (match := self.disk.find(keys, namespace)) is not None and match.length >= length + LEAST:
+        disk = self.disk
+        return disk is None or self._attempt(lambda: self._fetch(disk, _findable(prompt), namespace), True)
+
+    def _fetch(self, disk: DiskTier, keys: Keys, namespace: str) -> bool:
+        cached = self._tree.find(keys, 1, (namespace, False))
+        length = cached.length if cached is not None else 0
+        while (match := disk.find(keys, namespace)) is not None and match.length >= length + LEAST:
             if match.nbytes > self._limit:
                 return True
             try:
-                now = self.disk.advance(match, length)
+                now = disk.advance(match, length)
                 if now is None:
                     return False
-                snapshot, piece = Snapshot(self.disk.outline(now)), partial(self.disk.piece, now)
-                kept = self._tree.insert(keys[: now.length], snapshot, piece, self._limit, namespace)
+                snapshot, piece = Snapshot(disk.outline(now)), partial(disk.piece, now)
+                kept = self._tree.insert(keys[: now.length], snapshot, piece, self._limit, (namespace, False))
             except PassedOverError:
-                self.disk.stop()
+                disk.stop()
                 continue  # try other files
-            except BaseException as e:
-                self._tree = PrefixTree()  # it may be inconsistent
-                if not isinstance(e, Exception):
-                    raise
-                log.exception("cached files of a prompt could not be loaded; the prompt is computed again")
-                return True
             complete = now.length == match.length
             if kept:
-                self.disk.took(now, now.length - length, complete)
+                disk.took(now, now.length - length, complete)
             return complete or not kept
         return True
 
@@ -109,20 +107,32 @@ class PrefixCache:
 
     def keep(self, tokens: Sequence[int], past: Past) -> None:
         """Cache the state of a text, of which `tokens` has at least one more."""
-        if past.length < LEAST or past.length < past.cache.shortest(past.row):
-            return
-        namespace = past.namespace if not past.of_draft_model else _OF_DRAFT_MODEL + past.namespace
-        snapshot, keys = Snapshot(past.cache.outline(past.row, past.length)), keys_of(tokens[: past.length + 1])
-        try:
-            kept = self._tree.insert(keys, snapshot, past.piece, self._limit, namespace)
-        except BaseException:
-            self._tree = PrefixTree()  # it may be inconsistent
-            raise
+        if past.length >= LEAST and past.length >= past.cache.shortest(past.row):
+            self._attempt(lambda: self._keep(keys_of(tokens[: past.length + 1]), past), None)
+
+    def _keep(self, keys: Keys, past: Past) -> None:
+        snapshot = Snapshot(past.cache.outline(past.row, past.length))
+        space = past.namespace, past.of_draft_model
+        kept = self._tree.insert(keys, snapshot, past.piece, self._limit, space)
         if self.disk is not None and kept and not past.of_draft_model:
             self.disk.offer(keys, past, snapshot.outline)
 
     def trim(self) -> None:
-        self._tree.trim(self._limit)
+        self._attempt(lambda: self._tree.trim(self._limit), None)
+
+    def _attempt(self, use: Callable[[], T], otherwise: T) -> T:
+        """Use the tree and the files. If that raises, forget all of the tree, which may be inconsistent.
+
+        No request needs the cache, so only interrupts are passed on.
+        """
+        try:
+            return use()
+        except BaseException as e:
+            self._tree = PrefixTree()
+            if not isinstance(e, Exception):
+                raise
+            log.exception("the prefix cache failed and is empty now; prompts are computed again")
+            return otherwise
 
     @property
     def _limit(self) -> int:

@@ -19,6 +19,9 @@ from eagle_mlx.proposers.base import Separable, StatePiece
 Keys = NDArray[np.int64]
 """[N]: one key per position of a text."""
 
+Space = tuple[str, bool]
+"""A namespace, and whether its states are a draft model's. Spaces share only the limit of bytes."""
+
 
 @dataclass(frozen=True)
 class PrefixPiece:
@@ -74,7 +77,7 @@ class _Node:
     parent: _Node | None
     children: dict[int, _Node] = field(default_factory=dict)  # by first key
     snapshot: Snapshot | None = None  # at position `end`
-    namespace: str = ""  # the namespace of the texts below; only at a root
+    space: Space = ("", False)  # the space of the texts below; only at a root
 
     @property
     def end(self) -> int:
@@ -109,13 +112,12 @@ class PrefixTree:
     """Pieces of texts, and snapshots at the ends of pieces. The least recently used snapshot is evicted first.
 
     A snapshot serves any text that shares at least its first `shortest` positions. A piece stays while a snapshot at
-    its end or below it does. Namespaces share only the limit of bytes.
+    its end or below it does.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._roots: dict[str, _Node] = {}
-        """By namespace."""
+        self._roots: dict[Space, _Node] = {}
         self._used: OrderedDict[_Node, None] = OrderedDict()
         """Nodes with a snapshot, least recently used first."""
 
@@ -127,9 +129,9 @@ class PrefixTree:
         """All snapshots, least recently used first."""
         return [node.snapshot for node in self._used if node.snapshot is not None]
 
-    def find(self, keys: Keys, least: int = 1, namespace: str = "") -> Found | None:
+    def find(self, keys: Keys, least: int = 1, space: Space = ("", False)) -> Found | None:
         """Return the longest prefix that can be reused, or None if it has fewer than `least` positions."""
-        node, matched = self._match(keys, namespace)
+        node, matched = self._match(keys, space)
         while node.parent is not None and (length := min(matched, node.end)) >= least:
             if (holder := _holder(node, length)) is not None:
                 self._used.move_to_end(holder)
@@ -144,7 +146,7 @@ class PrefixTree:
         snapshot: Snapshot,
         piece: Callable[[int, int], PrefixPiece],
         limit: float = math.inf,
-        namespace: str = "",
+        space: Space = ("", False),
     ) -> bool:
         """Insert a snapshot at the end of a text, unless another serves as well. Return whether the tree has the text.
 
@@ -152,7 +154,7 @@ class PrefixTree:
         until `limit` bytes hold. A text that exceeds the limit alone is not inserted, nor one whose state has NaN,
         because every prompt that reuses it would fail.
         """
-        node, matched = self._match(keys, namespace)
+        node, matched = self._match(keys, space)
         if matched == len(keys) and (holder := _holder(node, snapshot.shortest)) is not None:
             self._used.move_to_end(holder)
             return True
@@ -171,7 +173,7 @@ class PrefixTree:
             child = _Node(keys[matched:].copy(), matched, new, node)
             node.children[int(keys[matched])] = child
             if node.parent is None:
-                self._roots[namespace] = node
+                self._roots[space] = node
             self.nbytes += new.nbytes
             node = child
         for each in node.path:  # the new one serves everything that these do
@@ -194,7 +196,7 @@ class PrefixTree:
                 del node.parent.children[int(node.keys[0])]
                 node = node.parent
             if node.parent is None and not node.children:
-                del self._roots[node.namespace]
+                del self._roots[node.space]
 
     def _forget(self, node: _Node) -> None:
         assert node.snapshot is not None
@@ -202,10 +204,10 @@ class PrefixTree:
         node.snapshot = None
         del self._used[node]
 
-    def _match(self, keys: Keys, namespace: str) -> tuple[_Node, int]:
+    def _match(self, keys: Keys, space: Space) -> tuple[_Node, int]:
         """Return the last node that matches a text, at least in part, and the number of matched positions."""
-        root: _Node = _Node(np.empty(0, np.int64), 0, None, None, namespace=namespace)
-        node, at = self._roots.get(namespace, root), 0
+        root: _Node = _Node(np.empty(0, np.int64), 0, None, None, space=space)
+        node, at = self._roots.get(space, root), 0
         while at == node.end and at < len(keys) and (child := node.children.get(int(keys[at]))) is not None:
             node, at = child, at + common(child.keys, keys[at:])
         return node, at

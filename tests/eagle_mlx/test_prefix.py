@@ -195,3 +195,40 @@ def test_a_state_that_cannot_be_cut_is_reused_whole_or_not_at_all(name: str) -> 
         for prompt in ([*first, *said, 1, 2], [*first[:40], 3, 4]):
             oracle.texts = {tuple(prompt): em.Engine(target).generate([prompt], params)[0].tokens}
             assert busy.generate([prompt], params)[0].tokens == oracle.texts[tuple(prompt)]
+
+
+@pytest.mark.parametrize("method", ["join", "piece"])
+def test_a_lookup_or_copy_that_fails_is_a_miss(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails each time. Rows that decode continue, and the prompt is read."""
+    busy, alone = engine(max_batch=2), engine(0)
+    first = busy.generate([LONG[:50]], GREEDY)[0]
+    rows = [busy.prepare(prompt, GREEDY) for prompt in (LONG[60:], [*LONG[:50], *first.tokens, 3, 4])]
+    busy.submit(rows[0])
+    busy.step()
+
+    def fail(*args: object) -> None:
+        raise ValueError("a broken state")
+
+    owner = em.HeadProposer if method == "join" else type(busy.groups.batches[0].state)
+    monkeypatch.setattr(owner, method, fail)
+    busy.submit(rows[1])
+    while not busy.idle:
+        busy.step()
+    assert [row.tokens for row in rows] == [alone.generate([row.prompt], GREEDY)[0].tokens for row in rows]
+    assert [row.error for row in rows] == [None, None]
+
+
+def test_no_namespace_is_that_of_a_draft_model() -> None:
+    busy = engine(proposer=em.DraftModelProposer(tiny_target(vocab=16, seed=3, layers=1)))
+
+    def answered(namespace: str) -> tuple[int, list[int]]:
+        row = busy.prepare(LONG[:50], GREEDY, namespace=namespace)
+        busy.submit(row)
+        while not busy.idle:
+            busy.step()
+        return row.cached_tokens, row.tokens
+
+    first = answered("mine")
+    for namespace in ("\0draft model\0mine", "draft model", "mine\0", "True"):
+        assert answered(namespace) == first
+    assert answered("mine") == (48, first[1])

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.engine.prefix_tree import PrefixTree
+from eagle_mlx.engine.prefix_tree import PrefixTree, Space
 from tests.full import in_full
 
 POSITION = 10
@@ -156,20 +156,24 @@ def test_a_text_of_very_many_pieces_is_found() -> None:
 
 def test_16_namespaces_share_only_the_limit() -> None:
     tree, keys = PrefixTree(), (1, 2, 3)
+    spaces = [("a", False), ("a", True), ("b", False)]
 
-    def insert(namespace: str, limit: float = math.inf) -> bool:
-        return tree.insert(np.array(keys), Place(keys, 0, 1), lambda a, b: Letters(keys[a:b]), limit, namespace)
+    def insert(space: Space) -> bool:
+        return tree.insert(np.array(keys), Place(keys, 0, 1), lambda a, b: Letters(keys[a:b]), math.inf, space)
 
-    assert insert("a")
+    def hits() -> list[bool]:
+        return [tree.find(np.array(keys), 1, space) is not None for space in spaces]
+
+    assert insert(spaces[0])
     one = tree.nbytes
     assert tree.find(np.array(keys)) is None
-    assert tree.find(np.array(keys), 1, "b") is None
-    assert insert("b")
-    assert insert("")
+    assert hits() == [True, False, False]
+    assert insert(spaces[1])
+    assert insert(spaces[2])
     assert tree.nbytes == 3 * one
-    assert all(tree.find(np.array(keys), 1, each) is not None for each in ("b", "", "a"))
+    assert hits() == [True, True, True]
     tree.trim(one)
-    assert [tree.find(np.array(keys), 1, each) is not None for each in ("a", "b", "")] == [True, False, False]
+    assert hits() == [False, False, True]
     tree.trim(0)
     assert tree.nbytes == len(tree) == 0
-    assert insert("a")
+    assert insert(spaces[0])
