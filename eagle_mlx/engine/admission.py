@@ -63,8 +63,8 @@ class Admission:
         """Prefills in progress, oldest first."""
         self._others_are_due = False
         """Whether the last chunk belonged to the oldest prefill."""
-        self._entering: list[RequestState] = []
-        """Requests that left the queue and are about to enter a prefill or a group."""
+        self.entering: list[RequestState] = []
+        """Requests that leave the queue and are about to enter a prefill."""
         self._admitted: list[RequestState] = []
 
     @property
@@ -75,7 +75,7 @@ class Admission:
     @property
     def side_by_side(self) -> list[list[RequestState]]:
         """The requests from leaving the queue until `joined`, grouped by the caches that they share."""
-        return [*(prefill.batch.requests for prefill in self.prefills), *([self._entering] if self._entering else [])]
+        return [*(prefill.batch.requests for prefill in self.prefills), *([self.entering] if self.entering else [])]
 
     @property
     def prefilling(self) -> list[RequestState]:
@@ -189,40 +189,26 @@ class Admission:
         self._just_read = before - prefill.left
         self.freed.after_chunk()
 
-    def has_read(self, prefill: Prefill, seconds: float) -> Batch | None:
-        """Use the chunk's time to size the next one. Return the batch if this was its last chunk.
-
-        Its requests stay in `prefilling` until `joined` is called, and end with an error if anything fails before that.
-        """
+    def has_read(self, prefill: Prefill, seconds: float) -> bool:
+        """Use the chunk's time to size the next one. Return whether the requests can join now, until `joined`."""
         if self._just_read >= min(LEAST_CHUNK, self.chunk) and seconds > 0:  # shorter ones mostly read the weights
             self._speed = self._just_read / seconds
-        if prefill.left or prefill not in self.prefills:  # all its requests may have been withdrawn
-            return None
-        self.prefills.remove(prefill)
-        self._entering = list(prefill.batch.requests)
-        return prefill.batch
+        return not prefill.left and prefill in self.prefills  # all its requests may have been withdrawn
 
-    def joined(self) -> None:
-        """Record that the requests returned by `has_read` now decode."""
-        self._entering = []
+    def joined(self, prefill: Prefill) -> None:
+        """Record that the requests of a prefill now decode."""
+        self.prefills = [other for other in self.prefills if other is not prefill]
 
-    def withdraw(self, request: RequestState) -> None:
-        """Remove a request that ended while it waited or while its prompt was read."""
-        if request in self.waiting:
-            self.waiting.remove(request)
+    def remove_ended(self) -> None:
+        """Remove requests that ended while they waited, and prefills of which all requests ended."""
+        self.waiting.remove_ended()
         self.prefills = [each for each in self.prefills if not all(row.finish_reason for row in each.batch.requests)]
         if self.prefixes is not None and not self.prefills:
             self.prefixes.stop_fetching()
 
-    def stop_prefill(self) -> None:
-        """Drop all prefills, with everything they have read."""
-        self.prefills, self._entering = [], []
-        if self.prefixes is not None:
-            self.prefixes.stop_fetching()
-
     def _begin(self, room: int, chunks: int | None = None) -> Prefill | None:
         """Start a prefill for the next requests. chunks: if others are being read, prompts must need fewer chunks."""
-        requests, known = self._entering, None
+        requests, known = self.entering, None
         while known is None and len(requests) < room:
             following = self.following(chunks)
             if following is None or (requests and not self._side_by_side([*requests, following])):
@@ -235,8 +221,8 @@ class Admission:
             if requests and known is not None:
                 known = None
                 break
+            requests.append(following)  # first, so that an interrupt cannot lose it
             self.take(following)
-            requests.append(following)
         if not requests:
             return None
         if known is not None and not requests[0].pauses:
@@ -244,7 +230,7 @@ class Admission:
         batch = Batch(self.target, self.proposer, requests, known, self.kv_bits)
         begun = Prefill(batch, known.length if known is not None else 0, self.prefixes)
         self.prefills.append(begun)
-        self._entering = []
+        self.entering = []
         return begun
 
     def following(self, chunks: int | None = None) -> RequestState | None:

@@ -61,8 +61,8 @@ class Engine:
 
     Rows of very different lengths decode in two groups that take turns, if that reads fewer bytes (`groups.py`).
 
-    Every request is waiting, in prefill, or decoding in a group. If a step raises, its work may be incomplete. The
-    requests of the groups it changed and all requests in prefill then end with an error in their `Output`; all others
+    Every request is waiting, in prefill, or decoding in a group. If a part of a step raises, the requests that it
+    touched end with an error in their `Output`: those of one prefill, or of the groups that it changed. All others
     continue. The engine remains usable, and the caller of `step`, `generate` or `stream` gets the exception.
 
     The constructor raises TargetError or HeadError if the parts do not fit together.
@@ -285,37 +285,42 @@ class Engine:
 
         For errors, see `Engine`.
         """
-        schedule = self.schedule
-        with schedule.whole(*self.groups.in_turn()[:1]):
-            ended, work = list[RequestState](), schedule.next(self.max_batch)
+        schedule, ended = self.schedule, list[RequestState]()
+        schedule.in_step = True
+        try:
+            work = schedule.next(self.max_batch)
             if isinstance(work, Prefill):
                 ended = self._read(work)
                 work = schedule.next_round()
             if work is not None:
                 ended += self._decode(work)
+        finally:
+            schedule.in_step = False
         self.admission.freed.after_step(is_last=self.idle)
         return [request for request in ended if request.finish_reason != "cancelled"]
 
     def _read(self, prefill: Prefill) -> list[RequestState]:
         seconds = self.schedule.read(prefill)
-        joining = self.admission.has_read(prefill, seconds)
-        if joining is None:
+        if not self.admission.has_read(prefill, seconds):
             return []
-        joined = list(joining.requests)
-        self.schedule.join(joining)
+        joined = list(prefill.batch.requests)
+        self.schedule.join(prefill)
         return [request for request in joined if request.finish_reason]
 
     def _decode(self, planned: Round) -> list[RequestState]:
         decoding = [request for request in planned.batch.requests if request.finish_reason is None]
         self.schedule.dispatch(planned, self.max_batch, measured=self.observer is not None)
         result = self.schedule.collect()
+        self.schedule.touch(planned.batch.requests, self._observe, result)
+        for batch in self.groups.batches:
+            self.schedule.release(batch)
+        return [request for request in decoding if request.finish_reason]
+
+    def _observe(self, result: RoundResult) -> None:
         if self.proposer is not None:
             self.policy.observe(result)
         if self.observer is not None:
             self.observer(result)
-        for each in self.groups.batches:
-            self.schedule.release(each)
-        return [request for request in decoding if request.finish_reason]
 
     def _plan(self, batch: Batch, group: int) -> Plan:
         batch.exact = self.exact

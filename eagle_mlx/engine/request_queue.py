@@ -25,23 +25,25 @@ class RequestQueue:
         """`held`: returns the number of rows per client; must be thread-safe."""
         self._held = held
         self.lines: dict[str, list[RequestState]] = {}
-        """The waiting requests of each client, in turn. A list is replaced, never changed: other threads may read."""
+        """The waiting requests of each client, in turn. It is replaced, never changed: other threads read it, and no
+        interrupt may lose a request."""
         self._skips: Counter[RequestState] = Counter()
 
     def __len__(self) -> int:
-        return sum(map(len, list(self.lines.values())))
+        return sum(map(len, self.lines.values()))
 
     def __iter__(self) -> Iterator[RequestState]:
         """Yield the requests in the order in which they are admitted if all fit and none arrive. Thread-safe."""
-        held, lines = self._held(), list(self.lines.items())
-        in_turn = [line for _, line in sorted(lines, key=lambda named: held.get(named[0], 0))]
+        held = self._held()
+        in_turn = [line for _, line in sorted(self.lines.items(), key=lambda named: held.get(named[0], 0))]
         return (request for turn in zip_longest(*in_turn) for request in turn if request is not None)
 
     def append(self, request: RequestState) -> None:
+        line = self.lines.get(request.client, [])
         if request.paused:  # its client has had its turn; the newest row is paused first, and resumed last
-            self.lines[request.client] = [request, *self.lines.pop(request.client, [])]
+            self._replace(request.client, [request, *line], to_end=True)
         else:
-            self.lines[request.client] = [*self.lines.get(request.client, []), request]
+            self._replace(request.client, [*line, request])
 
     def first(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
         """Return the first request that fits, unless another has been passed too often to wait any longer."""
@@ -56,16 +58,19 @@ class RequestQueue:
         """Remove a request, which passes those before it that do not fit. Its client goes to the end of the line."""
         passed = takewhile(lambda each: each is not request, self)
         self._skips.update([each for each in passed if not fits(each)])
-        self.remove(request)
-        if rest := self.lines.pop(request.client, None):
-            self.lines[request.client] = rest
+        self.remove(request, to_end=True)
 
-    def remove(self, request: RequestState) -> None:
+    def remove(self, request: RequestState, to_end: bool = False) -> None:
+        """Remove a request if it waits. `to_end`: its client goes to the end of the line."""
         self._skips.pop(request, None)
-        self.lines[request.client] = [each for each in self.lines[request.client] if each is not request]
-        if not self.lines[request.client]:
-            del self.lines[request.client]
+        line = [other for other in self.lines.get(request.client, []) if other is not request]
+        self._replace(request.client, line, to_end)
 
-    def clear(self) -> None:
-        self.lines.clear()
-        self._skips.clear()
+    def remove_ended(self) -> None:
+        lines = {name: [row for row in line if row.finish_reason is None] for name, line in self.lines.items()}
+        self.lines = {name: line for name, line in lines.items() if line}
+        self._skips = Counter({row: count for row, count in self._skips.items() if row.finish_reason is None})
+
+    def _replace(self, client: str, line: list[RequestState], to_end: bool = False) -> None:
+        others = {name: other for name, other in self.lines.items() if not (to_end and name == client)}
+        self.lines = {name: other for name, other in {**others, client: line}.items() if other}

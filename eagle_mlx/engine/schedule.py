@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from time import perf_counter
+from typing import ParamSpec, TypeVar
 
 from eagle_mlx.engine.admission import Admission
 from eagle_mlx.engine.batch import Batch
@@ -16,6 +16,7 @@ from eagle_mlx.engine.round import Round
 from eagle_mlx.plan import PLAIN, Plan, RoundResult
 from eagle_mlx.request_state import RequestState
 
+P, T = ParamSpec("P"), TypeVar("T")
 _MEASURED = 32
 """One of this many drafting rounds waits for its draft, to measure the time of drafting."""
 
@@ -34,8 +35,8 @@ class Schedule:
         self.clock: Callable[[], float] = perf_counter
         """The clock that times rounds, in seconds."""
         self.pauses = 0
-        self.working_on: list[Batch] | None = None
-        """The batches that would be inconsistent if the current work failed; None between steps."""
+        self.in_step = False
+        """Whether a step is under way. Requests that end then leave at its end."""
         self._rounds: deque[Round] = deque()
         """Dispatched rounds that are not collected yet, oldest first."""
         self._last_plain = False
@@ -50,17 +51,14 @@ class Schedule:
     def idle(self) -> bool:
         return not self.groups.batches and self.admission.idle
 
-    @contextmanager
-    def whole(self, *batches: Batch) -> Iterator[None]:
-        """Return a context manager for a step on these batches. If it raises, their requests end with an error."""
-        self.working_on = list(batches)
+    def touch(self, requests: Iterable[RequestState], work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do some work. If it raises, these requests end with an error, and so do those that it took from the queue."""
+        touched = list(requests)
         try:
-            yield
+            return work(*args, **kwargs)
         except BaseException as e:  # a KeyboardInterrupt leaves work incomplete too
-            self.fail(f"the engine failed: {type(e).__name__}: {e}")
+            self.fail([*touched, *self.admission.entering], f"the engine failed: {type(e).__name__}: {e}")
             raise
-        finally:
-            self.working_on = None
 
     def next(self, max_batch: int) -> Prefill | Round | None:
         """Return the prompts to read a chunk of, or the round to collect next; None if nothing can be done now."""
@@ -72,18 +70,22 @@ class Schedule:
         if self._rounds:
             return self._rounds[0]
         batch = self.groups.ready()
-        return self._planned(batch) if batch is not None else None
+        return self.touch(batch.requests, self._planned, batch) if batch is not None else None
 
     def _next_prefill(self, max_batch: int) -> Prefill | None:
         """Pause requests if needed, and return the prefill to read next. While a round is in progress, do nothing."""
         if self._rounds:
             return None
         if yielding := self.admission.yielding(self._places(max_batch), self.groups.decoding):
-            self.pauses += len(yielding)
-            self.admission.pause(yielding)
-            for batch in self.groups.batches:
-                self.release(batch)
-        return self.admission.due(self._places(max_batch), decoding=bool(self.groups.batches))
+            batches = [batch for batch in self.groups.batches if not set(yielding).isdisjoint(batch.requests)]
+            self.touch([*yielding, *_rows(batches)], self._pause, yielding, batches)
+        return self.touch([], self.admission.due, self._places(max_batch), decoding=bool(self.groups.batches))
+
+    def _pause(self, requests: Sequence[RequestState], batches: Sequence[Batch]) -> None:
+        self.pauses += len(requests)
+        self.admission.pause(requests)
+        for batch in batches:
+            self.release(batch)
 
     def _places(self, max_batch: int) -> int:
         return max_batch - len(self.groups.requests)
@@ -95,11 +97,15 @@ class Schedule:
     def read(self, prefill: Prefill) -> float:
         """Read a chunk of prompts. Return its seconds."""
         self.lap()
-        self.admission.read(prefill)
+        self.touch(prefill.batch.requests, self.admission.read, prefill)
         return self.lap()
 
-    def join(self, batch: Batch) -> None:
-        """Move the rows of a prefilled batch into their groups."""
+    def join(self, prefill: Prefill) -> None:
+        """Move the rows of a prefill into their groups."""
+        self.touch(prefill.batch.requests, self._join, prefill)
+
+    def _join(self, prefill: Prefill) -> None:
+        batch = prefill.batch
         self._remember(batch)
         batch.release()
         if batch.requests:
@@ -108,26 +114,23 @@ class Schedule:
             if not batch.may_part:
                 self.groups.budget.groups = 1
             self.arrange(batch)
-        self.admission.joined()
+        self.admission.joined(prefill)
 
     def arrange(self, joining: Batch | None = None) -> None:
         """Move rows to the groups where they belong, unless a round is in progress."""
         moves = None if self._rounds else self.groups.moves(self.admission.prefilling, joining)
         if moves is not None:
-            before = self.working_on or []
-            self.working_on = [*before, *self.groups.touched(moves, joining)]
-            self.groups.arrange(moves, joining)
-            self.working_on = before
+            touched = [*self.groups.touched(moves, joining), *([joining] if joining is not None else [])]
+            self.touch(_rows(touched), self.groups.arrange, moves, joining)
 
     def dispatch(self, planned: Round, max_batch: int, measured: bool = False) -> None:
         """Dispatch a round, and a certain plain one after it. `measured`: whether to time some rounds' drafts."""
         if planned not in self._rounds:
-            self._dispatch(planned, measured)
+            self.touch(planned.batch.requests, self._dispatch, planned, measured)
         if (ahead := self._next_ahead(planned, max_batch)) is not None:
-            self._dispatch(ahead)
+            self.touch(ahead.batch.requests, self._dispatch, ahead)
 
     def _dispatch(self, planned: Round, measured: bool = False) -> None:
-        self.working_on = [planned.batch]  # an earlier round can still be collected if this fails
         self._drafting += planned.plan.depth > 0
         began = self.clock()
         planned.dispatch(measured and planned.plan.depth > 0 and self._drafting % _MEASURED == 1)
@@ -147,13 +150,15 @@ class Schedule:
             return None
         if self.groups.moves(self.admission.prefilling) is not None:
             return None
-        ahead = self._planned(batch)
+        ahead = self.touch(batch.requests, self._planned, batch)
         return ahead if ahead.plan == PLAIN else None
 
     def collect(self) -> RoundResult:
         """Wait for the oldest dispatched round and give its requests their tokens."""
+        return self.touch(self._rounds[0].batch.requests, self._collect)
+
+    def _collect(self) -> RoundResult:
         done = self._rounds.popleft()
-        self.working_on = [done.batch]
         result = done.collect()
         self._last_plain = done.plan == PLAIN
         # On a CPU, dispatch blocks, so its time belongs to the dispatched round.
@@ -170,12 +175,13 @@ class Schedule:
 
     def release(self, batch: Batch) -> None:
         """Remove requests that ended or are paused, unless others need a round that is already dispatched."""
-        ended = [request.leaves for request in batch.requests]
-        if not any(ended):
-            return
-        self.working_on = [batch]
+        if any(request.leaves for request in batch.requests):
+            self.touch(batch.requests, self._release, batch)
+
+    def _release(self, batch: Batch) -> None:
         if any(each.batch is batch for each in self._rounds):
-            if not all(ended) and not (self.admission.prefixes is not None and batch.cache.recurrent):
+            recurrent = self.admission.prefixes is not None and batch.cache.recurrent
+            if not recurrent and not all(request.leaves for request in batch.requests):
                 return
             self._cancel(batch)  # no request needs it, or it would advance a state past the text to cache
         self._remember(batch)
@@ -197,33 +203,33 @@ class Schedule:
 
     def withdraw(self, request: RequestState) -> None:
         """Remove a request that has ended; during a step, only at its end."""
-        self.admission.withdraw(request)
+        self.admission.remove_ended()
         batch = self.groups.holding(request)
-        if self.working_on is None and batch is not None:
-            with self.whole(batch):
-                self._cancel(batch)
-                self.release(batch)
+        if batch is not None and not self.in_step:
+            self.touch(batch.requests, self._withdraw, batch)
+
+    def _withdraw(self, batch: Batch) -> None:
+        self._cancel(batch)
+        self.release(batch)
 
     def abandon(self, reason: str) -> None:
-        for request in self.admission.waiting:
-            request.fail(reason)
-        self.admission.waiting.clear()
-        self.working_on = self.groups.batches
-        self.fail(reason)
-        self.working_on = None
+        """End all requests with an error."""
+        self.fail([*self.admission.waiting, *self.admission.prefilling, *self.groups.requests], reason)
 
-    def fail(self, reason: str) -> None:
-        """Fail the requests in prefill and those of the batches in `working_on`."""
-        gone, prefilling = self.working_on or [], set(self.admission.prefilling)
-        sound = [each for each in self.groups.batches if each not in gone and prefilling.isdisjoint(each.requests)]
-        kept = {request for batch in sound for request in batch.requests}
-        for request in self.admission.admitted:
-            if request not in kept:
-                request.fail(reason)
-        self.admission.stop_prefill()
+    def fail(self, requests: Iterable[RequestState], reason: str) -> None:
+        """End requests with an error, and drop the batches of which all requests have ended."""
+        for request in requests:
+            request.fail(reason)
+        self.admission.entering = []
+        self.admission.remove_ended()
         for batch in self.groups.batches:
-            if batch not in sound:
+            if all(request.finish_reason for request in batch.requests):
                 self.groups.drop(batch)
-        if any(each.batch not in sound for each in self._rounds):
+        rounds = deque(each for each in self._rounds if each.batch in self.groups.batches)
+        if len(rounds) < len(self._rounds):
             self._last_plain = False
-        self._rounds = deque(each for each in self._rounds if each.batch in sound)
+        self._rounds = rounds
+
+
+def _rows(batches: Iterable[Batch]) -> list[RequestState]:
+    return [request for batch in batches for request in batch.requests]

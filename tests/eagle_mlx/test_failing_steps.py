@@ -17,10 +17,13 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.groups import RoundReads
 from eagle_mlx.engine.prefill import Prefill
+from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.round import Round
 from eagle_mlx.plan import Abilities, Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.proposers.ngram import NgramState
 from eagle_mlx.request_state import RequestState
 from tests.eagle_mlx.heads import IN_BLOCKS
 from tests.fakes import tiny_target
@@ -126,15 +129,12 @@ def run(engine: em.Engine, rows: Sequence[RequestState], caught: type[BaseExcept
     """Step to the end as a server does. Return how many steps raised."""
     raised = 0
     while not engine.idle:
-        snapshot = engine.snapshot()
-        touched = [row for group in (snapshot.prefilling, *snapshot.groups) for row in group]
-        before = [row for row in touched if row.finish_reason is None]
+        alive = [row for row in rows if row.finish_reason is None]
         try:
             engine.step()
         except caught:
             raised += 1
-            assert engine.active == 0
-            assert all(row.finish_reason for row in before)
+            assert any(row.finish_reason == "error" for row in alive)
         assert_owned(engine, rows)
     assert all(row.finish_reason for row in rows)
     return raised
@@ -176,6 +176,48 @@ def test_a_proposer_that_raises_ends_only_the_rows_of_its_step(
     assert sum(row.finish_reason == "error" for row in rows) <= 4 * raised  # two decoding and two in prefill
     again = engine.generate(PROMPTS[:3], em.SamplingParams(max_tokens=COUNT))
     assert [output.tokens for output in again] == ALONE[:3]
+
+
+@pytest.mark.parametrize("method", ["open", "prefill"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_prompt_that_cannot_be_read_ends_no_other_request(method: str, groups: int) -> None:
+    proposer = Failing(method, 4 if method == "prefill" else 3)
+    engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(2), max_batch=3, prefill_chunk=40, groups=groups)
+    rows = [engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=COUNT)) for i in (0, 1, 3)]
+    engine.submit(rows[0])
+    engine.step()
+    engine.submit(rows[1])
+    while not rows[1].tokens:
+        engine.step()
+    engine.submit(rows[2])
+    assert run(engine, rows, Broken) == 1
+    assert [row.finish_reason for row in rows] == ["length", "length", "error"]
+    assert_sound(rows, f"{method} is broken")
+
+
+@pytest.mark.parametrize("place", [(PrefixCache, "keep"), (NgramState, "remove"), (Batch, "release")])
+def test_a_pause_that_fails_decodes_no_request_twice(place: tuple[type, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of different groups are paused in one step, and leaving raises in the first group."""
+    engine = em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(2), max_batch=4, prefix_cache_bytes=1 << 20)
+    engine.groups.reads = RoundReads(fixed=0, position=1 << 20)
+    rows = [engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=COUNT)) for i in (0, 4, 1, 3)]
+    for row in rows:
+        engine.submit(row)
+    while not all(row.tokens for row in rows):
+        engine.step()
+    assert [len(group) for group in engine.snapshot().groups] == [2, 2]
+
+    def fail(*args: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt("no more")
+
+    monkeypatch.setattr(*place, fail)
+    engine.pause(rows[0])
+    engine.pause(rows[2])
+    assert run(engine, rows, KeyboardInterrupt) == 1
+    assert_sound(rows, "no more")
+    again = engine.generate(PROMPTS, em.SamplingParams(max_tokens=COUNT))
+    assert [output.tokens for output in again] == ALONE
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "draft"])

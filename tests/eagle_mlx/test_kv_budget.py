@@ -301,5 +301,5 @@ def test_a_request_cancelled_while_it_waits_for_memory_blocks_no_other() -> None
     seats.end(seats.admission.admitted[:1])
     assert seats.admit() == []
     long.finish("cancelled")
-    seats.admission.withdraw(long)
+    seats.admission.remove_ended()
     assert len(seats.admit()) == 1

@@ -53,7 +53,11 @@ def test_a_row_that_leaves_takes_no_turn() -> None:
     assert gone not in waiting
     assert drained(waiting) == [stays, other]
     waiting = queue(gone, stays)
-    waiting.clear()
+    gone.finish("cancelled")
+    waiting.remove_ended()
+    assert list(waiting) == [stays]
+    stays.finish("cancelled")
+    waiting.remove_ended()
     assert not waiting
     assert list(waiting) == []
 
