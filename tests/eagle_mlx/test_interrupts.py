@@ -198,7 +198,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_error_at_any_line_loses_no_request_and_changes_no_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One error at each line: when it first runs, or later."""
-    monkeypatch.setattr("eagle_mlx.engine.disk.database.BLOCK", 32)
+    monkeypatch.setattr("eagle_mlx.engine.disk.entries.BLOCK", 32)
     scenario, counting = SCENARIOS[name](), Tracer()
     scenario.run(counting)
     cases, failures = [], []

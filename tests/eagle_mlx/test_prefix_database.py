@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.engine.disk.database import NAME, Database, Entry, entries_of
+from eagle_mlx.engine.disk.database import NAME, Database
+from eagle_mlx.engine.disk.entries import Entry, entries_of
 from eagle_mlx.engine.prefix_tree import common, keys_of
 from tests.disk_tier import nbytes, said_of
 from tests.forks import Fork
@@ -23,8 +26,8 @@ from tests.full import in_full
 MODEL, OTHER = "0" * 32, "1" * 32
 
 
-def opened(root: Path, say: Callable[[str], None] | None = None) -> Database:
-    return Database(root, 1000, say or said_of(()))
+def opened(root: Path, say: Callable[[str], None] | None = None, limit: int = 1000) -> Database:
+    return Database(root, limit, say or said_of(()))
 
 
 def entry(number: int, model: str = MODEL) -> Entry:
@@ -163,7 +166,7 @@ def test_the_longest_prefix_is_found(texts: list[list[int]], prompt: list[int], 
     """Among snapshots that can be cut anywhere, only at their end, or up to a token before it in the last block."""
     keys, wanted, positional = keys_of(prompt), 0, kind == "positions"
     with pytest.MonkeyPatch.context() as patched, TemporaryDirectory() as name:
-        patched.setattr("eagle_mlx.engine.disk.database.BLOCK", 4)
+        patched.setattr("eagle_mlx.engine.disk.entries.BLOCK", 4)
         patched.setattr("os.fsync", lambda _: None)
         found = opened(Path(name))
         for text in texts:
@@ -182,3 +185,101 @@ def test_the_longest_prefix_is_found(texts: list[list[int]], prompt: list[int], 
             assert held[:length] == keys.tolist()[:length]
             assert match.state is None or match.state.shortest <= length <= match.state.end
         found.close()
+
+
+@pytest.mark.parametrize("kind", ["positions", "windows", "states"])
+def test_a_lookup_reads_as_many_rows_however_many_texts_begin_the_same(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So do the lookup before a write, and the choice of what to remove."""
+    rows = 0
+
+    def counted(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        nonlocal rows
+        rows += 1
+        return row
+
+    connect = sqlite3.connect
+
+    def connected(*args: Any, **kwargs: Any) -> sqlite3.Connection:
+        connection = connect(*args, **kwargs)
+        connection.row_factory = counted
+        return connection
+
+    monkeypatch.setattr("sqlite3.connect", connected)
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    database, system, reads = opened(tmp_path, limit=1 << 30), [*range(300)], list[int]()
+    for number in range(200):
+        keys = keys_of([*system, *(1000 + (number * place * 7919) % 991 for place in range(1, 40))])
+        shortest = {"positions": None, "windows": len(keys) - 20, "states": len(keys)}[kind]
+        rows = 0
+        for missing in database.lacks(entries_of(keys, MODEL, "", shortest))[0]:
+            database.write(missing, b"x", database.next_use())
+        match = database.find(keys, MODEL, "", kind == "positions")
+        assert match is not None
+        assert match.length == len(keys)
+        database.find(keys[:310], MODEL, "", kind == "positions")
+        reads.append(rows)
+    assert max(reads) <= 30
+    database.close()
+
+
+def test_uses_are_numbered_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1 << 60, 0, -(1 << 40)))
+    monkeypatch.setattr("time.time_ns", lambda: next(clock))
+    for number in range(12):  # 12 servers, one after the other
+        database = opened(tmp_path)
+        now = database.next_use()
+        database.touch([entry(0)], now)
+        assert database.write(entry(number), b"x" * 200, now) == 200
+        database.close()
+    assert sorted(path.name for path in tmp_path.glob("*/*.safetensors")) == sorted(
+        Path(entry(number).path).name for number in (0, 8, 9, 10, 11)
+    )
+
+
+DAMAGE = {
+    "path": ["''", "7", "X'00ff'", "CAST(X'ff' AS TEXT)", "'../../../etc/passwd'"],
+    "model": ["''", "X'00'"],
+    "start": ["'many'", "-3", "1.5", "1 << 40"],
+    "more": ["'text'", "X'010203'", "X'0102030405060708'", "5"],
+    "least": ["'text'", "X'0102030405060708'"],
+    "shortest": ["'x'", "-1", "1 << 40"],
+    "nbytes": ["'x'", "-1", "2.5", "X'00'"],
+    "checksum": ["'x'", "X'00'"],
+    "used": ["'x'", "9223372036854775807", "X'00'"],
+}
+
+
+@pytest.mark.parametrize(("column", "value"), [(column, value) for column, all in DAMAGE.items() for value in all])
+def test_a_damaged_row_is_dropped_and_the_rest_is_found(tmp_path: Path, column: str, value: str) -> None:
+    heard, found = list[str](), opened(tmp_path)
+    texts = [keys_of([1, 2, 3, 4, 5, *range(10 + number, 40)]) for number in range(3)]
+    for text in texts:
+        for file in found.lacks(entries_of(text, MODEL))[0]:
+            found.write(file, b"x" * 300, found.next_use())
+    found.close()
+    with closing(sqlite3.connect(tmp_path / NAME)) as damaged, damaged:
+        damaged.execute(f"UPDATE files SET {column} = {value} WHERE path = ?", (entries_of(texts[1], MODEL)[0].path,))
+    found = opened(tmp_path, say=heard.append)
+    for _ in range(2):
+        for text in texts:
+            match = found.find(text, MODEL, "", True)
+            assert match is not None
+            assert match.length >= 4
+        for text in texts:
+            found.touch([], found.next_use())
+            for file in found.lacks(entries_of(text, MODEL))[0]:
+                found.write(file, b"x" * 300, found.next_use())
+        assert nbytes(tmp_path) <= 1000
+    assert sum("has a damaged row" in text for text in heard) == len(heard) <= 1
+    assert [found.find(text, MODEL, "", True).length for text in texts] == [len(text) for text in texts]  # type: ignore[union-attr]
+    found.close()
+    assert not said_rows(tmp_path)
+
+
+def said_rows(root: Path) -> list[str]:
+    """Return the paths of rows that do not name a file."""
+    with closing(sqlite3.connect(root / NAME)) as database:
+        rows = database.execute("SELECT path FROM files").fetchall()
+    return [path for (path,) in rows if not (root / str(path)).is_file()]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.engine.disk import DiskTier, default_bytes
+from eagle_mlx.engine.disk.database import NAME
 from eagle_mlx.engine.prefix_tree import PrefixTree
 from eagle_mlx.errors import ConfigError
 from tests.architectures import tiny_model
@@ -48,7 +51,7 @@ from tests.full import diagonal, in_full, in_turn
 @pytest.fixture(autouse=True)
 def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks short, so that short texts have several."""
-    monkeypatch.setattr("eagle_mlx.engine.disk.database.BLOCK", 32)
+    monkeypatch.setattr("eagle_mlx.engine.disk.entries.BLOCK", 32)
 
 
 @pytest.mark.parametrize("kind", in_turn(KINDS, of=3))
@@ -410,8 +413,32 @@ def test_a_failure_while_files_are_read_costs_only_the_reading(
         got = answered(again, TEXT)
         assert (got.cached_tokens, got.tokens) == (cached, wanted)
     assert [record.message for record in caplog.records] == [
-        "cached files of a prompt could not be loaded; the prompt is computed again"
+        "the prefix cache failed and is empty now; prompts are computed again"
     ]
+
+
+@pytest.mark.parametrize(("column", "kind"), [("more", "full"), ("nbytes", "full"), ("shortest", "qwen3_next")])
+def test_a_damaged_row_of_the_database_costs_only_its_file(tmp_path: Path, column: str, kind: str) -> None:
+    said = with_text(tmp_path, kind)
+    with closing(sqlite3.connect(tmp_path / NAME)) as database, database:
+        database.execute(f"UPDATE files SET {column} = 'damaged' WHERE start >= 96")
+    heard = list[str]()
+    again = engine(tmp_path, kind, say=said_of(["has a damaged row"], heard))
+    other = again.prepare(TEXT[::-1][:20], em.SamplingParams(max_tokens=20, ignore_eos=True))
+    again.submit(other)
+    again.step()
+    got = answered(again, TEXT)
+    assert (got.tokens, got.error) == (cold(tuple(TEXT), kind), None)
+    assert got.tokens == said
+    while not again.idle:
+        again.step()
+    assert (other.finish_reason, len(other.tokens)) == ("length", 20)
+    assert heard
+    written(again)
+    later = engine(tmp_path, kind, say=said_of(["has a damaged row"], heard))
+    assert answered(later, TEXT).cached_tokens == len(TEXT) - 2
+    written(later)
+    assert len(heard) == len(set(heard)), "each row is reported once"
 
 
 def test_a_proposer_with_unknown_state_is_refused_at_the_start(tmp_path: Path) -> None:

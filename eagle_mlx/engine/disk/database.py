@@ -6,124 +6,41 @@ disk. Servers write one at a time, in transactions; they can read at any time.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import sqlite3
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from eagle_mlx.engine.disk import entries
+from eagle_mlx.engine.disk.entries import COLUMNS, Entry, Match, digest_of, entry_of, root_of
 from eagle_mlx.engine.prefix_tree import Keys, common
 from eagle_mlx.files import sync_folder
 from eagle_mlx.memory import gb
 
 NAME = "prefixes.sqlite3"
-BLOCK = 256
-"""Positions per file, counted from the start of a text: 38 MB for a 4B model, which disks read at full speed. oMLX and
-mlx-lm's growing caches use this length too."""
-_VERSION = 1
+_VERSION = 2
 """Version of the tables. A database of another version is replaced."""
 _WAIT_SECONDS = 30.0
 """How long to wait for other servers. Each holds the database while it writes one file."""
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS files (
     path TEXT PRIMARY KEY, model TEXT NOT NULL, kind TEXT NOT NULL, parent TEXT NOT NULL, start INTEGER NOT NULL,
-    keys BLOB NOT NULL, shortest INTEGER NOT NULL, nbytes INTEGER NOT NULL, checksum INTEGER NOT NULL,
-    first INTEGER NOT NULL, used INTEGER NOT NULL
+    least BLOB NOT NULL, more BLOB NOT NULL, shortest INTEGER NOT NULL, nbytes INTEGER NOT NULL,
+    checksum INTEGER NOT NULL, used INTEGER NOT NULL
 );
-CREATE INDEX IF NOT EXISTS beginnings ON files (parent, kind, first);
+CREATE INDEX IF NOT EXISTS texts ON files (parent, kind, least, more);
 CREATE INDEX IF NOT EXISTS oldest ON files (used, start DESC, nbytes);
 CREATE INDEX IF NOT EXISTS sizes ON files (model, nbytes);
 PRAGMA user_version = {_VERSION};
 """
-_FILE = re.compile(r"(block|state)-\d{8}-[0-9a-f]{32}\.safetensors")
-"""Names of our files."""
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """One file and its row: a block of positions, or the boundary state at one position.
-
-    A boundary state is what cannot be cut: sliding windows and recurrent states.
-    """
-
-    model: str  # the digest of everything that the content depends on (`identity`), and the name of the folder
-    kind: str  # `block` or `state`
-    parent: str  # the digest of the model, the namespace and all whole blocks before `start`
-    start: int
-    keys: Keys  # [N], N <= BLOCK: the keys of a block, or the keys from `start` to a state
-    shortest: int = 0  # for a state: the shortest prefix, in positions, that it can be used for
-    nbytes: int = 0
-    checksum: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.keys)
-
-    @property
-    def first(self) -> int:
-        """The first key; -1 if there are no keys."""
-        return int(self.keys[0]) if len(self.keys) else -1
-
-    @cached_property
-    def digest(self) -> str:
-        return _digest(self.parent, self.keys)
-
-    @cached_property
-    def path(self) -> str:
-        """The path relative to the folder of all models."""
-        return f"{self.model}/{self.kind}-{self.start:08d}-{self.digest}.safetensors"
-
-    def covers(self, other: Entry) -> bool:
-        """Return whether this file makes another one with the same parent unnecessary."""
-        longer = self.kind == "block" and common(self.keys, other.keys) == len(other.keys)
-        return longer or self.path == other.path
-
-    def checksum_of(self, content: bytes) -> int:
-        """Return the CRC-32 of a file's content and its row."""
-        return zlib.crc32(content, zlib.crc32(f"{self.path} {self.parent} {self.shortest}".encode()))
-
-
-@dataclass(frozen=True)
-class Match:
-    """The longest prefix of a text that the files have."""
-
-    length: int
-    blocks: list[Entry]  # they cover these positions, and maybe some after them
-    state: Entry | None  # None if every layer keeps every position
-
-    @property
-    def entries(self) -> list[Entry]:
-        return [*self.blocks, *([self.state] if self.state is not None else [])]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries)
-
-
-def entries_of(keys: Keys, model: str, namespace: str = "", shortest: int | None = None) -> list[Entry]:
-    """Return the files of a text: its blocks, the last of which may be short, and the state at its end.
-
-    `shortest`: the shortest prefix that the state can be used for; None if blocks are enough.
-    """
-    entries, parent = list[Entry](), _root(model, namespace)
-    for start in range(0, len(keys), BLOCK):
-        entries.append(Entry(model, "block", parent, start, keys[start : start + BLOCK]))
-        parent = entries[-1].digest
-    if entries and shortest is not None:
-        last = entries[-1]
-        if len(last.keys) == BLOCK:
-            last = Entry(model, "block", last.digest, last.end, keys[:0])
-        entries.append(replace(last, kind="state", shortest=shortest))
-    return entries
+_PATH = re.compile(r"[0-9a-f]{32}/(block|state)-\d{8}-[0-9a-f]{32}\.safetensors")
+"""Paths of our files."""
+_LAST_USE = 1 << 62
+"""The number of uses is below this, unless it is damaged."""
 
 
 class Database:
@@ -134,6 +51,8 @@ class Database:
         self.root, self.limit, self._say = root, limit, say
         self._ignored: set[str] = set()
         """Files that this process does not use, although they may have rows."""
+        self._damaged: set[int] = set()
+        """Damaged rows, which the next transaction deletes."""
         self._reported = False
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
@@ -169,76 +88,110 @@ class Database:
         A state also serves a slightly shorter prefix, but we look for it only in the block where the texts differ.
         """
         best: Match | None = None
-        path, parent, at = list[Entry](), _root(model, namespace), 0
+        path, parent, at = list[Entry](), root_of(model, namespace), 0
         while True:
-            rest = keys[at : at + BLOCK]
-            blocks = self._beginning("block", parent, int(rest[0]) if len(rest) else -1)
-            matches = [(common(each.keys, rest), each) for each in blocks]
+            rest = keys[at : at + entries.BLOCK]
+            matches = [(common(block.keys, rest), block) for block in self._closest("block", parent, rest)]
             shared, block = max(matches, key=lambda match: match[0], default=(0, None))
             reach = [*path, block] if block is not None else path
             ends: list[tuple[int, Entry | None]] = [(at + shared, None)]
             if not positional:
-                states = [
-                    state for first in {-1, *rest[:1].tolist()} for state in self._beginning("state", parent, first)
-                ]
-                ends = [(at + min(shared, common(state.keys, rest)), state) for state in states]
+                states = self._closest("state", parent, rest[:shared])
+                ends = [(at + common(state.keys, rest[:shared]), state) for state in states]
             for length, state in ends:
                 if length and length >= (state.shortest if state else 0) and (best is None or length >= best.length):
                     best = Match(length, reach if length > at else path, state)
-            if block is None or shared < BLOCK:
+            if block is None or shared < entries.BLOCK:
                 return best
-            path, parent, at = reach, _digest(parent, rest), at + BLOCK
+            path, parent, at = reach, digest_of(parent, rest), at + entries.BLOCK
 
     def lacks(self, text: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
         """Return the files of a text that are missing, and those that are there or are covered by longer ones."""
         missing, here = list[Entry](), list[Entry]()
         for entry in text:
-            same = self._beginning(entry.kind, entry.parent, entry.first)
-            found = next((each for each in same if each.covers(entry)), None)
-            (missing if found is None else here).append(found or entry)
+            match = next((other for other in self._around(entry) if other.covers(entry)), None)
+            (missing if match is None else here).append(match or entry)
         return missing, here
 
-    def _beginning(self, kind: str, parent: str, first: int) -> list[Entry]:
-        """Return the files after `parent` whose first key is `first`; -1 for files without keys."""
-        found = self._rows(
-            "SELECT model, start, keys, shortest, nbytes, checksum FROM files"
-            " WHERE kind = ? AND parent = ? AND first = ?",
-            *(kind, parent, first),
-        )
-        entries = [
-            Entry(model, kind, parent, start, np.frombuffer(keys, np.int64), shortest, nbytes, checksum)
-            for model, start, keys, shortest, nbytes, checksum in found
-        ]
-        return [entry for entry in entries if entry.path not in self._ignored]
+    def _closest(self, kind: str, parent: str, keys: Keys) -> Iterator[Entry]:
+        """Yield the files after `parent` that serve the most of `keys`, for each `least` that `keys` begin with.
+
+        In the order of keys, those with the longest common prefix are neighbors. So the rows read do not depend on the
+        number of files.
+        """
+        length = len(keys)
+        while (below := self._first(kind, parent, "least <= ? ORDER BY least DESC", keys[:length])) is not None:
+            length = common(below.least, keys[:length])
+            if length == len(below.least):
+                yield from self._neighbors(kind, parent, keys[:length], keys[length:])
+                if not length:
+                    return
+                length -= 1
+
+    def _around(self, entry: Entry) -> Iterator[Entry]:
+        """Yield the files that could cover this one, or that it could cover."""
+        return self._neighbors(entry.kind, entry.parent, entry.least, entry.more)
+
+    def _neighbors(self, kind: str, parent: str, least: Keys, more: Keys) -> Iterator[Entry]:
+        for order in ("more <= ? ORDER BY more DESC", "more > ? ORDER BY more"):
+            if (entry := self._first(kind, parent, f"least = ? AND {order}", least, more)) is not None:
+                yield entry
+
+    def _first(self, kind: str, parent: str, where: str, *keys: Keys) -> Entry | None:
+        """Return the first file after `parent` that can be used. A damaged row is skipped, and later deleted."""
+        query = f"SELECT rowid, {COLUMNS} FROM files WHERE kind = ? AND parent = ? AND {where}"
+        with self._reading:
+            try:
+                values = (kind, parent, *(part.tobytes() for part in keys))
+                for row, path, *fields in self._reader.execute(query, values) if self._reader is not None else ():
+                    if (entry := entry_of(path, fields)) is None:
+                        self._skip(row, path)
+                    elif path not in self._ignored:
+                        return entry
+            except sqlite3.Error:  # a database that cannot be read counts as empty
+                pass
+        return None
+
+    def _skip(self, row: int, path: str) -> None:
+        self._damaged.add(row)
+        if path not in self._ignored:
+            self._ignored.add(path)
+            self._say(f"the prefix cache's database in {self.root} has a damaged row ({path!s:.80}); it is deleted")
 
     def write(self, entry: Entry, content: bytes, now: int) -> int:
         """Write a file and its row; if necessary, remove the least recently used files. Raises OSError.
 
-        `now`: the time of its last use, in ns. Returns the bytes written: 0 if the file exists or does not fit.
+        `now`: see `next_use`. Returns the bytes written: 0 if the file exists or does not fit.
         """
         path, room = self.root / entry.path, len(content)
         if room > self.limit or path.is_dir():
             return 0
         with self._transaction() as database:
-            same = self._beginning(entry.kind, entry.parent, entry.first)
-            if any(each.covers(entry) for each in same):
+            around = list(self._around(entry))
+            if any(other.covers(entry) for other in around):
                 return 0
-            self._delete(database, [entry.path, *(each.path for each in same if entry.covers(each))])
+            self._delete(database, [entry.path, *(other.path for other in around if entry.covers(other))])
             self._make_room(database, room)
-            place = entry.path, entry.model, entry.kind, entry.parent, entry.start, entry.keys.tobytes()
-            row = (*place, entry.shortest, room, entry.checksum_of(content), entry.first, now)
+            place = entry.path, entry.model, entry.kind, entry.parent, entry.start
+            keys = entry.least.tobytes(), entry.more.tobytes()
+            row = (*place, *keys, entry.shortest, room, entry.checksum_of(content), now)
             try:
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 _write_synced(path, content)
-                database.execute(f"INSERT INTO files VALUES ({', '.join('?' * len(row))})", row)
+                database.execute(f"INSERT OR REPLACE INTO files VALUES ({', '.join('?' * len(row))})", row)
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
         self._ignored.discard(entry.path)
         return room
 
+    def next_use(self) -> int:
+        """Return a number above that of every use so far. It orders uses, whatever the clock says."""
+        rows = self._rows("SELECT used FROM files WHERE used BETWEEN 0 AND ? ORDER BY used DESC LIMIT 1", _LAST_USE)
+        return rows[0][0] + 1 if rows else 0
+
     def touch(self, entries: Iterable[Entry], now: int) -> None:
-        """Set the last use of files to `now`, in nanoseconds; with equal times, a text's end is removed first."""
+        """Set the last use of files to `now` (`next_use`). Of files with the same number, a text's end goes first."""
         if self._writer is not None:
             with self._transaction() as database:
                 paths = [(now, entry.path) for entry in entries]
@@ -279,7 +232,10 @@ class Database:
                 assert self._writer is not None
                 self._writer.execute("BEGIN IMMEDIATE")
                 with self._writer:
+                    damaged = [(row,) for row in self._damaged]
+                    self._writer.executemany("DELETE FROM files WHERE rowid = ?", damaged)
                     yield self._writer
+                self._damaged.difference_update(row for (row,) in damaged)
             except sqlite3.Error as e:
                 raise OSError(str(e)) from e
 
@@ -311,27 +267,29 @@ class Database:
         """Remove the least recently used files until `nbytes` more bytes fit. Raises OSError."""
         [(used,)] = database.execute("SELECT TOTAL(nbytes) FROM files").fetchall()
         over = int(used) + nbytes - self.limit
-        if over <= 0:
-            return
-        for path, size in database.execute("SELECT path, nbytes FROM files ORDER BY used, start DESC").fetchall():
-            self._delete(database, [path])
-            over -= size
-            if over <= 0:
-                return
+        oldest = "SELECT rowid, path, nbytes FROM files ORDER BY used, start DESC LIMIT 1"
+        while over > 0 and (row := database.execute(oldest).fetchone()) is not None:
+            self._unlink(row[1])
+            database.execute("DELETE FROM files WHERE rowid = ?", row[:1])
+            over -= row[2] if isinstance(row[2], int) else 0
 
     def _delete(self, database: sqlite3.Connection, paths: Iterable[str]) -> None:
         for path in paths:
-            (self.root / path).unlink(missing_ok=True)
+            self._unlink(path)
             database.execute("DELETE FROM files WHERE path = ?", (path,))
+
+    def _unlink(self, path: object) -> None:
+        """Delete a file, unless a damaged row names something else."""
+        if isinstance(path, str) and _PATH.fullmatch(path):
+            (self.root / path).unlink(missing_ok=True)
 
     def _remove_orphans(self, database: sqlite3.Connection) -> None:
         """Remove files without rows (from a killed process) and rows without files."""
         rows = {path for (path,) in database.execute("SELECT path FROM files").fetchall()}
-        files = [path for path in self.root.glob("*/*.safetensors") if _FILE.fullmatch(path.name) and path.is_file()]
-        found = {f"{path.parent.name}/{path.name}" for path in files}
-        for name in found - rows:
-            (self.root / name).unlink(missing_ok=True)
-        database.executemany("DELETE FROM files WHERE path = ?", [(path,) for path in rows - found])
+        files = {f"{path.parent.name}/{path.name}" for path in self.root.glob("*/*.safetensors") if path.is_file()}
+        for name in files - rows:
+            self._unlink(name)
+        database.executemany("DELETE FROM files WHERE path = ?", [(path,) for path in rows - files])
 
 
 def _connected(path: Path) -> sqlite3.Connection:
@@ -339,6 +297,7 @@ def _connected(path: Path) -> sqlite3.Connection:
     is damaged or of another version."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # only its owner may read it: it reveals what was written
     connection = sqlite3.connect(path, _WAIT_SECONDS, isolation_level=None, check_same_thread=False)
+    connection.text_factory = _decoded
     try:
         [(version,)] = connection.execute("PRAGMA user_version").fetchall()
         if version not in (0, _VERSION):
@@ -356,7 +315,14 @@ def _connected(path: Path) -> sqlite3.Connection:
 
 
 def _reader(path: Path, how: str = "") -> sqlite3.Connection:
-    return sqlite3.connect(f"{path.absolute().as_uri()}{how}", uri=True, check_same_thread=False)
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}{how}", uri=True, check_same_thread=False)
+    connection.text_factory = _decoded
+    return connection
+
+
+def _decoded(text: bytes) -> str:
+    """Decode text without an error if it is damaged, because an error would end the whole query."""
+    return text.decode(errors="replace")
 
 
 def _write_synced(path: Path, content: bytes) -> None:
@@ -367,12 +333,3 @@ def _write_synced(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync_folder(path.parent)
-
-
-def _root(model: str, namespace: str) -> str:
-    """Return the digest of an empty text in a namespace, the parent of its first blocks."""
-    return hashlib.blake2b(f"{model}/{namespace}".encode(), digest_size=16, person=b"namespace").hexdigest()
-
-
-def _digest(parent: str, keys: Keys) -> str:
-    return hashlib.blake2b(bytes.fromhex(parent) + keys.tobytes(), digest_size=16).hexdigest()

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from eagle_mlx.engine.disk.database import BLOCK
+from eagle_mlx.engine.disk.entries import BLOCK
 from eagle_mlx.engine.disk.snapshot_file import FORMAT
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.hybrid import model_of

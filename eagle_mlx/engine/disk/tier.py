@@ -11,12 +11,14 @@ from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import snapshot_file
-from eagle_mlx.engine.disk.database import Database, Entry, Match, entries_of
+from eagle_mlx.engine.disk.database import Database
+from eagle_mlx.engine.disk.entries import Entry, Match, entries_of
 from eagle_mlx.engine.disk.identity import identity
 from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece
 from eagle_mlx.errors import ConfigError
@@ -132,7 +134,7 @@ class DiskTier:
         """Return the boundary state at the end of a match. Raises PassedOverError."""
         about, arrays = {"length": match.length, "displaced": []}, dict[str, mx.array]()
         if match.state is not None:
-            about, arrays = snapshot_file.decode(self._read(match.state))
+            about, arrays = self._read(match.state)
         return snapshot_file.state_from(self._target.model, self._kv_bits, about, arrays)
 
     def piece(self, match: Match, start: int, end: int) -> PrefixPiece:
@@ -152,9 +154,9 @@ class DiskTier:
         return piece
 
     def _block(self, entry: Entry) -> PrefixPiece:
-        return snapshot_file.piece_from(*snapshot_file.decode(self._read(entry)))
+        return snapshot_file.piece_from(*self._read(entry))
 
-    def _read(self, entry: Entry) -> bytes:
+    def _read(self, entry: Entry) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """Return a file's verified content. Raises PassedOverError."""
         path, damaged = self.folder / entry.path.rpartition("/")[2], False
         try:
@@ -163,10 +165,12 @@ class DiskTier:
             content = path.read_bytes()
             if entry.checksum_of(content) == entry.checksum:
                 self.bytes_read += entry.nbytes
-                return content
+                return snapshot_file.decode(content)
             why, damaged = "its checksum does not match", True
         except OSError as e:
             why = e.strerror or str(e)
+        except Exception as e:
+            why, damaged = f"it cannot be decoded ({e})", True
         self._database.drop(entry, damaged)
         if damaged or path.exists():
             self.passed_over += 1
@@ -255,7 +259,7 @@ class Writer:
         self.database.close()
 
     def _write(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, snapshot_file.Content]]) -> None:
-        now = time.time_ns()
+        now = self.database.next_use()
         self.database.touch(used, now)  # first, so that these files stay if space runs out
         for entry, content in missing:
             self.bytes_written += self.database.write(entry, content.encode(), now)
