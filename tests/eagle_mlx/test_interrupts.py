@@ -6,7 +6,7 @@ import linecache
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -31,7 +31,8 @@ SAMPLE = 60
 """Without EAGLE_FULL, one of this many lines of each scenario."""
 RNG = np.random.default_rng(0)
 PROMPTS = [[int(t) for t in RNG.integers(3, 90, n)] for n in (5, 70, 17, 40, 33)]
-COUNT = 8
+GREEDY = em.SamplingParams(max_tokens=8, ignore_eos=True)
+PENALIZED = replace(GREEDY, temperature=0.9, seed=3, repetition_penalty=1.3)
 ALWAYS = RoundReads(fixed=0, position=1 << 20)
 """Free weights, so that any difference in length separates rows into two groups."""
 
@@ -90,6 +91,8 @@ class Scenario:
     acts: Sequence[tuple[int, str, int]]
     """Calls of the engine's methods: the step before which, the method, the index of the request."""
     clients: str = "aaaaaaaa"
+    params: em.SamplingParams = GREEDY
+    boundaries: Sequence[int] = ()
 
     def run(self, tracer: Tracer) -> None:
         with TemporaryDirectory() as folder:
@@ -103,13 +106,12 @@ class Scenario:
             if engine.prefixes is not None and engine.prefixes.disk is not None:
                 disk_tier.written(engine)
 
-    @staticmethod
-    def _params(text: Sequence[int]) -> em.SamplingParams:
-        return em.SamplingParams(max_tokens=len(text), ignore_eos=True)
+    def _params(self, text: Sequence[int]) -> em.SamplingParams:
+        return replace(self.params, max_tokens=len(text))
 
     def _run(self, engine: em.Engine, tracer: Tracer) -> None:
         rows = [
-            engine.prepare(prompt, self._params(text), client=client)
+            engine.prepare(prompt, self._params(text), self.boundaries, client)
             for (prompt, text), client in zip(self.texts, self.clients, strict=False)
         ]
         submitted = list[RequestState]()
@@ -136,11 +138,13 @@ class Scenario:
 
 
 TARGET = tiny_target()
-ALONE = [
-    em.Engine(TARGET, max_batch=1).generate([prompt], em.SamplingParams(max_tokens=COUNT, ignore_eos=True))[0].tokens
-    for prompt in PROMPTS
-]
-TEXTS = list(zip(PROMPTS, ALONE, strict=True))
+
+
+def texts(params: em.SamplingParams = GREEDY) -> list[tuple[list[int], list[int]]]:
+    alone = em.Engine(TARGET, max_batch=1)
+    return [(prompt, alone.generate([prompt], params)[0].tokens) for prompt in PROMPTS]
+
+
 ARRIVALS = [*((0, "submit", index) for index in range(4)), (9, "submit", 4)]
 
 
@@ -162,33 +166,42 @@ def with_files(kind: str, drafts: str) -> Scenario:
         said(folder, kind, drafts)
         return disk_tier.engine(folder, kind, drafts)
 
-    texts = [(prompt, disk_tier.cold(tuple(prompt), kind, drafts)) for prompt in prompts]
-    return Scenario(make, texts, [(0, "submit", 0), (2, "submit", 1)])
+    known = [(prompt, disk_tier.cold(tuple(prompt), kind, drafts)) for prompt in prompts]
+    return Scenario(make, known, [(0, "submit", 0), (2, "submit", 1)], boundaries=(60,))
 
 
 SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "joins, leaves, pauses": lambda: Scenario(
-        in_groups("none", em.FixedPolicy(0), prefill_chunk=16, prefix_cache_bytes=1 << 20),
-        [*TEXTS, TEXTS[1]],
-        [*ARRIVALS, (8, "pause", 0), (8, "pause", 1), (11, "pause", 2), (12, "cancel", 3), (13, "submit", 5)],
+        in_groups("none", em.FixedPolicy(0), prefill_chunk=16, prefix_cache_bytes=100_000),
+        [*texts(), texts()[1]],
+        [
+            *ARRIVALS,
+            (7, "cancel", 2),
+            (8, "pause", 0),
+            (8, "pause", 1),
+            (12, "cancel", 3),
+            (13, "submit", 5),
+            (26, "cancel", 5),
+        ],
         "aaaabb",
     ),
     "a head": lambda: Scenario(
-        in_groups("head", em.FixedPolicy(2), prefill_chunk=32, prefix_cache_bytes=1 << 20),
-        TEXTS,
+        in_groups("head", em.FixedPolicy(2, 5), prefill_chunk=32, prefix_cache_bytes=1 << 20),
+        texts(),
         [*ARRIVALS, (6, "pause", 0), (6, "pause", 1)],
         "aaabb",
     ),
     "a draft model": lambda: Scenario(
-        in_groups("draft model", em.FixedPolicy(2), prefix_cache_bytes=1 << 20), TEXTS[:3], ARRIVALS[:3]
+        in_groups("draft model", em.FixedPolicy(2), prefix_cache_bytes=1 << 20), texts()[:3], ARRIVALS[:3]
     ),
     "n-grams in one group": lambda: Scenario(
         lambda folder: em.Engine(
             TARGET, em.NgramProposer(), policy=em.FixedPolicy(2), max_batch=2, groups=1, exact=True
         ),
-        TEXTS[:3],
+        texts(PENALIZED)[:3],
         [*ARRIVALS[:3], (3, "pause", 0)],
         "aab",
+        PENALIZED,
     ),
     "files": lambda: with_files("full", "none"),
     "files of states": lambda: with_files("qwen3_next", "head"),
@@ -199,6 +212,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 def test_an_error_at_any_line_loses_no_request_and_changes_no_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One error at each line: when it first runs, or later."""
     monkeypatch.setattr("eagle_mlx.engine.disk.entries.BLOCK", 32)
+    monkeypatch.setattr("eagle_mlx.engine.disk.tier.STEP_BYTES", 1)
     scenario, counting = SCENARIOS[name](), Tracer()
     scenario.run(counting)
     cases, failures = [], []
