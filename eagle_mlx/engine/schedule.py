@@ -16,7 +16,8 @@ from eagle_mlx.engine.round import Round
 from eagle_mlx.plan import PLAIN, Plan, RoundResult
 from eagle_mlx.request_state import RequestState
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 _MEASURED = 32
 """One of this many drafting rounds waits for its draft, to measure the time of drafting."""
 

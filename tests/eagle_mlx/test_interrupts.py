@@ -22,13 +22,13 @@ from eagle_mlx.request_state import RequestState
 from tests import disk_tier
 from tests.eagle_mlx.heads import PROPOSERS
 from tests.fakes import tiny_target
-from tests.full import in_turn
+from tests.full import FULL, in_full
 
 ENGINE = str(Path(em.__file__).parent / "engine")
 ERRORS: list[type[BaseException]] = [KeyboardInterrupt, MemoryError]
 Line = tuple[str, int]
-SAMPLE = 60
-"""Without EAGLE_FULL, one of this many lines of each scenario."""
+SAMPLE, PARTS = 60, 8
+"""Without EAGLE_FULL, one of 60 lines of each scenario is tried. With it all are, in 8 tests."""
 RNG = np.random.default_rng(0)
 PROMPTS = [[int(t) for t in RNG.integers(3, 90, n)] for n in (5, 70, 17, 40, 33)]
 GREEDY = em.SamplingParams(max_tokens=8, ignore_eos=True)
@@ -208,8 +208,11 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 }
 
 
+@pytest.mark.parametrize("part", range(in_full(PARTS, 1)))
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_an_error_at_any_line_loses_no_request_and_changes_no_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_at_any_line_loses_no_request_and_changes_no_text(
+    name: str, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One error at each line: when it first runs, or later."""
     monkeypatch.setattr("eagle_mlx.engine.disk.entries.BLOCK", 32)
     monkeypatch.setattr("eagle_mlx.engine.disk.tier.STEP_BYTES", 1)
@@ -219,7 +222,7 @@ def test_an_error_at_any_line_loses_no_request_and_changes_no_text(name: str, mo
     for number, (line, count) in enumerate(sorted(counting.counts.items())):
         later = 1 + int(np.random.default_rng(number).integers(count))
         cases.append((line, (1, later)[number % 2], ERRORS[number // 2 % 2]))
-    for line, at, error in in_turn(cases, turn=len(name), of=SAMPLE):
+    for line, at, error in cases[part::PARTS] if FULL else cases[len(name) :: SAMPLE]:
         tracer = Tracer(line, at, error)
         try:
             scenario.run(tracer)

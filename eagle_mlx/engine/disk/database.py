@@ -140,16 +140,14 @@ class Database:
     def _first(self, kind: str, parent: str, where: str, *keys: Keys) -> Entry | None:
         """Return the first file after `parent` that can be used. A damaged row is skipped, and later deleted."""
         query = f"SELECT rowid, {COLUMNS} FROM files WHERE kind = ? AND parent = ? AND {where}"
-        with self._reading:
-            try:
-                values = (kind, parent, *(part.tobytes() for part in keys))
-                for row, path, *fields in self._reader.execute(query, values) if self._reader is not None else ():
-                    if (entry := entry_of(path, fields)) is None:
-                        self._skip(row, path)
-                    elif path not in self._ignored:
-                        return entry
-            except sqlite3.Error:  # a database that cannot be read counts as empty
-                pass
+        values = (kind, parent, *(part.tobytes() for part in keys))
+        # A database that cannot be read counts as empty.
+        with suppress(sqlite3.Error), self._reading:
+            for row, path, *fields in self._reader.execute(query, values) if self._reader is not None else ():
+                if (entry := entry_of(path, fields)) is None:
+                    self._skip(row, path)
+                elif path not in self._ignored:
+                    return entry
         return None
 
     def _skip(self, row: int, path: str) -> None:
@@ -215,29 +213,27 @@ class Database:
             self._reader = self._writer = None
 
     def _rows(self, query: str, *values: object) -> list[Any]:
-        with self._reading:
-            try:
-                return self._reader.execute(query, values).fetchall() if self._reader is not None else []
-            except sqlite3.Error:  # a database that cannot be read counts as empty
-                return []
+        with suppress(sqlite3.Error), self._reading:
+            return self._reader.execute(query, values).fetchall() if self._reader is not None else []
+        return []
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Run the block as one transaction, while no other server writes. Raises OSError."""
-        with self._writing:
-            try:
+        try:
+            with self._writing:
                 path = self.root / NAME
                 if self._writer is None or not path.exists() or path.stat().st_ino != self._inode:
                     self._open(path)
                 assert self._writer is not None
                 self._writer.execute("BEGIN IMMEDIATE")
                 with self._writer:
-                    damaged = [(row,) for row in self._damaged]
-                    self._writer.executemany("DELETE FROM files WHERE rowid = ?", damaged)
+                    damaged = list(self._damaged)
+                    self._writer.executemany("DELETE FROM files WHERE rowid = ?", zip(damaged, strict=True))
                     yield self._writer
-                self._damaged.difference_update(row for (row,) in damaged)
-            except sqlite3.Error as e:
-                raise OSError(str(e)) from e
+                self._damaged.difference_update(damaged)
+        except sqlite3.Error as e:
+            raise OSError(str(e)) from e
 
     def _open(self, path: Path) -> None:
         """Open or create the database. Raises OSError or sqlite3.Error; it may still be readable then."""
