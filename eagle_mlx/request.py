@@ -69,6 +69,8 @@ class Output:
     """One per token, if requested."""
     lossless: bool = True
     """False if the request chose `threshold` acceptance, which lets drafts change the text."""
+    draft_failures: int = 0
+    """How often the proposer raised when it drafted for this request. After three in a row, it decodes plainly."""
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
     error: str | None = None

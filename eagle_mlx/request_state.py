@@ -31,6 +31,10 @@ class Pending:
         return Pending(self.tokens[1:], None if self.probs is None else self.probs[1:])
 
 
+MOST_DRAFT_FAILURES = 3
+"""A request whose proposer raised so often in a row decodes plainly to its end: each time, its text is read again."""
+
+
 class RequestState:
     """The state of a request in the engine. Only its own methods change it."""
 
@@ -69,6 +73,8 @@ class RequestState:
         """Whether a draft led to NaN. The next round drafts nothing, to see if the text itself causes NaN."""
         self.pending: Pending | None = None
         """Draft tokens that could not be judged because of NaN. Plain rounds judge one token each."""
+        self.draft_failures = self.failures_in_a_row = 0
+        """How often the proposer raised when it drafted for this request: in all, and since the last draft."""
         self.overran = False
         """Whether the caches hold tokens of the last round that the request did not take."""
         self.paused = False
@@ -106,6 +112,10 @@ class RequestState:
     def rounds_since(self) -> int:
         """Rounds since it was last admitted."""
         return self.rounds - self.rounds_before
+
+    @property
+    def may_draft(self) -> bool:
+        return self.failures_in_a_row < MOST_DRAFT_FAILURES
 
     @property
     def room(self) -> int:
@@ -195,6 +205,12 @@ class RequestState:
         """Record that a draft led to NaN. `without_draft`: draft nothing next round. `pending`: its unjudged tokens."""
         self.rereads, self.pending = without_draft, self.pending or pending
 
+    def draft_ended(self, failed: bool = False) -> None:
+        """Count a draft, unless this request may not draft any more. failed: whether the proposer raised."""
+        if self.may_draft:
+            self.draft_failures += failed
+            self.failures_in_a_row = self.failures_in_a_row + 1 if failed else 0
+
     def finish(self, reason: str) -> None:
         """End with the tokens so far, unless it already ended."""
         self.finish_reason = self.finish_reason or reason
@@ -221,6 +237,7 @@ class RequestState:
             accepted_by_position=self.accepted_by_position,
             logprobs=self.logprobs if self.params.wants_logprobs else None,
             lossless=self.params.lossless,
+            draft_failures=self.draft_failures,
             cached_tokens=self.cached_tokens,
             error=self.error,
             refused=self.refused,

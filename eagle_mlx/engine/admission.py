@@ -9,7 +9,7 @@ from eagle_mlx.cache import may_pad
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.kv_budget import KVBudget
 from eagle_mlx.engine.prefill import LEAST_CHUNK, PREFILL_MS, Prefill
-from eagle_mlx.engine.prefix import PrefixCache
+from eagle_mlx.engine.prefix import Prefix, PrefixCache
 from eagle_mlx.engine.request_queue import RequestQueue
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.proposers.base import Proposer
@@ -227,11 +227,20 @@ class Admission:
             return None
         if known is not None and not requests[0].pauses:
             requests[0].reuse(known.length)
-        batch = Batch(self.target, self.proposer, requests, known, self.kv_bits)
-        begun = Prefill(batch, known.length if known is not None else 0, self.prefixes)
-        self.prefills.append(begun)
+        begun = self._open(requests, known)
         self.entering = []
         return begun
+
+    def _open(self, requests: Sequence[RequestState], prefix: Prefix | None) -> Prefill:
+        batch = Batch(self.target, self.proposer, requests, prefix, self.kv_bits)
+        self.prefills.append(Prefill(batch, prefix.length if prefix is not None else 0, self.prefixes))
+        return self.prefills[-1]
+
+    def read_again(self, requests: Sequence[RequestState]) -> None:
+        """Read the texts of decoding requests again, for their proposer. They keep their places."""
+        for request in requests:
+            found = self.prefixes.find(request.text, request.request.namespace) if self.prefixes is not None else None
+            self._open([request], found)
 
     def following(self, chunks: int | None = None) -> RequestState | None:
         """Return the next request that fits, or None; with `chunks`, only of prompts that need fewer chunks."""

@@ -52,11 +52,15 @@ class Batch:
         self.target, self.proposer = target, proposer
         self.requests = list(requests)
         self.cache = past.cache if past else RaggedCache.of(target.model, len(self.requests), kv_bits)
-        self.state: ProposerState | None = past.state if past else None
         texts = [request.text for request in self.requests]
+        may_draft = all(request.may_draft for request in self.requests)
+        self.state: ProposerState | None = past.state if past and may_draft else None
+        """None without a proposer, and after it raised, until the texts have been read again."""
         if self.state is None and proposer:
-            self.state = proposer.open(texts)
-            if past and past.draft is not None and self.draft_model is not None:
+            # A row that may not draft gets a state of one token, so that its text cannot disturb others.
+            known = [request.text if request.may_draft else request.text[-1:] for request in self.requests]
+            self.state = proposer.open(known)
+            if past and may_draft and past.draft is not None and self.draft_model is not None:
                 self.draft_model.resume(past.draft)
         self.drafter: Drafter | None = None
         """See `Engine.drafter`."""
@@ -106,7 +110,7 @@ class Batch:
 
     @property
     def _drafters(self) -> list[Drafter | None]:
-        return [request.params.drafter or self.drafter for request in self.requests]
+        return ["none" if not row.may_draft else row.params.drafter or self.drafter for row in self.requests]
 
     def rooms(self, plan: Plan) -> list[int]:
         """Return the useful draft tokens per request; 0 if it excludes the plan's drafter."""
@@ -123,9 +127,14 @@ class Batch:
         return plan.cut(max(self.rooms(plan)) if self.state is not None else 0)
 
     @property
+    def lost_state(self) -> bool:
+        """Whether the proposer raised, so that the texts must be read again."""
+        return self.proposer is not None and self.state is None
+
+    @property
     def may_run_ahead(self) -> bool:
         """Whether all requests could use a plain round that is dispatched before the previous one is collected."""
-        if self.processors is not None and self.processors.on_host:
+        if self.lost_state or (self.processors is not None and self.processors.on_host):
             return False
         return all(
             request.finish_reason is None and request.pending is None and len(request.tokens) + 1 < request.limit
@@ -145,8 +154,8 @@ class Batch:
     def draft(self, plan: Plan) -> Draft:
         """Return the proposer's draft for a plan, checked and cut to what each request can use.
 
-        If the proposer raises, its state is dropped, and the batch continues without drafts. Raises ProposerError if
-        the draft is malformed.
+        If the proposer raises, its state is dropped (`lost_state`), and this round drafts nothing. Raises ProposerError
+        if the draft is malformed.
         """
         if self.state is None or not plan.depth:
             return self._no_draft()
@@ -154,11 +163,16 @@ class Batch:
         try:
             draft = self.state.draft(plan, self.sampling, self._positions(1)[:, 0])
         except Exception:
-            log.exception(
-                "the proposer %r raised; its %d rows continue without drafts", self.proposer.name, len(self.requests)
-            )
+            if not all(request.draft_failures for request in self.requests):  # once for each request
+                log.exception(
+                    "the proposer %r raised; its %d rows are read again for it", self.proposer.name, len(self.requests)
+                )
+            for request in self.requests:
+                request.draft_ended(failed=True)
             self.state = None
             return self._no_draft()
+        for request in self.requests:
+            request.draft_ended()
         rejects = self.sampling.rejects if "rejection" in self.sampling.rules else None
         by, vocab = self.proposer.name, self.target.vocab_size
         return check_draft(draft, by, plan, self.rooms(plan), vocab, self.newest, rejects)
@@ -234,7 +248,7 @@ class Batch:
         because it must stay if there is memory for one."""
         request, draft = self.requests[index], self.draft_model
         known = request.length if length is None else length
-        if draft is not None and not request.error:
+        if draft is not None and not request.error and request.may_draft:
             read = min(known, draft.texts[index].read)
             yield Past(read, draft.cache, index, namespace=request.request.namespace, of_draft_model=True)
         if (past := self._past(index, known)) is not None:
@@ -247,7 +261,7 @@ class Batch:
             return None
         if self.proposer is None or not self.proposer.aux_layers:
             return Past(known, self.cache, index, namespace=request.request.namespace)
-        if not isinstance(self.state, Separable) or not isinstance(self.proposer, CanJoin):
+        if not isinstance(self.state, Separable) or not isinstance(self.proposer, CanJoin) or not request.may_draft:
             return None
         return Past(min(known, self.state.length(index)), self.cache, index, self.state, request.request.namespace)
 
@@ -277,16 +291,8 @@ class Batch:
         self._remove(row)
         return other
 
-    def ended_pasts(self) -> Iterator[tuple[list[int], Past]]:
-        """Yield the text and cached states of each request that is about to leave, if they can be kept."""
-        for index, request in enumerate(self.requests):
-            for past in self.pasts(index) if request.leaves else ():
-                yield request.text, past
-
     def append(self, other: Batch) -> None:
-        if self.state is None or other.state is None:
-            self.state = None  # rows of a proposer that raised have no state
-        else:
+        if self.state is not None and other.state is not None:
             self.state.append(other.state)
         self.cache.append(other.cache)
         self.newest = mx.concatenate([self.newest, other.newest], axis=0)

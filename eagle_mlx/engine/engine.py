@@ -133,6 +133,11 @@ class Engine:
         return self.schedule.pauses
 
     @property
+    def draft_failures(self) -> int:
+        """How often the proposer raised when it drafted."""
+        return self.schedule.draft_failures
+
+    @property
     def active(self) -> int:
         """The number of requests that decode."""
         return sum(request.finish_reason is None for request in self.groups.requests)

@@ -35,7 +35,8 @@ class Schedule:
         self.admission, self.groups, self.plan, self.drafts = admission, groups, plan, drafts
         self.clock: Callable[[], float] = perf_counter
         """The clock that times rounds, in seconds."""
-        self.pauses = 0
+        self.pauses = self.draft_failures = 0
+        """How often requests were paused, and how often the proposer raised when it drafted."""
         self.in_step = False
         """Whether a step is under way. Requests that end then leave at its end."""
         self._rounds: deque[Round] = deque()
@@ -77,10 +78,21 @@ class Schedule:
         """Pause requests if needed, and return the prefill to read next. While a round is in progress, do nothing."""
         if self._rounds:
             return None
+        for batch in self.groups.batches:
+            if batch.lost_state:
+                self.touch(batch.requests, self._read_again, batch)
         if yielding := self.admission.yielding(self._places(max_batch), self.groups.decoding):
             batches = [batch for batch in self.groups.batches if not set(yielding).isdisjoint(batch.requests)]
             self.touch([*yielding, *_rows(batches)], self._pause, yielding, batches)
         return self.touch([], self.admission.due, self._places(max_batch), decoding=bool(self.groups.batches))
+
+    def _read_again(self, batch: Batch) -> None:
+        """Give the rows of a batch new states of the proposer, which raised. Their texts are read again for that."""
+        self.draft_failures += 1
+        self.release(batch)
+        self._remember(batch, every=True)
+        self.groups.drop(batch)
+        self.admission.read_again(batch.requests)
 
     def _pause(self, requests: Sequence[RequestState], batches: Sequence[Batch]) -> None:
         self.pauses += len(requests)
@@ -196,11 +208,13 @@ class Schedule:
                 each.cancel()
         self._rounds = deque(each for each in self._rounds if each.batch is not batch)
 
-    def _remember(self, batch: Batch) -> None:
-        """Put the state of requests that are about to leave into the prefix cache."""
-        if self.admission.prefixes is not None:
-            for tokens, past in batch.ended_pasts():
-                self.admission.prefixes.keep(tokens, past)
+    def _remember(self, batch: Batch, every: bool = False) -> None:
+        """Put the state of requests that are about to leave, or of every request, into the prefix cache."""
+        if (prefixes := self.admission.prefixes) is None:
+            return
+        for index, request in enumerate(batch.requests):
+            for past in batch.pasts(index) if every or request.leaves else ():
+                prefixes.keep(request.text, past)
 
     def withdraw(self, request: RequestState) -> None:
         """Remove a request that has ended; during a step, only at its end."""

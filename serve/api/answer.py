@@ -59,6 +59,8 @@ class Speculation(Shape):
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    num_draft_failures: int
+    """How often the proposer raised. After three times in a row, a request decodes plainly."""
 
 
 class Metrics(Shape):
@@ -137,6 +139,7 @@ def _speculation(outputs: Sequence[Output]) -> Speculation:
         num_spec_steps=steps,
         num_draft_tokens=drafted,
         num_accepted_draft_tokens=accepted,
+        num_draft_failures=sum(o.draft_failures for o in outputs),
     )
 
 

@@ -48,6 +48,7 @@ _SERVICE: _Numbers[Service] = (
 )
 _ENGINE: _Numbers[Engine | None] = (
     (_COUNTER, "vllm:num_preemptions", "Pauses of requests", lambda e: e.pauses if e else 0),
+    (_COUNTER, "eagle:draft_failures", "Rounds in which the proposer raised", lambda e: e.draft_failures if e else 0),
     (_GAUGE, "eagle:kv_bytes", "KV caches of requests, at most", lambda e: e.snapshot().kv_used if e else 0),
     (_GAUGE, "eagle:prefix_cache_bytes", "Prefix cache", lambda e: e.snapshot().prefix_bytes if e else 0),
     (_GAUGE, "eagle:kv_bytes_max", "Limit of both together", lambda e: e.snapshot().kv_bytes if e else 0),

@@ -21,6 +21,7 @@ from eagle_mlx.policy import Policy
 from eagle_mlx.request_state import RequestState
 from tests import disk_tier
 from tests.eagle_mlx.heads import PROPOSERS
+from tests.eagle_mlx.test_failing_steps import Failing
 from tests.fakes import tiny_target
 from tests.full import FULL, in_full
 
@@ -202,6 +203,13 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         [*ARRIVALS[:3], (3, "pause", 0)],
         "aab",
         PENALIZED,
+    ),
+    "drafting that raises": lambda: Scenario(
+        lambda folder: em.Engine(
+            TARGET, Failing("draft", 3), policy=em.FixedPolicy(2), max_batch=2, prefix_cache_bytes=1 << 20
+        ),
+        texts()[:3],
+        ARRIVALS[:3],
     ),
     "files": lambda: with_files("full", "none"),
     "files of states": lambda: with_files("qwen3_next", "head"),

@@ -68,7 +68,7 @@ class Database:
             self.report(e)
 
     def report(self, e: OSError) -> None:
-        """Report once that nothing can be written."""
+        """Report that nothing can be written, once until something is."""
         if not self._reported:
             self._reported = True
             self._say(
@@ -181,6 +181,7 @@ class Database:
                 path.unlink(missing_ok=True)
                 raise
         self._ignored.discard(entry.path)
+        self._reported = False
         return room
 
     def next_use(self) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from importlib import metadata
+from itertools import count
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle_mlx.plan import Plan, RoundResult
+from eagle_mlx.proposers.ngram import NgramState
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.service import Totals
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
@@ -50,6 +53,23 @@ def test_websocket_requests_are_answered_and_not_logged(server: Live, caplog: py
     asked = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     assert server.http.get("/health", headers=asked).status_code == 200
     assert not caplog.records
+
+
+def test_a_proposer_that_raised_is_counted_and_drafts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = NgramState.draft, count()
+
+    def draft(self: NgramState, *args: Any) -> Any:
+        if next(calls) == 0:
+            raise RuntimeError("broken once")
+        return real(self, *args)
+
+    monkeypatch.setattr(NgramState, "draft", draft)
+    with live(lambda: Loaded(engine(), "ngram", DEPTH)) as server:
+        body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0}
+        answer = server.http.post(COMPLETIONS, json=body).json()
+        counts = answer["metrics"]["speculative_decoding"]
+        assert counts["num_draft_failures"] == samples(server)["eagle:draft_failures_total"] == 1
+        assert counts["num_draft_tokens"] > 0
 
 
 def test_the_numbers_add_up() -> None:
