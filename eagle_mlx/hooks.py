@@ -95,6 +95,26 @@ class CutNorm(Hook):
         return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
 
 
+# Logits of given hidden states: the model runs without what comes before them.
+
+
+class Skipped(Hook):
+    """A module that returns a given value without computing its output, within `skipping`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, value = _SKIPPED.get()
+        return value if module is self else super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+_SKIPPED: ContextVar[tuple[object, Any]] = ContextVar("skipped", default=(None, None))
+
+
+def skipping(module: nn.Module, value: mx.array) -> AbstractContextManager[None]:
+    """Let a module return this value within the block, whatever it is called with."""
+    hook(module, Skipped)
+    return _within(_SKIPPED, (module, value))
+
+
 # RoPE with a position per input: a tree's nodes are at their depths, not at consecutive positions.
 
 

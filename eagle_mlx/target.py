@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +24,16 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from eagle_mlx import hub
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError, in_one_line, loading
-from eagle_mlx.hooks import CutNorm, Recording, RecordsOutput, bound_positions, hook, place_one_by_one, suit_attention
+from eagle_mlx.hooks import (
+    CutNorm,
+    Recording,
+    RecordsOutput,
+    bound_positions,
+    hook,
+    place_one_by_one,
+    skipping,
+    suit_attention,
+)
 from eagle_mlx.memory import free_memory, limit_mlx
 from eagle_mlx.text import ChatTokenizer, template_args
 
@@ -79,6 +88,7 @@ class Target:
         self.on_lost: Callable[[str], None] | None = None
         """Called from another thread with the reason if other ranks are lost; never called without ranks."""
         backbone = _backbone(model)
+        self._backbone = backbone
         self._embed = _first(backbone, _EMBEDDINGS, "token embedding", model)
         self._norm = _first(backbone, _NORMS, "final norm", model)
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
@@ -149,9 +159,39 @@ class Target:
         return out
 
     def lm_head(self, hidden: mx.array) -> mx.array:
-        """Return the logits [..., V] of normed hidden states [..., H]."""
+        """Return the output projection [..., V] of normed hidden states [..., H], without scales and soft caps."""
         out: mx.array = self._lm_head(hidden)
         return out
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Return the logits [..., V] of normed hidden states [..., H], as the model itself computes them.
+
+        The model runs without its layers, so whatever it does after the final norm is done here too: scales, a soft
+        cap, its output projection.
+        """
+        read = hidden.reshape(-1, *hidden.shape[-2:]) if hidden.ndim > 1 else hidden[None, None]
+        with skipping(self._before_logits, read):
+            out: mx.array = self.model(mx.zeros(read.shape[:2], mx.int32))
+        return out.reshape(*hidden.shape[:-1], out.shape[-1])
+
+    @cached_property
+    def logit_cap(self) -> float | None:
+        """The limit that the model's logits approach, None if there is none."""
+        far = 1e6 * mx.random.normal((self.hidden_size,), key=mx.random.key(0))
+        near, end = (float(mx.max(mx.abs(self.logits(x)))) for x in (far, 100 * far))
+        return near if near == end else None
+
+    @cached_property
+    def _before_logits(self) -> nn.Module:
+        """The module that returns normed hidden states: the backbone, or the final norm if the backbone goes on."""
+        for module in (self._backbone, self._norm):
+            hook(module, RecordsOutput)
+        recording = Recording()
+        with recording.running():
+            self.model(mx.zeros((1, 1), mx.int32))  # nothing is computed
+        outputs = [recording.outputs.get(id(module)) for module in (self._backbone, self._norm)]
+        is_backbone = outputs[0] is outputs[1]
+        return cast(nn.Module, self._backbone if is_backbone else self._norm)
 
     def forward(
         self,

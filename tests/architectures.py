@@ -390,6 +390,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "youtu_llm": {**LATENT},
 }  # fmt: skip
 
+SCALED: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 3.0},
+    "cohere2": {"logit_scale": 3.0},
+    "falcon_h1": {"tie_word_embeddings": True, "lm_head_multiplier": 6.0, "embedding_multiplier": 2.0},
+    "gear": {"final_logit_softcapping": 1.5},
+    "gemma2": {"final_logit_softcapping": 1.5},
+    "gemma3n": {"text_config": {**GEMMA3N, "final_logit_softcapping": 1.5}},
+    "gemma4": {"text_config": {**GEMMA4, "final_logit_softcapping": 1.5}},
+    "gemma4_text": {"final_logit_softcapping": 1.5},
+    "granite": {"logits_scaling": 0.3},
+    "granitemoe": {"logits_scaling": 0.3},
+    "granitemoehybrid": {"logits_scaling": 0.3},
+    "minicpm": {"dim_model_base": 8},
+    "minicpm3": {"dim_model_base": 8},
+    "muse_glimmer": {"output_multiplier": 4.0, "final_logit_softcapping": 3.0},
+    "recurrent_gemma": {"logits_soft_cap": 1.5},
+}
+"""Settings that change what a model does to its logits after the final norm, far from neutral."""
 
 WINDOWS = frozenset({"attention_chunk_size", "attention_window_size", "loop_window_size", "sliding_window"})
 

@@ -35,7 +35,7 @@ class EagleConfig(LayerShape):
 
 
 class EagleHead(HeadBase[EagleConfig]):
-    """Features are the target's last hidden states after its final norm; the target's lm_head computes logits."""
+    """Features are the target's last hidden states after its final norm; the target computes logits."""
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
@@ -55,7 +55,7 @@ class EagleHead(HeadBase[EagleConfig]):
 
     def logits(self, h: mx.array) -> mx.array:
         """h [..., H] -> logits [..., V]."""
-        return self.target.lm_head(h)
+        return self.target.logits(h)
 
 
 def save_eagle(head: EagleHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:

@@ -145,16 +145,14 @@ def test_a_row_whose_prompt_is_one_token_waits_a_round() -> None:
     assert state.draft(Plan(2), batch_of(GREEDY, GREEDY), mx.array([1, 1])).lengths.tolist() == [0, 0]
 
 
-def test_embedding_and_logits_are_those_of_a_target_that_scales_them() -> None:
+def test_embeddings_are_those_of_a_target_that_scales_them() -> None:
     target = tiny_target(vocab=64)
     target.model.args.model_type = "gemma3_text"
-    target.model.args.final_logit_softcapping = 2.0
     plain, scaled = dflash(target), dflash(target)
     plain.attach(TARGET)
     scaled.attach(target)
-    tokens, h = mx.array([[1, 2]]), mx.random.normal((1, 2, 32), key=mx.random.key(0))
+    tokens = mx.array([[1, 2]])
     assert mx.allclose(scaled.embed(tokens), plain.embed(tokens) * 32**0.5)
-    assert mx.allclose(scaled.logits(h), 2 * mx.tanh(plain.logits(h) / 2), atol=1e-5)
 
 
 def test_the_confidence_head_is_not_quantised() -> None:

@@ -6,8 +6,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from eagle_mlx.target import Target
+from eagle_mlx.train.kinds.base import projection
 from eagle_mlx.train.step.losses import LOSSES, ChunkedLoss, Labels, soft_cross_entropy, soft_labels, step_weights
-from tests.fakes import tiny_head, tiny_target
+from tests.architectures import SCALED, tiny_model
+from tests.fakes import randomize, tiny_head, tiny_target
 
 
 def test_step_weights_fall_and_sum_to_one() -> None:
@@ -26,6 +29,26 @@ def test_labels_over_the_whole_vocabulary_are_the_targets_distribution() -> None
     np.testing.assert_allclose(labels.probs, mx.softmax(forward.logits[0], axis=-1), rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(labels.best, mx.argmax(forward.logits[0], axis=-1))
     assert np.all(np.array(labels.inside) == 1)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_labels_are_the_distribution_of_a_target_that_scales_its_logits(name: str) -> None:
+    model = tiny_model(name, **SCALED[name])
+    randomize(model, 0, 0.2)
+    target, tokens = Target(model), mx.array([[3, 1, 4, 1, 5]])
+    wanted, hidden = model(tokens)[0], target.forward(tokens).hidden
+    assert hidden is not None
+    labels = soft_labels(target, hidden[0], None)
+    np.testing.assert_allclose(labels.probs, mx.softmax(wanted, axis=-1), rtol=1e-3, atol=1e-6)
+    np.testing.assert_array_equal(labels.best, mx.argmax(wanted, axis=-1))
+
+
+@pytest.mark.parametrize("name", ["cohere", "granite", "minicpm"])
+def test_a_new_heads_projection_starts_with_the_targets_scale(name: str) -> None:
+    model = tiny_model(name, **SCALED[name])
+    randomize(model, 0, 0.2)
+    target, h = Target(model), mx.random.normal((5, 32), key=mx.random.key(0))
+    np.testing.assert_allclose(h @ projection(target).T, target.logits(h), rtol=1e-4, atol=1e-4)
 
 
 def test_labels_over_a_draft_vocabulary() -> None:

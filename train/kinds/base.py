@@ -255,10 +255,13 @@ def randomize(module: nn.Module, seed: int) -> None:
 
 
 def projection(target: Target) -> mx.array:
-    """Return the target's output projection as a float32 matrix [V, H], also if it is tied or quantized."""
+    """Return the target's scaled output projection as a float32 matrix [V, H], also if it is tied or quantized.
+
+    Its products with normed hidden states are the target's logits, but for a bias and a soft cap.
+    """
     eye = mx.eye(target.hidden_size, dtype=target.dtype)
-    bias = target.lm_head(mx.zeros_like(eye[:1]))
-    return (target.lm_head(eye) - bias).T.astype(mx.float32)
+    bias = target.logits(mx.zeros_like(eye[:1]))
+    return (target.logits(eye) - bias).T.astype(mx.float32)
 
 
 def final_norm(target: Target) -> mx.array:

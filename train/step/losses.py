@@ -52,7 +52,7 @@ def soft_labels(target: Target, last: mx.array, token_ids: mx.array | None) -> L
     token_ids [Vd] int32: the target's id of each draft id, ascending; None if the vocabularies are equal. A position
     has no loss if its most likely token is not in the draft vocabulary, as in SafeAILab's code.
     """
-    logits = target.lm_head(target.norm(last)).astype(mx.float32)
+    logits = target.logits(target.norm(last)).astype(mx.float32)
     best = mx.argmax(logits, axis=-1).astype(mx.int32)
     if token_ids is None:
         return Labels(fastmath.softmax(logits), best, mx.ones(best.shape, mx.float32))

@@ -40,7 +40,8 @@ class BlockConfig(LayerShape):
     embedding_scale: float | None = None
     """Factor of the embeddings; None for the target's own."""
     output_multiplier: float = 1.0
-    """Factor of the logits."""
+    """Factor of the logits. If it is 1 and there is no soft cap, a head without its own projection computes logits as
+    the target does."""
     logit_softcap: float | None = None
     """Soft limit of the logits; None for the target's own."""
     markov_head: MarkovKind | None = None

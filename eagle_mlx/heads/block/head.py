@@ -31,7 +31,7 @@ class BlockHead(HeadBase[BlockConfig]):
     def __init__(self, config: BlockConfig, d2t: mx.array | None = None):
         super().__init__(config, d2t)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self._scale, self._softcap = 1.0, config.logit_softcap
+        self._scale, self._softcap, self._as_target = 1.0, config.logit_softcap, False
         self.fc = nn.Linear(size * len(config.aux_layers), size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
         layer = GemmaLayer if config.gemma else ConvolvedLayer if config.conv_kernel_size else BlockLayer
@@ -47,15 +47,17 @@ class BlockHead(HeadBase[BlockConfig]):
             self.confidence_head = ConfidenceHead(config)
 
     def attach(self, target: Target) -> None:
-        """Use the target's parts, and the scales of its embeddings and logits unless the head has its own."""
+        """Use the target's parts, and its ways to scale embeddings and logits unless the head has its own."""
         super().attach(target)
         own, args = self.config, getattr(target.model, "args", None)
         nested = getattr(args, "text_config", None)
         args = args if nested is None or isinstance(nested, dict) else nested
         of_gemma = str(getattr(args, "model_type", "")).startswith("gemma")  # Gemma scales its embeddings
-        scale, softcap = target.hidden_size**0.5 if of_gemma else 1.0, getattr(args, "final_logit_softcapping", None)
+        scale = target.hidden_size**0.5 if of_gemma else 1.0
         self._scale = scale if own.embedding_scale is None else own.embedding_scale
-        self._softcap = softcap if own.logit_softcap is None else own.logit_softcap
+        self._as_target = not own.own_lm_head and own.output_multiplier == 1 and own.logit_softcap is None
+        if not self._as_target:
+            self._softcap = target.logit_cap if own.logit_softcap is None else own.logit_softcap
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Token ids [...] -> embeddings [..., H], scaled as the target's."""
@@ -109,8 +111,11 @@ class BlockHead(HeadBase[BlockConfig]):
 
     def logits(self, h: mx.array) -> mx.array:
         """h [..., H], normed -> logits over the draft vocabulary [..., Vd], without the Markov head's bias."""
-        project = self.lm_head if self.config.own_lm_head else self.target.lm_head
+        plain = self.lm_head if self.config.own_lm_head else self.target.lm_head
+        project = self.target.logits if self._as_target else plain
         out: mx.array = project(pad_to_fours(h))[..., : h.shape[-2], :] if h.ndim == 3 else project(h)
+        if self._as_target:
+            return out
         if self.config.output_multiplier != 1:
             out = out * self.config.output_multiplier
         if self._softcap is not None:

@@ -166,4 +166,4 @@ class MTPHead(HeadBase[MTPConfig]):
     def logits(self, h: mx.array) -> mx.array:
         """h [..., H] -> logits [..., V]."""
         normed = h if self.config.norm_output else self.norm(h)
-        return self.lm_head(normed) if self.config.own_lm_head else self.target.lm_head(normed)
+        return self.lm_head(normed) if self.config.own_lm_head else self.target.logits(normed)
