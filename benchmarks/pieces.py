@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
+from eagle_mlx.hidden_states import in_16_bits
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import Rows, capture_rows
@@ -50,7 +51,7 @@ class Pieces:
     def captured(self, rows: Rows) -> Rows:
         """Return the batch with hidden states, as shards provide them."""
         states = capture_rows(self._target, self._head.config.aux_layers, dataclasses.replace(rows, states=None))
-        return dataclasses.replace(rows, states=np.array(states.astype(mx.float16)))
+        return dataclasses.replace(rows, states=np.array(in_16_bits(states)))
 
     def target_forward(self, rows: Rows) -> Callable[[], None]:
         """The frozen target's forward over the batch."""

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
 from eagle_mlx.errors import OutputError, TargetError
 from eagle_mlx.files import PART
-from eagle_mlx.hidden_states import Example, HiddenStates, in_16_bits, read_states
+from eagle_mlx.hidden_states import Bits, Example, HiddenStates, in_16_bits, read_states, widened
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, ShardWriter
@@ -45,7 +45,7 @@ def capture(
     """Yield each conversation with the outputs of `aux_layers` and of the last layer (before the final norm).
 
     Conversations of similar length form a right-padded batch of up to `batch_tokens` tokens, so the order is not kept.
-    Hidden states are float16, clipped to its range.
+    Hidden states are bfloat16.
     """
     total = sum(len(tokens) for tokens, _ in samples) if isinstance(samples, Sequence) else None
     with _bar(total, progress) as bar:
@@ -62,10 +62,10 @@ def capture_batches(
         hidden = _hidden_states(target, aux_layers, group, streams)
         for (tokens, mask), states in zip(chain.from_iterable(group), chain.from_iterable(hidden), strict=True):
             states = states[: len(tokens)]
-            if np.isnan(states).any():
+            if not np.isfinite(widened(states)).all():
                 raise TargetError(
-                    f"{target.name} gives hidden states that are NaN for a conversation of {len(tokens)} tokens; its "
-                    "weights are damaged, or its dtype is too narrow: load it in float32"
+                    f"{target.name} gives hidden states that are NaN or infinite for a conversation of {len(tokens)} "
+                    "tokens; its weights are damaged, or its dtype is too narrow: load it in float32"
                 )
             bar.update(len(tokens))
             yield Example.of(tokens, mask, HiddenStates.split(aux_layers, states))
@@ -86,7 +86,7 @@ def make_batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterato
 
 def _hidden_states(
     target: Target, aux_layers: Sequence[int], group: Sequence[list[TokensAndMask]], streams: Sequence[mx.Stream]
-) -> list[np.ndarray]:
+) -> list[Bits]:
     """Return 16-bit hidden states, [B, L, (n + 1) * H], for each batch. Each batch runs on its own stream."""
     states = []
     for batch, stream in zip(group, streams, strict=False):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,8 +15,9 @@ from numpy.typing import NDArray
 
 from eagle_mlx.target import Target
 
-LIMIT = float(np.finfo(np.float16).max)
-"""The largest float16 number; larger ones are clipped to it."""
+Bits = NDArray[np.uint16]
+"""The bits of bfloat16 numbers, because NumPy has no such type. Unlike float16, it has float32's range: the residual
+stream of Gemma 3 has channels beyond float16's 65,504, which decoding does not clip."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,19 @@ class HiddenStates:
     """Outputs of a target's layers for T tokens: n layers of hidden size H, and the last layer."""
 
     layers: tuple[int, ...]  # the layers of `features` in order, counted from 0
-    features: NDArray[np.float16]  # [T, n * H]: the concatenated outputs of the layers that a head reads
-    last: NDArray[np.float16]  # [T, H]: the last layer's output, before the final norm
+    features: Bits  # [T, n * H]: the concatenated outputs of the layers that a head reads
+    last: Bits  # [T, H]: the last layer's output, before the final norm
 
     @classmethod
-    def split(cls, layers: Sequence[int], whole: NDArray[np.float16]) -> HiddenStates:
+    def split(cls, layers: Sequence[int], whole: Bits) -> HiddenStates:
         """Split [T, (n + 1) * H] into the features and the last layer; the arrays are copies."""
         size = whole.shape[1] // (len(layers) + 1)
         return cls(tuple(layers), whole[:, :-size].copy(), whole[:, -size:].copy())
 
     @property
-    def whole(self) -> NDArray[np.float16]:
+    def whole(self) -> Bits:
         """[T, (n + 1) * H]: the features and the last layer, concatenated."""
-        return np.concatenate((self.features, self.last), axis=1, dtype=np.float16)
+        return np.concatenate((self.features, self.last), axis=1)
 
     def __getitem__(self, at: slice) -> HiddenStates:
         return replace(self, features=self.features[at], last=self.last[at])
@@ -81,14 +81,24 @@ def read_states(target: Target, tokens: mx.array, layers: Sequence[int]) -> mx.a
 
 
 def in_16_bits(states: mx.array) -> mx.array:
-    """Return the states as float16, clipped to its range."""
-    return mx.clip(states, -LIMIT, LIMIT).astype(mx.float16)
+    """Return the states as the bits of bfloat16, uint16."""
+    return states.astype(mx.bfloat16).view(mx.uint16)
 
 
-def clipped(states: NDArray[Any]) -> NDArray[np.float16]:
-    """Return the states as float16, clipped to its range, on the host."""
-    out: NDArray[np.float16] = np.clip(states, -LIMIT, LIMIT).astype(np.float16)
-    return out
+def from_16_bits(bits: Bits) -> mx.array:
+    """Return states [...] as bfloat16 on the device."""
+    return mx.array(bits).view(mx.bfloat16)
+
+
+def rounded(states: NDArray[np.float32]) -> Bits:
+    """Return finite states as bfloat16, on the host; ties go to even numbers, as on the device."""
+    bits = states.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def widened(bits: Bits) -> NDArray[np.float32]:
+    """Return the numbers as float32, on the host."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def features_of(states: mx.array, hidden_size: int) -> mx.array:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.hidden_states import HiddenStates, in_16_bits
+from eagle_mlx.hidden_states import Bits, HiddenStates, in_16_bits
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import HasModel, Observation, Proposer, ProposerState
 from eagle_mlx.target import Target
@@ -30,7 +29,7 @@ class _Text:
     def __init__(self) -> None:
         self.following: list[int] = []
         """The token after each position."""
-        self.states: list[NDArray[np.float16]] = []
+        self.states: list[Bits] = []
         """Hidden states of these positions in chunks, each [L, n * H]."""
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from eagle_mlx.errors import ConfigError, ShardError
-from eagle_mlx.hidden_states import Example, HiddenStates, clipped
+from eagle_mlx.hidden_states import Bits, Example, HiddenStates, rounded, widened
 
 BITS = (16, 8)
 SUFFIX = ".safetensors"
@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"
 """The manifest of an unfinished folder: it lists the complete shards."""
 FORMAT = "eagle-mlx-shards"
-VERSION = 2
+VERSION = 3
 BLOCK = 64
 """Values that share a scale: the default group size of `mx.quantize`."""
 
@@ -37,7 +37,7 @@ class ShardMeta:
     vocab_size: int
     aux_layers: tuple[int, ...]
     bits: int = 16
-    """Bits per value on disk: 16 is float16, 8 is the output of `quantize`. Readers always return float16."""
+    """Bits per value on disk: 16 is bfloat16, 8 is the output of `quantize`. Readers always return bfloat16."""
     adapter: str = ""  # digest of the target's LoRA adapters (`eagle_mlx.target.Adapter`); empty if it had none
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ def encode(examples: Sequence[Example], meta: ShardMeta) -> bytes:
     states = [one.states for one in examples if one.states is not None]
     for name, arrays in (("aux", [one.features for one in states]), ("last", [one.last for one in states])):
         if meta.bits == 16:
-            tensors[name] = np.concatenate(arrays).astype(np.float16)
+            tensors[name] = np.concatenate(arrays)
         else:
             pairs = [quantize(one, meta.hidden_size) for one in arrays]
             tensors[name] = np.concatenate([integers for integers, _ in pairs])
@@ -161,7 +161,7 @@ def encode(examples: Sequence[Example], meta: ShardMeta) -> bytes:
 def decode(path: Path, rows: slice, meta: ShardMeta) -> Example:
     with safe_open(str(path), "numpy") as file:
 
-        def states(name: str) -> NDArray[np.float16]:
+        def states(name: str) -> Bits:
             values: NDArray[Any] = file.get_slice(name)[rows]
             if meta.bits == 16:
                 return values
@@ -176,22 +176,22 @@ def blocks(hidden_size: int) -> int:
     return -(-hidden_size // BLOCK)
 
 
-def quantize(states: NDArray[np.floating[Any]], hidden_size: int) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Quantize finite states [T, n * H] in float16's range to integers [T, n * H] and scales [T, n * blocks(H)]."""
-    parts = _split(states.astype(np.float32), hidden_size)
+def quantize(states: Bits, hidden_size: int) -> tuple[NDArray[np.int8], Bits]:
+    """Quantize finite states [T, n * H] to integers [T, n * H] and scales [T, n * blocks(H)]."""
+    parts = _split(widened(states), hidden_size)
     exact = np.abs(parts).max(-1) / np.float32(127)
-    scales = exact.astype(np.float16)
-    scales = np.where(scales < exact, np.nextafter(scales, np.float16(np.inf)), scales)
-    divisors = np.where(scales == 0, np.float16(1), scales).astype(np.float32)
+    scales = (exact.view(np.uint32) >> 16).astype(np.uint16)
+    scales += widened(scales) < exact  # the next larger number, so that no integer exceeds 127
+    divisors = np.where(scales == 0, np.float32(1), widened(scales))
     integers = np.rint(parts / divisors[..., None]).astype(np.int8)
     return _join(integers, states.shape, hidden_size), scales.reshape(len(scales), scales.shape[1] * scales.shape[2])
 
 
-def dequantize(integers: NDArray[np.int8], scales: NDArray[np.float16], hidden_size: int) -> NDArray[np.float16]:
-    """Return the states as float16 [T, n * H]."""
+def dequantize(integers: NDArray[np.int8], scales: Bits, hidden_size: int) -> Bits:
+    """Return the states [T, n * H]."""
     parts = _split(integers.astype(np.float32), hidden_size)
-    parts *= scales.astype(np.float32).reshape(parts.shape[:-1])[..., None]
-    return _join(clipped(parts), integers.shape, hidden_size)
+    parts *= widened(scales).reshape(parts.shape[:-1])[..., None]
+    return _join(rounded(parts), integers.shape, hidden_size)
 
 
 def _split(states: NDArray[np.float32], hidden_size: int) -> NDArray[np.float32]:
@@ -227,7 +227,7 @@ def unfinished_folder(folder: str | Path) -> Path:
 class ShardReader:
     """Reads a folder of shards. `reader[i]` is one sample; iterate to get all of them in order.
 
-    States are returned as float16 whatever their bits on disk. The manifest is checked at once, and each shard's
+    States are returned as bfloat16 whatever their bits on disk. The manifest is checked at once, and each shard's
     SHA-256 on first use; `verify()` checks all shards. Raises ShardError if a file is missing, cut short or damaged,
     naming the file, and if a capture is not finished.
     """

@@ -22,6 +22,7 @@ from eagle_mlx.data_pipelines.synthesis.file import Wanted, make_to_file
 from eagle_mlx.data_pipelines.synthesis.tries import MakeConfig
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import TargetError
+from eagle_mlx.hidden_states import widened
 from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.proposers.head import HeadProposer
@@ -105,8 +106,8 @@ def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole
     read = {tuple(one.tokens.tolist()): one for one in ShardReader(tmp_path / "again")}
     for one in found:
         other = read[tuple(one.tokens.tolist())]
-        assert np.allclose(one.states.features[:-1], other.states.features[:-1], rtol=2e-3, atol=2e-3)
-        assert np.allclose(one.states.last[:-1], other.states.last[:-1], rtol=2e-3, atol=2e-3)
+        assert np.allclose(widened(one.states.features[:-1]), widened(other.states.features[:-1]), rtol=1e-2, atol=2e-3)
+        assert np.allclose(widened(one.states.last[:-1]), widened(other.states.last[:-1]), rtol=1e-2, atol=2e-3)
 
 
 def test_the_command_says_what_is_of_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,9 +217,10 @@ def test_no_conversations_make_no_shards(tmp_path: Path) -> None:
     assert len(ShardReader(tmp_path / "s")) == 0
 
 
-def test_a_target_without_numbers_is_refused() -> None:
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_a_target_without_numbers_is_refused(number: str) -> None:
     target = tiny_target()
     embedding = target.model.model.embed_tokens
-    embedding.weight = embedding.weight * mx.array(float("nan"))
-    with pytest.raises(TargetError, match="tiny gives hidden states that are NaN for a conversation of 34"):
+    embedding.weight = embedding.weight * mx.array(float(number))
+    with pytest.raises(TargetError, match="tiny gives hidden states that are NaN or infinite for a conversation of 34"):
         list(capture(target, AUX, conversations(1)))

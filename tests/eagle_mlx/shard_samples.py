@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_mlx.hidden_states import Example, HiddenStates
+from eagle_mlx.hidden_states import Example, HiddenStates, rounded
 from eagle_mlx.shards import ShardMeta, ShardWriter
 
 META = ShardMeta("tiny", hidden_size=4, vocab_size=50, aux_layers=(1, 3))
@@ -20,8 +20,8 @@ def sample(length: int, seed: int = 0) -> Example:
         rng.integers(0, 2, length).astype(np.uint8),
         HiddenStates(
             META.aux_layers,
-            rng.normal(size=(length, 8)).astype(np.float16),
-            rng.normal(size=(length, 4)).astype(np.float16),
+            rounded(rng.normal(size=(length, 8)).astype(np.float32)),
+            rounded(rng.normal(size=(length, 4)).astype(np.float32)),
         ),
     )
 

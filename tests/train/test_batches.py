@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eagle_mlx.cpu.blas import blas_threads, set_blas_threads
 from eagle_mlx.errors import ShardError
-from eagle_mlx.hidden_states import Example, HiddenStates
+from eagle_mlx.hidden_states import Example, HiddenStates, rounded, widened
 from eagle_mlx.shards import ShardMeta, ShardReader
 from eagle_mlx.train.data.batches import Batches, Rows
 from eagle_mlx.train.data.examples import InMemory, OnDisk
@@ -28,11 +28,15 @@ def make_samples(lengths: list[int], seed: int = 0) -> list[Example]:
     rng = np.random.default_rng(seed)
     samples = []
     for length in lengths:
-        tokens = rng.integers(1, 1000, length).astype(np.int32)
-        aux = np.repeat(tokens[:, None], N * H, axis=1).astype(np.float16)
-        last = (-aux[:, :H]).astype(np.float16)
+        tokens = rng.integers(1, 200, length).astype(np.int32)
+        aux = np.repeat(tokens[:, None], N * H, axis=1).astype(np.float32)
+        last = -aux[:, :H]
         samples.append(
-            Example(tokens, rng.integers(0, 2, length).astype(np.uint8), HiddenStates(tuple(range(N)), aux, last))
+            Example(
+                tokens,
+                rng.integers(0, 2, length).astype(np.uint8),
+                HiddenStates(tuple(range(N)), rounded(aux), rounded(last)),
+            )
         )
     return samples
 
@@ -139,8 +143,8 @@ def test_rows_contain_the_samples() -> None:
         assert rows.states.shape == (*rows.tokens.shape, (N + 1) * H)
         assert rows.tokens.shape[1] <= 16
         inside = rows.segments > 0
-        assert np.array_equal(rows.states[..., 0], rows.tokens.astype(np.float16) * inside)
-        assert np.array_equal(rows.states[..., -1], -rows.tokens.astype(np.float16) * inside)
+        assert np.array_equal(widened(rows.states)[..., 0], rows.tokens * inside)
+        assert np.array_equal(widened(rows.states)[..., -1], -rows.tokens * inside)
         seen += rows.tokens[inside].tolist()
         for row in range(len(rows.tokens)):
             segments = rows.segments[row][inside[row]]

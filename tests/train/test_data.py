@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from eagle_mlx.data_pipelines import capturing
 from eagle_mlx.errors import ConfigError, DataError, OutputError
-from eagle_mlx.hidden_states import Example
+from eagle_mlx.hidden_states import Bits, Example
 from eagle_mlx.shards import ShardMeta, ShardWriter, bytes_per_token
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
@@ -97,7 +96,7 @@ def test_26_answers_that_the_template_does_not_render_are_not_learned(tmp_path: 
         training_data(TARGET, config(str(source)))
 
 
-def places(data: TrainData) -> dict[tuple[int, ...], list[NDArray[np.float16]]]:
+def places(data: TrainData) -> dict[tuple[int, ...], list[Bits]]:
     """Return every sample's states by its tokens."""
     found = {}
     for index in range(len(data.samples.lengths)):

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 
 from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.formats.tensors import read_tensors, weights_of
+from eagle_mlx.hidden_states import rounded
 from eagle_mlx.target import Target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig, file_type, pass_type
@@ -38,7 +39,7 @@ def random_rows(target: Target, layers: int) -> Rows:
     rng = np.random.default_rng(0)
     shape = (4, 24)
     tokens = rng.integers(0, target.vocab_size, shape).astype(np.int32)
-    states = rng.normal(size=(*shape, layers * target.hidden_size)).astype(np.float16)
+    states = rounded(rng.normal(size=(*shape, layers * target.hidden_size)).astype(np.float32))
     return Rows(tokens, np.ones(shape, np.uint8), np.ones(shape, np.int32), states)
 
 

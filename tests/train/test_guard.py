@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from eagle_mlx.data_pipelines import capture_to_shards
-from eagle_mlx.hidden_states import Example, HiddenStates
+from eagle_mlx.hidden_states import Example, HiddenStates, rounded
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
@@ -24,14 +24,17 @@ from tests.fakes import tiny_target, tiny_target_folder
 
 CONFIG = resolved(TrainConfig.of(rows=3, length=16, unroll=2, lr=1e-3, draft_vocab=64))
 
+NAN = np.uint16(0x7FC0)
+"""The bits of bfloat16's NaN."""
+
 
 def samples(bad: int | None) -> InMemory:
     rng = np.random.default_rng(0)
 
     def one(index: int) -> Example:
-        states = rng.standard_normal((16, 4, 32)).astype(np.float16)
+        states = rounded(rng.standard_normal((16, 4, 32)).astype(np.float32))
         if index == bad:
-            states[5, 1, 3] = np.nan
+            states[5, 1, 3] = NAN
         tokens, mask = rng.integers(0, 128, 16).astype(np.int32), np.ones(16, np.uint8)
         return Example(tokens, mask, HiddenStates((0, 1, 2), states[:, :3].reshape(16, 96), states[:, 3]))
 
@@ -77,7 +80,7 @@ def test_the_command_says_where_to_look(tmp_path: Path, capsys: Any) -> None:
 
     def spoilt(self: Any, index: int) -> Example:
         sample = real(self, index)
-        nan = dataclasses.replace(sample.states, last=sample.states.last * np.float16("nan"))
+        nan = dataclasses.replace(sample.states, last=sample.states.last | NAN)
         return dataclasses.replace(sample, states=nan) if index == 5 else sample
 
     with pytest.MonkeyPatch.context() as patch:

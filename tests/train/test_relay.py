@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from eagle_mlx.hidden_states import rounded
 from eagle_mlx.target import Target
 from eagle_mlx.train import unroll
 from eagle_mlx.train.config import TrainConfig
@@ -34,7 +35,7 @@ STEP_BY_STEP = [name for name, kind in TRAINED.items() if not kind.in_blocks]
 def random_rows(target: Target, layers: int, count: int, length: int) -> Rows:
     rng = np.random.default_rng(0)
     shape = (count, length)
-    states = rng.normal(size=(*shape, layers * target.hidden_size)).astype(np.float16)
+    states = rounded(rng.normal(size=(*shape, layers * target.hidden_size)).astype(np.float32))
     tokens = rng.integers(0, target.vocab_size, shape).astype(np.int32)
     return Rows(tokens, np.ones(shape, np.uint8), np.ones(shape, np.int32), states)
 

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from eagle_mlx.hidden_states import Bits
+
 from ..distributed import SINGLE_PROCESS, World
 from .examples import Examples
 from .packing import Batch, Piece, Row, batches_of, cut_into_pieces
@@ -31,7 +33,7 @@ class Rows:
     """[B, L], 1 on the tokens to learn."""
     segments: NDArray[np.int32]
     """[B, L]: 1, 2, … for a row's first, second, … conversation."""
-    states: NDArray[np.float16] | None
+    states: Bits | None
     """[B, L, (n + 1) * H]: features and last layer concatenated (`HiddenStates.whole`); None before capture."""
     first: int = 0
     """Index of the first row in the batch of all processes."""
@@ -117,7 +119,7 @@ class Batches:
         )
         with contextlib.closing(prefetch(iter(stream), 4)) as batches:
             for batch in batches:
-                states = batch["states"].view(np.float16) if self._samples.has_states else None
+                states = batch["states"].view(np.uint16) if self._samples.has_states else None
                 yield Rows(batch["tokens"], batch["loss_mask"], batch["segments"], states)
 
     def _batches(self, epoch: int) -> list[Batch]:
@@ -130,7 +132,7 @@ class Batches:
         return self._packed[1]
 
     def _read(self, pieces: Row, width: int) -> dict[str, NDArray[Any]]:
-        """Return one row for mlx-data. Hidden states travel as bytes, since mlx-data has no float16."""
+        """Return one row for mlx-data. Hidden states travel as bytes, since mlx-data has no 16-bit numbers."""
         samples = [(self._samples[piece.sample], slice(piece.start, piece.stop)) for piece in pieces]
         row: dict[str, NDArray[Any]] = {
             "tokens": _joined([sample.tokens[at] for sample, at in samples], width),

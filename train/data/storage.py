@@ -61,7 +61,7 @@ def choose_states(
 ) -> CacheChoice:
     """Choose where to keep the hidden states of `tokens` tokens, with an estimate in words.
 
-    `auto` is memory if the float16 states fit, else disk if they fit in `meta.bits`, else online. `reserve` is the
+    `auto` is memory if the 16-bit states fit, else disk if they fit in `meta.bits`, else online. `reserve` is the
     memory that training needs, in bytes; `free` defaults to this machine's free memory. Raises ConfigError or
     OutputError if the place in `config.data.states` does not have enough room.
     """

@@ -17,6 +17,7 @@ from eagle_mlx.cpu import default_streams, use_shortcuts
 from eagle_mlx.data_pipelines import FIRST_ROWS, MakeConfig, beginning, steerable
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.hidden_states import in_16_bits
 from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.progress import tokens_per_second
 from eagle_mlx.sampling_params import SamplingParams
@@ -206,7 +207,7 @@ def probe(target: Target, config: TrainConfig, head: Head | None = None, free: i
     while True:
         part = _random_rows(target, config, count)
         reading_peak, reading = _measured(partial(read, part), begin)
-        part = replace(part, states=np.array(capture_rows(target, layers, part).astype(mx.float32)))
+        part = replace(part, states=np.array(in_16_bits(capture_rows(target, layers, part))))
         taken, learning = _measured(partial(step, part), begin)
         gradients = FLOAT * sum(weight.size for weight in arrays_of(trained.trainable_parameters()).values())
         fixed = min(taken, mx.get_active_memory() - begin + gradients)

@@ -14,7 +14,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import kind_of as known_kind
 from eagle_mlx.heads import load_head
-from eagle_mlx.hidden_states import Example, features_of, last_of, read_states
+from eagle_mlx.hidden_states import Example, features_of, from_16_bits, last_of, read_states
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.target import Target
 
@@ -152,6 +152,6 @@ def _states(head: Head, target: Target, example: Example) -> tuple[list[mx.array
     if example.states is None:
         whole = read_states(target, mx.array(example.tokens)[None], layers)
     else:
-        whole = mx.array(example.states.whole)[None]
+        whole = from_16_bits(example.states.whole)[None]
     whole = whole.astype(mx.float32)
     return list(mx.split(features_of(whole, size), len(layers), axis=-1)) if layers else [], last_of(whole, size)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread, use_shortcuts
 from eagle_mlx.errors import EagleError
 from eagle_mlx.formats.tensors import EXACT
-from eagle_mlx.hidden_states import last_of
+from eagle_mlx.hidden_states import from_16_bits, last_of
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.target import Target, arrays_of
 
@@ -264,7 +264,7 @@ def part_arrays(
 ) -> Arrays:
     """Return the arrays of one part of a batch. `scale` [S]: weight of a position in each draft step."""
     aux_layers = head.named_layers
-    states = mx.array(rows.states) if rows.states is not None else capture_rows(target, aux_layers, rows)
+    states = from_16_bits(rows.states) if rows.states is not None else capture_rows(target, aux_layers, rows)
     return {
         "tokens": mx.array(rows.tokens),
         "segments": mx.array(rows.segments),
