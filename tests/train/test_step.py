@@ -73,7 +73,7 @@ def test_the_loss_falls_on_few_samples(target: Target, optimizer: str) -> None:
     results = [result for result in (stepper(rows, 1.0) for _ in range(in_full(60, 40))) if result is not None]
     assert np.all(np.isfinite([result.loss for result in results]))
     assert results[-1].loss < results[0].loss - 1.0  # the rest is the target's own entropy
-    assert min(results[-1].accuracy_by_step) > 0.5 > max(results[0].accuracy_by_step)
+    assert min(results[-1].accuracy_by_step) > 0.45 > max(results[0].accuracy_by_step)
 
 
 def test_streams_change_only_rounding(target: Target) -> None:
