@@ -39,6 +39,9 @@ class Rows:
     """Index of the first row in the batch of all processes."""
     samples: tuple[tuple[int, ...], ...] = ()
     """The samples in each row; empty in a part of a batch."""
+    texts: tuple[tuple[NDArray[np.int32], ...], ...] = ()
+    """Before capture, for each row and segment: the conversation's tokens up to the end of its piece. The target must
+    read its beginning too. Empty if each segment is a conversation's beginning."""
 
     @classmethod
     def empty(cls, length: int) -> Rows:
@@ -49,9 +52,10 @@ class Rows:
         """Split the rows into at most `parts` smaller batches, none of them empty."""
         cuts = [index for index in np.array_split(np.arange(len(self.tokens)), parts) if len(index)]
         states = [None if self.states is None else self.states[i] for i in cuts]
+        texts = [self.texts[i[0] : i[-1] + 1] for i in cuts]
         return [
-            Rows(self.tokens[i], self.loss_mask[i], self.segments[i], part, self.first + int(i[0]))
-            for i, part in zip(cuts, states, strict=True)
+            Rows(self.tokens[i], self.loss_mask[i], self.segments[i], part, self.first + int(i[0]), texts=own)
+            for i, part, own in zip(cuts, states, texts, strict=True)
         ]
 
 
@@ -93,7 +97,7 @@ class Batches:
             for at, (rows, _) in zip(parts, own, strict=True):
                 found = next(stream) if rows else Rows.empty(self._length)
                 samples = tuple(tuple(piece.sample for piece in row) for row in rows)
-                yield dataclasses.replace(found, first=at.start, samples=samples)
+                yield dataclasses.replace(found, first=at.start, samples=samples, texts=self._texts(rows))
 
     def learned(self, begin: int, until: tuple[int, int], count: int | None = None, first: int = 0) -> set[Piece]:
         """Return what was learned from the first `count` samples, or all, from epoch `begin` up to an epoch and batch.
@@ -121,6 +125,12 @@ class Batches:
             for batch in batches:
                 states = batch["states"].view(np.uint16) if self._samples.has_states else None
                 yield Rows(batch["tokens"], batch["loss_mask"], batch["segments"], states)
+
+    def _texts(self, rows: Sequence[Row]) -> tuple[tuple[NDArray[np.int32], ...], ...]:
+        """Return what the target must read of these rows' conversations; nothing if their states are captured."""
+        if self._samples.has_states:
+            return ()
+        return tuple(tuple(self._samples[piece.sample].tokens[: piece.stop] for piece in row) for row in rows)
 
     def _batches(self, epoch: int) -> list[Batch]:
         """Return the epoch's batches. The last result is cached."""

@@ -234,29 +234,37 @@ def _prompt(target: Target, conversation: Conversation, room: int) -> list[int] 
 def capture_rows(target: Target, aux_layers: Sequence[int], rows: Rows) -> mx.array:
     """Compute the hidden states [B, L, (n + 1) * H] of packed rows lazily: aux layers, then the last layer.
 
-    The target reads each conversation separately, right-padded, so none attends to another.
+    The target reads each conversation separately, right-padded, so none attends to another, and from its beginning.
+    Those of similar length are read together.
     """
-    tokens, places = unpack(rows)
-    states = read_states(target, mx.array(tokens), aux_layers)
-    return states.reshape(-1, states.shape[-1])[mx.array(places)]
+    batches, places = unpack(rows)
+    states = [read_states(target, mx.array(tokens), aux_layers) for tokens in batches]
+    return mx.concatenate([x.reshape(-1, x.shape[-1]) for x in states])[mx.array(places)]
 
 
-def unpack(rows: Rows) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Unpack rows into conversations [N, T]; return them and each position's index [B, L] in the flattened N * T.
+def unpack(rows: Rows) -> tuple[list[NDArray[np.int32]], NDArray[np.int32]]:
+    """Unpack rows into the texts that the target reads, in padded batches [N, T] of at most the rows' B * L tokens.
 
-    Padding has index 0.
+    Also return each position's index [B, L] in the flattened and concatenated batches; padding has index 0.
     """
     row, at = np.nonzero(rows.segments)
-    segment = rows.segments[row, at]
-    begins = np.concatenate([[True], (np.diff(row) != 0) | (np.diff(segment) != 0)]) if len(row) else np.zeros(0, bool)
-    number = np.cumsum(begins) - 1
-    starts = np.flatnonzero(begins)
-    offset = np.arange(len(row)) - starts[number]
-    tokens = np.zeros((len(starts), int(offset.max(initial=0)) + 1), np.int32)
-    tokens[number, offset] = rows.tokens[row, at]
-    places = np.zeros(rows.tokens.shape, np.int32)
-    places[row, at] = number * tokens.shape[1] + offset
-    return tokens, places
+    starts = np.flatnonzero(np.diff(row, prepend=-1) | np.diff(rows.segments[row, at], prepend=-1))
+    pieces = list(zip(np.split(row, starts[1:]), np.split(at, starts[1:]), strict=True)) if len(row) else []
+    texts = [text for of_row in rows.texts for text in of_row] or [rows.tokens[piece] for piece in pieces]
+    order, first, read = sorted(range(len(texts)), key=lambda i: -len(texts[i])), 0, 0
+    batches, places = [], np.zeros(rows.tokens.shape, np.int32)
+    while first < len(order):
+        width = len(texts[order[first]])
+        group = order[first : first + max(1, rows.tokens.size // width)]
+        tokens = np.zeros((len(group), width), np.int32)
+        for number, i in enumerate(group):
+            length = len(texts[i])
+            tokens[number, :length] = texts[i]
+            end = read + number * width + length
+            places[pieces[i]] = np.arange(end - len(pieces[i][0]), end)
+        batches.append(tokens)
+        first, read = first + len(group), read + tokens.size
+    return batches, places
 
 
 def reading_share(most: float, reading: float, writing: float) -> float:
