@@ -27,8 +27,10 @@ from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, ShardWriter
 from eagle_mlx.shards.format import SUFFIX, decode, encode
 from eagle_mlx.target import Target, fingerprint
 
-TokensAndMask = tuple[Sequence[int], Sequence[int]]
-"""Tokens and loss mask of one conversation."""
+from .rendering import Sample
+
+TokensAndMask = tuple[Sequence[int], Sequence[int]] | Sample
+"""Tokens and loss mask of one conversation, and the key of its prompt if it is known."""
 
 TOKENS_PER_SHARD = 4096
 WINDOW = 512
@@ -47,7 +49,7 @@ def capture(
     Conversations of similar length form a right-padded batch of up to `batch_tokens` tokens, so the order is not kept.
     Hidden states are bfloat16.
     """
-    total = sum(len(tokens) for tokens, _ in samples) if isinstance(samples, Sequence) else None
+    total = sum(len(sample[0]) for sample in samples) if isinstance(samples, Sequence) else None
     with _bar(total, progress) as bar:
         yield from capture_batches(target, aux_layers, make_batches(samples, batch_tokens), bar)
 
@@ -60,15 +62,16 @@ def capture_batches(
     remaining = iter(batches)
     while group := list(islice(remaining, len(streams))):
         hidden = _hidden_states(target, aux_layers, group, streams)
-        for (tokens, mask), states in zip(chain.from_iterable(group), chain.from_iterable(hidden), strict=True):
-            states = states[: len(tokens)]
+        for sample, states in zip(chain.from_iterable(group), chain.from_iterable(hidden), strict=True):
+            count = len(sample[0])
+            states = states[:count]
             if not np.isfinite(widened(states)).all():
                 raise TargetError(
-                    f"{target.name} gives hidden states that are NaN or infinite for a conversation of {len(tokens)} "
+                    f"{target.name} gives hidden states that are NaN or infinite for a conversation of {count:,} "
                     "tokens; its weights are damaged, or its dtype is too narrow: load it in float32"
                 )
-            bar.update(len(tokens))
-            yield Example.of(tokens, mask, HiddenStates.split(aux_layers, states))
+            bar.update(count)
+            yield Example.of(*sample, states=HiddenStates.split(aux_layers, states))
 
 
 def make_batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterator[list[TokensAndMask]]:
@@ -90,9 +93,9 @@ def _hidden_states(
     """Return 16-bit hidden states, [B, L, (n + 1) * H], for each batch. Each batch runs on its own stream."""
     states = []
     for batch, stream in zip(group, streams, strict=False):
-        padded = np.zeros((len(batch), max(len(tokens) for tokens, _ in batch)), np.int32)
-        for row, (tokens, _) in enumerate(batch):
-            padded[row, : len(tokens)] = tokens
+        padded = np.zeros((len(batch), max(len(sample[0]) for sample in batch)), np.int32)
+        for row, sample in enumerate(batch):
+            padded[row, : len(sample[0])] = sample[0]
         with mx.stream(stream):
             states.append(in_16_bits(read_states(target, mx.array(padded), aux_layers)))
     with one_blas_thread(len(streams) > 1):
@@ -150,7 +153,7 @@ class ShardCapture:
 
     def tokens(self, shards: Collection[int]) -> int:
         """Return the number of tokens in these shards."""
-        return sum(len(tokens) for index in shards for batch in self._shards[index] for tokens, _ in batch)
+        return sum(len(sample[0]) for index in shards for batch in self._shards[index] for sample in batch)
 
     def run(self, shards: ShardWriter, progress: bool = False) -> None:
         """Capture the missing shards. Raises OutputError if writing fails; shards already written are kept."""
@@ -194,8 +197,9 @@ def shard_meta(target: Target, aux_layers: Sequence[int], bits: int = 16) -> Sha
 
 def _conversations(samples: Sequence[TokensAndMask]) -> str:
     digest, count = hashlib.sha256(), 0
-    for tokens, mask in samples:
-        digest.update(np.array([len(tokens)], "<i8").tobytes())
+    for sample in samples:
+        tokens, mask, *key = sample
+        digest.update(np.array([len(tokens), *key], "<u8").tobytes())
         digest.update(np.array(tokens, "<i4").tobytes() + np.array(mask, np.uint8).tobytes())
         count += len(tokens)
     return f"{len(samples):,} of {count:,} tokens ({digest.hexdigest()[:16]})"

@@ -32,6 +32,15 @@ class Rendered(NamedTuple):
     """1 on the tokens to learn: the assistant's text and the token that ends its turn."""
 
 
+class Sample(NamedTuple):
+    """A rendered conversation to learn from."""
+
+    tokens: list[int]
+    loss_mask: list[int]
+    key: int
+    """The conversation's `prompt_key`."""
+
+
 class Unrendered(NamedTuple):
     """The parts of a conversation that a chat template silently drops."""
 
@@ -114,12 +123,12 @@ class _Template(NamedTuple):
 
 def render_all(
     tokenizer: TokenizerWrapper, conversations: Iterable[Conversation], max_length: int, skip_bad: bool = False
-) -> tuple[list[Rendered], RenderReport]:
+) -> tuple[list[Sample], RenderReport]:
     """Render conversations; drop those without an answer in their first `max_length` tokens. The report counts them.
 
     Conversations are also dropped if every answer renders as nothing and, with `skip_bad`, if `render` refuses them.
     """
-    kept: list[Rendered] = []
+    kept: list[Sample] = []
     report = RenderReport()
     for conversation in conversations:
         try:
@@ -131,7 +140,7 @@ def render_all(
             continue
         if not report.add(lost):
             continue
-        rendered = Rendered(whole.tokens[:max_length], whole.loss_mask[:max_length])
+        rendered = Sample(whole.tokens[:max_length], whole.loss_mask[:max_length], conversation.prompt_key())
         report.cut += len(whole.tokens) > max_length
         if not any(rendered.loss_mask):
             report.dropped += 1

@@ -60,16 +60,19 @@ class Example:
     tokens: NDArray[np.int32]  # [T]
     loss_mask: NDArray[np.uint8]  # [T], 1 on tokens to be learned
     states: HiddenStates | None = None  # None until the target has read the example
+    key: int = 0  # a 64-bit hash of its prompt, `data_pipelines.Conversation.prompt_key`; 0 if it is unknown
 
     @classmethod
-    def of(cls, tokens: Sequence[int], loss_mask: Sequence[int], states: HiddenStates | None = None) -> Example:
-        return cls(np.array(tokens, np.int32), np.array(loss_mask, np.uint8), states)
+    def of(
+        cls, tokens: Sequence[int], loss_mask: Sequence[int], key: int = 0, states: HiddenStates | None = None
+    ) -> Example:
+        return cls(np.array(tokens, np.int32), np.array(loss_mask, np.uint8), states, key)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, at: slice) -> Example:
-        return Example(self.tokens[at], self.loss_mask[at], None if self.states is None else self.states[at])
+        return Example(self.tokens[at], self.loss_mask[at], None if self.states is None else self.states[at], self.key)
 
 
 def read_states(target: Target, tokens: mx.array, layers: Sequence[int]) -> mx.array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,21 @@ from eagle_mlx.command import Parser, Stop, add_flags, arguments, default_text, 
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_writable
+from eagle_mlx.progress import counted
 from eagle_mlx.setting import Group, Setting, find, setting, settings_of
 from eagle_mlx.target import Target, fingerprint
 
 from .config import NOT_WITH_HOURS, SELF, TrainConfig, named_settings
-from .data import check_warmup, data_config, heldout_prompts, make_data, training_data, warmup_data, with_warmup_tokens
+from .data import (
+    TrainData,
+    check_warmup,
+    data_config,
+    heldout_prompts,
+    make_data,
+    training_data,
+    warmup_data,
+    with_warmup_tokens,
+)
 from .distributed import SINGLE_PROCESS, World
 from .hours import HoursPhases
 from .kinds import KINDS, parameters_of, resolved
@@ -199,7 +209,7 @@ def _run(
         config = with_warmup_tokens(config, 0, measured.read, world)
         over_time = HoursPhases(measured.learned, measured.read)
         return target, train(target, over_time, config, head, resume, stop, claimed=folder)
-    prompts = _prompts(target, config, world)
+    _prepare(target, config, world)
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
     lengths = data.samples.lengths
     plan = batches_for(config, sum(lengths), typical(lengths), measured, world.size)
@@ -209,6 +219,7 @@ def _run(
         run_worker(target, data, config, head, world, stop, warmup)
         return None
     config = config if config.data.shards else config.changed(states=data.place)  # for resumed runs too
+    data, prompts = _with_prompts(target, config, data, warmup)
     print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
     phases = PlainPhases(data, prompts, warmup, plan.seen / measured.learned)
     return target, train(target, phases, config, head, resume, stop, world, claimed=folder)
@@ -232,7 +243,8 @@ def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mappi
     )
     best = Path(folder) / BEST
     tau, prompts = report["acceptance_length"], report["acceptance"]["best"]["prompts"]
-    if register(best, config.head.target, "trained", fingerprint(target), tau, prompts):
+    known = tau if report["data"].get("prompts_held_out") else None
+    if register(best, config.head.target, "trained", fingerprint(target), known, prompts):
         if prompts and tau < LEAST:
             print(f"no command offers it without --head {best}: its τ is below {LEAST}", file=sys.stderr)
             return
@@ -240,15 +252,32 @@ def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mappi
         print(f"eagle-serve --target {config.head.target}{adapter} finds it", file=sys.stderr)
 
 
-def _prompts(target: Target, config: TrainConfig, world: World) -> list[list[int]]:
-    """Return the prompts for acceptance measurements (rank 0 only), after the target made up its data if needed.
+def _prepare(target: Target, config: TrainConfig, world: World) -> None:
+    """Let the target make up its data if needed.
 
-    Prompts from another source are read first, so that errors show before making data takes hours.
+    Raises the errors of reading prompts for acceptance measurements before work that takes hours.
     """
-    named = [] if config.prompts_are_heldout or not world.is_rank_zero else heldout_prompts(target, config)
+    if not config.prompts_are_heldout and world.is_rank_zero:
+        heldout_prompts(target, config, most=1)
     if config.data.is_self:
         make_data(target, config, world)
-    return named or (heldout_prompts(target, config) if world.is_rank_zero else [])
+    if config.prompts_are_heldout and world.is_rank_zero:
+        heldout_prompts(target, config, most=1)
+
+
+def _with_prompts(
+    target: Target, config: TrainConfig, data: TrainData, warmup: TrainData | None
+) -> tuple[TrainData, list[list[int]]]:
+    """Return the data, with a report on the prompts, and prompts that are not trained on."""
+    trained = data.samples.keys | (warmup.samples.keys if warmup is not None else frozenset())
+    prompts = heldout_prompts(target, config, trained)
+    facts = prompts.facts(trained)
+    if prompts.left_out:
+        left_out = counted(prompts.left_out, "conversation")
+        print(f"prompts: {left_out} left out, because the head is trained on them", file=sys.stderr)
+    if not facts["prompts_held_out"]:
+        print("prompts: the data does not say which conversations it holds; some may be trained on", file=sys.stderr)
+    return replace(data, report={**data.report, **facts}), prompts.tokens
 
 
 def flags_parser() -> Parser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -214,8 +214,8 @@ def _make(
             conversation, key = ended.result()
             ended.report.heldout = int(conversation is not None and conversation.is_held_out)
             row = b"" if conversation is None else as_line(conversation, domain=ended.domain)
-            if row and isinstance(selection.shards, MadeShards) and ended.example is not None:
-                selection.shards.keep(ended.number, ended.example)
+            if conversation is not None and isinstance(selection.shards, MadeShards) and ended.example is not None:
+                selection.shards.keep(ended.number, replace(ended.example, key=conversation.prompt_key()))
             part.add(ended.number, key, ended.report.counts(), row)
             selection.add(ended.number, key, ended.report.counts(), bool(row))
             shown.update(min(selection.ended[unit], wanted.rows or wanted.tokens) - shown.n)

@@ -146,6 +146,7 @@ def encode(examples: Sequence[Example], meta: ShardMeta) -> bytes:
         "tokens": np.concatenate([one.tokens for one in examples]).astype(np.int32),
         "loss_mask": np.concatenate([one.loss_mask for one in examples]).astype(np.uint8),
         "lengths": np.array([len(one) for one in examples], np.int32),
+        "keys": np.array([one.key for one in examples], np.uint64),
     }
     states = [one.states for one in examples if one.states is not None]
     for name, arrays in (("aux", [one.features for one in states]), ("last", [one.last for one in states])):
@@ -158,7 +159,8 @@ def encode(examples: Sequence[Example], meta: ShardMeta) -> bytes:
     return safetensors.numpy.save(tensors)
 
 
-def decode(path: Path, rows: slice, meta: ShardMeta) -> Example:
+def decode(path: Path, rows: slice, meta: ShardMeta, number: int = 0) -> Example:
+    """Read the example with this number in a shard's file, whose tokens are in `rows`."""
     with safe_open(str(path), "numpy") as file:
 
         def states(name: str) -> Bits:
@@ -168,7 +170,8 @@ def decode(path: Path, rows: slice, meta: ShardMeta) -> Example:
             return dequantize(values, file.get_slice(f"{name}_scales")[rows], meta.hidden_size)
 
         tokens, loss_mask = file.get_slice("tokens")[rows], file.get_slice("loss_mask")[rows]
-        return Example(tokens, loss_mask, HiddenStates(meta.aux_layers, states("aux"), states("last")))
+        held = HiddenStates(meta.aux_layers, states("aux"), states("last"))
+        return Example(tokens, loss_mask, held, int(file.get_slice("keys")[number : number + 1][0]))
 
 
 def blocks(hidden_size: int) -> int:
@@ -256,7 +259,7 @@ class ShardReader:
         rows = slice(*map(int, self._check(shard)[row : row + 2]))
         path = self.folder / self.files[shard].name
         try:
-            return decode(path, rows, self.meta)
+            return decode(path, rows, self.meta, row)
         except (SafetensorError, OSError) as e:  # it was changed after its check
             raise ShardError(f"{path} can no longer be read: {e}; {_remedy(path)}") from e
 

@@ -307,6 +307,7 @@ def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole
             )
             assert np.allclose(widened(sample.states.last[:-1]), widened(other.states.last[:-1]), rtol=1e-2, atol=2e-3)
             assert not sample.states.last[-1].any(), "no forward read the last token"
+            assert sample.key == row.prompt_key()
             said = [m.content for m in row.messages if m.role == "assistant"]
             assert _learned_texts(target, sample) == said
 

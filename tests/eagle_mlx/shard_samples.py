@@ -23,6 +23,7 @@ def sample(length: int, seed: int = 0) -> Example:
             rounded(rng.normal(size=(length, 8)).astype(np.float32)),
             rounded(rng.normal(size=(length, 4)).astype(np.float32)),
         ),
+        int(rng.integers(0, 1 << 64, dtype=np.uint64)),
     )
 
 
@@ -33,7 +34,7 @@ def same(a: Example, b: Example) -> bool:
         (a.states.features, b.states.features),
         (a.states.last, b.states.last),
     )
-    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
+    return a.key == b.key and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 
 def write(folder: Path, lengths: list[int], tokens_per_shard: int = 20) -> list[Example]:

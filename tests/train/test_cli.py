@@ -10,9 +10,12 @@ import pytest
 
 from eagle_mlx.catalog.head_search import records, records_for
 from eagle_mlx.data_pipelines import capture_to_shards
+from eagle_mlx.data_pipelines.cli import main as collect
 from eagle_mlx.heads import load_head
 from eagle_mlx.target import fingerprint, load_target
 from eagle_mlx.train.cli import main
+from eagle_mlx.train.publish.bundle import read_source
+from eagle_mlx.train.publish.card import of_training
 from eagle_mlx.train.report.plots import PICTURES
 from tests.fakes import tiny_target_folder
 
@@ -106,6 +109,47 @@ def test_training_from_shards(target: Path, chats: Path, tmp_path: Path, capsys:
     assert run(smaller, chats, tmp_path / "other", *more) == 2
     assert "hidden size 32" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_rows_of_the_shards_are_not_measured(
+    target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    shards, out = str(tmp_path / "shards"), tmp_path / "out"
+    source = ["--data", str(chats), "--max-length", "64"]
+    assert collect(["collect", "--target", str(target), *source, "--output", shards]) == 0
+    monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "cache"))
+    report = trained_on(target, out, "--shards", shards, "--eval-data", str(chats))
+    learned, rows = report["data"]["conversations"], len(chats.read_text().splitlines())
+    assert 0 < report["data"]["prompts_left_out"] <= learned < rows
+    assert report["data"]["prompts_held_out"] is True
+    assert report["acceptance"]["best"]["prompts"] <= rows - learned
+    left_out = f"{report['data']['prompts_left_out']} conversations left out, because the head is trained on them"
+    assert left_out in capsys.readouterr().err
+    [found] = records()
+    assert found.acceptance_length == report["acceptance_length"]
+
+
+def test_shards_that_do_not_know_their_conversations_give_no_held_out_figure(
+    target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    texts = [(list(range(20)), [0] * 5 + [1] * 15)] * 6
+    capture_to_shards(load_target(str(target)), (0, 2), texts, tmp_path / "shards")
+    monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "cache"))
+    report = trained_on(target, tmp_path / "out", "--shards", f"{tmp_path}/shards", "--eval-data", str(chats))
+    assert report["data"]["prompts_held_out"] is False
+    assert "the data does not say which conversations it holds" in capsys.readouterr().err
+    [found] = records()
+    assert found.acceptance_length is None
+    figures = of_training(read_source(tmp_path / "out"), "owner/tiny")
+    assert figures is not None
+    assert "held out" not in figures.data + figures.how
+    assert "held-out" not in figures.how
+
+
+def trained_on(target: Path, out: Path, *data: str) -> dict[str, Any]:
+    assert main(["--target", str(target), *data, "--output", str(out), "--max-steps", "1", *SMALL]) == 0
+    report: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return report
 
 
 def test_the_same_seed_gives_the_same_head(target: Path, chats: Path, tmp_path: Path) -> None:

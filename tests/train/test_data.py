@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle_mlx.data_pipelines import capturing
+from eagle_mlx.data_pipelines import Conversation, capturing
+from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.hidden_states import Bits, Example
 from eagle_mlx.shards import ShardMeta, ShardWriter, bytes_per_token
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import storage
+from eagle_mlx.train.data.examples import OnDisk
 from eagle_mlx.train.data.sources import TrainData, heldout_prompts, training_data
 from eagle_mlx.train.data.storage import choose_states
 from tests.fakes import tiny_target
@@ -51,12 +53,12 @@ def test_maps_and_filters_reach_training_and_held_out_prompts(tmp_path: Path) ->
     report = training_data(TARGET, mapped).report
     assert report["conversations"] > 180
     assert report["left_out"] == 0
-    prompts = heldout_prompts(TARGET, mapped)
+    prompts = heldout_prompts(TARGET, mapped).tokens
     assert 0 < len(prompts) < 20  # one in 25
     assert TARGET.tokenizer is not None
     texts = [TARGET.tokenizer.decode(prompt) for prompt in prompts]
     assert ["odd:" in text for text in texts[:2]] == [True, False], "from both sources in turn"
-    assert len(heldout_prompts(TARGET, config(usual, eval_data=odd, map=("prompt=q,completion=a",)))) == 100
+    assert len(heldout_prompts(TARGET, config(usual, eval_data=odd, map=("prompt=q,completion=a",))).tokens) == 100
     with pytest.raises(DataError, match="no usable conversations"):
         training_data(TARGET, config(usual, keep_tokens="500:"))
 
@@ -66,9 +68,38 @@ def test_measured_prompts_are_not_learned(tmp_path: Path) -> None:
     weighted = config(f"{source}=1")
     data = training_data(TARGET, weighted)
     learnt = [data.samples[i].tokens.tolist() for i in range(data.report["conversations"])]
-    prompts = heldout_prompts(TARGET, weighted)
+    prompts = heldout_prompts(TARGET, weighted).tokens
     assert len(learnt) + len(prompts) == 200
     assert not any(tokens[: len(prompt)] == prompt for prompt in prompts for tokens in learnt)
+
+
+def test_conversations_in_the_training_data_are_no_prompts(tmp_path: Path) -> None:
+    """Also if it is shards, or the same file under another name."""
+    source = chats(tmp_path, "all", 200)
+    data = training_data(TARGET, config(source, output=str(tmp_path / "head"), states="disk"))
+    assert isinstance(data.samples, OnDisk)
+    assert data.samples.keys == training_data(TARGET, config(source, states="online")).samples.keys
+    assert {data.samples[i].key for i in range(5)} < data.samples.keys
+    held_out = heldout_prompts(TARGET, config(source))
+    (tmp_path / "other").mkdir()
+    same = str(tmp_path / "other" / ".." / "all.jsonl")
+    from_shards = TrainConfig.of(target="tiny", shards=(f"{tmp_path}/head.shards",), eval_data=source, eval_tokens=8)
+    for settings in (from_shards, config(source, eval_data=same)):
+        prompts = heldout_prompts(TARGET, settings, data.samples.keys)
+        assert prompts.tokens == held_out.tokens
+        assert prompts.left_out == data.report["conversations"] == 200 - len(held_out.tokens)
+        assert prompts.facts(data.samples.keys) == {"prompts_held_out": True, "prompts_left_out": prompts.left_out}
+        assert not heldout_prompts(TARGET, settings).facts(data.samples.keys)["prompts_held_out"]
+        assert not prompts.facts({0})["prompts_held_out"], "shards that do not know what they hold"
+    learned = tmp_path / "learned.jsonl"
+    lines = Path(source).read_text(encoding="utf-8").splitlines(keepends=True)
+    learned.write_text("".join(line for line in lines if not conversation(line).is_held_out), encoding="utf-8")
+    with pytest.raises(DataError, match=rf"learned.jsonl: .*all {prompts.left_out} are trained on.*--eval-data"):
+        heldout_prompts(TARGET, config(source, eval_data=str(learned)), data.samples.keys)
+
+
+def conversation(line: str) -> Conversation:
+    return parse_row(json.loads(line), "")
 
 
 def test_skip_bad_skips_unusable_rows(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle_mlx.data_pipelines import Sample
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.train.data.examples import (
     choose_draft_vocab,
@@ -18,7 +19,7 @@ from tests.fakes import tiny_target
 
 
 def test_only_learned_tokens_count() -> None:
-    counts = count_tokens([([1, 2, 2, 5], [0, 1, 1, 1]), ([5, 5], [1, 0])], 6)
+    counts = count_tokens([Sample([1, 2, 2, 5], [0, 1, 1, 1], 7), Sample([5, 5], [1, 0], 8)], 6)
     assert counts.tolist() == [0, 0, 2, 0, 0, 2]
 
 

@@ -112,6 +112,7 @@ def test_a_head_is_trained_in_the_given_time(whole: tuple[Path, dict[str, Any], 
     assert len(made) >= 3
     assert made[1] < 1.5 * made[0], "the data double"
     assert report["data"]["tokens"] == sum(made)
+    assert report["data"]["prompts_held_out"] is True
     assert report["tokens"] == pytest.approx(2 * sum(made), rel=0.2), "--epochs passes"
     written = json.loads((out / "report.json").read_text())
     assert written["data"] == report["data"]

@@ -388,6 +388,9 @@ def test_the_last_head_of_a_run_has_its_own_figures(made: Made) -> None:
     [run] = figures.taus
     assert (figures.data, run["prompts"], run["acceptance_length"]) == ("chats.jsonl, held out", 7, 1.5)
     assert of_training(replace(told, which="best"), "owner/tiny") is None
+    further = of_training(replace(told, report={**told.report, "started_from": "some/head"}), "owner/tiny")
+    assert further is not None
+    assert further.data == "chats.jsonl, held out from this run"
 
 
 FOUND = {"acceptance_length": 2.0, "acceptance_by_position": [0.5, 0.5], "depth": 2, "prompts": 7, "left_out": 3}

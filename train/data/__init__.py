@@ -4,6 +4,7 @@ from .batches import Batches, Rows
 from .examples import Examples, InMemory, Joined, OnDisk
 from .packing import Piece, count_learned
 from .sources import (
+    EvalPrompts,
     TrainData,
     capture_rows,
     check_warmup,

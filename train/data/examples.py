@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from eagle_mlx.data_pipelines import Sample
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.hidden_states import Example
@@ -32,6 +33,11 @@ class InMemory:
 
     def __getitem__(self, index: int) -> Example:
         return self._examples[index]
+
+    @property
+    def keys(self) -> frozenset[int]:
+        """The keys of the conversations' prompts, with 0 if one is unknown."""
+        return frozenset(example.key for example in self._examples)
 
     @property
     def loss_tokens(self) -> int:
@@ -83,6 +89,11 @@ class OnDisk:
         return counts
 
     @property
+    def keys(self) -> frozenset[int]:
+        """The keys of the conversations' prompts, with 0 if one is unknown."""
+        return frozenset(key for entry in self._reader.files for key in self._array(entry.name, "keys").tolist())
+
+    @property
     def loss_tokens(self) -> int:
         """The number of tokens to learn, before cutting."""
         return self._reader.loss_tokens
@@ -106,6 +117,11 @@ class Joined:
         part, row = self._place(index)
         return part[row]
 
+    @property
+    def keys(self) -> frozenset[int]:
+        """The keys of the conversations' prompts, with 0 if one is unknown."""
+        return frozenset().union(*(part.keys for part in self._parts))
+
     def where(self, index: int) -> str:
         part, row = self._place(index)
         return part.where(row)
@@ -119,10 +135,10 @@ Examples = InMemory | OnDisk | Joined
 """Examples by index. In one source, either all or none have hidden states."""
 
 
-def count_tokens(samples: Iterable[tuple[Sequence[int], Sequence[int]]], vocab_size: int) -> NDArray[np.int64]:
-    """Count each token id with loss mask 1 in pairs of tokens and mask: [V]."""
+def count_tokens(samples: Iterable[Sample], vocab_size: int) -> NDArray[np.int64]:
+    """Count each token id with loss mask 1: [V]."""
     counts = np.zeros(vocab_size, np.int64)
-    for tokens, mask in samples:
+    for tokens, mask, _ in samples:
         learned = np.asarray(tokens, np.int64)[np.asarray(mask, bool)]
         counts += np.bincount(learned, minlength=vocab_size)
     return counts

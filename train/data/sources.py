@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from eagle_mlx.data_pipelines import (
     Conversation,
     DataConfig,
     ReadReport,
-    Rendered,
+    Sample,
     capture,
     capture_to_shards,
     prompt_tokens,
@@ -86,7 +86,7 @@ def _samples(
     config: TrainConfig,
     place: Place,
     aux_layers: tuple[int, ...],
-    rendered: list[Rendered],
+    rendered: list[Sample],
     progress: bool,
 ) -> Examples:
     """Return the conversations, with hidden states if they are captured in advance."""
@@ -104,37 +104,64 @@ def _samples(
     return OnDisk(ShardReader(folder), None if aux_layers else ())
 
 
-def heldout_prompts(target: Target, config: TrainConfig) -> list[list[int]]:
+@dataclass(frozen=True)
+class EvalPrompts:
+    """Prompts to measure acceptance."""
+
+    tokens: list[list[int]]
+    keys: frozenset[int]
+    """The keys of the conversations, which must not be trained on."""
+    left_out: int
+    """Conversations that were left out because they are trained on."""
+
+    def facts(self, trained: Collection[int]) -> dict[str, Any]:
+        """Return the report's facts. `trained`: the keys of all conversations that are trained on, 0 if unknown."""
+        held_out = 0 not in trained and self.keys.isdisjoint(trained)
+        return {"prompts_held_out": held_out, "prompts_left_out": self.left_out}
+
+
+def heldout_prompts(target: Target, config: TrainConfig, trained: Collection[int] = (), most: int = 0) -> EvalPrompts:
     """Return prompts to measure acceptance: held-out conversations up to the last answer, or beginnings of texts.
 
-    They come from all sources in turn, or from the one in `eval_data`, which is used entirely if it is not trained on.
-    Raises DataError if there are none.
+    They come from all sources in turn, or from the one in `eval_data`. Conversations whose keys are in `trained` are
+    left out. `most`: return at most this many, by default as many as configured. Raises DataError if there are none.
     """
     learned, named = data_config(config), config.evaluation.data
     sources = (learned.sources[0] if config.prompts_are_heldout else named,) if named else learned.sources
-    in_turn = zip_longest(*(_prompts_of(target, config, learned, source) for source in sources))
-    found = (prompt for prompts in in_turn for prompt in prompts if prompt is not None)
-    prompts = list(islice(found, config.evaluation.prompts or MOST_PROMPTS))
+    in_turn = zip_longest(*(_prompts_of(target, config, learned, source, trained) for source in sources))
+    found = (pair for pairs in in_turn for pair in pairs if pair is not None)
+    prompts: list[tuple[int, list[int]]] = []
+    left_out = 0
+    most = most or config.evaluation.prompts or MOST_PROMPTS
+    while len(prompts) < most and (pair := next(found, None)) is not None:
+        if pair[1]:
+            prompts.append(pair)
+        left_out += not pair[1]
     if not prompts:
+        why = f"all {left_out:,} are trained on" if left_out else "one in 25 is held out"
         raise DataError(
-            f"{', '.join(sources)}: no held-out conversations to measure acceptance (one in 25 is held out); choose "
-            "other prompts with --eval-data"
+            f"{', '.join(sources)}: no held-out conversations to measure acceptance ({why}); choose other prompts with "
+            "--eval-data"
         )
-    return prompts
+    return EvalPrompts([tokens for _, tokens in prompts], frozenset(key for key, _ in prompts), left_out)
 
 
-def _prompts_of(target: Target, config: TrainConfig, learned: DataConfig, source: str) -> Iterator[list[int]]:
+def _prompts_of(
+    target: Target, config: TrainConfig, learned: DataConfig, source: str, trained: Collection[int]
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield keys and prompts; no tokens if the conversation is trained on."""
     wanted = learned.alone(source)
     [spec] = wanted.sources
     in_part = spec.startswith("builtin:") or spec in [source.spec for source in learned.parsed]
     split: Literal["heldout", "all"] = "heldout" if in_part else "all"
     for conversation in read_conversations(wanted, split, target.tokenizer):
-        prompt = _prompt(target, conversation, config.evaluation.tokens)
+        key = conversation.prompt_key()
+        prompt = [] if key in trained else _prompt(target, conversation, config.evaluation.tokens)
         if prompt is not None:
-            yield prompt
+            yield key, prompt
 
 
-def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[Rendered], int]:
+def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[Sample], int]:
     """Render the conversations and count those left out; with `progress`, print what the template drops."""
     if target.tokenizer is None:
         raise TargetError("the target has no tokenizer, so it cannot read conversations; train from shards instead")
@@ -312,11 +339,11 @@ def check_warmup(target: Target, config: TrainConfig) -> None:
         raise DataError(f"no text in {', '.join(config.data.warmup_data)}; check --warmup-data")
 
 
-def warmup_data(target: Target, config: TrainConfig, own: TrainData) -> TrainData | None:
+def warmup_data(target: Target, config: TrainConfig, own: TrainData, without: Collection[int] = ()) -> TrainData | None:
     """Return about `config.data.warmup_tokens` tokens of text for a head with the layers and vocabulary of `own`.
 
-    Return None without a warm-up. Hidden states are captured for each batch, since most text is read once. Raises
-    DataError if nothing is usable.
+    Return None without a warm-up. Texts whose keys are in `without` are left out. Hidden states are captured for each
+    batch, since most text is read once. Raises DataError if nothing is usable.
     """
     tokenizer = target.tokenizer
     if not config.data.warmup_data or tokenizer is None:
@@ -327,6 +354,7 @@ def warmup_data(target: Target, config: TrainConfig, own: TrainData) -> TrainDat
     tokens = 0
     while tokens < config.data.warmup_tokens and (block := list(islice(found, 256))):
         rendered, _ = render_all(tokenizer, block, length, config.data.filters.skip_bad)
+        rendered = [one for one in rendered if one.key not in without]
         examples += [Example.of(*one) for one in rendered]
         tokens += sum(len(one.tokens) for one in rendered)
     if not examples:

@@ -109,7 +109,7 @@ class HoursPhases(Phases):
         names = ("tokens", "made_seconds", "acceptance_length")
         portions = [{name: getattr(one, name) for name in names} for one in self._journal.portions]
         hours = round(self._watch.elapsed / 3600, 4)
-        found = {**run.data.report, "portions": portions, "hours": hours}
+        found = {**run.data.report, **self._facts(), "portions": portions, "hours": hours}
         if self._journal.warmup is not None:
             found["warmup_tokens"] = self._journal.warmup.tokens
         return found, self._learned()
@@ -144,7 +144,7 @@ class HoursPhases(Phases):
         saved = self._run.saved
         whole = sum(1 for portion in self._journal.portions if portion.tokens)
         begin = self._watch.elapsed
-        self._run.begin(self._portions.data(whole), self._portions.prompts(), self._total, times=6)
+        self._run.begin(self._portions.data(whole), self._portions.prompts.tokens, self._total, times=6)
         if saved is None:
             self._evaluation = self._watch.elapsed - begin
         else:
@@ -162,7 +162,7 @@ class HoursPhases(Phases):
                     "--warmup-data gets no time: the target writes and learns about as fast as it reads and learns"
                 )
             return
-        data = warmup_data(run.target, self._config, self._portions.data(1))
+        data = warmup_data(run.target, self._config, self._portions.data(1), self._portions.prompts.keys)
         if data is None:
             return
         run.learn_from(data)
@@ -299,7 +299,13 @@ class HoursPhases(Phases):
         assert run.best is not None
         if self._folder.resolve() == Path(self._config.run.output).resolve():
             name, mark, best = self._config.head.target, fingerprint(run.target), run.best[1]
-            register(self._folder / BEST, name, "trained", mark, best.acceptance_length, best.prompts)
+            tau = best.acceptance_length if self._facts()["prompts_held_out"] else None
+            register(self._folder / BEST, name, "trained", mark, tau, best.prompts)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the report's facts about the prompts."""
+        whole = sum(1 for portion in self._journal.portions if portion.tokens)
+        return self._portions.prompts.facts(self._portions.data(whole).samples.keys)
 
     def _fresh(self, number: int) -> int:
         """Return the first portion that may not be completely learned before the phase of portion `number`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import mlx.core as mx
@@ -35,7 +36,7 @@ from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, bytes_per_token
 from eagle_mlx.target import Target
 
 from ..config import MOST_PROMPTS, TrainConfig
-from ..data import InMemory, Joined, OnDisk, TrainData, data_on_disk, free_disk, heldout_prompts
+from ..data import EvalPrompts, InMemory, Joined, OnDisk, TrainData, data_on_disk, free_disk, heldout_prompts
 from ..kinds import Head, aux_layers_of
 from ..run import MADE
 from ..step import WarmupStableDecay
@@ -142,8 +143,9 @@ class Portions:
         wanted = Wanted(rows=self._config.evaluation.prompts or MOST_PROMPTS)
         make_to_file(growing_engine(self._target), making, wanted, file, limits=Limits(enough=enough))
 
-    def prompts(self) -> list[list[int]]:
-        """Return the tokens of the held-out prompts. No training conversation begins with one of them."""
+    @cached_property
+    def prompts(self) -> EvalPrompts:
+        """The held-out prompts. No training conversation begins with one of those that the target made."""
         named = not self._config.prompts_are_heldout
         config = self._config if named else self._config.changed(eval_data=str(self._folder / _HELD_OUT))
         return heldout_prompts(self._target, config)
