@@ -241,6 +241,8 @@ def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mappi
         f"{report['untrained_acceptance_length']:.2f}, after {report['tokens']:,} tokens in "
         f"{report['train_seconds']:.0f} s; the head is in {folder}/{BEST}"
     )
+    if not report["better_than_start"]:
+        print("no later head was better than the start, so the start is the best head", file=sys.stderr)
     best = Path(folder) / BEST
     tau, prompts = report["acceptance_length"], report["acceptance"]["best"]["prompts"]
     known = tau if report["data"].get("prompts_held_out") else None

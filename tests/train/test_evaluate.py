@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from eagle_mlx.data_pipelines import capture
+from eagle_mlx.heads import load_head
 from eagle_mlx.request import Output
+from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.data import InMemory, TrainData
 from eagle_mlx.train.evaluation import Evaluator, affordable, summarize
+from eagle_mlx.train.run import PlainPhases, train
 from tests.fakes import tiny_head, tiny_target
+from tests.train.test_step import conversations
 
 
 def output(tokens: list[int], rounds: int, drafted: list[int], accepted: list[int]) -> Output:
@@ -73,3 +81,21 @@ def test_some_texts_are_kept_for_people_to_read() -> None:
     bare = Evaluator(tiny_target(), [[1, 2, 3]], depth=2, max_tokens=8)
     bare.measure(tiny_head(tiny_target()))
     assert bare.generations == []
+
+
+@pytest.mark.parametrize(("start", "lr", "improves"), [("linear", 0.1, False), ("random", 3e-3, True)])
+def test_a_head_that_training_made_worse_is_not_the_best(tmp_path: Path, start: str, lr: float, improves: bool) -> None:
+    """The start is then the best head: it is saved, and the report says so."""
+    target, out = tiny_target(tokenizer=True), tmp_path / "out"
+    prompts = [tokens[:6] for tokens, _ in conversations(target, 12)]
+    learned = InMemory(list(capture(target, (0, 2, 3), conversations(target, 40))))
+    data = TrainData(learned, (0, 2, 3), None, {})
+    more = {"max_steps": 12, "eval_steps": 12, "eval_tokens": 16, "lr": lr, "start": start, "output": str(out)}
+    config = TrainConfig.of(target="tiny", rows=4, length=32, unroll=2, lanes=1, dtype="float32", **more)
+    report = train(target, PlainPhases(data, prompts), config)
+    begun, last = (report["acceptance"][name]["acceptance_length"] for name in ("untrained", "last"))
+    assert (last >= begun) == improves
+    assert report["better_than_start"] == improves
+    assert (report["best_step"], report["acceptance_length"]) == ((12, last) if improves else (0, begun))
+    measured = Evaluator(target, prompts, max_tokens=16).measure(load_head(out / "best", target))
+    assert measured.acceptance_length == pytest.approx(report["acceptance_length"])

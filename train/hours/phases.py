@@ -296,7 +296,6 @@ class HoursPhases(Phases):
     def _register(self) -> None:
         """Register the best head so far for the commands that serve the target."""
         run = self._run
-        assert run.best is not None
         if self._folder.resolve() == Path(self._config.run.output).resolve():
             name, mark, best = self._config.head.target, fingerprint(run.target), run.best[1]
             tau = best.acceptance_length if self._facts()["prompts_held_out"] else None

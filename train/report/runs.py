@@ -47,7 +47,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     settings = dict((report or about or {}).get("config") or {})
     losses = [row.get("loss") for row in rows if row["kind"] == "train"]
     evals = [row for row in rows if row["kind"] == "eval" and "acceptance_length" in row]
-    best = max(evals, key=lambda row: float(row["acceptance_length"]), default={})
+    best = max(evals, key=lambda row: (float(row["acceptance_length"]), row["step"] > 0), default={})
     now, first, last = (rows or [{}])[-1], (evals or [{}])[0], (evals or [{}])[-1]
     untrained = first["acceptance_length"] if first.get("step") == 0 else None
     unfinished = "unfinished" if now else "unfinished, nothing measured"

@@ -94,6 +94,8 @@ class Run:
     evaluator: Evaluator
     schedule: Schedule
     untrained: Acceptance
+    best: tuple[int, Acceptance]
+    """The step of the head with the largest τ, 0 for the start, and its measurement."""
     latest: Acceptance
     """The latest measurement after a step."""
 
@@ -113,7 +115,6 @@ class Run:
         self.target, self.config, self.folder, self.tracker, self.stop = target, config, folder, tracker, stop
         self.existing, self.watch, self.saved = head, watch, saved
         self.progress = saved.state.progress if saved else Progress()
-        self.best: tuple[int, Acceptance] | None = None
         self.begun = False
         self.learned_until = 0.0
         """Second of the run at which the steps of the latest phase ended."""
@@ -162,6 +163,8 @@ class Run:
             if seconds and not how.prompts:
                 self._choose_evaluations(seconds, times)
             self.untrained = self._measure()
+            self.best = (self.progress.step, self.untrained)
+            self._save_head(BEST, self.untrained)
 
     def _choose_evaluations(self, seconds: float, times: int) -> None:
         """Choose the number of prompts and of measurements by their measured cost, and record both for resumed runs."""
@@ -304,10 +307,14 @@ class Run:
         return found
 
     def evaluate(self) -> Acceptance:
-        """Measure acceptance. Save the head as `last`, and also as `best` if τ has improved."""
+        """Measure acceptance. Save the head as `last`, and also as `best` if τ has improved.
+
+        The start is a candidate too, but loses a tie.
+        """
         found = self.latest = self._measure()
         self._save_head(LAST, found)
-        if self.best is None or found.acceptance_length > self.best[1].acceptance_length:
+        step, best = self.best
+        if (found.acceptance_length, True) > (best.acceptance_length, step > 0):
             self.best = (self.progress.step, found)
             self._save_head(BEST, found)
         return found
@@ -322,9 +329,8 @@ class Run:
         kind_of(self.head).save(merged(self.head), self.folder / name, called, extra, file_type(self.config))
 
     def save_state(self) -> None:
-        best_step, best = self.best or (None, None)
         due = self._next_eval or 0.0
-        now = RunState(self.progress, self.watch.elapsed, due, self.untrained, best_step, best, self._recent)
+        now = RunState(self.progress, self.watch.elapsed, due, self.untrained, *self.best, self._recent)
         saved = Checkpoint(now, arrays_of(self.head.trainable_parameters()), self.stepper.state())
         state.save(self.folder, saved, self.config.run.checkpoints)
         self._plan_next_save()
@@ -335,7 +341,7 @@ class Run:
         self._workers.sync(self.stepper)
         now = saved.state
         self.progress, self.untrained, self._recent = now.progress, now.untrained, now.recent
-        self.best = (now.best_step, now.best) if now.best_step is not None and now.best else None
+        self.best = now.best_step, now.best
         self._next_eval = now.next_eval
         self.watch.restart(now.elapsed)
         tqdm.write(f"resuming after step {self.progress.step}")

@@ -105,8 +105,8 @@ class RunState:
     next_eval: float
     """Step, second or share of the run at which the next evaluation is due."""
     untrained: Acceptance
-    best_step: int | None
-    best: Acceptance | None
+    best_step: int
+    best: Acceptance
     recent: list[StepResult]
     """Results of steps that are not in metrics.jsonl yet."""
 

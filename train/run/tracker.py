@@ -205,7 +205,6 @@ class Tracker:
 
 def outcome(run: Run, last: Acceptance, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's report. `last`: the final measurement. `data`: facts about the data."""
-    assert run.best is not None
     (best_step, best), config, progress = run.best, run.config, run.progress
     logged = [row for row in run.tracker.rows if row["kind"] == "train"]
     acceptance = {"untrained": run.untrained, "best": best, "last": last}
@@ -217,6 +216,7 @@ def outcome(run: Run, last: Acceptance, data: Mapping[str, Any]) -> dict[str, An
         "acceptance_by_position": best.acceptance_by_position,
         "untrained_acceptance_length": run.untrained.acceptance_length,
         "best_step": best_step,
+        "better_than_start": best_step > 0,
         "acceptance": {name: dataclasses.asdict(found) for name, found in acceptance.items()},
         "loss": logged[-1]["loss"] if logged else None,
         "accuracy_by_step": logged[-1]["accuracy_by_step"] if logged else None,
