@@ -71,7 +71,7 @@ def capture_batches(
                     "tokens; its weights are damaged, or its dtype is too narrow: load it in float32"
                 )
             bar.update(count)
-            yield Example.of(*sample, states=HiddenStates.split(aux_layers, states))
+            yield replace(Example.of(*sample), states=HiddenStates.split(aux_layers, states))
 
 
 def make_batches(samples: Iterable[TokensAndMask], batch_tokens: int) -> Iterator[list[TokensAndMask]]:

@@ -63,10 +63,8 @@ class Example:
     key: int = 0  # a 64-bit hash of its prompt, `data_pipelines.Conversation.prompt_key`; 0 if it is unknown
 
     @classmethod
-    def of(
-        cls, tokens: Sequence[int], loss_mask: Sequence[int], key: int = 0, states: HiddenStates | None = None
-    ) -> Example:
-        return cls(np.array(tokens, np.int32), np.array(loss_mask, np.uint8), states, key)
+    def of(cls, tokens: Sequence[int], loss_mask: Sequence[int], key: int = 0) -> Example:
+        return cls(np.array(tokens, np.int32), np.array(loss_mask, np.uint8), key=key)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -155,7 +155,7 @@ class Try(Task):
             if states is None:
                 raise DataError(f"try {self.number}: some hidden states of its answer were not captured")
             mask = [*mask, *([1] * len(request.tokens))]
-            example = Example.of([*request.prompt, *request.tokens], mask, states=states)
+            example = replace(Example.of([*request.prompt, *request.tokens], mask), states=states)
         why = why_no_answer(output.text, said, self._special)
         if why is not None:
             self.fail(why)

@@ -378,6 +378,17 @@ def test_without_a_report_the_card_shows_the_configs_steps_and_tokens(
     assert "| tokens | 56,789 |" in shown
 
 
+@pytest.mark.parametrize(
+    ("step", "said"), [(0, ", but no later head was better than this one, the start"), (8, ", this checkpoint after 8")]
+)
+def test_the_card_says_which_head_of_a_run_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, said: str
+) -> None:
+    folder = head_folder(tmp_path / "run" / "best")
+    (folder.parent / "report.json").write_text(json.dumps({"steps": 12, "best_step": step}))
+    assert f"| steps | 12{said} |" in dry(folder, capsys)
+
+
 def test_the_last_head_of_a_run_has_its_own_figures(made: Made) -> None:
     source = read_source(made.run / "last")
     assert source.which == "last"
