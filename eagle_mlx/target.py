@@ -19,9 +19,9 @@ import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+from mlx_lm.utils import load_model, load_tokenizer
 
-from eagle_mlx import hub
+from eagle_mlx import adapters, hub
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError, in_one_line, loading
 from eagle_mlx.hooks import (
@@ -50,18 +50,8 @@ _STARTS = (1, 4, 16, 64)
 """Numbers of layers after which the device starts in a forward. It computes each part while Python builds the next one,
 which has three times as many layers. On a Mac, Python builds a forward in 2.5 to 3.5 of some 20 ms."""
 _LM_HEADS = ("lm_head", "language_model.lm_head", "output", "embed_out", "model.embed_out")
-ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
-"""The files in a folder of adapters."""
 _FINGERPRINT_VALUES = 1024
 """Values sampled from every tensor, spread over all of it so that a change of some rows is noticed."""
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The LoRA adapters of a target."""
-
-    name: str  # of their folder, without the path
-    digest: str  # a hexadecimal hash of their files, the same on every machine
 
 
 @dataclass(frozen=True)
@@ -81,7 +71,7 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        self.adapter: Adapter | None = None
+        self.adapter: adapters.Adapter | None = None
         """The adapters that it was loaded with."""
         self.whole_digest: str | None = None
         """The whole target's fingerprint, if this process has only a part of it."""
@@ -263,12 +253,12 @@ def load_target(
     keeps (`memory.limit_mlx`). Raises TargetError if mlx-lm cannot load the model.
     """
     folder = hub.resolve(name, code=trust_remote_code)
-    adapter_folder = None if adapter_path is None else _adapter_folder(adapter_path)
+    adapter_folder = None if adapter_path is None else adapters.adapter_folder(adapter_path)
     template = {"chat_template": chat_template} if chat_template else {}
     dtype, digest = dtype or compute_dtype(), None
     with loading(f"{folder} as a target"):
         model, tokenizer = _load(folder, template, trust_remote_code, lazy=lazy or bool(shard))
-        adapter = None if adapter_folder is None else _add_adapters(model, adapter_folder)
+        adapter = None if adapter_folder is None else adapters.add_adapters(model, adapter_folder)
         for token in extra_eos_tokens:
             if not (token.isdecimal() or token in tokenizer.get_vocab()):
                 raise TargetError(
@@ -316,24 +306,6 @@ def _load(folder: Path, template: dict[str, str], trusted: bool, lazy: bool) -> 
         if advice.get("eos_token_id") == 0:  # mlx-lm takes it for none
             tokenizer.add_eos_token("0")
     return model, tokenizer
-
-
-def _adapter_folder(path: str | Path) -> Path:
-    folder = Path(path).expanduser()
-    if missing := [name for name in ADAPTER_FILES if not (folder / name).is_file()]:
-        raise TargetError(f"--adapter-path {folder} lacks {' and '.join(missing)}, which mlx_lm.lora writes there")
-    return folder
-
-
-def _add_adapters(model: nn.Module, folder: Path) -> Adapter:
-    try:
-        load_adapters(model, str(folder))
-    except Exception as e:
-        why = in_one_line(e)
-        raise TargetError(f"the adapters in {folder} do not fit this model: {why}; were they trained for it?") from e
-    model.eval()
-    each = [hashlib.sha256((folder / name).read_bytes()).digest() for name in ADAPTER_FILES]
-    return Adapter(hub.public_name(folder), hashlib.sha256(b"".join(each)).hexdigest()[:16])
 
 
 def compute_dtype() -> mx.Dtype | None:

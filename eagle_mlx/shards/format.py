@@ -38,7 +38,7 @@ class ShardMeta:
     aux_layers: tuple[int, ...]
     bits: int = 16
     """Bits per value on disk: 16 is bfloat16, 8 is the output of `quantize`. Readers always return bfloat16."""
-    adapter: str = ""  # digest of the target's LoRA adapters (`eagle_mlx.target.Adapter`); empty if it had none
+    adapter: str = ""  # digest of the target's LoRA adapters (`eagle_mlx.adapters.Adapter`); empty if it had none
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
