@@ -11,6 +11,7 @@ from eagle_mlx.catalog.base_model import names_of
 from eagle_mlx.catalog.head_search import (
     KnownHead,
     find_heads,
+    included,
     known_heads,
     known_heads_for,
     records,
@@ -66,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list(_: List) -> int:
-    here = records()
-    print("here:" if here else "here: none yet; eagle-train and eagle-heads pull add heads")
-    for record in here:
+    print("here:")
+    for record in [*records(), *included()]:
         print(f"  {record}")
     print("published (*: in the hub's cache):")
     for known in known_heads():

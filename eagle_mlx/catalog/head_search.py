@@ -16,7 +16,8 @@ import yaml
 
 from eagle_mlx import hub
 from eagle_mlx.catalog import embedded, is_embedded_target
-from eagle_mlx.catalog.base_model import names_of, same_model
+from eagle_mlx.catalog.base_model import BASE_MODEL, names_of, same_model
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import cache_folder, write_whole
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.heads import KINDS, check_fit, load_head
@@ -31,6 +32,8 @@ LEAST = 1.05
 _FEW = 4
 """The weight, in prompts, of a prior with τ 1: the gain measured on three prompts can be wrong by half. `head_check`
 uses this many prompts."""
+_INCLUDED = ("head", "smollm2-135m-instruct")
+"""The heads in `checkpoints`. The first is for the target there; the config of others names a base model."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,9 @@ class HeadRecord:
     def __str__(self) -> str:
         on = "" if self.prompts is None else f" on {self.prompts} prompt{'' if self.prompts == 1 else 's'}"
         measured = f" (τ {self.acceptance_length:.2f}{on})" if self.acceptance_length is not None else ""
-        what = "the included head" if self.how == "included" else f"{self.head}, {self.how} here for {self.names[0]}"
-        return f"{what}{measured}"
+        target = f" for {self.names[0]}" if self.names else ""
+        what = "the included head" if self.how == "included" else f"{self.head}, {self.how} here"
+        return f"{what}{target}{measured}"
 
 
 def register(
@@ -112,9 +116,13 @@ def records_for(names: tuple[str, ...], fingerprint: str | None = None) -> list[
 
     def matches(one: HeadRecord) -> bool:
         same_weights = bool(fingerprint) and one.fingerprint == fingerprint
-        return same_weights or any(same_model(a, b) for a in names for b in one.names)
+        return same_weights or _is_for(one, names)
 
     return best_first(list(filter(matches, records())), fingerprint)
+
+
+def _is_for(head: HeadRecord, names: tuple[str, ...]) -> bool:
+    return any(same_model(name, other) for name in names for other in head.names)
 
 
 def best_first(heads: list[HeadRecord], fingerprint: str | None = None) -> list[HeadRecord]:
@@ -151,9 +159,9 @@ def find_heads(
     layers; and published heads by `PREFERRED` kind, cached ones first. Those with a τ below `LEAST` only go to `say`.
     """
     names = names_of(target)
-    known = records_for(names, fingerprint)
-    if is_embedded_target(target):
-        known = best_first([*known, _included(names)], fingerprint)
+    at_home = is_embedded_target(target)
+    shipped = [one for one in included() if (_is_for(one, names) if one.names else at_home)]
+    known = best_first([*records_for(names, fingerprint), *shipped], fingerprint)
     for record in known:
         if not record.is_offered:
             say(
@@ -184,11 +192,16 @@ def find_heads(
     return list(found.values())
 
 
-def _included(names: tuple[str, ...]) -> HeadRecord:
-    folder = embedded("head")
-    noted = read_config(folder).get("eagle_mlx") or {}
-    tau, prompts = noted.get("acceptance_length"), noted.get("prompts")
-    return HeadRecord(str(folder), names, "included", acceptance_length=tau, prompts=prompts, made_at=0.0)
+def included() -> list[HeadRecord]:
+    """Return the heads in `checkpoints`; none outside a checkout."""
+    found = []
+    for name in _INCLUDED:
+        with suppress(ConfigError):
+            noted = read_config(folder := embedded(name)).get("eagle_mlx") or {}
+            names = tuple(filter(None, [noted.get(BASE_MODEL)]))
+            tau, prompts = noted.get("acceptance_length"), noted.get("prompts")
+            found.append(HeadRecord(str(folder), names, "included", "", tau, prompts, made_at=0.0))
+    return found
 
 
 def where_mtp_layers_are(target: str | Path) -> str | None:

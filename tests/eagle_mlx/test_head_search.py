@@ -105,6 +105,17 @@ def test_the_included_target_has_the_included_head(tmp_path: Path) -> None:
     assert [Path(one.head).name for one in find_heads(EMBEDDED_TARGET)] == ["mine", "head"]
 
 
+@pytest.mark.parametrize(
+    "name", ["HuggingFaceTB/SmolLM2-135M-Instruct", "mlx-community/SmolLM2-135M-Instruct-8bit", None]
+)
+def test_the_head_for_a_real_model_is_found_by_its_names_and_in_its_folder(name: str | None, tmp_path: Path) -> None:
+    converted = tiny_target_folder(tmp_path / "smollm2-135m-instruct")  # the name that `make real` gives to its folder
+    [head] = find_heads(name or converted)
+    assert head.head == str(embedded("smollm2-135m-instruct"))
+    assert head.about == "the included head for HuggingFaceTB/SmolLM2-135M-Instruct (τ 2.08 on 48 prompts)"
+    assert find_heads("someone/SmolLM2-135M-Instruct") == [], "another owner's may be another model"
+
+
 def test_24_a_head_of_a_few_steps_is_not_offered(tmp_path: Path) -> None:
     for name, tau, prompts in (("good", 1.41, 96), ("test", 1.0, 3)):
         register(head_folder(tmp_path / name), EMBEDDED_TARGET, "trained", acceptance_length=tau, prompts=prompts)

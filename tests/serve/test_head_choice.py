@@ -10,8 +10,9 @@ from huggingface_hub import constants
 
 import eagle_mlx as em
 from eagle_mlx import hub
-from eagle_mlx.catalog import head_search
+from eagle_mlx.catalog import embedded, head_search
 from eagle_mlx.catalog.head_search import KnownHead, records, register
+from eagle_mlx.catalog.models import described_target
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.proposers.hybrid import model_of
@@ -20,7 +21,7 @@ from eagle_mlx.serve.heads import main as heads
 from eagle_mlx.serve.speculation import AUTO, Speculation, load_proposer
 from eagle_mlx.target import Target
 from tests import hub_server
-from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+from tests.fakes import embedded_tokenizer, tiny_config, tiny_head, tiny_target, tiny_target_folder
 
 HEAD, TARGET = "someone/tiny-eagle3", "makers/tiny"
 
@@ -171,12 +172,22 @@ def test_generate_reports_the_head_that_it_found(models: Path, capsys: pytest.Ca
     assert f"speculation: eagle head {models}/head" in err
 
 
+def test_the_included_head_for_a_real_model_is_used(tmp_path: Path) -> None:
+    """The model has SmolLM2's widths that the head depends on, with random weights."""
+    shape = {**tiny_config(layers=30, hidden=576, vocab=49_152), "intermediate_size": 64}
+    target = Target(described_target("smollm2-135m-instruct", shape).model, embedded_tokenizer())
+    found, proposer, said = chosen(target, tiny_target_folder(tmp_path / "smollm2-135m-instruct"))
+    assert found.head == str(embedded("smollm2-135m-instruct"))
+    assert isinstance(proposer, em.HeadProposer)
+    assert said == ["head: the included head for HuggingFaceTB/SmolLM2-135M-Instruct (τ 2.08 on 48 prompts)"]
+
+
 # eagle-heads
 
 
 def test_list_shows_local_and_published_heads(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert heads(["list"]) == 0
-    assert "here: none yet" in capsys.readouterr().out
+    assert "  the included head for HuggingFaceTB/SmolLM2-135M-Instruct" in capsys.readouterr().out
     register(models / "head", models / "target", "trained")
     assert heads(["list"]) == 0
     out = capsys.readouterr().out
