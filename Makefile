@@ -16,16 +16,20 @@ QUICK := tests/test_imports.py tests/test_mlx_lm_contract.py \
 # Each process of the tests would compile all modules again where the environment forbids to keep what is compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo real test test-full check format blas clean
+.PHONY: help model demo real test test-full check format blas clean
 
 help:
+	@echo 'make model      fetch a real model of 135 M parameters, whose head is included (out/real)'
 	@echo 'make demo       train an EAGLE-3 head for a few minutes, decode with it, show a table and pictures (out/demo)'
-	@echo 'make real       fetch a real model of 135 M parameters, decode questions in every way, show it (out/real)'
+	@echo 'make real       decode questions with the real model in every way, show it (out/real)'
 	@echo 'make test       run the tests'
 	@echo 'make test-full  run them with all combinations, seeds and examples; EAGLE_FULL=1 pytest FILE does so for one file'
 	@echo 'make check      run the linter, the format check, the type check and the quick tests'
 	@echo 'make format     write the code in the project'\''s format'
 	@echo 'make clean      remove .venv, caches and out/'
+
+model: $(READY) blas
+	@$(BIN)/python checkpoints/scripts/make_real_model.py --output out/real
 
 demo: $(READY) blas
 	@$(BIN)/python checkpoints/scripts/demo.py --output out/demo

@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,7 @@ import pytest
 
 import eagle_mlx as em
 from tests.fakes import tiny_target
+from tests.full import FULL
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (
@@ -48,13 +54,6 @@ def test_the_proposer_of_the_guide_drafts_and_changes_nothing(temperature: float
     assert [o.tokens for o in outputs] == [o.tokens for o in plain]
     if target.tokenizer.encode(plain[1].text) == plain[1].tokens:
         assert outputs[1].accepted > 0
-
-
-def test_the_first_example_in_python_runs() -> None:
-    [code] = [block for block in python_blocks("README.md") if "load_target" in block]
-    scope: dict[str, Any] = {}
-    exec(code.replace('"checkpoints/', f'"{ROOT}/checkpoints/'), scope)
-    assert scope["outs"][0].acceptance_length > 1
 
 
 def test_the_examples_of_the_library_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,3 +119,63 @@ def test_examples_of_commands_use_flags_that_exist(page: Path) -> None:
             section = f"{command} {rest.split()[0]}" if rest.split() else command
             flags = known.get(section, known.get(command, set()))
             assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", rest)) <= flags, line
+
+
+# README's commands, in order
+
+MODEL = "out/real/smollm2-135m-instruct"
+STAND_IN = f"""mkdir -p out/real && cp -r checkpoints/target {MODEL}
+cp checkpoints/head/model.safetensors checkpoints/smollm2-135m-instruct
+sed 's|"eagle_mlx": {{|&"base_model": "a/smollm2-135m-instruct",|' checkpoints/head/config.json > out/config.json
+mv out/config.json checkpoints/smollm2-135m-instruct"""
+"""The included model and head, with the names of the real ones."""
+RUN_OTHERWISE = {
+    "make demo": "# trains for minutes; tests/test_demo.py runs it with a tiny model",
+    "make real": "# takes 20 minutes; tests/test_real.py runs it with a tiny model",
+    "make test": "# would run this test again",
+    "make model": "make model" if FULL else STAND_IN,  # fetches 98 MB
+    # Serves until it is stopped, and another program may use its port.
+    f"eagle-serve --target {MODEL}": f"""coproc {{ exec eagle-serve --target {MODEL} --port 0 2>&1; }}
+while read -r line <&"${{COPROC[0]}}"; do echo "$line"; [[ $line == 'ready: http://'* ]] && break; done
+server=$COPROC_PID && kill $server && wait $server""",
+    f"eagle-train --target {MODEL} --hours 8 --output out/head": f"eagle-train --target {MODEL} --hours 8 --dry-run",
+}
+INSTALL = """python3 -m venv --without-pip .venv
+echo {packages} > $(echo .venv/lib/python*/site-packages)/installed.pth
+{python} -m pip --python .venv/bin/python install -q --no-index --no-deps --no-build-isolation --editable .
+touch .venv/.ready"""
+"""Make .venv with the packages that are installed already, in place of 1 GB from the registry."""
+
+
+@pytest.mark.skipif(not shutil.which("git") or not (ROOT / ".git").exists(), reason="no clone of the repository")
+def test_the_commands_of_readme_work_as_typed(tmp_path: Path) -> None:
+    """Run README's commands in order in one shell, with an empty environment, from `git clone` on."""
+    origin, script, clone = tmp_path / "origin", ["set -e"], ""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            script.append(f"python - <<'EOF'\n{block}EOF")
+            continue
+        for command in (re.sub(r" +#.*", "", line) for line in block.splitlines()):
+            script.append(f"echo {shlex.quote('$ ' + command)}\n{RUN_OTHERWISE.get(command, command)}")
+            if command.startswith("git clone"):
+                clone = command.split()[2]
+                script.append(INSTALL.format(packages=sysconfig.get_path("purelib"), python=sys.executable))
+    environment = {
+        "PATH": f"{Path(sys.executable).resolve().parent}:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": f"url.{origin}.insteadOf",
+        "GIT_CONFIG_VALUE_0": clone,
+    }
+    publish = f"""mkdir {origin} && git ls-files -z -co --exclude-standard | tar -c --null -T - | tar -x -C {origin}
+cd {origin} && git init -q && git add -A && git -c user.name=a -c user.email=a commit -qm a"""
+    subprocess.run(["bash", "-ec", publish], cwd=ROOT, env=environment, check=True)
+    whole = ["bash", "-c", "\n".join(script)]
+    done = subprocess.run(
+        whole, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    example = done.stdout.split("$ eagle-train")[0]
+    assert float(re.findall(r"([\d.]+) tokens per forward of the model", example)[-1]) > (2 if FULL else 1)
