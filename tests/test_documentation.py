@@ -17,6 +17,10 @@ from typing import Any
 import pytest
 
 import eagle_mlx as em
+
+import mlx.core as mx  # isort: skip
+from eagle_mlx.catalog.models import described_target, published_model, published_models
+from eagle_mlx.target import arrays_of
 from tests.fakes import tiny_target
 from tests.full import FULL
 
@@ -71,6 +75,41 @@ def test_the_page_of_the_library_names_every_field_of_an_output() -> None:
     rows = "".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))
     fields = {field.name for field in dataclasses.fields(em.Output)} | {"acceptance_length"}
     assert fields <= set(re.findall(r"`(\w+)`", rows))
+
+
+OTHER_FLAGS = {"--help", "--version", "--backend", "--stop-timeout", "--tools", "--system-prompt", "--against"}
+"""Flags of all commands, and of other programs: mlx.launch, docker, Claude Code, a benchmark."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent in (ROOT, ROOT / "docs")], ids=lambda p: p.name)
+def test_a_flag_that_is_named_exists(page: Path) -> None:
+    flags = set().union(*known_flags().values(), OTHER_FLAGS)
+    for text in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?<!-)\b", text)) <= flags | {"--no"}, text
+
+
+def test_a_flag_has_one_default() -> None:
+    assert "default:" not in (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+
+
+def test_sizes_of_models_are_those_that_commands_compute() -> None:
+    """A plan prints the size in float32, since scales and biases have that type on a Linux CPU."""
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([\w. -]+?) \| ([\d.]+) GB", text, re.MULTILINE))
+    shapes = {name: name.lower().replace(" ", "-").replace("gemma-", "gemma") for name in rows}
+    shapes["Qwen3.8-27B"] = "qwen3.6-27b"  # the same shape
+    for name in [name for name in rows if shapes[name] in published_models()]:
+        assert f"{gigabytes(shapes[name], mx.bfloat16):.1f}" == rows.pop(name), name
+    assert len(rows) <= 3, "those of other shapes"
+    assert gigabytes("qwen3.6-27b", mx.float32) / gigabytes("qwen3.6-27b", mx.bfloat16) == pytest.approx(10 / 9, 0.01)
+    guide = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    for dtype in (mx.bfloat16, mx.float32):
+        assert f"{gigabytes('qwen3-32b', dtype):.1f}" in guide
+
+
+def gigabytes(shape: str, dtype: mx.Dtype) -> float:
+    model = described_target(shape, published_model(shape), dtype).model
+    return sum(array.nbytes for array in arrays_of(model.parameters()).values()) / 1e9
 
 
 def anchors(text: str) -> set[str]:

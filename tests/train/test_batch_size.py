@@ -86,5 +86,12 @@ def test_a_time_limit_counts_what_it_allows() -> None:
     assert "--rows 4 --length 512 --epochs 4:" in night.about
 
 
+@pytest.mark.parametrize("limit", [{"max_steps": 120}, {"minutes": 10}])
+def test_passes_are_not_named_if_they_do_not_limit_the_run(limit: dict[str, int]) -> None:
+    about = plan(60_000, speed=Probe(captured=500, learned=300, memory=0, written=60), **limit).about
+    assert "--rows" in about
+    assert "--epochs" not in about
+
+
 def test_slow_learning_favors_new_data() -> None:
     assert [best_passes(written, 100) for written in (10, 100, 500, 5000)] == [4, 4, 3, 1]

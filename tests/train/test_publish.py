@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 import pytest
@@ -25,6 +26,7 @@ from eagle_mlx.heads.mtp import save_mtp
 from eagle_mlx.heads.mtp.formats import save_speculators_mtp
 from eagle_mlx.heads.precision import quantization_of, quantize
 from eagle_mlx.serve.bench.cli import main as bench
+from eagle_mlx.serve.bench.decoding import ModeName
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import flags_parser as train_parser
@@ -333,6 +335,8 @@ def test_the_card_has_metadata_figures_and_commands(made: Made, online: hub_serv
     assert f"eagle-bench --target owner/tiny --head {REPO} --depth 1 2 --modes plain eagle --limit 2" in card.text
     assert "--json" not in card.text
     assert json.loads(made.figures.read_text())["machine"]["cpu"] in card.text
+    assert "`plain` is EAGLE-MLX without drafts, `eagle` is EAGLE-MLX with this head.\n" in card.text
+    assert "medians of" not in card.text, "there was one repeat"
     for line in (
         f"eagle-serve --target owner/tiny --head {REPO}",
         f'head = em.load_head("{REPO}", target)',
@@ -537,6 +541,22 @@ def test_an_adaptive_draft_length_is_a_maximum(made: Made, tmp_path: Path, capsy
     (tmp_path / "f.json").write_text(json.dumps({**written, "runs": runs}))
     shown = dry(made.run, capsys, "--base-model", "owner/tiny", "--figures", str(tmp_path / "f.json"))
     assert "| up to 2 |" in shown
+
+
+def test_the_interval_of_a_measurement_is_published(made: Made, tmp_path: Path, capsys: Any) -> None:
+    shutil.copytree(made.run, tmp_path / "out")
+    report = json.loads((made.run / "report.json").read_text())
+    report["acceptance"]["best"] |= {"acceptance_length": 1.83, "interval": 0.124}
+    (tmp_path / "out" / "report.json").write_text(json.dumps(report))
+    assert "| 2 | 1.83 ± 0.12 |" in dry(tmp_path / "out", capsys, "--base-model", "owner/tiny")
+
+
+def test_every_mode_of_the_benchmark_is_explained(made: Made, tmp_path: Path, capsys: Any) -> None:
+    written = json.loads(made.figures.read_text())
+    runs = written["runs"] + [{**written["runs"][0], "mode": mode} for mode in get_args(ModeName)]
+    (tmp_path / "f.json").write_text(json.dumps({**written, "runs": runs}))
+    shown = dry(made.run, capsys, "--base-model", "owner/tiny", "--figures", str(tmp_path / "f.json"))
+    assert all(f"`{mode}` is " in shown for mode in get_args(ModeName))
 
 
 # Recipes and texts for others

@@ -26,7 +26,12 @@ def make_run(folder: Path, finished: bool, steps: int = 20, **settings: Any) -> 
             if step:
                 tracker.log("train", step, {**place, "loss": 10 / step, "accuracy_by_step": [0.5, 0.25]})
             if step in TAUS:
-                found = {"acceptance_length": TAUS[step], "acceptance_by_position": [0.5, 0.25], "depth": 2}
+                found = {
+                    "acceptance_length": TAUS[step],
+                    "acceptance_by_position": [0.5, 0.25],
+                    "depth": 2,
+                    "interval": 0.04,
+                }
                 tracker.log("eval", step, {**place, **found})
     (folder / "run.json").write_text(json.dumps({"config": config_values, "target": "ab", "data": "cd"}))
     if finished:
@@ -69,6 +74,7 @@ def test_runs_are_compared_with_the_settings_that_differ(tmp_path: Path, capsys:
         "tokens 2,000 1,000",
         "time of training 0:01:20 0:00:40",
         "τ, best 1.800 1.800",
+        "τ, best, 95 % interval ± 0.040 ± 0.040",
         "τ, last 1.600 1.800",
         "τ, untrained 1.000 1.000",
         "--optimizer adamw muon",
@@ -76,6 +82,17 @@ def test_runs_are_compared_with_the_settings_that_differ(tmp_path: Path, capsys:
     ):
         assert expected.split() in lines
     assert "output" not in shown.out
+
+
+def test_the_table_says_what_a_run_learned_from(tmp_path: Path, capsys: Any) -> None:
+    """A run from shards does not use `--data`, which has a default."""
+    a = make_run(tmp_path / "a", True)
+    b = make_run(tmp_path / "b", True, shards=("out/shards",))
+    assert main(["report", str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert [line.split() for line in out.replace("|", " ").splitlines() if "jsonl" in line] == [
+        ["data", "a.jsonl", "shards", "out/shards"]
+    ]
 
 
 def test_a_resumable_run_shows_the_command(tmp_path: Path, capsys: Any) -> None:

@@ -221,7 +221,12 @@ class EvaluationConfig(Group):
         0, "measure acceptance and save a checkpoint every N steps", AT_LEAST_0, name="eval_steps", metavar="N"
     )
     minutes: float = setting(
-        0.0, "the same every N minutes (default: ten times per run)", AT_LEAST_0, name="eval_minutes", metavar="N"
+        0.0,
+        "the same every N minutes (default: ten times per run)",
+        AT_LEAST_0,
+        name="eval_minutes",
+        metavar="N",
+        shown="",
     )
 
 

@@ -63,7 +63,8 @@ def batches_for(
     step = rows * length * processes
     chosen = {"rows": rows, "length": length, "epochs": passes}
     updates = how.max_steps or max(1, round(seen / step))
-    opened = [f"{flag(name)} {value}" for name, value in chosen.items() if not config.value(name)]
+    limited = {"epochs"} if how.max_steps or how.minutes else set()  # passes do not limit such a run
+    opened = [f"{flag(name)} {n}" for name, n in chosen.items() if not config.value(name) and name not in limited]
     wanted = f"; {UPDATES:,} to {2 * UPDATES:,} are best" if not how.max_steps else ""
     about = f"{' '.join(opened)}: about {updates:,} updates from {tokens:,} tokens{wanted}"
     return Plan(config.changed(**chosen), tokens, updates * step, about if opened else "")

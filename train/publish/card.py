@@ -28,6 +28,19 @@ _SHOWN = {"left_out_looping", "temperature", "acceptance_length", "acceptance_by
 _OWN_FLAGS = ("--json", "--plot", "--quiet", "--head", "--target")
 """Flags of eagle-bench that do not affect results, or that the card sets itself."""
 
+_MODES = {
+    "plain": "EAGLE-MLX without drafts",
+    "eagle": "EAGLE-MLX with this head",
+    "mtp": "EAGLE-MLX with this head",
+    "hybrid": "EAGLE-MLX with this head and n-grams, whichever is faster",
+    "ngram": "EAGLE-MLX with drafts from repeated text",
+    "draft": "EAGLE-MLX with a smaller model that drafts",
+    "mlx-lm": "that library's own decoding",
+    "mlx-lm-stock": "the same, with the weights in their own type",
+    "mlx-lm-batch": "its decoding in batches",
+    "mlx-lm-draft": "its decoding with a smaller model that drafts",
+}
+"""What the modes of eagle-bench are."""
 _LEFT_OUT = (
     *("target", "output", "overwrite", "wandb", "wandb_project", "checkpoints", "checkpoint_minutes"),
     *("states", "cache_bits", "cache_dir", "cache_gb"),
@@ -126,7 +139,7 @@ def _how(written: Mapping[str, Any]) -> str:
     said = ["All modes decoded the same prompts in turns"]
     if written.get("max_tokens"):
         said.append(f"up to {written['max_tokens']} new tokens each")
-    if written.get("repeats"):
+    if (written.get("repeats") or 1) > 1:
         said.append(f"medians of {written['repeats']} repeats")
     if written.get("head_quantization"):
         said.append(f"the head quantized to {written['head_quantization']['bits']} bits")
@@ -257,10 +270,17 @@ def _template() -> Template:
         depth_of=depth_of,
         tokens_per_second=tokens_per_second,
         machine_line=machine_line,
+        modes=_modes,
         plots=PLOTS,
         titles=_PLOT_TITLES,
     )
     return made.get_template("card.md.jinja")
+
+
+def _modes(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Explain the modes of the runs, in one sentence."""
+    names = dict.fromkeys(run["mode"] for run in runs)
+    return f"{', '.join(f'`{name}` is {about}' for name, about in _MODES.items() if name in names)}."
 
 
 def _row(*cells: object) -> str:
@@ -273,6 +293,6 @@ def _number(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else ""
 
 
-def _two_digits(values: Sequence[object]) -> str:
+def _two_digits(values: Sequence[object], between: str = " ") -> str:
     """Format numbers; None and undefined values are left out."""
-    return " ".join(f"{value:.2f}" for value in values if isinstance(value, int | float))
+    return between.join(f"{value:.2f}" for value in values if isinstance(value, int | float))

@@ -24,7 +24,9 @@ Row = dict[str, Any]
 
 _REPORT, _ABOUT, _STATES = "report.json", "run.json", "checkpoints"
 _IN_EVALUATIONS = ("step", "tokens", "train_seconds", "acceptance_length", "acceptance_by_position")
-_NO_SETTINGS = frozenset({"target", "head", "output", "overwrite", "wandb", "wandb_project", "init_from"})
+_NO_SETTINGS = frozenset(
+    {"target", "head", "output", "overwrite", "wandb", "wandb_project", "init_from", "data", "shards"}
+)
 """Settings that are shown separately or do not affect the head."""
 
 
@@ -61,6 +63,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "target": whole.get("target") or settings.get("target") or None,
         "kind": whole.get("kind") or settings.get("head"),
         "started_from": whole.get("started_from") or settings.get("init_from") or None,
+        "data": _data(settings),
         "steps": int(whole.get("steps", now.get("step", 0))),
         "tokens": tokens,
         "train_seconds": seconds,
@@ -69,6 +72,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "depth": best.get("depth") or settings.get("eval_depth"),
         "untrained": whole.get("untrained_acceptance_length", untrained),
         "best": whole.get("acceptance_length", best.get("acceptance_length")),
+        "interval": best.get("interval") or None,
         "best_step": whole.get("best_step", best.get("step")),
         "last": ((whole.get("acceptance") or {}).get("last") or last).get("acceptance_length"),
         "by_position": list(whole.get("acceptance_by_position") or best.get("acceptance_by_position") or []),
@@ -76,6 +80,12 @@ def read_run(folder: Path) -> dict[str, Any]:
         "settings": settings,
         "evaluations": [{key: row[key] for key in _IN_EVALUATIONS if key in row} for row in evals],
     }
+
+
+def _data(settings: Mapping[str, Any]) -> str | None:
+    """Return what a run learns from. With shards, the setting `data` is not used."""
+    shards = ", ".join(map(str, settings.get("shards") or ()))
+    return f"shards {shards}" if shards else ", ".join(settings.get("data") or ()) or None
 
 
 def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -143,6 +153,7 @@ _LINES = {
     "target": ("target", "{}"),
     "kind": ("kind", "{}"),
     "started from": ("started_from", "{}"),
+    "data": ("data", "{}"),
     "steps": ("steps", "{:,}"),
     "tokens": ("tokens", "{:,}"),
     "time of training": ("train_seconds", "{}"),
@@ -150,6 +161,7 @@ _LINES = {
     "peak memory": ("memory_gb", "{:.2f} GB"),
     "loss": ("loss", "{:.3f}"),
     "τ, best": ("best", "{:.3f}"),
+    "τ, best, 95 % interval": ("interval", "± {:.3f}"),
     "τ, best, at step": ("best_step", "{:,}"),
     "τ, last": ("last", "{:.3f}"),
     "τ, untrained": ("untrained", "{:.3f}"),
