@@ -17,7 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import eagle_mlx as em
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.routes import HEADERS, PAGE
+from eagle_mlx.serve.api.service import Source
 from eagle_mlx.serve.decoding_options import renderer
 from tests.serve.api.given import given_head, given_target
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
@@ -153,7 +155,7 @@ def test_the_page_shows_the_numbers_of_the_metrics(page: Page, used: Live) -> No
     kept, most = numbers["eagle:kv_bytes"] + numbers["eagle:prefix_cache_bytes"], numbers["eagle:kv_bytes_max"]
     assert kept > 0
     whole = f"{most / 1e9:.{2 if most < 1e10 else 0}f}"
-    assert page.text("#kv") == f"keys and values {kept / 1e9:.2f} of {whole} GB"
+    assert page.text("#kv") == f"KV cache {kept / 1e9:.2f} of {whole} GB"
     assert page.text("#tau") == f"{tokens / forwards:.2f}"
     assert page.text("#span") == f"{tokens:,.0f} tokens in {numbers['eagle:rounds_total']:,.0f} rounds"
     drafts = numbers["vllm:spec_decode_num_drafts_total"]
@@ -243,7 +245,7 @@ def test_the_page_has_a_box_that_colors_accepted_draft_tokens(page: Page) -> Non
         drafted = "[...document.querySelectorAll('#answer .drafted')].map(each => each.textContent).join('')"
         colored = renderer(reference.target.tokenizer, (), color=True)
         assert page.js(drafted) == "".join(GREEN.findall("".join(map(colored, chunks))))
-        assert f"{whole.accepted} of {len(whole.tokens)} tokens drafted" in page.text("#answer-note")
+        assert f"{whole.accepted} of {len(whole.tokens)} tokens were accepted drafts" in page.text("#answer-note")
         assert page.text("#answer-note").startswith(f"τ {whole.acceptance_length:.2f}, ")
         assert page.text("#send") == "Send"
         with running.slowed():
@@ -254,6 +256,45 @@ def test_the_page_has_a_box_that_colors_accepted_draft_tokens(page: Page) -> Non
         page.js("document.querySelector('#prompt').value = 'x '.repeat(4000)")
         page.js("document.querySelector('#send').click()")
         page.until("document.querySelector('#answer-note').innerText.startsWith('No answer: ')")
+        assert page.js(COLOR) == BAD
+        page.js("document.querySelector('#prompt').value = ' '")
+        page.js("document.querySelector('#send').click()")
+        assert page.text("#answer-note") == "Type a message first."
+        assert page.js("document.activeElement.id") == "prompt"
+        assert page.js(COLOR) != BAD
+
+
+COLOR = "getComputedStyle(document.querySelector('#answer-note')).color"
+BAD = "rgb(176, 42, 42)"
+
+
+@browsing
+def test_the_page_says_in_red_that_a_server_does_not_answer(page: Page) -> None:
+    with canned() as it:
+        it.metrics("eagle:rounds_total 1\n")
+        page.open(it.base + "/")
+        page.until("document.querySelector('#state').innerText === 'ready'")
+    page.js("document.querySelector('#prompt').value = 'x'")
+    page.js("document.querySelector('#send').click()")
+    page.until("document.querySelector('#answer-note').innerText === 'No answer: The server does not answer.'")
+    assert page.js(COLOR) == BAD
+    page.until("document.querySelector('#state').innerText === 'unreachable'")
+    assert page.text("#notice").endswith(". The server does not answer.")
+    assert page.js("getComputedStyle(document.querySelector('#try')).filter") == "none"
+
+
+@browsing
+def test_depths_without_drafts_are_explained(page: Page) -> None:
+    """A policy may plan drafts for text in which n-grams find nothing."""
+    with canned() as it:
+        it.metrics("eagle:rounds_total 1\n")
+        page.open(it.base + "/")
+        page.until("document.querySelector('#positions').innerText === 'nothing drafted yet'")
+        it.metrics(
+            'eagle:rounds_total 9\neagle:rounds_by_depth_total{depth="0"} 5\neagle:rounds_by_depth_total{depth="1"} 4\n'
+        )
+        page.until("document.querySelector('#depths').innerText.includes('1 token')")
+        assert page.text("#positions") == "no draft found yet"
 
 
 def both() -> Loaded:
@@ -267,10 +308,10 @@ SHORT = 48
 """Tokens of a race in tests."""
 
 
-def start_race(page: Page, prompt: str) -> None:
+def start_race(page: Page, prompt: str, tokens: int = SHORT) -> None:
     page.js(
         "window.longer ??= stream; "
-        f"stream = (place, prompt, signal, more) => longer(place, prompt, signal, {{...more, max_tokens: {SHORT}}}), 1"
+        f"stream = (place, prompt, signal, more) => longer(place, prompt, signal, {{...more, max_tokens: {tokens}}}), 1"
     )
     page.js("document.querySelector('[value=race]').click()")
     page.js(f"document.querySelector('#prompt').value = {prompt!r}")
@@ -349,6 +390,19 @@ def test_a_race_says_where_texts_differ(page: Page) -> None:
         assert (plain, ngrams) == ("plain", "n-grams")
         assert note.endswith("differs from character 1")
         assert "rounding" in page.text("#race-note")
+
+
+@browsing
+def test_a_race_of_few_tokens_is_not_timed(page: Page) -> None:
+    with live() as running:
+        page.open(running.base + "/")
+        page.until("document.querySelector('#model').innerText === 'tiny'")
+        start_race(page, "def f(x):", tokens=9)
+        page.until("document.querySelector('#replay').checkVisibility()")
+        (_, speed, note, _), (_, other, compared, _) = lanes(page)
+        assert (speed, note) == (NOTHING, "9 tokens, too few to time")
+        assert other == NOTHING
+        assert re.fullmatch(r"τ \d\.\d\d, identical", compared)
 
 
 @browsing
@@ -463,6 +517,27 @@ def test_several_models_are_counted_together(page: Page) -> None:
 
 
 @browsing
+def test_a_model_can_be_chosen_if_there_are_several(page: Page) -> None:
+    sources = [Source(name, lambda: Loaded(engine("none")), max_batch=4) for name in "ab"]
+    with live(models=Models(wide(), sources, at_start=True)) as running:
+        page.open(running.base + "/")
+        page.until("document.querySelector('#choice').options.length === 2")
+        page.js("document.querySelector('#choice').value = 'b'")
+        page.js("document.querySelector('#prompt').value = 'x'")
+        page.js("document.querySelector('#send').click()")
+        page.until("document.querySelector('#answer-note').innerText.includes('tokens/s')")
+        text = running.http.get("/metrics").text
+        assert re.search(r'eagle:requests_total\{model_name="b",outcome="finished"\} 1', text)
+
+
+@browsing
+def test_with_one_model_there_is_no_choice(page: Page, shared: Live) -> None:
+    page.open(shared.base + "/")
+    page.until("document.querySelector('#model').innerText === 'tiny'")
+    assert page.js("document.querySelector('#choice').hidden")
+
+
+@browsing
 def test_the_page_says_what_it_cannot_read(page: Page) -> None:
     with canned() as it:
         page.open(it.base + "/")  # /metrics is cut off
@@ -544,6 +619,9 @@ def test_the_page_is_readable_in_both_color_schemes_on_narrow_screens(page: Page
         ratio, text = page.js(CONTRAST)
         assert ratio >= 4.5, text
     assert page.js("document.documentElement.scrollWidth") <= 320
+    page.js("list('depths', [['16 tokens', 0.5]], bar, '')")
+    label = "(e => e.getBoundingClientRect().height / parseFloat(getComputedStyle(e).lineHeight))"
+    assert page.js(f"{label}(document.querySelector('#depths li > :first-child'))") < 1.5, "the label wraps"
     named = "[...document.querySelectorAll('section, input')].every(e => e.labels?.length || e.ariaLabelledByElements)"
     assert page.js(named)
     dark = page.js("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 26)"
