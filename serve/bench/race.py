@@ -22,6 +22,8 @@ from .modes import BASELINES
 
 WARMUP_TOKENS = 16
 """Some rounds of every mode, so that its functions are compiled before the race."""
+FEWEST_TOKENS = 32
+"""Speeds of shorter texts are not compared: one slow step decides them."""
 FRAMES_PER_SECOND = 20
 """Enough for text to appear to flow; a frame costs a terminal a few kilobytes."""
 GAP = "  "
@@ -64,8 +66,10 @@ class Lap:
     def summary(self, first: Lap, width: int) -> str:
         """Return the result in one line."""
         count, tau = len(self.said.tokens), acceptance_length([self.said])
-        ratio = count / self.seconds / (len(first.said.tokens) / first.seconds)
-        figures = f"{count} tokens in {self.seconds:.2f} s, {self.rate}, {ratio:.2f}x {first.mode.name}, τ {tau:.2f}"
+        speed = "too few to time"
+        if min(count, others := len(first.said.tokens)) >= FEWEST_TOKENS:
+            speed = f"{self.rate}, {count / self.seconds / (others / first.seconds):.2f}x {first.mode.name}"
+        figures = f"{count} tokens in {self.seconds:.2f} s, {speed}, τ {tau:.2f}"
         return f"{self.name.ljust(width)}  {figures}, {self.verdict}"
 
 

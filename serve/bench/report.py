@@ -73,33 +73,49 @@ class Run:
     """The most memory that MLX used while this mode decoded, for all models of the benchmark together."""
 
 
-_RUN = ("mode", "batch", "depth", "policy", "temp")
-_SPEEDS = ("type", "tokens/s", "decode", "prompt", "x mlx-lm", "x batched", "x plain")
-_FIGURES = (*_SPEEDS, "tau", "accepted", "peak MB", "by position", "identical")
+_SETTINGS = ("batch", "depth", "policy", "temp", "type")
+_SPEEDS = ("tokens/s", "decode", "prompt", "x mlx-lm", "x batched", "x plain", "tau", "identical")
+_DRAFTS = ("accepted", "by position", "peak MB")
 _BY_CATEGORY = ("turns", "looping", "tokens/s", "x mlx-lm", "x plain", "tau")
+_TEXTS = ("category", "mode", "policy", "type", "by position", "identical")
+"""Columns that are aligned on the left."""
+Cells = dict[str, str]
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Return the runs as aligned text, one line each."""
-    return _aligned([(*_RUN, *_FIGURES), *map(_cells, runs)], first=1)
+    """Return what all runs share, a table of speeds, and a table of drafts and memory, as aligned text."""
+    shared, names = _settings(runs)
+    rows = [_cells(run) for run in runs]
+    return "\n\n".join(filter(None, (shared, *(_aligned(rows, names, part) for part in (_SPEEDS, _DRAFTS)))))
 
 
 def by_category(runs: Sequence[Run]) -> str:
     """Return the runs by category as aligned text and an empty line; empty if there are no categories."""
-    if not any(run.by_category for run in runs):
-        return ""
-    rows: list[tuple[str, ...]] = [("category", *_RUN, *_BY_CATEGORY)]
-    for name in dict.fromkeys(each.name for run in runs for each in run.by_category):
-        for run, one in ((its, each) for its in runs for each in its.by_category if each.name == name):
-            speed = "-" if one.tokens_per_second is None else f"{one.tokens_per_second:.1f}"
-            figures = (speed, *map(_ratio, (one.ratio_to_mlx_lm, one.ratio_to_plain, one.acceptance_length)))
-            rows.append((name, *_which(run), str(one.prompts), str(one.left_out_looping), *figures))
-    return _aligned(rows, first=2) + "\n\n"
+    rows = []
+    for name in dict.fromkeys(category.name for run in runs for category in run.by_category):
+        for run, part in ((its, part) for its in runs for part in its.by_category if part.name == name):
+            speed = "-" if part.tokens_per_second is None else f"{part.tokens_per_second:.1f}"
+            ratios = map(_ratio, (part.ratio_to_mlx_lm, part.ratio_to_plain, part.acceptance_length))
+            figures = (str(part.prompts), str(part.left_out_looping), speed, *ratios)
+            rows.append({"category": name, **_which(run), **dict(zip(_BY_CATEGORY, figures, strict=True))})
+    return _aligned(rows, ["category", *_settings(runs)[1]], _BY_CATEGORY) + "\n\n" if rows else ""
 
 
-def _which(run: Run) -> tuple[str, ...]:
+def _which(run: Run) -> Cells:
     size = f"{run.depth}/{run.nodes}" if run.nodes else str(run.depth or "-")
-    return (run.mode, str(run.batch), size, run.policy if run.depth else "-", f"{run.temperature:g}")
+    values = (str(run.batch), size, run.policy if run.depth else "-", f"{run.temperature:g}", run.dtype or "-")
+    return {"mode": run.mode, **dict(zip(_SETTINGS, values, strict=True))}
+
+
+def _settings(runs: Sequence[Run]) -> tuple[str, list[str]]:
+    """Return the settings that all runs share, as text, and the names of the others, the mode first.
+
+    Runs that draft nothing have no depth and policy, so these are shared by the rest.
+    """
+    values = {name: dict.fromkeys(_which(run)[name] for run in runs) for name in _SETTINGS}
+    used = {name: [value for value in found if value != "-"] for name, found in values.items()}
+    shared = ", ".join(f"{name} {found[0]}" for name, found in used.items() if len(found) == 1)
+    return shared, ["mode", *(name for name, found in used.items() if len(found) > 1)]
 
 
 def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
@@ -143,20 +159,13 @@ def write_json(content: object, path: Path) -> None:
     write_output(path, json.dumps(content, indent=2) + "\n")
 
 
-def _cells(run: Run) -> tuple[str, ...]:
-    return (
-        *_which(run),
-        run.dtype or "-",
-        f"{run.tokens_per_second:.1f}",
-        f"{run.decode_tokens_per_second:.1f}",
-        f"{run.prompt_tokens_per_second:.1f}",
-        *map(_ratio, (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch, run.ratio_to_plain)),
-        f"{run.acceptance_length:.2f}",
-        _ratio(run.acceptance_rate),
-        f"{run.peak_bytes / 1e6:,.0f}",
-        " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-",
-        _identity(run),
-    )
+def _cells(run: Run) -> Cells:
+    speeds = (run.tokens_per_second, run.decode_tokens_per_second, run.prompt_tokens_per_second)
+    ratios = (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch, run.ratio_to_plain, run.acceptance_length)
+    by_position = " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-"
+    drafts = (_ratio(run.acceptance_rate), by_position, f"{run.peak_bytes / 1e6:,.0f}")
+    figures = (*(f"{speed:.1f}" for speed in speeds), *map(_ratio, ratios), _identity(run), *drafts)
+    return _which(run) | dict(zip((*_SPEEDS, *_DRAFTS), figures, strict=True))
 
 
 def _ratio(ratio: float | None) -> str:
@@ -171,17 +180,21 @@ def _identity(run: Run) -> str:
     return f"{'yes' if run.identical else 'NO'} {count}{excused}"
 
 
-def _aligned(rows: Sequence[Sequence[str]], first: int) -> str:
-    """Return aligned lines of cells, with a rule under the headings. Columns `first` to 14 are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def _aligned(rows: Sequence[Cells], names: Sequence[str], figures: Sequence[str]) -> str:
+    """Return aligned lines under headings: the columns `names`, and the `figures` that at least one row has."""
+    names = [*names, *(name for name in figures if any(row[name] != "-" for row in rows))]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
 
-    def line(row: Sequence[str]) -> str:
-        cells = zip(row, widths, strict=True)
-        aligned = [c.rjust(w) if first <= at <= 14 else c.ljust(w) for at, (c, w) in enumerate(cells)]
-        return "  ".join(aligned).rstrip()
+    def line(row: Cells) -> str:
+        cells = [row[name].ljust(w) if name in _TEXTS else row[name].rjust(w) for name, w in widths.items()]
+        return "  ".join(cells).rstrip()
 
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([line(rows[0]), rule, *map(line, rows[1:])])
+    rule = "  ".join("-" * width for width in widths.values())
+    return "\n".join([line({name: name for name in names}), rule, *map(line, rows)])
+
+
+def _label(name: str, value: str) -> str:
+    return value if name == "mode" else "" if value == "-" else f"{name} {value}"
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
@@ -191,12 +204,19 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(max(5.0, 1.3 * len(runs)), 4.0), layout="constrained")
+    shared, names = _settings(runs)
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.3 * len(runs)), 4.0), layout="constrained")
     bars = axes.bar(
-        ["\n".join(map(" ".join, zip(_RUN, _which(run), strict=True))) for run in runs],
+        range(len(runs)),
         [run.tokens_per_second for run in runs],
         color=["#999999" if run.mode.startswith("mlx-lm") else "#009e73" for run in runs],
     )
+    which = map(_which, runs)
+    axes.set_xticks(
+        range(len(runs)), ["\n".join(filter(None, (_label(name, row[name]) for name in names))) for row in which]
+    )
+    model = runs[0].model.rpartition("/")[2] or "the model"
+    axes.set_title(f"Decoding with {model}, {runs[0].prompts} prompts\n{shared}", fontsize=10)
     labels = [f"{run.tokens_per_second:.0f}\n\u03c4 {run.acceptance_length:.2f}" for run in runs]
     axes.bar_label(bars, labels, padding=2, fontsize=9)
     axes.set_ylabel("tokens per second")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from matplotlib.figure import Figure
 
 from eagle_mlx import hub
 from eagle_mlx.catalog.head_search import register
@@ -265,30 +266,32 @@ RUN = replace(RUN, prompt_tokens_per_second=1234.5, acceptance_rate=0.38, peak_b
 
 
 def test_table_shows_every_figure() -> None:
-    text = report.table(
-        [RUN, replace(RUN, mode="mlx-lm", depth=0, identical=None, acceptance_by_position=[], acceptance_rate=None)]
-    )
-    head, _, eagle, plain = text.splitlines()
-    assert head.split()[:3] == ["mode", "batch", "depth"]
-    for cell in (
-        "eagle",
-        "151.3",
-        "170.0",
-        "1.62",
-        "1.20",
-        "1.50",
-        "2.75",
-        "0.80 0.50",
-        "1234.5",
-        "0.38",
-        "15,234",
-        "yes 9/10 ~1",
-    ):
-        assert cell in eagle
-    figures = "151.3 170.0 1234.5 1.62 1.20 1.50 2.75 - 15,234 - -"
-    assert plain.split() == ["mlx-lm", "2", "-", "-", "0.7", "-", *figures.split()]
+    plain = replace(RUN, mode="mlx-lm", depth=0, identical=None, acceptance_by_position=[], acceptance_rate=None)
+    shared, speeds, drafts = (part.splitlines() for part in report.table([RUN, plain]).split("\n\n"))
+    assert shared == ["batch 2, depth 4, policy fixed, temp 0.7"]
+    assert [" ".join(line.split()) for line in speeds if "---" not in line] == [
+        "mode tokens/s decode prompt x mlx-lm x batched x plain tau identical",
+        "eagle 151.3 170.0 1234.5 1.62 1.20 1.50 2.75 yes 9/10 ~1",
+        "mlx-lm 151.3 170.0 1234.5 1.62 1.20 1.50 2.75 -",
+    ]
+    assert [" ".join(line.split()) for line in drafts if "---" not in line] == [
+        "mode accepted by position peak MB",
+        "eagle 0.38 0.80 0.50 15,234",
+        "mlx-lm - - 15,234",
+    ]
     assert "NO 9/10" in report.table([replace(RUN, identical=False)])
     assert "2 more left out" in report.footnote([RUN], 128, 1e-3)
+
+
+def test_a_column_of_the_table_varies_and_fits_a_terminal() -> None:
+    alone = {"ratio_to_mlx_lm_batch": None, "acceptance_by_position": [0.9, 0.8, 0.7, 0.6]}
+    runs = [replace(RUN, mode="mlx-lm", depth=0, **alone), *(replace(RUN, depth=depth, **alone) for depth in (1, 4))]
+    text = report.table(runs)
+    assert "mode    depth  tokens/s" in text
+    assert "x batched" not in text, "nothing was measured"
+    assert max(map(len, text.splitlines())) <= 80
+    parts = [replace(run, by_category=(report.Category("qa", 3, 0, 12.0, 1.2, 2.5),)) for run in runs]
+    assert report.by_category(parts).splitlines()[0].split()[:4] == ["category", "mode", "depth", "turns"]
 
 
 def test_machine_is_described() -> None:
@@ -308,9 +311,17 @@ def test_output_replaces_a_file_whole_and_leaves_others(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [file, other]
 
 
-def test_plot_is_drawn(tmp_path: Path) -> None:
-    report.plot([replace(RUN, mode="mlx-lm", depth=0), RUN], tmp_path / "new" / "bars.png")
+def test_the_plot_names_what_varies_under_its_bars_and_the_rest_in_its_title(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **more: (drawn.append(self), save(self, *args, **more)))
+    runs = [replace(RUN, mode="mlx-lm", depth=0), RUN, replace(RUN, depth=6)]
+    report.plot([replace(run, model="models/tiny") for run in runs], tmp_path / "new" / "bars.png")
     assert (tmp_path / "new" / "bars.png").read_bytes().startswith(b"\x89PNG")
+    [axes] = drawn[0].axes
+    assert axes.get_title() == "Decoding with tiny, 8 prompts\nbatch 2, policy fixed, temp 0.7"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["mlx-lm", "eagle\ndepth 4", "eagle\ndepth 6"]
 
 
 # The command
@@ -506,7 +517,7 @@ def test_30_text_equals_that_of_stock_mlx_lm(
     same = ours if own == "float32" else [stock, *ours]
     assert all(run["identical_count"] == run["prompts"] + run["left_out_looping"] for run in same)
     shown = capsys.readouterr().out
-    assert "  type  " in shown
+    assert ("type bfloat16" if own == "bfloat16" else "  type  ") in shown
     assert f"model: mlx-lm, plain, ngram decode {folder} in {own}." in shown
     assert f"model: mlx-lm-stock decodes {folder} by mlx_lm.load in bfloat16." in shown
     assert f"identical: every token equals that of mlx-lm, {folder} in {own}." in shown

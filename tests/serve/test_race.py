@@ -19,7 +19,7 @@ from eagle_mlx.serve.bench.race import race, wrapped
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 PROMPT = "def f(x):"
-LINE = r"{} +12 tokens in [\d.]+ s, [\d.]+ tokens/s, [\d.]+x plain, τ [\d.]+, {}\n"
+LINE = r"{} +36 tokens in [\d.]+ s, [\d.]+ tokens/s, [\d.]+x plain, τ [\d.]+, {}\n"
 
 
 class Terminal(io.StringIO):
@@ -32,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     root = tmp_path_factory.mktemp("race")
     tiny_target_folder(root / "target")
     save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), root / "head", target_name="tiny")
-    return ("--target", str(root / "target"), "--head", str(root / "head"), "--max-tokens", "12", "--ignore-eos")
+    return ("--target", str(root / "target"), "--head", str(root / "head"), "--max-tokens", "36", "--ignore-eos")
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
@@ -45,6 +45,12 @@ def test_each_mode_has_a_line_with_its_verdict(
     out = capsys.readouterr().out
     assert re.search(said + r"\Z", out), out
     assert "\x1b" not in out
+
+
+def test_a_race_of_few_tokens_is_not_timed(models: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--race", PROMPT, *models, "--modes", "plain", "ngram", "--max-tokens", "9"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"ngram throughput/8  9 tokens in [\d.]+ s, too few to time, τ [\d.]+, identical", last)
 
 
 def test_a_terminal_shows_the_modes_side_by_side(models: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

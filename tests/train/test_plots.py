@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from eagle_mlx.train.report.plots import OF_THE_HEAD, PICTURES, interval_speeds, smooth, write_plots
+from eagle_mlx.train.report.plots import OF_THE_HEAD, PICTURES, interval_speeds, smooth, write_comparison, write_plots
 
 
 def a_run(muon: bool = False) -> list[dict[str, Any]]:
@@ -55,6 +55,23 @@ def test_29_every_curve_has_a_readable_name(tmp_path: Path, monkeypatch: pytest.
     assert box.x1 <= figure.bbox.x1
     assert box.height <= figure.bbox.height
     assert count == 3 or box.x0 >= axes.get_window_extent().x1
+
+
+@pytest.mark.parametrize("rows", [a_run(), [{**row, "interval": 0.2} for row in a_run()]], ids=["older", "measured"])
+def test_the_plot_of_tau_has_intervals_and_counts_tokens_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]
+) -> None:
+    drawn: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: drawn.update({file.name: self}))
+    write_plots([{**row, "tokens": 50_000 * row["tokens"]} for row in rows], tmp_path)
+    write_comparison({"a": rows}, tmp_path / "runs.png")
+    for name in ("acceptance_length.png", "runs.png"):
+        [bars] = drawn[name].axes[0].containers
+        low, high = bars.lines[2][0].get_segments()[0][:, 1]  # type: ignore[attr-defined]
+        assert high - low == pytest.approx(0.4 if "interval" in rows[0] else 0)
+    drawn["acceptance_length.png"].draw_without_rendering()
+    labels = [label.get_text() for label in drawn["acceptance_length.png"].axes[0].get_xticklabels()]
+    assert "20 M" in labels
 
 
 def test_missing_values_are_not_plotted(tmp_path: Path) -> None:

@@ -36,13 +36,14 @@ def write_comparison(runs: Mapping[str, Sequence[Row]], file: Path) -> None:
 
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     length, loss = map(_styled, figure.subplots(1, 2))
+    for axes in (length, loss):
+        _count_tokens(axes)
     for (name, rows), color in zip(runs.items(), _colors(len(runs)), strict=True):
         evals = [row for row in rows if row["kind"] == "eval" and {"tokens", "acceptance_length"} <= row.keys()]
         train = [row for row in rows if row["kind"] == "train" and {"tokens", "loss"} <= row.keys()]
-        taus = [row["acceptance_length"] for row in evals]
-        length.plot([row["tokens"] for row in evals], taus, color=color, marker="o", label=name)
+        _taus(length, evals, color=color, label=name)
         loss.plot([row["tokens"] for row in train], smooth([row["loss"] for row in train]), color=color, label=name)
-    length.set(title="Acceptance length", xlabel="tokens", ylabel="tokens per target forward")
+    length.set(title="Acceptance length, with 95 % intervals", xlabel="tokens", ylabel="tokens per target forward")
     loss.set(title="Training loss", xlabel="tokens", ylabel="weighted mean over the draft steps")
     length.legend(frameon=False)
     figure.savefig(file, dpi=140)
@@ -54,6 +55,19 @@ def _styled(axes: Axes) -> Axes:
     return axes
 
 
+def _count_tokens(axes: Axes) -> None:
+    """Write the tokens of the horizontal axis as 10 M, not as 1 and 1e7 at its end."""
+    from matplotlib.ticker import EngFormatter
+
+    axes.xaxis.set_major_formatter(EngFormatter())
+
+
+def _taus(axes: Axes, rows: Sequence[Row], **style: Any) -> None:
+    """Plot τ against tokens, with its 95 % intervals; a run of an earlier version has none."""
+    taus, errors = ([row.get(key, 0.0) for row in rows] for key in ("acceptance_length", "interval"))
+    axes.errorbar([row["tokens"] for row in rows], taus, errors, marker="o", capsize=3, **style)
+
+
 def _curves(axes: Axes, rows: Sequence[Row], curves: Mapping[str, Sequence[float]], noisy: bool = False) -> None:
     """Plot curves against tokens, with a legend if there are several. Noisy ones are gray, with their average."""
     tokens = [row["tokens"] for row in rows]
@@ -62,6 +76,7 @@ def _curves(axes: Axes, rows: Sequence[Row], curves: Mapping[str, Sequence[float
             axes.plot(tokens, values, color="#bbbbbb", linewidth=0.8)
         axes.plot(tokens, smooth(values) if noisy else values, color=color, label=name)
     axes.set(xlabel="tokens")
+    _count_tokens(axes)
     if len(curves) > 1:
         _legend(axes, len(curves))
 
@@ -97,9 +112,10 @@ def _legend(axes: Axes, curves: int) -> None:
 
 
 def _length(axes: Axes, rows: Sequence[Row]) -> None:
-    _curves(axes, rows, {"τ": [row["acceptance_length"] for row in rows]})
-    depth = len(rows[0]["acceptance_by_position"])
-    axes.set(title=f"Acceptance length, greedy, depth {depth}", ylabel="tokens per target forward")
+    _taus(axes, rows, color=_colors(1)[0])
+    _count_tokens(axes)
+    title = f"Acceptance length and 95 % interval, greedy, depth {len(rows[0]['acceptance_by_position'])}"
+    axes.set(title=title, xlabel="tokens", ylabel="tokens per target forward")
     axes.set_ylim(bottom=0.9)
 
 
