@@ -174,9 +174,11 @@ RUN_OTHERWISE = {
     "make test": "# would run this test again",
     "make model": "make model" if FULL else STAND_IN,  # fetches 98 MB
     # Serves until it is stopped, and another program may use its port.
-    f"eagle-serve --target {MODEL}": f"""coproc {{ exec eagle-serve --target {MODEL} --port 0 2>&1; }}
-while read -r line <&"${{COPROC[0]}}"; do echo "$line"; [[ $line == 'ready: http://'* ]] && break; done
-server=$COPROC_PID && kill $server && wait $server""",
+    f"eagle-serve --target {MODEL}": f"""mkfifo log
+eagle-serve --target {MODEL} --port 0 2> log &
+exec 3< log
+while read -r line <&3; do echo "$line"; [[ $line == 'ready: http://'* ]] && break; done
+kill $! && wait $!""",
     f"eagle-train --target {MODEL} --hours 8 --output out/head": f"eagle-train --target {MODEL} --hours 8 --dry-run",
 }
 INSTALL = """python3 -m venv --without-pip .venv
@@ -207,7 +209,8 @@ def test_the_commands_of_readme_work_as_typed(tmp_path: Path) -> None:
         "GIT_CONFIG_KEY_0": f"url.{origin}.insteadOf",
         "GIT_CONFIG_VALUE_0": clone,
     }
-    publish = f"""mkdir {origin} && git ls-files -z -co --exclude-standard | tar -c --null -T - | tar -x -C {origin}
+    publish = f"""mkdir {origin}
+git ls-files -z -co --exclude-standard | tar -c -f - --null -T - | tar -x -f - -C {origin}
 cd {origin} && git init -q && git add -A && git -c user.name=a -c user.email=a commit -qm a"""
     subprocess.run(["bash", "-ec", publish], cwd=ROOT, env=environment, check=True)
     whole = ["bash", "-c", "\n".join(script)]
