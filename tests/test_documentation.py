@@ -77,6 +77,15 @@ def test_the_page_of_the_library_names_every_field_of_an_output() -> None:
     assert fields <= set(re.findall(r"`(\w+)`", rows))
 
 
+def test_packages_that_examples_need_are_named() -> None:
+    """Those that EAGLE-MLX itself does not install."""
+    installed = {*sys.stdlib_module_names, "eagle_mlx", "mlx", "numpy"}
+    for page in (page for page in PAGES if page.parent in (ROOT, ROOT / "docs")):
+        code = "\n".join(python_blocks(str(page)))
+        for package in set(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)) - installed:
+            assert f"`pip install {package}`" in page.read_text(encoding="utf-8"), (page.name, package)
+
+
 OTHER_FLAGS = {"--help", "--version", "--backend", "--stop-timeout", "--tools", "--system-prompt", "--against"}
 """Flags of all commands, and of other programs: mlx.launch, docker, Claude Code, a benchmark."""
 
