@@ -18,7 +18,7 @@ from eagle_mlx import EagleError, Output
 from . import schema
 from .answer import Answer, dumps, failure
 from .errors import ApiError, Shape, bad_request, client_gone
-from .limits import read_body
+from .limits import check_containers, is_long, read_body
 from .model import Encode, Loaded, check
 from .models import Models
 from .schema import B, read
@@ -76,12 +76,28 @@ async def body_of(request: Request, kind: type[B]) -> B:
     """Return the parsed and validated body. Raises ApiError."""
     models = models_of(request)
     models.check_open()  # a server that takes no requests does not read bodies
-    body = await read_body(request, models.settings.limits)
-    request.state.size = len(body)
+    limits = models.settings.limits
+    body = await read_body(request, limits)
+    request.state.size, request.state.is_long = len(body), is_long(body, limits)
     unknown: Literal["forbid", "ignore"] = "ignore" if models.settings.ignore_unknown_fields else "forbid"
-    found = read(kind, body, unknown)
+
+    def parse() -> B:
+        check_containers(body, limits)
+        return read(kind, body, unknown)
+
+    found = await in_turn(request, parse)
     request.state.cache_salt = getattr(found, "cache_salt", None)
     return found
+
+
+async def in_turn(request: Request, work: Callable[[], T]) -> T:
+    """Run work that takes time in proportion to the body: at once if it is short, else in a thread, clients in turn.
+
+    The body must have been read. Raises what `work` raises, and ApiError 499.
+    """
+    if not request.state.is_long:
+        return work()
+    return await unless_disconnected(request, models_of(request).pools.parse(work, client_of(request)))
 
 
 async def read_request(request: Request, kind: type[R]) -> tuple[R, Service]:

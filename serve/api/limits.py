@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+import gc
+import re
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -55,38 +57,93 @@ def _too_large(limits: Limits) -> ApiError:
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
+_NOT_BRACKETS = bytes(set(range(256)).difference(b'"[{'))
+_BRACKETS = re.compile(rb'"[^"]*"|[\[{]+')
+"""Strings, or opening brackets between them."""
+
+
+def has_more_containers(body: bytes, most: int) -> bool:
+    """Return whether a JSON text has more than `most` objects and lists, without parsing it."""
+    if body.count(b"{") + body.count(b"[") <= most:
+        return False
+    bare = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_BRACKETS)
+    count = 0
+    for match in _BRACKETS.finditer(bare):
+        count += len(match[0]) if match[0][0] != ord('"') else 0
+        if count > most:
+            return True
+    return False
+
+
+def is_long(body: bytes, limits: Limits) -> bool:
+    """Return whether a body takes the event loop too long to parse."""
+    return len(body) >= limits.long_bytes or has_more_containers(body, limits.long_containers)
+
+
+def check_containers(body: bytes, limits: Limits) -> None:
+    """Raise ApiError 413 for a body with more objects and lists than the limit."""
+    if has_more_containers(body, limits.containers):
+        message = f"the body has more than {limits.containers} objects and lists; send fewer messages or tools"
+        raise ApiError(413, message, code="request_too_large")
+
+
 T = TypeVar("T")
 
 
 class Pools:
     """A thread pool for each kind of work, so that short requests never wait for long ones or for schemas.
 
-    Long requests are encoded one at a time, because encoding megabytes keeps a core busy for seconds. Schemas may take
-    seconds to compile, in a separate process. Clients take turns for both. Canceling a request drops work that has
-    not started.
+    Long requests are read and encoded one at a time, because megabytes keep a core busy for seconds. Schemas may take
+    seconds to compile, in a separate process. Clients take turns for all three. Canceling a request drops work that
+    has not started; work that has started keeps its turn until it ends.
     """
 
     def __init__(self, limits: Limits):
-        self._long_bytes = limits.long_bytes
+        self._limits = limits
         self._short = ThreadPoolExecutor(limits.short_threads, "short")
-        self._long = ThreadPoolExecutor(1, "long")
+        self._parsing, self._parse_semaphore = ThreadPoolExecutor(1, "parse"), FairSemaphore()
+        self._long, self._long_semaphore = ThreadPoolExecutor(1, "long"), FairSemaphore()
         self._schemas = ThreadPoolExecutor(limits.schema_threads, "schema")
-        self._long_semaphore, self._schema_semaphore = FairSemaphore(), FairSemaphore(limits.schema_threads)
+        self._schema_semaphore = FairSemaphore(limits.schema_threads)
+
+    async def parse(self, work: Callable[[], T], client: str) -> T:
+        """Run work over a client's long body. Raises what `work` raises."""
+
+        def run() -> T:
+            gc.disable()  # collections would take longer than the work, and hold the interpreter lock
+            try:
+                return work()
+            finally:
+                gc.enable()
+
+        return await self._in_turn(self._parsing, self._parse_semaphore, run, client)
 
     async def encode(self, work: Callable[[], T], size: int, client: str, has_schema: bool = False) -> T:
         """Prepare a client's request of `size` bytes for decoding. Raises what `work` raises."""
-        if size >= self._long_bytes:
+        if size >= self._limits.long_bytes:
             pool, semaphore = self._long, self._long_semaphore
         elif has_schema:
             pool, semaphore = self._schemas, self._schema_semaphore
         else:
             return await asyncio.get_running_loop().run_in_executor(self._short, work)
-        async with semaphore.acquire(client):
-            return await asyncio.get_running_loop().run_in_executor(pool, work)
+        return await self._in_turn(pool, semaphore, work, client)
+
+    async def _in_turn(
+        self, pool: ThreadPoolExecutor, semaphore: FairSemaphore, work: Callable[[], T], client: str
+    ) -> T:
+        await semaphore.acquire(client)
+        loop, running = asyncio.get_running_loop(), pool.submit(work)
+
+        def release(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(semaphore.release)
+
+        running.add_done_callback(release)  # not at the end of this task: canceling it does not end the thread's work
+        return await asyncio.wrap_future(running)
 
     def close(self) -> None:
         """Start no more work, and do not wait for running work."""
-        for pool in (self._short, self._long, self._schemas):
+        for pool in (self._short, self._parsing, self._long, self._schemas):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -101,12 +158,10 @@ class FairSemaphore:
         self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Held by each client's request that waits for the semaphore."""
 
-    @asynccontextmanager
-    async def acquire(self, client: str) -> AsyncIterator[None]:
-        """Wait for a turn and hold it inside the context."""
+    async def acquire(self, client: str) -> None:
+        """Wait for a turn, and hold it until `release`."""
         async with self._first.setdefault(client, asyncio.Lock()):
             await self._semaphore.acquire()
-        try:
-            yield
-        finally:
-            self._semaphore.release()
+
+    def release(self) -> None:
+        self._semaphore.release()

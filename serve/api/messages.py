@@ -19,7 +19,7 @@ from .answer import Measured, named_event, stats
 from .chat import finish_reason, render_chat
 from .conversation import BY_TYPE, EFFORTS, PARAGRAPH, BareTool, Conversation, Extensions, Names, OwnTool, PartsAnswer
 from .errors import ERRORS, EVENTS, ApiError, MessagesError, Shape, documented
-from .flow import body_of, models_of, respond, respond_encoded
+from .flow import body_of, in_turn, models_of, respond, respond_encoded
 from .limits import Limits
 from .model import Encode, Loaded
 from .schema import Body, ChatRequest, Many, T, supported, validated
@@ -382,14 +382,15 @@ async def messages(request: Request) -> Response:
     """Return the next message of a conversation, for clients of Anthropic's API."""
     body = await body_of(request, MessagesRequest)
     service = models_of(request).named(body.model)
-    return await respond(request, service, MessageAnswer(body, service.settings.limits), body, body.stream)
+    answer = await in_turn(request, lambda: MessageAnswer(body, service.settings.limits))
+    return await respond(request, service, answer, body, body.stream)
 
 
 @router.post("/v1/messages/count_tokens", responses=documented(TokenCount, *ERRORS, error=MessagesError))
 async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation."""
     body = await body_of(request, CountTokensRequest)
-    chat = chat_request(body)
+    chat = await in_turn(request, lambda: chat_request(body))
 
     def count(loaded: Loaded, encode: Encode) -> TokenCount:
         return TokenCount(input_tokens=len(render_chat(chat, loaded, encode, must_fit=False)[1]))

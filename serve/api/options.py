@@ -72,8 +72,12 @@ class Limits(Group):
     stops: int = 16
     stop_length: int = 256
     """Characters of a stop string."""
+    containers: int = 20_000
+    """Objects and lists of a body; 5,000 tool calls with their results have so many. Parsing them takes 0.05 s."""
     long_bytes: int = 1 << 16
-    """Requests of at least this size are long: they are encoded one at a time and delay no others."""
+    """Requests of at least this size are long: they are read and encoded one at a time and delay no others."""
+    long_containers: int = 1000
+    """Requests with more objects and lists are also read one at a time. The event loop reads fewer in 5 ms."""
     short_threads: int = 4
     """Short requests that are encoded at once."""
     schema_threads: int = 4

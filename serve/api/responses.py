@@ -16,7 +16,7 @@ from ..chat import Delta
 from .answer import Measured, dumps, named_event, stats
 from .conversation import PartsAnswer
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
-from .flow import body_of, json_response, models_of, respond
+from .flow import body_of, in_turn, json_response, models_of, respond
 from .limits import Limits
 from .responses_request import (
     ID_PREFIXES,
@@ -334,7 +334,7 @@ async def responses(request: Request) -> Response:
         whole = [*items, *_ITEMS.validate_python(response["output"])]
         memory.store(response["id"], StoredResponse(response, whole, nbytes + len(dumps(response).encode())))
 
-    answer = ResponseAnswer(body, items, keep, service.settings.limits)
+    answer = await in_turn(request, lambda: ResponseAnswer(body, items, keep, service.settings.limits))
     return await respond(request, service, answer, body, body.stream)
 
 

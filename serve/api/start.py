@@ -77,6 +77,7 @@ def _checked(name: str, config: LoadConfig) -> bool:
 
 
 def _serve(configs: dict[str, LoadConfig], settings: Settings, options: ServeOptions) -> None:
+    gc.freeze()  # what was imported stays, so collections need not visit it while others wait
     sock = listen(options.place.host, options.place.port)
     with sock:
         is_local = is_loopback(sock.getsockname()[0])

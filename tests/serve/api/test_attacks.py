@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from threading import Event
-from typing import Any
+from contextlib import ExitStack, closing, contextmanager
+from threading import Event, current_thread
+from typing import Any, Literal
 
 import httpx
 import pytest
 
+from eagle_mlx.serve.api import flow
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.schema import B
 from tests.serve.api.given import PATIENCE
 from tests.serve.api.live import DEPTH, ELSEWHERE, Live, another_client, engine, live, wide
 
@@ -186,6 +189,88 @@ def encoder(monkeypatch: pytest.MonkeyPatch) -> LongTexts:
 
     monkeypatch.setattr(Loaded, "encode", held)
     return made
+
+
+class Parsed:
+    """Counts the bytes that threads parse, and holds each long body until it may continue."""
+
+    def __init__(self) -> None:
+        self.nbytes, self.go_on = Counter[str](), Event()
+
+    def note(self, body: bytes) -> None:
+        name = current_thread().name.split("_")[0]
+        self.nbytes[name] += len(body)
+        if name == "parse":
+            assert self.go_on.wait(60)
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> Parsed:
+    made = Parsed()
+    read = flow.read
+
+    def held(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"]) -> B:
+        made.note(body)
+        return read(kind, body, unknown)
+
+    monkeypatch.setattr(flow, "read", held)
+    return made
+
+
+MANY_MESSAGES = {**SHORT, "messages": SHORT["messages"] * 1500}  # type: ignore[operator]
+"""53 KB: a short body, but many objects."""
+LARGE = {**SHORT, "messages": [{"role": "user", "content": LONG}]}
+
+
+@pytest.mark.parametrize("body", [LARGE, MANY_MESSAGES])
+def test_large_bodies_are_parsed_outside_the_event_loop_one_client_at_a_time(parsed: Parsed, body: Any) -> None:
+    behind = wide(forwarded_allow_ips="127.0.0.1")
+    with live(settings=behind) as server, ExitStack() as stack:
+        sizes = [len(json.dumps(each).encode()) for each in (body, LARGE)]
+        raws = [stack.enter_context(closing(connect(server, request(CHAT, body)))) for _ in range(8)]
+        server.until(lambda: parsed.nbytes["parse"] == sizes[0])
+        assert is_served(server)
+        assert server.http.get("/health").status_code == 200
+        other = stack.enter_context(closing(connect(server, request(CHAT, LARGE, "192.0.2.7"))))
+        assert is_served(server)  # the body above has been read
+        assert parsed.nbytes["parse"] == sizes[0]
+        for raw in raws:
+            raw.close()
+        server.until(lambda: len(server.server.server_state.tasks) == 1)  # the other's
+        parsed.go_on.set()
+        assert other.recv(100).startswith(b"HTTP/1.1 400")
+        assert parsed.nbytes["parse"] == sum(sizes)  # bodies of disconnected clients were not parsed
+        assert sum(parsed.nbytes.values()) - parsed.nbytes["parse"] < 1000  # the short ones, in the event loop
+
+
+@pytest.mark.parametrize(
+    ("path", "head", "item"),
+    [
+        ("/v1/responses", '{"input": "x", "tools": [', '{"type": "x"}'),
+        ("/v1/responses", '{"input": [', '{"type": "reasoning"}'),
+        ("/v1/messages", '{"max_tokens": 1, "messages": [', '{"role": "user", "content": []}'),
+        (CHAT, '{"messages": [', "[]"),
+    ],
+)
+def test_bodies_of_too_many_objects_are_not_parsed(
+    server: Live, parsed: Parsed, path: str, head: str, item: str
+) -> None:
+    content = f"{head}{','.join([item] * 20_001)}]}}"
+    answer = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+    assert "more than 20000 objects and lists" in answer.json()["error"]["message"]
+    assert not parsed.nbytes
+
+
+def test_brackets_in_a_text_are_no_objects(server: Live) -> None:
+    answer = server.http.post(CHAT, json={"messages": [{"role": "user", "content": '{"[\\"' * 30_000}]})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_client_without_a_key_is_refused_before_its_body() -> None:
+    with live(settings=wide(api_key="secret")) as server, closing(connect(server)) as raw:
+        raw.sendall(request(CHAT, LARGE)[:1000])
+        assert raw.recv(100).startswith(b"HTTP/1.1 401")
 
 
 def unbounded() -> Loaded:
