@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -11,6 +12,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any, Literal
 
+import h11
 import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -106,13 +108,55 @@ def create_app(models: Models) -> FastAPI:
 
 
 Wait = Literal["head", "send", "none"]
+_HEADER_LINES = 100
+"""As Apache's LimitRequestFields."""
+_CHUNKS, _CHUNK_BYTES = 512, 256
+"""Chunks of a body, and bytes for each further one. h11 takes 3 microseconds per chunk: 12 ms for a megabyte."""
+_PIECE = 1 << 14
+"""Bytes that h11 reads at a time. Its limit on the size of a head does not count what arrives in one piece."""
+
+
+class Framing(h11.Connection):
+    """A connection's parser, which limits header lines, and the chunks of a body in proportion to its size."""
+
+    _chunks = _nbytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._nbytes += len(event.data)
+            if self._chunks > _CHUNKS + self._nbytes // _CHUNK_BYTES:
+                raise h11.RemoteProtocolError("the chunks of the body are too small")
+        elif isinstance(event, h11.Request | h11.EndOfMessage):
+            self._chunks = self._nbytes = 0
+            if len(event.headers) > _HEADER_LINES:
+                raise h11.RemoteProtocolError("there are too many header lines")
+        return event
 
 
 class Connection(H11Protocol):
-    """Uvicorn's connection, extended to track what it waits for and since when."""
+    """Uvicorn's connection, with limits on framing. It tracks what it waits for and since when."""
 
     _waiting: tuple[Any, ...] = ("none",)
     _since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        self.conn = Framing(h11.SERVER)
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), _PIECE):
+            if self.transport.is_closing():
+                return
+            super().data_received(data[start : start + _PIECE])
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a malformed request, without an answer if there is one already."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
 
     def waited(self, now: float) -> tuple[Wait, float]:
         """Return what it waits for from the client, and the seconds without progress.

@@ -7,10 +7,11 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from threading import Event, current_thread
 from typing import Any, Literal
 
+import h11
 import httpx
 import pytest
 
@@ -271,6 +272,57 @@ def test_a_client_without_a_key_is_refused_before_its_body() -> None:
     with live(settings=wide(api_key="secret")) as server, closing(connect(server)) as raw:
         raw.sendall(request(CHAT, LARGE)[:1000])
         assert raw.recv(100).startswith(b"HTTP/1.1 401")
+
+
+CHUNKED = request(CHAT, {}).partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def chunks(body: bytes, size: int) -> bytes:
+    pieces = (body[start : start + size] for start in range(0, len(body), size))
+    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(("size", "status"), [(1, b"400"), (200, b"400"), (300, b"200")])
+def test_bodies_in_tiny_chunks_are_refused(size: int, status: bytes) -> None:
+    body = json.dumps(SHORT).encode() + b" " * 1_000_000
+    with live() as server, closing(connect(server)) as raw:
+        with suppress(OSError):
+            raw.sendall(CHUNKED + chunks(body, size))
+        assert raw.recv(100).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_short_body_may_have_any_chunks(server: Live) -> None:
+    with closing(connect(server, CHUNKED + chunks(json.dumps(SHORT).encode(), 1))) as raw:
+        assert raw.recv(100).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("key", [b"", b"x-api-key: secret\r\n"])
+def test_h11_reads_few_chunks_of_a_body_that_is_refused(key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Counter[type]()
+    next_event = h11.Connection.next_event
+
+    def counted(self: h11.Connection) -> Any:
+        event = next_event(self)
+        events[type(event)] += 1
+        return event
+
+    monkeypatch.setattr(h11.Connection, "next_event", counted)
+    with live(settings=wide(api_key="secret")) as server, closing(connect(server)) as raw:
+        head, tail = CHUNKED.split(b"\r\n", 1)
+        with suppress(OSError):
+            raw.sendall(head + b"\r\n" + key + tail + chunks(b" " * 100_000, 1))
+            while raw.recv(4096):
+                pass
+        server.until(lambda: not server.server.server_state.connections)
+        assert events[h11.Data] <= 520
+        assert server.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(("count", "status"), [(90, b"404"), (12_000, b"400")])
+def test_header_lines_are_limited(server: Live, count: int, status: bytes) -> None:
+    with closing(connect(server)) as raw:
+        raw.sendall(b"GET /none HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * count + b"\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 " + status)
 
 
 def unbounded() -> Loaded:
