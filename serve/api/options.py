@@ -83,9 +83,9 @@ class Limits(Group):
     schema_threads: int = 4
     """Requests with a schema that are prepared at once; compiling one may keep a core busy."""
     responses: int = 1000
-    """Responses stored for `previous_response_id`."""
+    """Responses stored for `previous_response_id`, for each API key."""
     response_bytes: int = 64 << 20
-    """Total JSON size of stored responses: eight times the default limit of a body."""
+    """Memory of stored responses, for each API key: eight times the default limit of a body."""
     connections: int = 1000
     """Open connections. mlx-lm allows the process at least 2048 files; half are left for other uses."""
     head_seconds: float = 60.0

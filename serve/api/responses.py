@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -13,10 +13,10 @@ from starlette.responses import Response
 from eagle_mlx.request import Output
 
 from ..chat import Delta
-from .answer import Measured, dumps, named_event, stats
+from .answer import Measured, named_event, stats
 from .conversation import PartsAnswer
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
-from .flow import body_of, in_turn, json_response, models_of, respond
+from .flow import body_of, client_of, in_turn, json_response, models_of, respond
 from .limits import Limits
 from .responses_request import (
     ID_PREFIXES,
@@ -30,10 +30,10 @@ from .responses_request import (
     ResponsesRequest,
     chat_request,
     input_items,
-    listed,
     sealed,
 )
 from .schema import SERVICE_TIER
+from .stored import ResponseMemory, StoredItem, StoredResponse, stored_items
 
 
 class ResponsesUsage(Shape):
@@ -64,11 +64,11 @@ class ResponseObject(Measured):
     reasoning: dict[str, str | None] | None
     service_tier: Literal["default"]
     store: bool
-    temperature: float | None
+    temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
-    top_p: float | None
+    top_p: float
     truncation: Literal["disabled"]
     usage: ResponsesUsage
 
@@ -97,61 +97,8 @@ class DeletedResponse(Shape):
     deleted: Literal[True]
 
 
-@dataclass(frozen=True)
-class StoredResponse:
-    response: dict[str, Any]
-    items: Sequence[Item]
-    """The whole conversation, including the response."""
-    nbytes: int
-    """JSON size of the conversation, including earlier turns."""
-
-    def input_items(self) -> list[dict[str, Any]]:
-        """Return the conversation before the response, oldest item first, each with an id and a status."""
-        id = str(self.response["id"]).removeprefix("resp_")
-        count = len(self.items) - len(self.response["output"])
-        return [listed(item, f"{id}_in_{index}") for index, item in enumerate(self.items[:count])]
-
-
-class ResponseMemory:
-    """Stores the most recently used responses, within a count and a size. Belongs to the event loop.
-
-    Each entry holds its whole conversation, so it does not depend on earlier entries.
-    """
-
-    def __init__(self, most: int, most_bytes: int):
-        self.most, self.most_bytes = most, most_bytes
-        self.nbytes = 0
-        self._responses: dict[str, StoredResponse] = {}
-
-    def store(self, id: str, stored: StoredResponse) -> None:
-        self._responses[id] = stored
-        self.nbytes += stored.nbytes
-        while len(self._responses) > self.most or self.nbytes > self.most_bytes:
-            self.delete(next(iter(self._responses)))
-
-    def get(self, id: str, param: str | None = None) -> StoredResponse:
-        """Return a stored response. Raises ApiError if it is missing: 400 if the field `param` names it, else 404."""
-        found = self.delete(id, param)
-        self.store(id, found)  # as the most recently used
-        return found
-
-    def delete(self, id: str, param: str | None = None) -> StoredResponse:
-        """Remove and return a stored response. Raises ApiError as `get` does."""
-        if id not in self._responses:
-            message = (
-                f"response {id[:100]!r} is not stored: it was sent with store false, was deleted, or is too old (the "
-                f"server keeps {self.most} responses, at most {self.most_bytes >> 20} MB). Send the conversation as "
-                "input"
-            )
-            code = "response_not_found" if param is None else "previous_response_not_found"
-            raise ApiError(404 if param is None else 400, message, param, code)  # as in OpenAI's API
-        found = self._responses.pop(id)
-        self.nbytes -= found.nbytes
-        return found
-
-
 Keep = Callable[[dict[str, Any]], None]
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+_ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 _INPUT_EVENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
@@ -174,7 +121,7 @@ class ResponseAnswer(PartsAnswer):
         self._functions = Functions(body.tools or ())
         chat = chat_request(body, items, self._functions)
         super().__init__(chat, body.max_output_tokens, self._functions.names, limits)
-        self.body, self._keep = body, keep
+        self.body, self._keep, self._settings = body, keep, _settings(body)
         self._number = -1
         self._id = ""
 
@@ -257,10 +204,7 @@ class ResponseAnswer(PartsAnswer):
         return named_event({"type": type, "sequence_number": self._number, **fields})
 
     def _begun(self) -> dict[str, Any]:
-        body = self.body
-        form = body.text.format if body.text is not None else None
-        choice = body.tool_choice or "auto"
-        echoed = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"}
+        params = self.requests[0].params
         return {
             "id": f"resp_{self.call.id}",
             "object": "response",
@@ -269,16 +213,11 @@ class ResponseAnswer(PartsAnswer):
             "background": False,
             "error": None,
             "incomplete_details": None,
-            **body.model_dump(include=echoed),
-            "metadata": body.metadata or {},
+            "temperature": params.temperature,
+            "top_p": params.top_p,
             "model": self.call.service.name,
             "output": [],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "reasoning": body.reasoning.model_dump(include={"effort", "summary"}) if body.reasoning else None,
-            "store": body.store is not False,
-            "text": {"format": form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}},
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
-            "tools": [tool.model_dump(by_alias=True, exclude_unset=True) for tool in body.tools or ()],
+            **self._settings,
             "service_tier": SERVICE_TIER,
             "truncation": "disabled",
             "usage": None,
@@ -309,14 +248,30 @@ class ResponseAnswer(PartsAnswer):
         }
 
 
+def _settings(body: ResponsesRequest) -> dict[str, Any]:
+    """Return the settings of a request as its response repeats them."""
+    form, choice = body.text.format if body.text is not None else None, body.tool_choice or "auto"
+    return {
+        **body.model_dump(include={"instructions", "max_output_tokens", "previous_response_id"}),
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": body.reasoning.model_dump(include={"effort", "summary"}) if body.reasoning else None,
+        "store": body.store is not False,
+        "text": {"format": form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+        "tools": [tool.model_dump(by_alias=True, exclude_unset=True) for tool in body.tools or ()],
+    }
+
+
 router = APIRouter()
-_MOST_ITEMS = 100
-"""Maximum items per page, as in OpenAI's API."""
 
 
 def memory_of(request: Request) -> ResponseMemory:
-    memory: ResponseMemory = request.app.state.responses
-    return memory
+    """Return the stored responses of the request's API key; requests without a key share them."""
+    memories: dict[str, ResponseMemory] = request.app.state.responses
+    limits = models_of(request).settings.limits
+    key = getattr(request.state, "key", None) or ""
+    return memories.setdefault(key, ResponseMemory(limits.responses, limits.response_bytes))
 
 
 @router.post("/v1/responses", responses=documented(ResponseObject, *ERRORS, **EVENTS))
@@ -325,16 +280,26 @@ async def responses(request: Request) -> Response:
     memory = memory_of(request)
     body = await body_of(request, ResponsesRequest)
     service = models_of(request).named(body.model)
-    items, nbytes = input_items(body), request.state.size
+    limits, earlier = service.settings.limits, list[StoredItem]()
     if body.previous_response_id:
         before = memory.get(body.previous_response_id, "previous_response_id")
-        items, nbytes = [*before.items, *items], before.nbytes + nbytes
+        earlier += before.items
+        request.state.size += before.nbytes
+        request.state.is_long |= before.nbytes >= limits.long_bytes
 
-    def keep(response: dict[str, Any]) -> None:
-        whole = [*items, *_ITEMS.validate_python(response["output"])]
-        memory.store(response["id"], StoredResponse(response, whole, nbytes + len(dumps(response).encode())))
+    def prepare() -> ResponseAnswer:
+        new = input_items(body)
+        if len(earlier) + len(new) > limits.containers:
+            message = f"the conversation has more than {limits.containers} items; begin a new one"
+            raise ApiError(413, message, "input", "request_too_large")
+        kept = [*earlier, *stored_items(new, f"{secrets.token_hex(12)}_in")] if body.store is not False else ()
 
-    answer = await in_turn(request, lambda: ResponseAnswer(body, items, keep, service.settings.limits))
+        def keep(response: dict[str, Any]) -> None:
+            memory.store(response["id"], StoredResponse.of(response, kept, client_of(request)))
+
+        return ResponseAnswer(body, [*(_ITEM.validate_json(item.json) for item in earlier), *new], keep, limits)
+
+    answer = await in_turn(request, prepare)
     return await respond(request, service, answer, body, body.stream)
 
 
@@ -343,33 +308,13 @@ async def response(request: Request, id: str) -> Response:
     """Return a stored response."""
     if request.query_params.get("stream") == "true":
         raise ApiError(400, "stream: a finished response cannot be streamed; leave out stream", "stream")
-    return json_response(memory_of(request).get(id).response)
+    return Response(memory_of(request).get(id).json, media_type="application/json")
 
 
 @router.get("/v1/responses/{id}/input_items", responses=documented(InputItemList, 400, 401, 404))
 async def input_items_of(request: Request, id: str) -> Response:
     """Return the conversation that a response answers, in pages."""
-    items = memory_of(request).get(id).input_items()
-    return json_response(_page(items, request.query_params))
-
-
-def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page of a list by `order`, `after` and `limit`. Raises ApiError 400 that names the parameter."""
-    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
-    if order not in ("asc", "desc"):
-        raise ApiError(400, "order: must be asc or desc", "order")
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MOST_ITEMS):
-        raise ApiError(400, f"limit: must be an integer from 1 to {_MOST_ITEMS}", "limit")
-    if order == "desc":
-        items = items[::-1]
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise ApiError(400, f"after: there is no item with the id {after[:100]!r}", "after")
-        items = items[ids.index(after) + 1 :]
-    page = items[: int(limit)]
-    first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
-    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > len(page)}
+    return Response(memory_of(request).get(id).page(request.query_params), media_type="application/json")
 
 
 @router.delete("/v1/responses/{id}", responses=documented(DeletedResponse, 401, 404))

@@ -30,7 +30,6 @@ from .messages import CountTokensRequest, MessagesRequest
 from .messages import router as messages
 from .models import Models
 from .options import check_trusted
-from .responses import ResponseMemory
 from .responses import router as responses
 from .responses_request import ResponsesRequest
 from .schema import (
@@ -42,6 +41,7 @@ from .schema import (
     SpeculationRequest,
     TokenizeRequest,
 )
+from .stored import ResponseMemory
 
 _BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
@@ -89,7 +89,7 @@ def create_app(models: Models) -> FastAPI:
 
     app = FastAPI(title="eagle-serve", version="1", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.models = models
-    app.state.responses = ResponseMemory(settings.limits.responses, settings.limits.response_bytes)
+    app.state.responses = dict[str, ResponseMemory]()  # by key
     app.state.registry = CollectorRegistry(auto_describe=False)
     app.state.registry.register(metrics.ServerCollector(models))
     add_handlers(app)

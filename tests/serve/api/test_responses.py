@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 from typing import Any
 
 import openai
@@ -10,10 +12,14 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from eagle_mlx.serve.api.errors import ApiError
 from eagle_mlx.serve.api.limits import Limits
+from eagle_mlx.serve.api.model import Loaded
+from eagle_mlx.serve.api.responses_request import MessageItem
+from eagle_mlx.serve.api.stored import ResponseMemory, StoredResponse, stored_items
 from tests.full import diagonal
 from tests.serve.api.given import TARGET
-from tests.serve.api.live import NAME, Live, live, wide
+from tests.serve.api.live import NAME, Live, engine, live, wide
 from tests.serve.chat.formats import CLOCK, WEATHER
 
 URL, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -28,6 +34,12 @@ def ask(server: Live, **body: Any) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     response: dict[str, Any] = answer.json()
     return response
+
+
+def memory(server: Live) -> ResponseMemory:
+    """Return the stored responses of requests without a key."""
+    memories: dict[str, ResponseMemory] = server.server.config.app.state.responses  # type: ignore[union-attr]
+    return memories.get("", ResponseMemory(0, 0))
 
 
 def said(response: dict[str, Any]) -> str:
@@ -242,13 +254,85 @@ def test_responses_that_are_not_stored_are_not_found() -> None:
         assert "the server keeps 2 responses" in error["message"]
         assert server.http.delete(f"{URL}/{ids[0]}").status_code == 404
         assert server.http.get(f"{URL}/{ids[1]}?stream=true").status_code == 400
-    with live(settings=wide(Limits(response_bytes=3000))) as server:
+    with live(settings=wide(Limits(response_bytes=6000))) as server:
         ids = [ask(server, input="x" * 400, max_output_tokens=1)["id"] for _ in range(3)]
         assert [server.http.get(f"{URL}/{id}").status_code for id in ids] == [404, 404, 200]
 
 
+def test_the_size_of_stored_responses_is_that_of_their_memory() -> None:
+    items = [{"type": "reasoning"}] * 19_000 + USER
+    with live() as server:
+        tracemalloc.start()
+        first = ask(server, input=items, max_output_tokens=1)["id"]
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(3):
+            ask(server, input=items, max_output_tokens=1)
+        gc.collect()
+        more = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert 0.5 * (counted := memory(server).nbytes * 3 / 4) < more < counted
+        page = server.http.get(f"{URL}/{first}/input_items?limit=2").json()
+        assert [item["type"] for item in page["data"]] == ["message", "reasoning"]
+        after = server.http.get(f"{URL}/{first}/input_items?limit=1&after={page['last_id']}").json()
+        assert (after["data"][0]["type"], after["has_more"]) == ("reasoning", True)
+        more_items = {"input": items[:2000], "previous_response_id": first}
+        answer = server.http.post(URL, json=more_items)
+        assert answer.status_code == 413
+        assert "more than 20000 items" in answer.json()["error"]["message"]
+
+
+def test_a_page_of_input_items_joins_what_is_stored() -> None:
+    items = stored_items([MessageItem(role="user", content="x" * number) for number in range(500)], "a")
+    stored = StoredResponse.of({"output": []}, items, "")
+    page = json.loads(stored.page({"limit": "3", "after": "msg_a_490"}))
+    assert [item["id"] for item in page["data"]] == ["msg_a_489", "msg_a_488", "msg_a_487"]
+    assert page["data"] == [json.loads(item.json) for item in items[489:486:-1]]
+
+
+def test_a_client_with_many_responses_loses_its_own() -> None:
+    memory = ResponseMemory(3, 1 << 20)
+    for id, client in [("a", "quiet"), ("b", "busy"), ("c", "busy"), ("d", "busy"), ("e", "busy")]:
+        memory.store(id, StoredResponse.of({"output": []}, (), client))
+    for id in "bc":
+        with pytest.raises(ApiError, match="is not stored"):
+            memory.get(id)
+    assert [memory.get(id).client for id in "ade"] == ["quiet", "busy", "busy"]
+    for id in "ade":
+        memory.delete(id)
+    assert memory.nbytes == 0
+
+
+def test_responses_belong_to_the_key_that_made_them() -> None:
+    """Another key can neither read, list, continue nor delete them, nor make the server drop them."""
+    with live(settings=wide(Limits(responses=2), api_key="mine yours")) as server:
+        as_other = {"Authorization": "Bearer yours"}
+        server.http.headers["Authorization"] = "Bearer mine"
+        body = {"input": "x", "max_output_tokens": 1}
+        id = ask(server, **body)["id"]
+        missing = server.http.get(f"{URL}/resp_none").json()["error"]["message"]
+        for path in (f"{URL}/{id}", f"{URL}/{id}/input_items"):
+            answer = server.http.get(path, headers=as_other)
+            assert answer.status_code == 404
+            assert answer.json()["error"]["message"] == missing.replace("resp_none", id)
+        assert server.http.delete(f"{URL}/{id}", headers=as_other).status_code == 404
+        answer = server.http.post(URL, json=body | {"previous_response_id": id}, headers=as_other)
+        assert answer.json()["error"]["code"] == "previous_response_not_found"
+        for _ in range(3):
+            assert server.http.post(URL, json=body, headers=as_other).status_code == 200
+        assert ask(server, **body, previous_response_id=id)["previous_response_id"] == id
+
+
+def test_a_response_repeats_its_settings_with_defaults() -> None:
+    with live(lambda: Loaded(engine(), "ngram", 3, {"temperature": 0.5})) as server:
+        response = ask(server, input="x", max_output_tokens=1, top_p=0.9)
+        assert (response["temperature"], response["top_p"]) == (0.5, 0.9)
+        response = ask(server, input="x", max_output_tokens=1, temperature=0.0)
+        assert (response["temperature"], response["top_p"]) == (0.0, 1.0)
+
+
 def test_a_client_that_disconnects_frees_its_row_and_stores_nothing(server: Live) -> None:
-    kept = server.server.config.app.state.responses.nbytes  # type: ignore[union-attr]
+    kept = memory(server).nbytes
     body = {"input": USER, "max_output_tokens": 400, "stream": True, "temperature": 0}
     with server.slowed(0.05):
         with server.http.stream("POST", URL, json=body) as answer:
@@ -257,7 +341,7 @@ def test_a_client_that_disconnects_frees_its_row_and_stores_nothing(server: Live
             server.until(lambda: server.service.running > 0)
         assert not server.idle
     assert server.until(lambda: server.idle) < 1.0
-    assert server.server.config.app.state.responses.nbytes == kept  # type: ignore[union-attr]
+    assert memory(server).nbytes == kept
 
 
 def test_embeddings_are_refused_with_an_alternative(server: Live) -> None:
