@@ -115,10 +115,12 @@ async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T
     """
     cancelled = Event()
 
-    def encode(text: str, add_special_tokens: bool) -> list[int]:
+    def check() -> None:
         if cancelled.is_set():
             raise client_gone()
-        return loaded.encode(text, add_special_tokens)
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        return loaded.encode(text, add_special_tokens, check)
 
     try:
         pools = models_of(request).pools

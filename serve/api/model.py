@@ -20,6 +20,7 @@ from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
 
 from ..chat import ChatFormat, Grammars, Volatile
 from ..speculation import Speculation
+from .encoding import encode
 from .errors import ApiError, bad_request
 from .limits import Limits
 from .logprobs import TokenTexts
@@ -110,8 +111,9 @@ class Loaded:
         assert tokenizer is not None
         return tokenizer
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+    def encode(self, text: str, add_special_tokens: bool, check: Callable[[], None] = lambda: None) -> list[int]:
+        """Return a text's tokens. check: is called between pieces of a long text, and may raise."""
+        return encode(self.tokenizer, text, add_special_tokens, check)
 
     @cached_property
     def chat(self) -> ChatFormat:

@@ -183,10 +183,10 @@ def encoder(monkeypatch: pytest.MonkeyPatch) -> LongTexts:
     made = LongTexts()
     encode = Loaded.encode
 
-    def held(self: Loaded, text: str, add_special_tokens: bool) -> list[int]:
+    def held(self: Loaded, text: str, add_special_tokens: bool, check: Callable[[], None]) -> list[int]:
         if len(text) >= Limits.long_bytes:
             made.wait()
-        return encode(self, text, add_special_tokens)
+        return encode(self, text, add_special_tokens, check)
 
     monkeypatch.setattr(Loaded, "encode", held)
     return made
@@ -354,6 +354,28 @@ def test_long_texts_delay_nobody_and_are_dropped_with_their_client(path: str, en
         encoder.go_on.set()
         assert server.http.post("/tokenize", json={"prompt": LONG}).status_code == 200
         assert encoder.begun == 2  # texts of disconnected clients were not encoded
+
+
+def test_a_text_whose_client_leaves_ends_at_its_next_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces, encode, go_on = Counter[str](), Loaded.encode, Event()
+
+    def held(self: Loaded, text: str, add_special_tokens: bool, check: Callable[[], None]) -> list[int]:
+        def counted() -> None:
+            pieces[text] += 1
+            assert pieces[text] < 3 or text == LONG or go_on.wait(60)
+            check()
+
+        return encode(self, text, add_special_tokens, counted)
+
+    monkeypatch.setattr(Loaded, "encode", held)
+    with live(unbounded) as server:
+        with closing(connect(server, request("/tokenize", {"prompt": 5 * LONG}))):
+            server.until(lambda: pieces[5 * LONG] == 3)
+        server.until(lambda: server.idle)
+        go_on.set()
+        assert server.http.post("/tokenize", json={"prompt": LONG}).status_code == 200
+        assert pieces[5 * LONG] == 3
+        assert pieces[LONG] > 3
 
 
 def test_tokenizing_takes_a_slot_of_the_queue(encoder: LongTexts) -> None:
