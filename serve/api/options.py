@@ -132,8 +132,8 @@ class Settings(Group):
     )
     stuck_seconds: float = setting(
         120.0,
-        "seconds that a step of the engine may take, ten times as many if it reads prompts; after that, /health says "
-        "stuck and the log has the stacks of all threads; 0 for no limit",
+        "seconds that a step, or work between steps, may take, ten times as many to read prompts; after that, /health "
+        "says stuck and the log has the stacks of all threads; 0 for no limit",
         AT_LEAST_0,
         metavar="S",
     )

@@ -115,8 +115,8 @@ class Worker:
         """The error of the last load or of the engine."""
         self.clock: Callable[[], float] = perf_counter
         """The clock, in seconds, for time limits."""
-        self.step_began: float | None = None
-        """When the engine's present step began, by the clock; None between steps. Thread-safe."""
+        self.work: tuple[float, bool] | None = None
+        """When the present work of the thread began, by the clock, and whether it is a step; None while it waits."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -242,7 +242,7 @@ class Worker:
                 log.exception(_DIED)
             self._fail_slots(_DIED)
         finally:
-            self.loaded = None
+            self.loaded = self.work = None
             _close(loaded)
 
     def _decode(self, engine: Engine) -> None:
@@ -256,13 +256,11 @@ class Worker:
                 self._publish(engine)
             if engine.idle:
                 continue
-            self.step_began = self.clock()
+            self.work = self.clock(), True
             try:
                 engine.step()
             except Exception:  # the requests in the step have ended; the others continue
                 log.exception("an engine step failed; its requests end with an error")
-            finally:
-                self.step_began = None
             self._publish(engine)
 
     def _fail_slots(self, why: str) -> None:
@@ -284,7 +282,10 @@ class Worker:
 
     def _run_commands(self, engine: Engine) -> None:
         for _ in range(max(engine.idle, self._commands.qsize())):
-            self._commands.get()()
+            self.work = None
+            command = self._commands.get()
+            self.work = self.clock(), False
+            command()
             if self._unloading:
                 return
 
@@ -364,33 +365,33 @@ _READING = 10
 
 
 class Watchdog:
-    """Reports steps of a worker's engine that do not return. Belongs to the event loop."""
+    """Reports work of a worker's thread that does not return. Belongs to the event loop."""
 
     def __init__(self, worker: Worker, name: str, seconds: float, exits: bool):
-        """seconds: the limit of a step; 0 for none. exits: whether to end the process after it."""
+        """seconds: the limit of a step, or of work between steps; 0 for none. exits: whether to end the process."""
         self._worker, self._name, self._seconds, self._exits = worker, name, seconds, exits
         self.stuck = False
-        """Whether the present step has exceeded the limit."""
-        self._step: float | None = None
-        """When the present step began."""
+        """Whether the present work has exceeded the limit."""
+        self._work: tuple[float, bool] | None = None
         self._reads = False
 
     def check(self) -> None:
-        """Report the present step if it exceeds the limit. Call this regularly; each step is reported once."""
-        worker, step = self._worker, self._worker.step_began
-        if step != self._step:
+        """Report the present work if it exceeds the limit. Call this regularly; work is reported once."""
+        worker, work = self._worker, self._worker.work
+        if work != self._work:
             if self.stuck:
                 log.warning("model %s: the step has returned after all", self._name)
-            self._step, self._reads, self.stuck = step, False, False
+            self._work, self._reads, self.stuck = work, False, False
         loaded = worker.loaded
-        if step is None or loaded is None or self.stuck or not self._seconds:
+        if work is None or loaded is None or self.stuck or not self._seconds:
             return
-        self._reads |= bool(loaded.engine.admission.prefilling)
+        began, is_step = work
+        self._reads |= is_step and bool(loaded.engine.admission.prefilling)
         limit = self._seconds * (_READING if self._reads else 1)
-        if worker.clock() - step <= limit:
+        if worker.clock() - began <= limit:
             return
         self.stuck = True
-        reason = f"a step of the engine has not returned for {limit:g} s"
+        reason = f"{'a step' if is_step else 'work between steps'} of the engine has not returned for {limit:g} s"
         with tempfile.TemporaryFile("w+") as file:  # faulthandler needs a real file
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)

@@ -44,7 +44,7 @@ def stopped(server: Live, reads: bool = False) -> Iterator[tuple[Clock, Future[h
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.http.post, "/v1/completions", json={"prompt": "x y z", "max_tokens": 4})
         try:
-            server.until(lambda: server.service.worker.step_began is not None)
+            server.until(lambda: server.service.worker.work is not None)
             server.until(lambda: not reads or bool(loaded.engine.snapshot().prefilling))
             yield clock, answer
         finally:
@@ -77,6 +77,38 @@ def test_a_step_that_does_not_return_is_reported_once_with_all_stacks(caplog: py
     assert "in hang" in said  # the engine's thread
     assert "in serve" in said  # the event loop's
     assert "returned after all" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x y", "max_tokens": 0, "echo": True, "logprobs": 1}),
+        ("/admin/speculation", {"model": "tiny", "num_speculative_tokens": 2}),
+    ],
+)
+def test_work_between_steps_that_does_not_return_is_reported(
+    path: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with live() as server, ThreadPoolExecutor(1) as pool:
+        clock, over, loaded = Clock(), Event(), server.service.loaded
+        assert loaded is not None
+        forward = loaded.target.forward
+
+        def hang(*args: Any, **more: Any) -> Any:
+            over.wait(60)
+            return forward(*args, **more)
+
+        loaded.target.forward = hang  # type: ignore[method-assign]
+        server.service.worker.clock = clock
+        answer = pool.submit(server.http.post, path, json=body)
+        server.until(lambda: server.service.worker.work is not None)
+        server.service.watchdog.check()
+        clock.now = LIMIT + 1
+        server.until(lambda: health(server) == (503, "stuck"))
+        over.set()
+        assert answer.result().status_code == 200
+        server.until(lambda: health(server) == (200, "ready"))
+    assert "work between steps" in reports(caplog)[0]
 
 
 def test_reading_a_prompt_may_take_longer() -> None:
