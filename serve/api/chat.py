@@ -74,7 +74,7 @@ class ChatAnswer(Choices):
         body, loaded = self.body, self.loaded
         chat, prompt, offer = render_chat(body, loaded, encode)
         self.offer, self.starts_in_reasoning = offer, loaded.chat.starts_in_reasoning(prompt)
-        grammar = loaded.grammars.grammar(body.answer_format, offer, self.starts_in_reasoning)
+        grammar = loaded.grammars.grammar(body.answer_format, offer, self.starts_in_reasoning, owner[1])
         top = (body.top_logprobs or 0) if body.logprobs else None
         # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.
         is_single = offer.tools and not offer.several and not offer.forced

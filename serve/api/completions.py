@@ -80,7 +80,7 @@ class CompletionAnswer(Choices):
         """Encode and check the prompts. Raises PromptError or ApiError."""
         body, loaded = self.body, self.loaded
         self.prompts = [self._prompt(given, encode) for given in body.prompts]
-        grammar = loaded.grammars.grammar(body.answer_format)
+        grammar = loaded.grammars.grammar(body.answer_format, namespace=owner[1])
         params = sampling(body, loaded, body.max_tokens, body.logprobs, grammar)
         for prompt in self.prompts:
             self.requests += [loaded.engine.prepare(prompt.tokens, each, (), *owner) for each in params]

@@ -55,13 +55,15 @@ class Grammars:
         response_format: Mapping[str, Any] | None = None,
         offer: ToolOffer | None = None,
         starts_in_reasoning: bool = False,
+        namespace: str = "",
     ) -> Callable[[], Grammar] | None:
         """Return a factory for one request's grammar (`SamplingParams.grammar`), or None if the answer is free.
 
         response_format: as in OpenAI's API, `text`, `json_object` or `json_schema`. offer: the request's tools. If the
         model must call one, the answer consists of calls only. If it may call one and there is a response format, the
         answer is either calls or that format. If it may call one and a tool is strict, the text is free until a call
-        begins. The model may think first; the grammar begins after the thought.
+        begins. The model may think first; the grammar begins after the thought. namespace: only requests of the same
+        one share a compiled grammar, because the time of an answer tells whether it was compiled before.
 
         Compiling takes up to `COMPILE_SECONDS`. Raises ConfigError, with the reason, if a schema is malformed, too
         large, too complex, or has unsupported keywords, and if this model does not write calls as JSON.
@@ -91,10 +93,10 @@ class Grammars:
             text = lark.free_text_grammar(tools, calls, self._free_tokens(calls.start), self._tag)
         else:
             text = lark.grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
-        compiled = self._compiled(text, places)
+        compiled = self._compiled(text, places, namespace)
         if not compiled.process.alive:  # it was killed
             self._compiled.cache_clear()
-            compiled = self._compiled(text, places)
+            compiled = self._compiled(text, places, namespace)
         return lambda: lark.MatcherGrammar(compiled)
 
     def start(self) -> Process:
@@ -123,7 +125,7 @@ class Grammars:
                 self._process.end()
             self._compiled.cache_clear()
 
-    def _compile(self, grammar: str, schemas: Places) -> lark.CompiledGrammar:
+    def _compile(self, grammar: str, schemas: Places, _: str) -> lark.CompiledGrammar:
         """Compile a grammar. schemas: the grammar's schemas. Raises ConfigError with the place and the reason."""
         where = ", ".join(where for where, _ in schemas)
         try:

@@ -1,0 +1,69 @@
+"""A key can neither read, change nor infer what requests of another key leave behind.
+
+For stored responses see `test_responses.py`, for cached prompts `test_prefixes.py` and `test_prefix_disk.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from hashlib import blake2b
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from eagle_mlx.serve.processes import Process
+from tests.serve.api.live import Live, live, wide
+
+SECRET = "The password of the door is 4711."
+PATHS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 2},
+    "/v1/responses": {"input": SECRET, "max_output_tokens": 2},
+    "/v1/completions": {"prompt": SECRET, "max_tokens": 2},
+    "/tokenize": {"prompt": SECRET},
+}
+
+
+def post(server: Live, key: str, path: str, body: dict[str, Any]) -> None:
+    answer = server.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+    assert answer.status_code == 200, answer.text
+
+
+def test_metrics_and_log_lines_hold_no_text_and_no_key(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with live(settings=wide(api_key="mine-key your-key", log_requests=True)) as server:
+        for path, body in PATHS.items():
+            post(server, "mine-key", path, body)
+        metrics = server.http.get("/metrics").text
+        headers = {"Authorization": "Bearer your-key"}
+        summary = server.http.get("/v1/spec_decode/metrics", headers=headers).text
+    assert "request" in caplog.text
+    for secret in ("4711", "mine-key", blake2b(b"mine-key", digest_size=16).hexdigest()):
+        assert not any(secret in text for text in (metrics, summary, caplog.text))
+    labels = {
+        label
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        for label in sample.labels
+    }
+    assert labels == {"model_name", "outcome", "position", "depth", "le"}
+
+
+def test_a_grammar_is_compiled_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the time of the first answer would tell whether another key has used a schema."""
+    compiled, ask = Counter[str](), Process.ask
+
+    def counted(self: Process, *question: Any) -> None:
+        compiled[question[0]] += 1
+        ask(self, *question)
+
+    monkeypatch.setattr(Process, "ask", counted)
+    schema = {"name": "a", "schema": {"type": "object", "properties": {"door": {"const": 4711}}}}
+    form = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    with live(settings=wide(api_key="mine yours")) as server:
+        for key, salt, times in [("mine", None, 1), ("mine", None, 1), ("yours", None, 2), ("yours", "pepper", 3)]:
+            body = PATHS["/v1/chat/completions"] | form | ({"cache_salt": salt} if salt else {})
+            post(server, key, "/v1/chat/completions", body)
+            assert compiled["compile"] == times
