@@ -115,16 +115,17 @@ async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T
     """
     cancelled = Event()
 
-    def check() -> None:
-        if cancelled.is_set():
-            raise client_gone()
+    def run(pause: Callable[[], None]) -> T:
+        def check() -> None:
+            pause()
+            if cancelled.is_set():
+                raise client_gone()
 
-    def encode(text: str, add_special_tokens: bool) -> list[int]:
-        return loaded.encode(text, add_special_tokens, check)
+        return work(lambda text, add_special_tokens: loaded.encode(text, add_special_tokens, check))
 
     try:
         pools = models_of(request).pools
-        return await pools.encode(lambda: work(encode), request.state.size, client_of(request), has_schema)
+        return await pools.encode(run, request.state.size, client_of(request), has_schema)
     except EagleError as e:
         raise bad_request(e) from e
     finally:

@@ -94,15 +94,17 @@ class Pools:
     """A thread pool for each kind of work, so that short requests never wait for long ones or for schemas.
 
     Long requests are read and encoded one at a time, because megabytes keep a core busy for seconds. Schemas may take
-    seconds to compile, in a separate process. Clients take turns for all three. Canceling a request drops work that
-    has not started; work that has started keeps its turn until it ends.
+    seconds to compile, in a separate process. Clients take turns for all three, and between pieces of long texts.
+    Canceling a request drops work that has not started; work that has started keeps its turn until it ends.
     """
 
     def __init__(self, limits: Limits):
         self._limits = limits
         self._short = ThreadPoolExecutor(limits.short_threads, "short")
         self._parsing, self._parse_semaphore = ThreadPoolExecutor(1, "parse"), FairSemaphore()
-        self._long, self._long_semaphore = ThreadPoolExecutor(1, "long"), FairSemaphore()
+        self._long, self._long_semaphore = ThreadPoolExecutor(limits.connections, "long"), FairSemaphore()
+        self._long_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Held by each client's text that is being encoded, so that each has at most one thread."""
         self._schemas = ThreadPoolExecutor(limits.schema_threads, "schema")
         self._schema_semaphore = FairSemaphore(limits.schema_threads)
 
@@ -118,15 +120,25 @@ class Pools:
 
         return await self._in_turn(self._parsing, self._parse_semaphore, run, client)
 
-    async def encode(self, work: Callable[[], T], size: int, client: str, has_schema: bool = False) -> T:
-        """Prepare a client's request of `size` bytes for decoding. Raises what `work` raises."""
+    async def encode(
+        self, work: Callable[[Callable[[], None]], T], size: int, client: str, has_schema: bool = False
+    ) -> T:
+        """Prepare a client's request of `size` bytes for decoding. Raises what `work` raises.
+
+        `work` gets a function to call between pieces of a text, in which other clients take their turns.
+        """
+        loop = asyncio.get_running_loop()
         if size >= self._limits.long_bytes:
-            pool, semaphore = self._long, self._long_semaphore
-        elif has_schema:
-            pool, semaphore = self._schemas, self._schema_semaphore
-        else:
-            return await asyncio.get_running_loop().run_in_executor(self._short, work)
-        return await self._in_turn(pool, semaphore, work, client)
+
+            def pause() -> None:
+                if self._long_semaphore.is_awaited:
+                    asyncio.run_coroutine_threadsafe(self._long_semaphore.pause(), loop).result()
+
+            async with self._long_locks.setdefault(client, asyncio.Lock()):
+                return await self._in_turn(self._long, self._long_semaphore, lambda: work(pause), client)
+        if has_schema:
+            return await self._in_turn(self._schemas, self._schema_semaphore, lambda: work(_go_on), client)
+        return await loop.run_in_executor(self._short, work, _go_on)
 
     async def _in_turn(
         self, pool: ThreadPoolExecutor, semaphore: FairSemaphore, work: Callable[[], T], client: str
@@ -147,6 +159,10 @@ class Pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _go_on() -> None:
+    """Do nothing between pieces: nobody waits for a short request."""
+
+
 class FairSemaphore:
     """A semaphore that serves clients in turn, so that one with many waiters does not delay the others.
 
@@ -155,13 +171,31 @@ class FairSemaphore:
 
     def __init__(self, at_once: int = 1) -> None:
         self._semaphore = asyncio.Semaphore(at_once)
+        self._waiting = 0
         self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Held by each client's request that waits for the semaphore."""
 
     async def acquire(self, client: str) -> None:
         """Wait for a turn, and hold it until `release`."""
         async with self._first.setdefault(client, asyncio.Lock()):
-            await self._semaphore.acquire()
+            await self._wait()
 
     def release(self) -> None:
         self._semaphore.release()
+
+    async def pause(self) -> None:
+        """Let all that wait have a turn, and wait for the next one."""
+        self._semaphore.release()
+        await self._wait()
+
+    async def _wait(self) -> None:
+        self._waiting += 1
+        try:
+            await self._semaphore.acquire()
+        finally:
+            self._waiting -= 1
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a client waits for a turn. Thread-safe."""
+        return self._waiting > 0

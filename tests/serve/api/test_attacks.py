@@ -356,26 +356,55 @@ def test_long_texts_delay_nobody_and_are_dropped_with_their_client(path: str, en
         assert encoder.begun == 2  # texts of disconnected clients were not encoded
 
 
-def test_a_text_whose_client_leaves_ends_at_its_next_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces, encode, go_on = Counter[str](), Loaded.encode, Event()
+class Pieces:
+    """Lists the pieces of texts as they are encoded, by the first letter of the text, and holds A's third piece."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = "", Event()
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> Pieces:
+    made, encode = Pieces(), Loaded.encode
 
     def held(self: Loaded, text: str, add_special_tokens: bool, check: Callable[[], None]) -> list[int]:
         def counted() -> None:
-            pieces[text] += 1
-            assert pieces[text] < 3 or text == LONG or go_on.wait(60)
             check()
+            made.begun += text[0]
+            assert made.begun != "AAA" or made.go_on.wait(60)
 
         return encode(self, text, add_special_tokens, counted)
 
     monkeypatch.setattr(Loaded, "encode", held)
+    return made
+
+
+def test_a_text_whose_client_leaves_ends_at_its_next_piece(pieces: Pieces) -> None:
     with live(unbounded) as server:
-        with closing(connect(server, request("/tokenize", {"prompt": 5 * LONG}))):
-            server.until(lambda: pieces[5 * LONG] == 3)
+        with closing(connect(server, request("/tokenize", {"prompt": "A" + 5 * LONG}))):
+            server.until(lambda: pieces.begun == "AAA")
         server.until(lambda: server.idle)
-        go_on.set()
-        assert server.http.post("/tokenize", json={"prompt": LONG}).status_code == 200
-        assert pieces[5 * LONG] == 3
-        assert pieces[LONG] > 3
+        pieces.go_on.set()
+        assert server.http.post("/tokenize", json={"prompt": "B" + LONG}).status_code == 200
+        assert pieces.begun.count("A") == 3
+
+
+def test_clients_take_turns_for_each_piece_of_a_text(pieces: Pieces) -> None:
+    behind = wide(forwarded_allow_ips="127.0.0.1")
+    with live(unbounded, behind) as server, ExitStack() as stack:
+        long = stack.enter_context(closing(connect(server, request("/tokenize", {"prompt": "A" + 5 * LONG}))))
+        server.until(lambda: pieces.begun == "AAA")
+        more = request("/tokenize", {"prompt": "C" + LONG})
+        waiting = stack.enter_context(closing(connect(server, more)))
+        other = stack.enter_context(closing(connect(server, request("/tokenize", {"prompt": "B" + LONG}, "192.0.2.7"))))
+        server.until(lambda: server.service.slots_taken == 3)
+        pieces.go_on.set()
+        for raw in (other, long, waiting):
+            raw.settimeout(PATIENCE)
+            assert raw.recv(100).startswith(b"HTTP/1.1 200")
+        order = pieces.begun
+        assert "AA" not in order[4 : order.rindex("B")]
+        assert order.rindex("B") < order.rindex("A") < order.index("C")  # one text of a client after another
 
 
 def test_tokenizing_takes_a_slot_of_the_queue(encoder: LongTexts) -> None:
