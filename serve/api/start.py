@@ -76,8 +76,13 @@ def _checked(name: str, config: LoadConfig) -> bool:
         loaded.target.close()
 
 
+_SWITCH_SECONDS = 0.001
+"""How long the engine and the event loop wait for a thread that parses or renders; Python's default is 0.005."""
+
+
 def _serve(configs: dict[str, LoadConfig], settings: Settings, options: ServeOptions) -> None:
     gc.freeze()  # what was imported stays, so collections need not visit it while others wait
+    sys.setswitchinterval(_SWITCH_SECONDS)
     sock = listen(options.place.host, options.place.port)
     with sock:
         is_local = is_loopback(sock.getsockname()[0])
