@@ -258,7 +258,8 @@ def test_an_unknown_recipe_names_those_that_exist(capsys: pytest.CaptureFixture[
 
 def test_recipes_and_the_card_template_are_packaged() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert '"eagle_mlx.train" = ["publish/*.jinja", "recipes/*.yaml"]' in project
+    assert '"eagle_mlx.train" = ["publish/*.jinja"]' in project
+    assert '"eagle_mlx.train.recipes" = ["*.yaml"]' in project
     assert FOLDER.is_dir()
 
 
