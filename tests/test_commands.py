@@ -141,12 +141,12 @@ def parse(options: type[Group], *arguments: str) -> dict[str, Any]:
     return vars(parser.parse_args(arguments))
 
 
-@pytest.mark.parametrize("options", [one for one in OPTIONS.values() if "target" in settings_of(one)])
+@pytest.mark.parametrize("options", [group for group in OPTIONS.values() if "target" in settings_of(group)])
 def test_other_names_of_the_target_are_taken_and_not_shown(options: type[Group]) -> None:
     required = []
-    for name, one in settings_of(options).items():
-        if one.default is REQUIRED and name != "target":
-            required += ["1"] if one.positional else [flag(name), "1"]
+    for name, declared in settings_of(options).items():
+        if declared.default is REQUIRED and name != "target":
+            required += ["1"] if declared.positional else [flag(name), "1"]
     wanted = parse(options, *required, "--target", "you/model")
     for given in (["--model", "you/model"], ["--model=you/model"], ["--target-model", "you/model"]):
         assert parse(options, *required, *given) == wanted
@@ -163,16 +163,16 @@ def test_training_data_may_be_called_so() -> None:
 def numbers(options: type[Group]) -> dict[str, Setting]:
     """Return the settings that are numbers or lists of numbers."""
     every = settings_of(options).items()
-    return {name: one for name, one in every if {one.type, *get_args(one.type)[:1]} & {int, float}}
+    return {name: declared for name, declared in every if {declared.type, *get_args(declared.type)[:1]} & {int, float}}
 
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_every_number_has_a_range_and_is_refused_outside_it_by_its_flags_name(command: str) -> None:
     options = OPTIONS[command]
-    required = {name: "1" for name, one in settings_of(options).items() if one.default is REQUIRED}
-    for name, one in numbers(options).items():
-        assert one.limit is not None, name
-        is_float = float in (one.type, *get_args(one.type))
+    required = {name: "1" for name, declared in settings_of(options).items() if declared.default is REQUIRED}
+    for name, declared in numbers(options).items():
+        assert declared.limit is not None, name
+        is_float = float in (declared.type, *get_args(declared.type))
         for wrong in ("x", "-1e99", "nan", "inf", "-inf") if is_float else ("x", str(-(2**70)), "1.5"):
             with pytest.raises(ConfigError, match=f"^{flag(name)} (must|counts)"):
                 options.of(**{**required, name: wrong})
