@@ -232,7 +232,8 @@ class Admission:
         return begun
 
     def _open(self, requests: Sequence[RequestState], prefix: Prefix | None) -> Prefill:
-        batch = Batch(self.target, self.proposer, requests, prefix, self.kv_bits)
+        proposer = self.proposer if requests[0].may_draft else None
+        batch = Batch(self.target, proposer, requests, prefix, self.kv_bits)
         self.prefills.append(Prefill(batch, prefix.length if prefix is not None else 0, self.prefixes))
         return self.prefills[-1]
 
@@ -266,6 +267,8 @@ class Admission:
 
     def _side_by_side(self, requests: Sequence[RequestState]) -> bool:
         """Return whether one forward may read these prompts, padded to the longest; their last tokens are not read."""
+        if not all(request.may_draft for request in requests):
+            return False
         width = max(request.length for request in requests)
         if not self._may_pad or len(requests) * width > self._now:
             return False

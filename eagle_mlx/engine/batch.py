@@ -52,15 +52,12 @@ class Batch:
         self.target, self.proposer = target, proposer
         self.requests = list(requests)
         self.cache = past.cache if past else RaggedCache.of(target.model, len(self.requests), kv_bits)
-        texts = [request.text for request in self.requests]
-        may_draft = all(request.may_draft for request in self.requests)
-        self.state: ProposerState | None = past.state if past and may_draft else None
+        self.state: ProposerState | None = past.state if past and proposer else None
         """None without a proposer, and after it raised, until the texts have been read again."""
+        texts = [request.text for request in self.requests]
         if self.state is None and proposer:
-            # A row that may not draft gets a state of one token, so that its text cannot disturb others.
-            known = [request.text if request.may_draft else request.text[-1:] for request in self.requests]
-            self.state = proposer.open(known)
-            if past and may_draft and past.draft is not None and self.draft_model is not None:
+            self.state = proposer.open(texts)
+            if past and past.draft is not None and self.draft_model is not None:
                 self.draft_model.resume(past.draft)
         self.drafter: Drafter | None = None
         """See `Engine.drafter`."""
@@ -110,7 +107,7 @@ class Batch:
 
     @property
     def _drafters(self) -> list[Drafter | None]:
-        return ["none" if not row.may_draft else row.params.drafter or self.drafter for row in self.requests]
+        return [request.params.drafter or self.drafter for request in self.requests]
 
     def rooms(self, plan: Plan) -> list[int]:
         """Return the useful draft tokens per request; 0 if it excludes the plan's drafter."""
@@ -248,7 +245,7 @@ class Batch:
         because it must stay if there is memory for one."""
         request, draft = self.requests[index], self.draft_model
         known = request.length if length is None else length
-        if draft is not None and not request.error and request.may_draft:
+        if draft is not None and not request.error:
             read = min(known, draft.texts[index].read)
             yield Past(read, draft.cache, index, namespace=request.request.namespace, of_draft_model=True)
         if (past := self._past(index, known)) is not None:
@@ -257,11 +254,11 @@ class Batch:
     def _past(self, index: int, known: int) -> Past | None:
         """Return a row's first positions in the caches of the target and of a head; None if unavailable."""
         request = self.requests[index]
-        if request.error or (request.overran and self.cache.recurrent):
+        if request.error or not request.may_draft or (request.overran and self.cache.recurrent):
             return None
         if self.proposer is None or not self.proposer.aux_layers:
             return Past(known, self.cache, index, namespace=request.request.namespace)
-        if not isinstance(self.state, Separable) or not isinstance(self.proposer, CanJoin) or not request.may_draft:
+        if not isinstance(self.state, Separable) or not isinstance(self.proposer, CanJoin):
             return None
         return Past(min(known, self.state.length(index)), self.cache, index, self.state, request.request.namespace)
 

@@ -316,20 +316,20 @@ class Engine:
         decoding = [request for request in planned.batch.requests if request.finish_reason is None]
         self.schedule.dispatch(planned, self.max_batch, measured=self.observer is not None)
         result = self.schedule.collect()
-        self.schedule.touch(planned.batch.requests, self._observe, result)
+        self.schedule.touch(planned.batch.requests, self._observe, planned.batch, result)
         for batch in self.groups.batches:
             self.schedule.release(batch)
         return [request for request in decoding if request.finish_reason]
 
-    def _observe(self, result: RoundResult) -> None:
-        if self.proposer is not None:
+    def _observe(self, batch: Batch, result: RoundResult) -> None:
+        if batch.proposer is not None:
             self.policy.observe(result)
         if self.observer is not None:
             self.observer(result)
 
     def _plan(self, batch: Batch, group: int) -> Plan:
         batch.exact = self.exact
-        if self.proposer is None:
+        if batch.proposer is None:
             return PLAIN
         batch.drafter = self.drafter
         can = batch.abilities

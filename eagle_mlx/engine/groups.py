@@ -1,5 +1,7 @@
 """Groups of rows: either one batch, or two batches, of long and of short rows, that take turns.
 
+Rows for which the proposer failed too often have a third batch, without a proposer.
+
 All rows of a batch are padded to the longest. Two groups of similar lengths read fewer keys and values, but read the
 weights twice. The decision depends on bytes, computed from shapes and lengths, and never on time.
 """
@@ -85,7 +87,8 @@ def _price(places: Places, rows: Sequence[Row], reads: RoundReads) -> float:
 class Groups:
     """The groups, their turns, and the moves of rows between them.
 
-    A group keeps its number, 0 or 1, while it has rows. `arrange` assigns rows by the bytes of rounds and of memory.
+    A group keeps its number while it has rows. `arrange` assigns rows to 0 or 1 by the bytes of rounds and of memory;
+    number 2 is for rows that may not draft.
     """
 
     def __init__(self, reads: RoundReads, budget: KVBudget):
@@ -93,7 +96,7 @@ class Groups:
         self._served = self._rounds = 0  # the group that had the last round, and the number of rounds
         self._settled: list[tuple[RequestState, int]] | None = None
         """The assignment at the last check that moved no row."""
-        self._slots: list[Batch | None] = [None] * GROUPS
+        self._slots: list[Batch | None] = [None] * (GROUPS + 1)
 
     @property
     def batches(self) -> list[Batch]:
@@ -115,12 +118,16 @@ class Groups:
         return next((batch for batch in self.batches if request in batch.requests), None)
 
     def following(self, batch: Batch) -> Batch:
-        """Return the group whose turn comes after this one: the other group, if there is one."""
-        return next((other for other in self.batches if other is not batch), batch)
+        """Return the group whose turn comes after this one: another group, if there is one."""
+        return self._after(self.number(batch))[0]
 
     def in_turn(self) -> list[Batch]:
         """Return the groups in turn; the one that had the last round comes last."""
-        return [batch for _, batch in sorted(self._numbered(), key=lambda slot: slot[0] == self._served)]
+        return self._after(self._served)
+
+    def _after(self, number: int) -> list[Batch]:
+        slots = sorted(self._numbered(), key=lambda slot: (slot[0] - number - 1) % len(self._slots))
+        return [batch for _, batch in slots]
 
     def ready(self) -> Batch | None:
         """Return the first group in turn that can decode. Wait for late masks only if they delay every group."""
@@ -148,14 +155,16 @@ class Groups:
     def _places(
         self, groups: Mapping[RequestState, int], prefilling: Sequence[RequestState], joining: Sequence[RequestState]
     ) -> dict[RequestState, int]:
-        asked = list(dict.fromkeys([*groups, *prefilling]))
+        plain = {request: GROUPS for request in (*groups, *prefilling) if not request.may_draft}
+        asked = [request for request in dict.fromkeys([*groups, *prefilling]) if request not in plain]
         if self.budget.groups == 1:
-            return dict.fromkeys(asked, min(groups.values(), default=0))
+            return plain | dict.fromkeys(asked, min((groups[each] for each in asked if each in groups), default=0))
         decoding = {*groups, *joining}
         lengths = [request.length if request in decoding else 0 for request in asked]
         reaches = map(self.budget.reach, asked)
         rows = [Row(*row) for row in zip(lengths, reaches, map(groups.get, asked), strict=True)]
-        return dict(zip(asked, arrange(rows, self.reads, self.budget.size, self.budget.nbytes), strict=True))
+        places = arrange(rows, self.reads, self.budget.size, self.budget.nbytes)
+        return plain | dict(zip(asked, places, strict=True))
 
     def touched(self, places: Mapping[RequestState, int], joining: Batch | None = None) -> list[Batch]:
         """Return the groups that rows will leave or enter."""

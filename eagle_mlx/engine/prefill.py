@@ -94,12 +94,8 @@ class Prefill:
         batch.cache.expect(counts)
         aux = batch.target.forward(mx.array(padded, mx.int32), batch.cache, batch.aux_layers).aux
         if batch.state is not None:
-            following = [
-                text[start + 1 : start + 1 + count] if request.may_draft else []
-                for request, text, count in zip(batch.requests, self._texts, counts, strict=True)
-            ]
-            if any(following):
-                batch.state.prefill(Observation(following, aux))
+            following = [text[start + 1 : start + 1 + n] for text, n in zip(self._texts, counts, strict=True)]
+            batch.state.prefill(Observation(following, aux))
         batch.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
         batch.cache.sync(ends)
         mx.eval(batch.cache.state)
