@@ -11,13 +11,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 import eagle_mlx as em
 from eagle_mlx.decoding.draft import Draft
+from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.engine.prefix_tree import PrefixTree
-from eagle_mlx.plan import RoundResult
+from eagle_mlx.plan import Plan, RoundResult
 from eagle_mlx.request_state import MOST_DRAFT_FAILURES, RequestState
 from tests import disk_tier
 from tests.eagle_mlx.heads import PROPOSERS
@@ -104,10 +106,11 @@ class PoisonedState:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def draft(self, *args: Any) -> Draft:
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         if self.proposer.token in self.firsts:
             raise RuntimeError("a text that cannot be drafted")
-        out: Draft = self.inner.draft(*args)
+        assert positions.tolist() == [text.read + len(text.unread) for text in self.inner.texts]
+        out: Draft = self.inner.draft(plan, sampling, positions)
         return out
 
     def append(self, other: PoisonedState) -> None:
