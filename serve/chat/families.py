@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from .parser import ReasoningTags, parse_bare_call
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .call_formats import deepseek_tag
+from .call_markup import DSML_BAR
+from .parser import ReasoningTags
 from .tools import CallForm, Tool, ToolCallTags
 
 JSON_TOOLS = CallForm('\n{"name": "', '", "arguments": ', "}\n", "<tool_call>", "</tool_call>", outer="\n")
@@ -29,60 +32,28 @@ _HARMONY_THOUGHTS = ReasoningTags(
     answer=f"<|channel|>final{_JSON}<|message|>",
 )
 """gpt-oss's channels: `analysis` is reasoning, the others are content. A `commentary` with a recipient is a call."""
-_HARMONY_HEADER = re.compile(r"([\w.-]{1,128})[^{]{0,200}?<\|message\|>")
-
-
-def parse_harmony_call(body: str, tools: Any) -> dict[str, Any]:
-    """Parse a call after ` to=functions.`: a name, perhaps a channel and a content type, and JSON arguments."""
-    header = _HARMONY_HEADER.match(body)
-    if header is None:
-        raise ValueError("the call has no message")
-    return {"name": header[1], "arguments": json.loads(body[header.end() :] or "{}")}
-
 
 _HARMONY = ToolCallTags(
     " to=functions.",
     "<|call|>",
-    parse_harmony_call,
     "harmony",
     CallForm("<|channel|>commentary to=functions.", f"{_JSON}<|message|>", ""),
     one_by_one=True,
+    variants=((" to=functions.", "<|end|>"),),
 )
-
-
-def _deepseek_tag(name: str) -> str:
-    return f"<\uff5ctool▁{name}\uff5c>"
-
-
-_CALL, _SEP, _CALL_END = map(_deepseek_tag, ("call▁begin", "sep", "call▁end"))
-_CALLS, _CALLS_END = map(_deepseek_tag, ("calls▁begin", "calls▁end"))
+_CALL, _SEP, _CALL_END = map(deepseek_tag, ("call▁begin", "sep", "call▁end"))
+_CALLS, _CALLS_END = map(deepseek_tag, ("calls▁begin", "calls▁end"))
 _V3 = CallForm(f"{_CALL}function{_SEP}", "\n```json\n", f"\n```{_CALL_END}", _CALLS, _CALLS_END, "\n")
 _V31 = CallForm(_CALL, _SEP, _CALL_END, _CALLS, _CALLS_END, "")
-
-
-def parse_deepseek_calls(body: str, tools: Any) -> list[dict[str, Any]]:
-    """Parse calls of V3 and R1, `function<sep>name`, then a block of JSON, and of V3.1, `name<sep>JSON`."""
-    calls = []
-    for part in body.strip().removesuffix(_CALL_END).split(_CALL_END):
-        if not part.lstrip().startswith(_CALL):
-            raise ValueError("text between calls")
-        first, _, rest = part.lstrip().removeprefix(_CALL).partition(_SEP)
-        name, _, block = rest.partition("\n```json\n")
-        is_block = first == "function" and bool(block)
-        arguments = block.rstrip().removesuffix("```") if is_block else rest
-        calls.append({"name": name.strip() if is_block else first.strip(), "arguments": json.loads(arguments)})
-    return calls
-
-
-_BARE = CallForm('{"name": "', '", "parameters": ', "}", outer="; ")
+_PLAIN = CallForm('{"name": "', '", "parameters": ', "}", outer="; ")
 
 
 def _deepseek(form: CallForm) -> ToolCallTags:
-    return ToolCallTags(_CALLS, _CALLS_END, parse_deepseek_calls, "deepseek", form, rewrites=True)
+    return ToolCallTags(_CALLS, _CALLS_END, "deepseek", form, rewrites=True)
 
 
 def _bare(name: str) -> ToolCallTags:
-    return ToolCallTags("", "", parse_bare_call, name, _BARE, one_by_one=True, rewrites=True)
+    return ToolCallTags("", "", name, _PLAIN, one_by_one=True, rewrites=True)
 
 
 _MARKS: Mapping[tuple[str, ...], ToolCallTags] = {
@@ -95,18 +66,60 @@ _MARKS: Mapping[tuple[str, ...], ToolCallTags] = {
 """For each family, the parts that its chat templates have. The first that fits counts."""
 
 
-def call_tags(template: Any) -> ToolCallTags | None:
-    """Return how a model with this chat template, or these named ones, writes calls, or None if it is unknown."""
-    if isinstance(template, Mapping):
-        template = "\n".join(template.values())
-    if not isinstance(template, str):
-        return None
-    return next((tags for marks, tags in _MARKS.items() if all(mark in template for mark in marks)), None)
+_DSML = ToolCallTags(
+    f"<{DSML_BAR}function_calls>",
+    f"</{DSML_BAR}function_calls>",
+    "dsml",
+    variants=tuple((f"<{DSML_BAR}{name}>", f"</{DSML_BAR}{name}>") for name in ("tool_calls", " calls")),
+)
+"""DeepSeek V3.2, V4 and V4.1 write different tags around the same notation."""
+_BARE = {"qwen3_coder": ("<function=", "</function>"), "minicpm5": ("<function name=", "</function>")}
+"""Functions that models write without other tags around them."""
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+"""Tags of thoughts that mlx-lm does not know, or knows only as single tokens."""
 
 
-def reasoning_tags(template: Any) -> ReasoningTags | None:
-    """Return how a model with this chat template writes reasoning, or None if its tokenizer says it."""
-    return _HARMONY_THOUGHTS if call_tags(template) is _HARMONY else None
+def call_tags(tokenizer: TokenizerWrapper) -> ToolCallTags | None:
+    """Return how a model with this tokenizer writes calls, or None if it is unknown."""
+    if tokenizer.has_tool_calling:
+        name = str(getattr(tokenizer.tool_parser, "__module__", "")).rsplit(".", 1)[-1]
+        form = JSON_TOOLS if name == "json_tools" else None
+        return ToolCallTags(tokenizer.tool_call_start, tokenizer.tool_call_end or "", name, form, bare=_BARE.get(name))
+    template = _templates(tokenizer)
+    known_tags = (tags for marks, tags in _MARKS.items() if all(mark in template for mark in marks))
+    dsml = _DSML if DSML_BAR in tokenizer.get_vocab() or DSML_BAR in template else None
+    return next(known_tags, dsml)
+
+
+def _templates(tokenizer: TokenizerWrapper) -> str:
+    """Return the text of a model's chat template, or of its named ones."""
+    template = tokenizer.chat_template or ""
+    return "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
+
+
+def reasoning_tags(tokenizer: TokenizerWrapper) -> ReasoningTags:
+    """Return the tags of thoughts, other tags that are dropped from answers, and the states of the template."""
+    if call_tags(tokenizer) is _HARMONY:
+        return _HARMONY_THOUGHTS
+    names = {"normal": "content"}
+    edges: dict[str, list[tuple[str, str]]] = {}
+    start, end = tokenizer.think_start, tokenizer.think_end
+    if not tokenizer.has_thinking:
+        vocab, template = tokenizer.get_vocab(), _templates(tokenizer)
+        pairs = (pair for pair in _THOUGHTS if all(tag in vocab for tag in pair) or pair[1] in template)
+        start, end = next(pairs, ("", ""))
+    if start:
+        edges["reasoning"] = [(end, "content"), *((tag, "content") for tag in tokenizer.structural_markers)]
+    edges["content"] = [(tag, "content") for tag in tokenizer.structural_markers]
+    for state, leads in tokenizer.response_transitions.items():
+        known = edges.setdefault(names.get(state, state), [])
+        known += [(tag, names.get(to, to)) for tag, to in leads if to != "tool"]
+    return ReasoningTags(start, end, edges, names.get(i := tokenizer.response_initial_state or "", i))
 
 
 _INSTRUCTIONS = """You have access to these functions:

@@ -1,58 +1,113 @@
-"""The types of a tool's parameters, for parsers of calls that write arguments without quotes.
+"""The types of a tool's parameters, and values of these types for calls that write arguments without quotes.
 
-mlx-lm's parsers read only `type`. Tools made from Python types often have `$ref` or `anyOf` instead, such as
-`anyOf: [{"type": "integer"}, {"type": "null"}]` for `int | None`; then 3 would become "3", or "3" would become 3.
+Tools made from Python types often have `$ref` or `anyOf`, such as `anyOf: [{"type": "integer"}, {"type": "null"}]` for
+`int | None`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Schema = Mapping[str, Any]
+Types = frozenset[str]
+"""The JSON types that a schema allows; empty if they are unknown."""
+Offer = Mapping[str, Mapping[str, Types]]
+"""For each offered function, its parameters and their types."""
 _DEEPEST = 16
 """Schemas nested deeper have no known type."""
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_ALIASES = {
+    **{"str": "string", "text": "string", "int": "integer", "long": "integer", "float": "number", "double": "number"},
+    **{"bool": "boolean", "dict": "object", "list": "array"},
+}
+"""Names of types that tools have although JSON Schema does not."""
+_INTEGER = re.compile(r"-?\d{1,4000}(?:\.0{1,40})?")
+"""Python refuses to read integers of more than 4,300 digits."""
+_CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_TYPES_OF_CONSTANTS = {True: "boolean", False: "boolean", None: "null"}
 
 
-def with_types(parameters: Schema, null_is_read: bool) -> dict[str, Any]:
-    """Return the schema of a tool's parameters with a `type` for each that can have only one.
+def offered_types(tools: Sequence[Mapping[str, Any]]) -> Offer:
+    """Return the parameters of each tool and their types."""
+    return {tool["function"]["name"]: _parameter_types(tool["function"].get("parameters") or {}) for tool in tools}
 
-    null_is_read: whether the parser reads a null whatever the type, so that a type may leave it out.
+
+def typed_value(text: str, types: Types) -> Any:
+    """Return the value that an argument's text stands for. A text of none of these types stays text.
+
+    Integers are exact. A text is null, an object or an array only if a string is not what the schema allows for it. If
+    the types are unknown, objects and arrays are read, and other texts stay text.
     """
-    known: dict[str, frozenset[str]] = {}
-    made, properties = {}, parameters.get("properties")
-    for name, schema in properties.items() if isinstance(properties, Mapping) else ():
-        types = _types(schema, parameters, known, _DEEPEST) - ({"null"} if null_is_read else set())
-        [only] = types if len(types) == 1 else [None]
-        made[name] = {**schema, "type": only} if only else schema
-    return {**parameters, "properties": made}
+    bare = text.strip()
+    if bare in _CONSTANTS and _TYPES_OF_CONSTANTS[_CONSTANTS[bare]] in types - {"string"}:
+        return _CONSTANTS[bare]
+    if "string" in types:
+        return text
+    if types & {"integer", "number"} and _INTEGER.fullmatch(bare):
+        return int(bare.partition(".")[0])
+    if "number" in types or not types or types & {"object", "array"}:
+        value = _structure(bare)
+        if isinstance(value, float) and "number" in types:
+            return value
+        if isinstance(value, dict) and (not types or "object" in types):
+            return value
+        if isinstance(value, list) and (not types or "array" in types):
+            return value
+    return text
 
 
-def _types(schema: Any, root: Schema, known: dict[str, frozenset[str]], depth: int) -> frozenset[str]:
-    """Return the types that a schema allows; empty if they are unknown. `known` holds those behind references."""
+def _structure(text: str) -> Any:
+    """Read JSON, or a Python literal of a list or dictionary; None if it is neither."""
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(json.dumps(ast.literal_eval(text), allow_nan=False)) if text[:1] in ("[", "{") else None
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _parameter_types(parameters: Schema) -> dict[str, Types]:
+    seen: dict[str, Types] = {}
+    properties = parameters.get("properties")
+    items = properties.items() if isinstance(properties, Mapping) else ()
+    return {name: _types(schema, parameters, seen, _DEEPEST) for name, schema in items}
+
+
+def _types(schema: Any, root: Schema, seen: dict[str, Types], depth: int) -> Types:
+    """Return the types that a schema allows. `seen` holds those of references."""
     if not isinstance(schema, Mapping) or not depth:
         return frozenset()
     ref, kind = schema.get("$ref"), schema.get("type")
     if isinstance(ref, str):
-        if ref not in known:
-            known[ref] = frozenset()  # a reference to itself
-            known[ref] = _types(_found(root, ref), root, known, depth - 1)
-        return known[ref]
+        if ref not in seen:
+            seen[ref] = frozenset()  # a reference to itself
+            seen[ref] = _types(_resolved(root, ref), root, seen, depth - 1)
+        return seen[ref]
     if isinstance(kind, str | list):
-        return frozenset([kind] if isinstance(kind, str) else map(str, kind))
+        names = [kind] if isinstance(kind, str) else map(str, kind)
+        return frozenset(_ALIASES.get(name, name) for name in names)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            each = [_types(one, root, known, depth - 1) for one in schema[key]]
-            return frozenset().union(*each) if all(each) else frozenset()
+            options = [_types(option, root, seen, depth - 1) for option in schema[key]]
+            return frozenset().union(*options) if all(options) else frozenset()
     if isinstance(schema.get("allOf"), list):
-        each = [_types(one, root, known, depth - 1) for one in schema["allOf"]]
-        return next((types for types in each if types), frozenset())
+        options = [_types(option, root, seen, depth - 1) for option in schema["allOf"]]
+        return next((types for types in options if types), frozenset())
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return frozenset("null" if value is None else _NAMES[type(value)] for value in values)
 
 
-def _found(root: Schema, ref: str) -> Any:
+def _resolved(root: Schema, ref: str) -> Any:
     """Return the part of a schema that `#/…` points to; None if there is none."""
     start, *steps = ref.split("/")
     node: Any = root if start == "#" else None

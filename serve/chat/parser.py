@@ -1,31 +1,29 @@
 """Split an answer into content, reasoning and tool calls while it is generated.
 
-The tags that a model's tokenizer knows separate reasoning from content. Llama and Gemma write calls without tags, as
-JSON or Python, perhaps in a fence.
+The tags of a model's vocabulary or template separate reasoning from content. `call_parser.py` finds the calls.
 """
 
 from __future__ import annotations
 
-import ast
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import regex
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.text import IncrementalText, held_back
 
-from .tools import Tool, ToolCall, ToolCallParser, ToolCallTags, safe_length
+from .call_parser import BareCallParser, ToolCallParser, safe_length
+from .tools import Tool, ToolCall
 
 if TYPE_CHECKING:
     from .template import ChatFormat  # it imports this module's tags
 
 Kind = Literal["content", "reasoning"]
 _OPENING = "opening"
-"""The state before the first word. A thought can open only here; later, its tag is content."""
+"""The state before the first word."""
+_REACH = 64
+"""Blanks that may precede the tag of a thought on its line."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,10 @@ class ReasoningParser:
         self._state = "reasoning" if starts_in_reasoning else tags.initial or _OPENING
         self._fresh = starts_in_reasoning
         """Whether no text has followed the last tag."""
+        self._begins_line = True
+        """Whether only blanks have followed the last line break or tag."""
+        self._is_interrupted = False
+        """Whether a call has just ended a thought, whose end tag may still follow."""
         self._text = ""
 
     @property
@@ -67,26 +69,51 @@ class ReasoningParser:
         parts: list[tuple[Kind, str]] = []
         if self._state == _OPENING and not self._open(final):
             return parts
-        while True:
+        while not self._is_interrupted or self._skip_end(final):
             tags = dict(self._tags.edges.get(self._state, ()))
             if self._fresh:
                 self._text = self._text.lstrip("\n")
                 self._fresh = not self._text
-            found = next_tag(self._text, list(tags), final)
-            at = len(self._text[: found[0]].rstrip("\n")) if found else safe_length(self._text, list(tags))
+            start = self._tags.think_start if self._state == "content" else ""
+            found = next_tag(self._text, [*tags, start] if start else list(tags), final, self._reopens)
+            waiting = safe_length(self._text, [*tags, start] if start else list(tags))
+            at = len(self._text[: found[0]].rstrip("\n")) if found else waiting
             text = self._text[: len(self._text) if final and not found else at]
             if text and self._state in ("content", "reasoning"):
                 parts.append(("reasoning" if self.thinking else "content", text))
             if found is None:
                 self._text = "" if final else self._text[at:]
+                line = text.rpartition("\n")
+                self._begins_line = not line[2].strip(" \t") and (bool(line[1]) or self._begins_line)
                 return parts
-            self._go(tags[found[1]], found[0] + len(found[1]))
+            self._go(tags.get(found[1], "reasoning"), found[0] + len(found[1]))
+        return parts
 
     def interrupt(self) -> list[tuple[Kind, str]]:
         """End a thought because a call came. Return the text that was held back."""
+        is_interrupted = self.thinking and bool(self._tags.think_end)
         parts = self.push("", final=True)
         self._go("content", 0)
+        self._is_interrupted = is_interrupted
         return parts
+
+    def _skip_end(self, final: bool) -> bool:
+        """Drop the end tag of an interrupted thought. Return whether that is done, or no such tag follows."""
+        end, text = self._tags.think_end, self._text.lstrip()
+        if text.startswith(end):
+            self._go("content", len(self._text) - len(text) + len(end))
+        elif end.startswith(text) and not final:
+            return False
+        self._is_interrupted = False
+        return True
+
+    def _reopens(self, tag: str, at: int) -> bool:
+        """Return whether a tag counts. In content, one that opens a thought must begin a line or follow a tag."""
+        if self._state != "content" or tag != self._tags.think_start:
+            return True
+        before = self._text[max(0, at - _REACH) : at]
+        line = before.rpartition("\n")
+        return not line[2].strip(" \t") and (bool(line[1]) or (at <= _REACH and self._begins_line))
 
     def _open(self, final: bool) -> bool:
         """Leave the opening state as soon as the next state is certain."""
@@ -100,142 +127,25 @@ class ReasoningParser:
         return True
 
     def _go(self, state: str, read: int) -> None:
-        self._state, self._text, self._fresh = state, self._text[read:], True
+        self._state, self._text, self._fresh, self._begins_line = state, self._text[read:], True, True
 
 
-def next_tag(text: str, tags: Sequence[str], final: bool = False) -> tuple[int, str] | None:
-    """Return the position of the first tag, and the tag. None if there is none, or if another may begin before it."""
-    found = min(((at, tag) for tag in tags if (at := text.find(tag)) >= 0), default=None)
-    waiting = 0 if final else held_back(text, tags)
-    return None if found is None or len(text) - waiting < found[0] else found
+def next_tag(text: str, tags: Sequence[str], final: bool, counts: Callable[[str, int], bool]) -> tuple[int, str] | None:
+    """Return the position of the first tag that counts, and the tag.
 
-
-_MARK = re.compile(r"""\\.|["'()\[\]{}]""", re.DOTALL)
-_S = r"\s{0,9}"
-_LINE = r"(?:\A|(?<=\n))[ \t;,]{0,9}"
-_FENCE = rf"(?:(?P<fence>```)\w{{0,12}}[ \t]{{0,9}}\n|(?P<fence><)\|python_(?:tag|start)\|>){_S}"
-_JSON = (
-    rf'\{{{_S}(?:"type"{_S}:{_S}"function"{_S},{_S})?"(?:name|function)"{_S}:{_S}'
-    rf'(?:\{{{_S}"name"{_S}:{_S})?"'
-)
-"""A call's beginning, up to the function's name."""
-_CLOSERS = {"```": "```", "<": r"<\|(?:python_end|eom_id)\|>"}
-
-
-class BareCallParser(ToolCallParser):
-    """Finds calls that begin a line with an offered function's name in JSON or Python, and end with their brackets.
-
-    Fences and Python tags around calls are dropped, and so are semicolons between calls.
+    None if there is none, or if another may begin before it.
     """
-
-    def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = ""):
-        super().__init__(tags, tools, think_end)
-        name = f"(?:{'|'.join(map(regex.escape, sorted(self._names, key=len, reverse=True)))})"
-        listed = rf"(?:\[{_S})?{_JSON}{name}\"|\[{_S}{name}\("
-        self._outer = rf"{_LINE}(?:{_FENCE}(?P<body>{listed}|{name}\()|(?P<body>{listed}))"
-        self._inner = rf"{_LINE}(?:{_FENCE})?(?P<body>{listed}|{name}\()"
-        self._begins_line = True
-        self._fence = ""
-        """The beginning of the fence of the last call, if it is still open."""
-        self._quote, self._depth = "", 0
-
-    def _outside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
-        found = self._find()
-        if found is None or found.partial:
-            at = len(self._text) if final else len(self._text[: found.start() if found else None].rstrip("\n"))
-            return self._take(at)
-        if found.groupdict().get("close"):
-            self._text, self._begins_line, self._fence = self._text[found.end() :], False, ""
-            return self.next(thinking, final, complete)
-        if before := self._text[: found.start()].rstrip("\n"):
-            return self._take(len(before))
-        self._head = self._searched = found.start("body")
-        self._fence, self._quote, self._depth = found["fence"] or self._fence, "", 0
-        return self._inside(thinking, final, complete)
-
-    def _find(self) -> Any:
-        if self._is_tired:
-            return None
-        pattern = rf"\A{_S}(?P<close>{_CLOSERS[self._fence]})|{self._inner}" if self._fence else self._outer
-        at = 0 if self._begins_line else min(1, len(self._text))
-        return regex.search(pattern, self._text, pos=at, partial=True)
-
-    def _inside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
-        end = self._end()
-        thought_end = self._text.find(self._think_end, self._head) if thinking and self._think_end else -1
-        if end < 0 <= thought_end or 0 <= thought_end < end or (end < 0 and final):
-            return self._give_up()
-        if end < 0:
-            return None
-        calls = self._parse(self._text[self._head : end])
-        if not calls:
-            return self._give_up()
-        fence = self._fence
-        self._take(end)
-        self._begins_line, self._fence = True, fence
-        return calls
-
-    def _end(self) -> int:
-        """Return where the open call's brackets are closed; -1 if they are not yet."""
-        at = self._searched
-        for mark in _MARK.finditer(self._text, at):
-            at, sign = mark.end(), mark[0]
-            if self._quote:
-                self._quote = "" if sign == self._quote else self._quote
-            elif sign in "\"'":
-                self._quote = sign
-            elif len(sign) == 1:
-                self._depth += 1 if sign in "([{" else -1
-                if self._depth == 0:
-                    return at
-        self._searched = len(self._text) - (at < len(self._text) and self._text.endswith("\\"))
-        return -1
-
-    def _give_up(self) -> str | None:
-        self._malformed += 1
-        return self._take(self._head + 1)
-
-    def _take(self, count: int) -> str | None:
-        taken = super()._take(count)
-        if taken:
-            self._begins_line, self._fence = taken.endswith("\n"), ""
-        return taken
+    places = (next((at for at in _places(text, tag) if counts(tag, at)), -1) for tag in tags)
+    first = min(((at, tag) for at, tag in zip(places, tags, strict=True) if at >= 0), default=None)
+    waiting = 0 if final else held_back(text, tags)
+    return None if first is None or len(text) - waiting < first[0] else first
 
 
-def parse_bare_call(body: str, tools: Any) -> list[dict[str, Any]]:
-    """Parse a call, or a list of calls, in JSON or Python."""
-    try:
-        found = json.loads(body)
-    except ValueError:
-        tree = ast.parse(body, mode="eval").body
-        return [_from_python(each) for each in (tree.elts if isinstance(tree, ast.List) else [tree])]
-    return [_from_json(each) for each in (found if isinstance(found, list) else [found])]
-
-
-def _from_json(call: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(inner := call.get("function"), dict):
-        call = inner
-    arguments = call["parameters"] if "parameters" in call else call["arguments"]
-    return {"name": call.get("name") or call["function"], "arguments": arguments}
-
-
-_LITERALS = {"true": True, "false": False, "null": None}
-
-
-class _Literals(ast.NodeTransformer):
-    """Reads JSON's names of constants."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_LITERALS[node.id]) if node.id in _LITERALS else node
-
-
-def _from_python(call: ast.expr) -> dict[str, Any]:
-    if not isinstance(call, ast.Call) or call.args:
-        raise ValueError("not a call with named arguments")
-    values = {each.arg: ast.literal_eval(_Literals().visit(each.value)) for each in call.keywords}
-    if None in values:
-        raise ValueError("`**` in a call")
-    return {"name": ast.unparse(call.func), "arguments": values}
+def _places(text: str, tag: str) -> Iterator[int]:
+    at = text.find(tag)
+    while at >= 0:
+        yield at
+        at = text.find(tag, at + 1)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.target import Target
 
-from .families import JSON_TOOLS, Way, call_tags, reasoning_tags, ways_to_render
+from .families import Way, call_tags, reasoning_tags, ways_to_render
 from .parser import ReasoningTags
 from .tools import Tool, ToolCallTags
 
@@ -236,7 +236,7 @@ class ChatFormat:
         """Read a target's tokenizer. Without one, `has_chat_template` is false."""
         if (tokenizer := target.tokenizer) is None:
             return cls(None, ReasoningTags(), None, volatile)
-        return cls(tokenizer, _reasoning_tags(tokenizer), _tool_call_tags(tokenizer), volatile)
+        return cls(tokenizer, reasoning_tags(tokenizer), call_tags(tokenizer), volatile)
 
     @property
     def has_chat_template(self) -> bool:
@@ -309,32 +309,3 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(kwargs.get("add_generation_prompt", True), bool):
         raise PromptError("chat_template_kwargs: add_generation_prompt must be true or false")
     return kwargs
-
-
-def _tool_call_tags(tokenizer: TokenizerWrapper) -> ToolCallTags | None:
-    if not tokenizer.has_tool_calling:
-        return call_tags(tokenizer.chat_template)
-    parser = tokenizer.tool_parser
-    name = str(getattr(parser, "__module__", "")).rsplit(".", 1)[-1]
-    form = JSON_TOOLS if name == "json_tools" else None
-    return ToolCallTags(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parser, name, form)
-
-
-def _reasoning_tags(tokenizer: TokenizerWrapper) -> ReasoningTags:
-    """Return the think tags, other tags that are dropped from answers, and the states that the template defines."""
-    if not tokenizer.has_tool_calling and (known_tags := reasoning_tags(tokenizer.chat_template)):
-        return known_tags
-    names = {"normal": "content"}
-    edges: dict[str, list[tuple[str, str]]] = {}
-    if tokenizer.has_thinking:
-        edges["reasoning"] = [(tokenizer.think_end, "content")]
-    edges["content"] = [(tag, "content") for tag in tokenizer.structural_markers]
-    for state, leads in tokenizer.response_transitions.items():
-        known = edges.setdefault(names.get(state, state), [])
-        known += [(tag, names.get(to, to)) for tag, to in leads if to != "tool"]
-    return ReasoningTags(
-        tokenizer.think_start or "",
-        tokenizer.think_end or "",
-        edges,
-        names.get(i := tokenizer.response_initial_state or "", i),
-    )

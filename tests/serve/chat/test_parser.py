@@ -141,12 +141,40 @@ def test_arguments_are_json_that_utf8_can_encode() -> None:
     assert json.loads(arguments('{"a": "</tool_call"}')) == {"a": "</tool_call"}
 
 
-def test_an_answer_cut_short_holds_no_half_call() -> None:
-    cut = f'{ROME}\n<tool_call>\n{{"name": "clock", "arguments": {{'
-    assert read(format_of("qwen"), cut) == [rome(), ("content", cut[len(ROME) + 1 :])]
-    # This parser accepts half a call as a whole one.
-    half = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_k"
-    assert read(format_with_parser("glm47"), half, complete=False) == [("content", half)]
+CUT = {
+    **{"json_tools": '<tool_call>\n{"name": "clock", "arguments": {', "gemma4": "<|tool_call>call:get"},
+    "glm47": "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_k",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city"',
+    "minicpm5": '<function name="get_weather"><param name="city">Ro',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n',
+    "mistral": "[TOOL_CALLS]",
+    "pythonic": '<|tool_call_start|>[get_weather(city="Ro',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n",
+}
+
+
+@pytest.mark.parametrize("parser", CUT)
+def test_the_fragment_of_a_call_that_was_cut_short_is_dropped(parser: str) -> None:
+    format, text = format_with_parser(parser), f"I look.\n{CUT[parser]}"
+    expected = [("content", "I look.")]
+    assert read(format, text, complete=False) == read(format, *text, complete=False) == expected
+    whole = [("content", "I look."), rome()]
+    assert read(format, f"I look.\n{SAMPLES[parser]}\n{CUT[parser]}", complete=False, tools=[ASKED, CLOCK]) == whole
+
+
+def test_text_that_mentions_a_tag_is_kept_if_it_is_cut_short() -> None:
+    text = "They write <tool_call> for it, then"
+    assert read(format_of("qwen"), text, complete=False) == read(format_of("qwen"), *text, complete=False)
+    assert read(format_of("qwen"), text, complete=False) == [("content", text)]
+
+
+def test_the_complete_calls_of_a_section_that_was_cut_short_are_kept() -> None:
+    first = SAMPLES["kimi_k2"].removesuffix("<|tool_calls_section_end|>")
+    text = f"{first}<|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{{"
+    format = format_with_parser("kimi_k2")
+    assert read(format, text, complete=False, tools=[ASKED]) == [rome()]
+    assert read(format, *text, complete=False, tools=[ASKED]) == [rome()]
 
 
 def test_the_end_of_text_may_replace_the_end_tag() -> None:
@@ -262,7 +290,8 @@ def test_thoughts_of_prompts_that_open_them() -> None:
 
 def test_thoughts_that_the_model_opens() -> None:
     assert read(format_of("thinking"), " \n<think>hm</think>Yes") == [("reasoning", "hm"), ("content", "Yes")]
-    assert read(format_of("qwen"), "<think>hm</think>Yes") == [("content", "<think>hm</think>Yes")]
+    assert read(format_of("qwen"), "<think>hm</think>Yes") == [("reasoning", "hm"), ("content", "Yes")]
+    assert read(format_of("plain"), "<think>hm</think>Yes") == [("content", "<think>hm</think>Yes")]
     assert read(format_of("thinking"), " yes") == [("content", " yes")]
     assert read(format_of("thinking"), "<thin") == [("content", "<thin")]
 
@@ -281,8 +310,9 @@ def test_a_call_ends_a_thought_and_the_end_of_a_thought_ends_a_call() -> None:
         ("content", "Done."),
     ]
     reader = AnswerParser(format, TOOLS, starts_in_reasoning=True)
-    assert told(reader.push("they write <tool_call> for it. ")) == [("reasoning", "they write ")]
-    assert told(reader.push("</think>So: ")) == [("reasoning", "<tool_call> for it. "), ("content", "So: ")]
+    assert told(reader.push("they write <tool_call> for it. ")) == [("reasoning", "they write <tool_call> for it. ")]
+    assert told(reader.push('<tool_call>{"name": ')) == []
+    assert told(reader.push("</think>So: ")) == [("reasoning", '<tool_call>{"name": '), ("content", "So: ")]
     in_arguments = '<tool_call>{"name": "clock", "arguments": {"a": "</think>"}}</tool_call>'
     assert read(format, "<think>a</think>", in_arguments)[1:] == [("call", (0, "clock", {"a": "</think>"}))]
 
@@ -367,5 +397,5 @@ def bare(text: str) -> str:
 @given(text=texts, inside=st.booleans())
 def test_no_text_is_lost_or_reordered(text: str, inside: bool) -> None:
     calls = {"get_weather": ROME, "clock": NOW}
-    pieces = read(format_of("thinking"), text, inside=inside, complete=False)
+    pieces = read(format_of("thinking"), text, inside=inside)
     assert bare("".join(calls[value[1]] if kind == "call" else value for kind, value in pieces)) == bare(text)

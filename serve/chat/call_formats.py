@@ -1,0 +1,322 @@
+"""Each model's notation of tool calls, as pure functions: calls in JSON, in Python and in Gemma's notation.
+
+`call_markup.py` says what a parser returns and raises.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .call_markup import (
+    DSML,
+    DSML_BAR,
+    KIMI_K3,
+    MINICPM,
+    MINIMAX,
+    MUSE,
+    QWEN_XML,
+    BodyParser,
+    Call,
+    OpenBodyError,
+    glm_markup,
+)
+from .parameter_types import Offer
+
+_S = r"\s{0,64}"
+
+
+def json_value(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value at a position of a text, and where it ends. Raises OpenBodyError inside a string."""
+    try:
+        return json.JSONDecoder(strict=False, parse_constant=_refuse).raw_decode(text, start)
+    except json.JSONDecodeError as e:
+        if e.msg.startswith("Unterminated string"):
+            raise OpenBodyError("the text ends in a string") from e
+        raise
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def parse_json(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+    """Parse one or more JSON objects, each a call, or a list of them."""
+    calls: list[Call] = []
+    at = skip_space(body, 0)
+    while at < len(body) or not calls:
+        value, at = json_value(body, at)
+        calls += [json_call(call) for call in (value if isinstance(value, list) else [value])]
+        at = skip_space(body, at)
+    return calls, at
+
+
+def json_call(call: dict[str, Any]) -> Call:
+    if isinstance(inner := call.get("function"), dict):
+        call = inner
+    arguments = call["parameters"] if "parameters" in call else call.get("arguments")
+    made = {"name": call.get("name") or call["function"], "arguments": arguments}
+    return {**made, "id": call["id"]} if isinstance(call.get("id"), str) else made
+
+
+_KIMI_HEADER = re.compile(
+    rf"(?:<\|tool_call_begin\|>)?{_S}(?P<id>(?:functions\.)?(?P<name>[^\s<>:]{{1,128}}):\d{{1,9}}){_S}"
+    r"<\|tool_call_argument_begin\|>"
+)
+_KIMI_CALL_END = "<|tool_call_end|>"
+
+
+def parse_kimi_k2(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+    """Parse calls of Kimi K2. A section may be empty; text between its calls is no content."""
+    calls, at = [], 0
+    while header := _KIMI_HEADER.search(body, at):
+        arguments, at = json_value(body, skip_space(body, header.end()))
+        calls.append({"id": header["id"], "name": header["name"], "arguments": arguments})
+        at = skip_space(body, at)
+        if at < len(body) and not body.startswith(_KIMI_CALL_END, at):
+            raise ValueError("text after the arguments")
+    if not calls and body.strip():
+        raise ValueError("a section without calls")
+    if body.find("<|tool_call_", at + len(_KIMI_CALL_END) if calls else 0) >= 0:
+        raise ValueError("a tag outside of a call")
+    return calls, len(body)
+
+
+_MISTRAL_HEADER = re.compile(
+    rf"{_S}(?P<name>[^\s\[\]]{{1,128}}){_S}(?:\[CALL_ID\](?P<id>[^\s\[\]]{{1,64}}))?{_S}\[ARGS\]{_S}"
+)
+
+
+def parse_mistral(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+    """Parse `name[ARGS]{…}`, perhaps with an id, or a list of calls in JSON."""
+    if header := _MISTRAL_HEADER.match(body):
+        arguments, end = json_value(body, header.end())
+        call = {"name": header["name"], "arguments": arguments}
+        return [{**call, "id": header["id"]} if header["id"] else call], end
+    value, end = json_value(body, skip_space(body, 0))
+    if not isinstance(value, list) or not value:
+        raise ValueError("not a list of calls")
+    return [json_call(call) for call in value], end
+
+
+_HARMONY_HEADER = re.compile(r"(?P<name>[\w.-]{1,128})[^{<]{0,32}(?:<\|[^{]{0,200}?)?<\|message\|>")
+
+
+def parse_harmony(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+    """Parse a call after ` to=functions.`: a name, perhaps a channel and a content type, and JSON arguments."""
+    if (header := _HARMONY_HEADER.match(body)) is None:
+        raise ValueError("the call has no message")
+    start = skip_space(body, header.end())
+    arguments, end = json_value(body, start) if start < len(body) else ({}, start)
+    if body[end:].strip():
+        raise ValueError("text after the arguments")
+    return [{"name": header["name"], "arguments": arguments}], end
+
+
+def deepseek_tag(name: str) -> str:
+    return f"<\uff5ctool▁{name}\uff5c>"
+
+
+_DEEPSEEK_HEADER = re.compile(
+    rf"{_S}{deepseek_tag('call▁begin')}(?:function{deepseek_tag('sep')}(?P<name>[^\n<>]{{1,128}})\n```json\n|"
+    rf"(?P<bare>[^\n<>]{{1,128}}){deepseek_tag('sep')})"
+)
+_DEEPSEEK_END = re.compile(rf"{_S}(?:```)?{_S}(?:{deepseek_tag('call▁end')}|\Z){_S}")
+
+
+def parse_deepseek(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+    """Parse calls of V3 and R1, `function<sep>name`, then a block of JSON, and of V3.1, `name<sep>JSON`."""
+    calls, at = [], 0
+    while at < len(body) or not calls:
+        if (header := _DEEPSEEK_HEADER.match(body, at)) is None:
+            raise ValueError("text between calls")
+        arguments, at = json_value(body, skip_space(body, header.end()))
+        calls.append({"name": (header["name"] or header["bare"]).strip(), "arguments": arguments})
+        if (end := _DEEPSEEK_END.match(body, at)) is None:
+            raise ValueError("text after the arguments")
+        at = end.end()
+    return calls, at
+
+
+_LITERALS = {"true": True, "false": False, "null": None}
+
+
+class _Literals(ast.NodeTransformer):
+    """Reads JSON's names of constants."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_LITERALS[node.id]) if node.id in _LITERALS else node
+
+
+def parse_python(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+    """Parse a call, or a list of calls, in JSON or Python."""
+    try:
+        return parse_json(body, offer, final)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    try:
+        tree = ast.parse(body.strip(), mode="eval").body
+    except SyntaxError as e:
+        raise OpenBodyError("perhaps the text ends in a string") from e
+    return [_python_call(call) for call in (tree.elts if isinstance(tree, ast.List) else [tree])], len(body)
+
+
+def _python_call(call: ast.expr) -> Call:
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError("not a call with named arguments")
+    values = {keyword.arg: ast.literal_eval(_Literals().visit(keyword.value)) for keyword in call.keywords}
+    if None in values:
+        raise ValueError("`**` in a call")
+    return {"name": ast.unparse(call.func), "arguments": values}
+
+
+_GEMMA_HEADER = re.compile(rf"{_S}call:(?P<name>[^\s{{}}<>]{{1,128}})(?=\{{)")
+_GEMMA_KEY = re.compile(r"(?P<key>[^:{}\[\],<>]{1,256}):")
+_GEMMA_SCALAR = re.compile(r"[^,{}\[\]]{0,512}")
+_DEEPEST = 64
+
+
+def parse_gemma(quote: str) -> BodyParser:
+    """Return the parser of Gemma's notation: `call:name{key:value,…}` with its own quotes around strings."""
+
+    def parse(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+        calls, at = [], 0
+        while at < len(body) or not calls:
+            if (header := _GEMMA_HEADER.match(body, at)) is None:
+                raise ValueError("text between calls")
+            arguments, at = _gemma_value(body, header.end(), quote, _DEEPEST)
+            calls.append({"name": header["name"], "arguments": arguments})
+            at = skip_space(body, at)
+        return calls, at
+
+    return parse
+
+
+def _gemma_value(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
+    if not depth:
+        raise ValueError("nested too deep")
+    at = skip_space(text, at)
+    if text.startswith(quote, at):
+        start = at + len(quote)
+        if (end := text.find(quote, start)) < 0:
+            raise OpenBodyError("the text ends in a string")
+        return text[start:end], end + len(quote)
+    if text.startswith('"', at):
+        return json_value(text, at)
+    if text[at] in "{[":
+        return _gemma_items(text, at, quote, depth)
+    match = _GEMMA_SCALAR.match(text, at)
+    assert match is not None
+    if not match[0].strip() or quote in match[0]:
+        raise ValueError("no value")
+    try:
+        return json.loads(match[0], parse_constant=_refuse), match.end()
+    except ValueError:
+        return match[0].strip(), match.end()
+
+
+def _gemma_items(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
+    """Return the object or list that begins at a position, and where it ends."""
+    closer, values, items = {"{": "}", "[": "]"}[text[at]], dict[str, Any](), list[Any]()
+    at = skip_space(text, at + 1)
+    while not text.startswith(closer, at):
+        if values or items:
+            if text[at] != ",":
+                raise ValueError("no comma between values")
+            at = skip_space(text, at + 1)
+        if closer == "]":
+            value, at = _gemma_value(text, at, quote, depth - 1)
+            items.append(value)
+        else:
+            key, at = _gemma_key(text, at, quote)
+            values[key], at = _gemma_value(text, at, quote, depth - 1)
+        at = skip_space(text, at)
+    return (items if closer == "]" else values), at + 1
+
+
+def _gemma_key(text: str, at: int, quote: str) -> tuple[str, int]:
+    if text.startswith((quote, '"'), at):
+        key, at = _gemma_value(text, at, quote, 1)
+        at = skip_space(text, at)
+        if text[at] != ":":
+            raise ValueError("no value for a key")
+        return key, at + 1
+    if (match := _GEMMA_KEY.match(text, at)) is None:
+        raise ValueError("no key")
+    return match["key"].strip(), match.end()
+
+
+def _json_or(markup: BodyParser) -> BodyParser:
+    """Return a parser for models that sometimes write JSON instead."""
+
+    def parse(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+        return (parse_json if body.lstrip()[:1] in ("{", "[") else markup)(body, offer, final)
+
+    return parse
+
+
+@dataclass(frozen=True)
+class Notation:
+    """How calls are written between their tags."""
+
+    parse: BodyParser
+    lead: str
+    """A pattern that every body's beginning matches; `NAMES` stands for the names of offered functions."""
+    tails: tuple[str, ...] = ()
+    """Texts of which one ends a call's body. Empty if only the parser can tell."""
+    has_section: bool = False
+    """Whether the tags hold a section of calls, each of which ends with one of `tails`."""
+
+
+_JSON_LEAD = r"\s{0,9}[\[{]"
+_GLM_LEAD = r"\s{0,9}(?:NAMES|[\[{])"
+_INVOKE_LEAD = r"\s{0,9}<%sinvoke name=[\"']?NAMES"
+NOTATIONS: Mapping[str, Notation] = {
+    "deepseek": Notation(
+        parse_deepseek,
+        rf"\s{{0,9}}{deepseek_tag('call▁begin')}(?:function{deepseek_tag('sep')})?NAMES",
+        (deepseek_tag("call▁end"),),
+        has_section=True,
+    ),
+    "dsml": Notation(
+        DSML.parse,
+        _INVOKE_LEAD % f"{DSML_BAR} ?",
+        (f"</{DSML_BAR}invoke>", f"</{DSML_BAR} invoke>", "/>"),
+        has_section=True,
+    ),
+    "function_gemma": Notation(parse_gemma("<escape>"), r"\s{0,9}call:NAMES", ("}",)),
+    "gemma4": Notation(parse_gemma('<|"|>'), r"\s{0,9}call:NAMES", ("}",)),
+    "gemma": Notation(parse_python, ""),
+    "glm47": Notation(_json_or(glm_markup().parse), _GLM_LEAD),
+    "harmony": Notation(parse_harmony, "NAMES"),
+    "json_tools": Notation(parse_json, _JSON_LEAD),
+    "kimi_k2": Notation(
+        parse_kimi_k2,
+        r"[^<]{0,256}<\|tool_call(?:_begin\|>\s{0,9}(?:functions\.)?NAMES|s_section_end)",
+        ("<|tool_call_end|>",),
+        has_section=True,
+    ),
+    "kimi_k3": Notation(
+        KIMI_K3.parse, r'\s{0,9}<\|open\|>call tool="NAMES', ("<|close|>call<|sep|>",), has_section=True
+    ),
+    "laguna": Notation(_json_or(glm_markup().parse), _GLM_LEAD),
+    "llama": Notation(parse_python, ""),
+    "longcat": Notation(_json_or(glm_markup("longcat_").parse), _GLM_LEAD),
+    "minicpm5": Notation(MINICPM.parse, r"<function name=[\"']?NAMES", ("</function>",)),
+    "minimax_m2": Notation(MINIMAX.parse, _INVOKE_LEAD % "", ("</invoke>",), has_section=True),
+    "mistral": Notation(parse_mistral, _GLM_LEAD),
+    "muse_spark": Notation(MUSE.parse, _INVOKE_LEAD % "atem:", ("</atem:invoke>",), has_section=True),
+    "pythonic": Notation(parse_python, r"\s{0,9}(?:\[\s{0,9}\{|\{|\[?\s{0,9}NAMES\()", (")", "]", "}")),
+    "qwen3_coder": Notation(QWEN_XML.parse, r"\s{0,9}<function=NAMES", ("</function>",)),
+}
+"""For each parser."""

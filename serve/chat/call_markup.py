@@ -1,0 +1,271 @@
+"""The bodies of tool calls with tags around functions and parameters: Qwen-XML, GLM, Kimi K3, DeepSeek's DSML, …
+
+A parser reads the text between a call's tags. It returns calls only if they account for the whole text, and raises
+`OpenBodyError` if the text is still inside a value, so that its end tag was part of that value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .parameter_types import Offer, Types, typed_value
+
+Call = dict[str, Any]
+"""`name`, `arguments`, and perhaps `id`."""
+BodyParser = Callable[[str, Offer, bool], tuple[list[Call], int]]
+"""Maps a body, the offered functions, and whether no more text follows, to the calls and the length that they take.
+
+If no more text follows, the last value may lack its own end tag. Raises any exception if there is no call.
+"""
+
+
+class OpenBodyError(ValueError):
+    """The text ends inside a value."""
+
+
+@dataclass(frozen=True)
+class Markup:
+    """A notation with tags around functions and parameters.
+
+    A value ends at the last end tag before the next parameter or the end of the function.
+    """
+
+    function: str
+    """A pattern with a group `name`, and perhaps `empty` if the tag also ends the function. Empty if a name has no tag.
+
+    All repeats are bounded, so that a search takes linear time.
+    """
+    function_end: str
+    parameter: str
+    """A pattern with a group `key`, and perhaps `kind`."""
+    parameter_end: str
+    restart: str
+    """A pattern of the text between two calls, which no value may contain: it would be another call."""
+    has_lines: bool = False
+    """Whether a line break after a parameter's tag, and one before its end tag, belong to the tags."""
+    value: Callable[[str, str | None, Types], Any] = lambda text, kind, types: typed_value(text, types)
+    """Maps a value's text, its `kind` and the types in the schema to the value."""
+    unescape: Callable[[str], str] = str
+
+    def parse(self, body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+        return _MarkupReader(self, body, offer, final).calls(), len(body)
+
+
+class _MarkupReader:
+    """Reads one body. Each mark is visited once."""
+
+    def __init__(self, markup: Markup, body: str, offer: Offer, final: bool):
+        self._markup, self._body, self._offer, self._final = markup, body, offer, final
+        parts = {"function": markup.function, "function_end": markup.function_end}
+        parts |= {"parameter": markup.parameter, "parameter_end": markup.parameter_end}
+        pattern = "|".join(f"(?P<_{kind}>{part})" for kind, part in parts.items() if part)
+        self._marks = list(re.finditer(pattern, body))
+        self._next = 0
+
+    def calls(self) -> list[Call]:
+        calls, place = [], 0
+        while self._next < len(self._marks) or not calls:
+            name, place, is_empty = self._function(place)
+            arguments: dict[str, Any] = {}
+            ended = is_empty
+            while not ended:
+                ended, place = self._parameter(self._offer[name], arguments, place)
+            calls.append({"name": name, "arguments": arguments})
+            if not self._markup.function:
+                break
+        if not self._is_blank(place, len(self._body)):
+            raise ValueError("text after the last call")
+        return calls
+
+    def _function(self, place: int) -> tuple[str, int, bool]:
+        """Return a function's name, where it ends, and whether the function has no parameters."""
+        mark = self._marks[self._next] if self._next < len(self._marks) else None
+        if not self._markup.function:
+            place = mark.start() if mark else len(self._body)
+            name, is_empty = self._body[:place].strip(), mark is None
+        elif mark is None or not mark["_function"] or not self._is_blank(place, mark.start()):
+            raise ValueError("text before a call")
+        else:
+            self._next += 1
+            name, place = self._markup.unescape(mark["name"].strip()), mark.end()
+            is_empty = bool(mark.groupdict().get("empty"))
+        if name not in self._offer:
+            raise ValueError("the function was not offered")
+        return name, place, is_empty
+
+    def _parameter(self, types: Any, arguments: dict[str, Any], place: int) -> tuple[bool, int]:
+        """Read a parameter or the function's end. Return whether the function has ended, and where."""
+        if self._next == len(self._marks):
+            if self._markup.function_end or not self._is_blank(place, len(self._body)):
+                raise OpenBodyError("the function has no end")
+            return True, len(self._body)
+        mark = self._marks[self._next]
+        if not self._is_blank(place, mark.start()):
+            raise ValueError("text between parameters")
+        self._next += 1
+        if mark["_function_end"] if self._markup.function_end else False:
+            return True, mark.end()
+        if not mark["_parameter"]:
+            raise ValueError("a tag without its beginning")
+        key = self._key(mark)
+        end, place = self._value_end(mark.end(), {*arguments, key}, types)
+        self._set(arguments, key, mark.groupdict().get("kind"), self._value(mark.end(), end), types)
+        return False, place
+
+    def _value_end(self, start: int, given: set[str | None], types: Any) -> tuple[int, int]:
+        """Return where a value ends, and where the text goes on. `_next` becomes the next mark's index."""
+        closed = None
+        for index in range(self._next, len(self._marks)):
+            mark = self._marks[index]
+            follows = closed is not None and self._is_blank(closed.end(), mark.start())
+            self._next = index
+            if mark["_parameter_end"]:
+                closed = mark
+            elif mark["_parameter"]:
+                key = self._key(mark)
+                if follows and closed is not None:
+                    if key in given:
+                        raise ValueError("a parameter is given twice")
+                    return closed.start(), closed.end()
+                if key in types and key not in given:
+                    if closed is None and self._body[start : mark.start()].rstrip(" \t").endswith("\n"):
+                        return mark.start(), mark.start()
+                    raise ValueError("a parameter has no end")
+            elif self._markup.function_end and mark["_function_end"] and self._ends_function(index):
+                if follows and closed is not None:
+                    return closed.start(), closed.end()
+                if closed is None and self._final:
+                    return mark.start(), mark.start()
+        self._next = len(self._marks)
+        if not self._markup.function_end:
+            if closed is not None and self._is_blank(closed.end(), len(self._body)):
+                return closed.start(), closed.end()
+            if closed is None and self._final:
+                return len(self._body), len(self._body)
+        raise OpenBodyError("a value has no end")
+
+    def _ends_function(self, index: int) -> bool:
+        """Return whether a function's end tag is followed by another function or the end."""
+        end = self._marks[index].end()
+        if index + 1 == len(self._marks):
+            return self._is_blank(end, len(self._body))
+        after = self._marks[index + 1]
+        return bool(self._markup.function and after["_function"]) and self._is_blank(end, after.start())
+
+    def _value(self, start: int, end: int) -> str:
+        text = self._body[start:end]
+        if re.search(self._markup.restart, text):
+            raise ValueError("a value contains the beginning of another call")
+        return text.removeprefix("\n").removesuffix("\n") if self._markup.has_lines else text
+
+    def _set(self, arguments: dict[str, Any], key: str | None, kind: str | None, text: str, types: Any) -> None:
+        if key is not None:
+            arguments[key] = self._markup.value(text, kind, types.get(key, frozenset()))
+            return
+        value = json.loads(text)  # a block with all arguments
+        if not isinstance(value, dict):
+            raise ValueError("the arguments are not an object")
+        arguments.update(value)
+
+    def _key(self, mark: re.Match[str]) -> str | None:
+        key = mark["key"]
+        return None if key is None else self._markup.unescape(key.strip())
+
+    def _is_blank(self, start: int, end: int) -> bool:
+        return not self._body[start:end].strip()
+
+
+def _by_kind(text: str, kind: str | None, types: Types) -> Any:
+    """Return a value that names its type: `true` or `string` for strings, else JSON."""
+    if kind in ("true", "string"):
+        return text
+    return typed_value(text, types) if kind is None else _json_or_text(text)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _with_cdata(text: str, kind: str | None, types: Types) -> Any:
+    bare = text.strip()
+    if bare.startswith("<![CDATA["):
+        if not bare.endswith("]]>"):
+            raise OpenBodyError("the block has no end")
+        text = bare[len("<![CDATA[") : -len("]]>")]
+    return typed_value(text, types)
+
+
+def _unescape(text: str) -> str:
+    return text.replace("&quot;", '"').replace("&amp;", "&")
+
+
+_S = r"\s{0,64}"
+_NAME = r"""["']?(?P<name>[^"'<>\n]{1,128})["']?"""
+_KEY = r"""["']?(?P<key>[^"'<>\n]{1,256})["']?"""
+QWEN_XML = Markup(
+    r"<function=(?P<name>[^<>\n]{1,128})>",
+    "</function>",
+    r"<parameter=(?P<key>[^<>\n]{1,256})>",
+    "</parameter>",
+    f"</tool_call>{_S}<tool_call>",
+    has_lines=True,
+)
+MINIMAX = Markup(
+    f"<invoke name={_NAME}>",
+    "</invoke>",
+    f"<parameter name={_KEY}>",
+    "</parameter>",
+    f"</minimax:tool_call>{_S}<minimax:tool_call>",
+)
+MUSE = Markup(
+    f"<atem:invoke name={_NAME}>",
+    "</atem:invoke>",
+    f"<atem:parameter name={_KEY}>",
+    "</atem:parameter>",
+    f"</atem:function_calls>{_S}<atem:function_calls>",
+    value=lambda text, kind, types: _json_or_text(text),
+)
+MINICPM = Markup(
+    f"<function name={_NAME}>",
+    "</function>",
+    f"<param name={_KEY}>",
+    "</param>",
+    f"</function>{_S}<function name=",
+    value=_with_cdata,
+)
+DSML_BAR = "\uff5cDSML\uff5c"
+DSML = Markup(
+    f'<{DSML_BAR} ?invoke name="(?P<name>[^"\\n]{{1,128}})"(?P<empty>/)?>',
+    f"</{DSML_BAR} ?invoke>",
+    f'<{DSML_BAR} ?parameter name="(?P<key>[^"\\n]{{1,256}})"(?: string="(?P<kind>true|false)")?>',
+    f"</{DSML_BAR} ?parameter>",
+    f"</{DSML_BAR} ?(?:function_|tool_)?calls>{_S}<{DSML_BAR} ?(?:function_|tool_)?calls>",
+    value=_by_kind,
+)
+KIMI_K3 = Markup(
+    r'<\|open\|>call tool="(?P<name>[^"\n]{1,128})"[^<>\n]{0,64}<\|sep\|>',
+    r"<\|close\|>call<\|sep\|>",
+    r'<\|open\|>(?:argument key="(?P<key>[^"\n]{1,256})"(?: type="(?P<kind>\w{1,32})")?|json[^<>\n]{0,64})<\|sep\|>',
+    r"<\|close\|>(?:argument|json)<\|sep\|>",
+    rf"<\|close\|>tools<\|sep\|>{_S}<\|open\|>tools<\|sep\|>",
+    value=_by_kind,
+    unescape=_unescape,
+)
+
+
+def glm_markup(prefix: str = "") -> Markup:
+    """Return GLM's notation: a name, then keys and values in tags. prefix: what the names of tags begin with."""
+    return Markup(
+        "",
+        "",
+        f"<{prefix}arg_key>(?P<key>[^<>\\n]{{1,256}})</{prefix}arg_key>{_S}<{prefix}arg_value>",
+        f"</{prefix}arg_value>",
+        f"</{prefix}tool_call>{_S}<{prefix}tool_call>",
+    )

@@ -1,0 +1,354 @@
+"""Finds the calls in a stream of text: between tags, or, for Llama and Gemma, in bare JSON or Python."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import regex
+
+from eagle_mlx.text import held_back
+
+from .call_formats import NOTATIONS, skip_space
+from .call_markup import Call, OpenBodyError
+from .parameter_types import offered_types
+from .tools import Tool, ToolCall, ToolCallTags
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+_MOST_MALFORMED = 64
+"""Failed parses after which an answer is plain text: each may cost another pass over the rest."""
+_REACH = 64
+"""Characters of white space that may precede an end tag."""
+
+
+class ToolCallParser:
+    """Finds calls between tags. Everything else is returned as text; only the fragment of a call cut short is dropped.
+
+    Text before a call is returned at once. Text that may become a tag waits, and a call waits until it is complete. A
+    body that does not account for all of its text, or calls an unknown function, is text. Line breaks before a tag
+    belong to the tag.
+    """
+
+    def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = ""):
+        self._tags, self._offer = tags, offered_types(tools)
+        self._notation = NOTATIONS[tags.parser]
+        bare = tags.bare if tags.bare and tags.bare[0] != tags.start else None
+        self._bare = tuple(f"{bare[0]}{name}>" for name in self._offer) if bare else ()
+        self._inner = {tags.start} if tags.bare and not bare else set(self._bare)
+        """Opening tags that are the function's own, and so belong to the body."""
+        self._ends: dict[str, tuple[str, ...]] = dict.fromkeys(self._bare, (bare[1],) if bare else ())
+        """For each opening tag, the tags that end its call."""
+        for start, end in ((tags.start, tags.end or tags.start), *tags.variants):
+            self._ends[start] = (*self._ends.get(start, ()), end)
+        self._think_end = "" if think_end in self._ends[tags.start] else think_end
+        names = "|".join(map(re.escape, sorted(self._offer, key=len, reverse=True)))
+        self._names = f"(?:{names})"
+        self._text = ""
+        self._body: int | None = None
+        """The start of the open call's body in the text; None outside of calls."""
+        self._begin = ""
+        """The opening tag of the open call."""
+        self._is_likely = False
+        """Whether the open call's body begins like a call."""
+        self._searched = 0
+        self._malformed = 0
+        self._count = 0
+        self._ready: tuple[list[ToolCall] | None, int] | None = None
+        """The calls of the open body and their end, while it is not certain that a thought only mentions them."""
+        self._begins_line = True
+        self._follows_bare = False
+
+    def feed(self, text: str) -> None:
+        self._text += text
+
+    def next(self, thinking: bool, final: bool = False, complete: bool = True) -> str | list[ToolCall] | None:
+        """Return the next piece of text or the next calls, or None if the rest must wait.
+
+        thinking: whether the text so far is in a thought. Text after a call in a thought means that the thought only
+        mentions it, if the thought ends later. final: no more text follows. complete: if final, whether the model ended
+        its answer itself.
+        """
+        if self._body is not None:
+            return self._inside(thinking, final, complete)
+        if not self._text:
+            return None
+        return self._outside(thinking, final, complete)
+
+    def _outside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
+        if self._follows_bare and self._skip_end(final) is None:
+            return None
+        tags = () if self._is_tired else [tag for tag in self._ends if not thinking or tag not in self._bare]
+        if (opening := self._opening(tags)) is None:
+            return self._take(len(self._text) if final else safe_length(self._text, tags))
+        start, self._begin = opening
+        taken = len(self._text[:start].rstrip("\n"))
+        before = self._take(taken)
+        self._searched, self._is_likely = start - taken + len(self._begin), False
+        self._body = start - taken if self._begin in self._inner else self._searched
+        return before or self._inside(thinking, final, complete)
+
+    def _opening(self, tags: Sequence[str]) -> tuple[int, str] | None:
+        """Return the first opening tag and its position. Without the tags around it, a function begins a line."""
+        if not tags:
+            return None
+        for match in re.finditer("|".join(map(re.escape, tags)), self._text):
+            before = self._text[max(0, match.start() - _REACH) : match.start()].rstrip(" \t")
+            begins_line = before.endswith("\n") or (not before and match.start() <= _REACH and self._begins_line)
+            if match[0] not in self._bare or begins_line:
+                return match.start(), match[0]
+        return None
+
+    def _skip_end(self, final: bool) -> bool | None:
+        """Drop an end tag after a function without an opening tag. Return None if it may still come."""
+        at = skip_space(self._text, 0)
+        if self._text.startswith(self._tags.end, at):
+            self._text = self._text[at + len(self._tags.end) :]
+        elif self._tags.end.startswith(self._text[at:]) and not final:
+            return None
+        self._follows_bare = False
+        return True
+
+    def _inside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
+        assert self._body is not None
+        if self._ready is None:
+            self._ready = self._read_body(thinking, final, complete)
+        if self._ready is None:
+            if final:  # a call that was cut short
+                self._text, self._body = "", None
+            return None
+        calls, end = self._ready
+        certain = self._is_certain(end, final) if calls is not None and thinking and self._think_end else True
+        if certain is None:
+            return None
+        self._ready = None
+        if calls is None or not certain:
+            self._malformed += 1
+            return self._take(end)
+        self._count += len(calls)
+        self._follows_bare = self._begin in self._bare
+        self._text, self._body, self._begins_line = self._text[end:], None, True
+        return calls
+
+    def _read_body(self, thinking: bool, final: bool, complete: bool) -> tuple[list[ToolCall] | None, int] | None:
+        """Return the calls of the open body and where the text goes on. No calls: the text up to there is no call.
+
+        None if more text is needed, or, if final, if the body was cut short.
+        """
+        assert self._body is not None
+        if not self._may_be_call():
+            return None, max(self._body, self._searched)
+        thought_end = self._text.find(self._think_end, self._body) if thinking and self._think_end else -1
+        if (found := self._at_end_tags(thought_end)) is not None:
+            return found
+        if thought_end >= 0:
+            return None, thought_end
+        if self._is_tired:
+            return None, self._body
+        if not final:
+            return None
+        return self._at_the_end() if complete else self._complete_part()
+
+    def _may_be_call(self) -> bool:
+        """Return whether the body begins like a call of an offered function, or may still do so."""
+        if not self._is_likely:
+            lead = self._notation.lead.replace("NAMES", self._names)
+            match = regex.match(lead, self._text, pos=self._body, partial=True)
+            if match is None:
+                return False
+            self._is_likely = not match.partial
+        return True
+
+    def _at_end_tags(self, thought_end: int) -> tuple[list[ToolCall] | None, int] | None:
+        """Parse the body at each end tag, until it is not open any more. None if it is always open."""
+        assert self._body is not None
+        tails, is_inner = self._notation.tails, self._begin in self._inner
+        pattern = re.compile("|".join(map(re.escape, self._ends[self._begin])))
+        for match in pattern.finditer(self._text, self._searched):
+            if 0 <= thought_end < match.start() or self._is_tired:
+                return None
+            self._searched = match.end()
+            stop = match.end() if is_inner else match.start()
+            last = self._text[max(self._body, stop - _REACH) : stop].rstrip()
+            if last and tails and not last.endswith(tails):
+                continue
+            found = self._parse(stop, match.end() if self._tags.end else match.start())
+            if found is not None:
+                return found
+        self._searched = max(self._searched, len(self._text) - max(map(len, self._ends[self._begin])) + 1)
+        return None
+
+    def _at_the_end(self) -> tuple[list[ToolCall] | None, int]:
+        """Parse the last body of an answer, whose end tag, or whose last value's end, may be missing."""
+        assert self._body is not None
+        attempts = [(len(self._text), len(self._text), False)]
+        for tag in self._ends[self._begin]:
+            at, is_inner = self._text.rfind(tag, self._body), self._begin in self._inner
+            attempts += [(at + len(tag) if is_inner else at, at + len(tag), True)] if at >= 0 and self._tags.end else []
+        for stop, end, final in attempts:
+            calls, end = self._parse(stop, end, final) or (None, 0)
+            if calls is not None:
+                return calls, end
+        ends = [at for tag in self._ends[self._begin] if (at := self._text.find(tag, self._body)) >= 0]
+        return None, min(ends, default=len(self._text))
+
+    def _complete_part(self) -> tuple[list[ToolCall] | None, int] | None:
+        """Return the complete calls of a body that was cut short, if they can be told apart."""
+        notation = self._notation
+        places = [(self._text.rfind(tail, self._body), tail) for tail in notation.tails if notation.has_section]
+        stop = max((at + len(tail) for at, tail in places if at >= 0), default=0)
+        found = self._parse(stop, len(self._text)) if stop else None
+        return found if found and found[0] is not None else None
+
+    def _parse(self, stop: int, end: int, final: bool = False) -> tuple[list[ToolCall] | None, int] | None:
+        """Parse the body up to a position. Return None if it is open there. end: where the text goes on after it."""
+        assert self._body is not None
+        try:
+            calls, length = self._notation.parse(self._text[self._body : stop], self._offer, final)
+            made = [self._call(call, self._count + index) for index, call in enumerate(calls)]
+            return made, end if self._tags.end else self._body + length
+        except OpenBodyError:
+            self._malformed += 1
+            return None
+        except Exception:  # parsers raise any exception
+            return None, end
+
+    def _is_certain(self, end: int, final: bool) -> bool | None:
+        """Return whether calls in a thought are more than a mention; None while that is uncertain."""
+        rest = self._text[skip_space(self._text, end) :]
+        tags = (self._think_end, *self._ends)
+        if rest.startswith(tags):
+            return True
+        if self._think_end in rest:
+            return False
+        return True if final else None
+
+    @property
+    def _is_tired(self) -> bool:
+        """Whether so many parses failed that the rest is text."""
+        return self._malformed >= _MOST_MALFORMED
+
+    def _take(self, count: int) -> str | None:
+        taken, self._text, self._body = self._text[:count], self._text[count:], None
+        if taken:
+            self._begins_line = taken.endswith("\n")
+        return taken or None
+
+    def _call(self, call: Call, index: int) -> ToolCall:
+        name, arguments = call["name"], call["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if name not in self._offer or not isinstance(arguments, dict | None):
+            raise ValueError("the function was not offered")
+        return ToolCall(index, call.get("id") or self._new_id(), name, _json(arguments or {}))
+
+    def _new_id(self) -> str:
+        if self._tags.parser == "mistral":  # its templates only accept ids of nine letters and digits
+            return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+def _json(arguments: dict[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair has no UTF-8
+        return json.dumps(arguments, allow_nan=False)
+    return text
+
+
+def safe_length(text: str, tags: Sequence[str]) -> int:
+    """Return how many characters precede anything that may become a tag, and the line breaks that belong to it.
+
+    Models write tags on separate lines; those line breaks are not content.
+    """
+    if not tags:
+        return len(text)
+    return len(text[: len(text) - held_back(text, tags)].rstrip("\n"))
+
+
+_MARK = re.compile(r"""\\.|["'()\[\]{}]""", re.DOTALL)
+_S = r"\s{0,9}"
+_LINE = r"(?:\A|(?<=\n))[ \t;,]{0,9}"
+_FENCE = rf"(?:{_LINE}(?P<fence>```)\w{{0,12}}[ \t]{{0,9}}\n|(?:{_LINE})?(?P<fence><)\|python_(?:tag|start)\|>){_S}"
+"""A tag, unlike a fence, may follow text on its line."""
+_JSON = (
+    rf'\{{{_S}(?:"type"{_S}:{_S}"function"{_S},{_S})?"(?:name|function)"{_S}:{_S}'
+    rf'(?:\{{{_S}"name"{_S}:{_S})?"'
+)
+"""A call's beginning, up to the function's name."""
+_CLOSERS = {"```": "```", "<": r"<\|(?:python_end|eom_id)\|>"}
+
+
+class BareCallParser(ToolCallParser):
+    """Finds calls that begin a line with an offered function's name in JSON or Python, and end with their brackets.
+
+    Fences and Python tags around calls are dropped, and so are semicolons between calls.
+    """
+
+    def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = ""):
+        super().__init__(tags, tools, think_end)
+        name = self._names
+        listed = rf"(?:\[{_S})?{_JSON}{name}\"|\[{_S}{name}\("
+        self._outer = rf"{_FENCE}(?P<body>{listed}|{name}\()|{_LINE}(?P<body>{listed})"
+        self._inner = rf"(?:{_FENCE}|{_LINE})(?P<body>{listed}|{name}\()"
+        self._begins_line = True
+        self._fence = ""
+        """The beginning of the fence of the last call, if it is still open."""
+        self._quote, self._depth = "", 0
+
+    def _outside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
+        found = self._find()
+        if found is None or found.partial:
+            at = len(self._text) if final else len(self._text[: found.start() if found else None].rstrip("\n"))
+            return self._take(at)
+        if found.groupdict().get("close"):
+            self._text, self._begins_line, self._fence = self._text[found.end() :], False, ""
+            return self.next(thinking, final, complete)
+        if before := self._text[: found.start()].rstrip("\n"):
+            return self._take(len(before))
+        self._body = self._searched = found.start("body")
+        self._fence, self._quote, self._depth = found["fence"] or self._fence, "", 0
+        return self._inside(thinking, final, complete)
+
+    def _find(self) -> Any:
+        if self._is_tired:
+            return None
+        pattern = rf"\A{_S}(?P<close>{_CLOSERS[self._fence]})|{self._inner}" if self._fence else self._outer
+        return regex.search(pattern if self._begins_line else pattern.replace(r"\A|", ""), self._text, partial=True)
+
+    def _read_body(self, thinking: bool, final: bool, complete: bool) -> tuple[list[ToolCall] | None, int] | None:
+        assert self._body is not None
+        end = self._end()
+        thought_end = self._text.find(self._think_end, self._body) if thinking and self._think_end else -1
+        if end < 0 <= thought_end or 0 <= thought_end < end or (end < 0 and final and complete):
+            return None, self._body + 1
+        calls, _ = (self._parse(end, end) or (None, 0)) if end >= 0 else (None, 0)
+        if end < 0:
+            return None
+        return (calls, end) if calls else (None, self._body + 1)
+
+    def _end(self) -> int:
+        """Return where the open call's brackets are closed; -1 if they are not yet."""
+        at = self._searched
+        for mark in _MARK.finditer(self._text, at):
+            at, sign = mark.end(), mark[0]
+            if self._quote:
+                self._quote = "" if sign == self._quote else self._quote
+            elif sign in "\"'":
+                self._quote = sign
+            elif len(sign) == 1:
+                self._depth += 1 if sign in "([{" else -1
+                if self._depth == 0:
+                    return at
+        self._searched = len(self._text) - (at < len(self._text) and self._text.endswith("\\"))
+        return -1
+
+    def _take(self, count: int) -> str | None:
+        taken = super()._take(count)
+        if taken:
+            self._begins_line, self._fence = taken.endswith("\n"), ""
+        return taken
