@@ -19,14 +19,27 @@ JSON_TOOLS = CallForm('\n{"name": "', '", "arguments": ', "}\n", "<tool_call>", 
 
 # https://github.com/openai/openai-cookbook/blob/main/articles/openai-harmony.md
 _START, _ANALYSIS, _JSON = "<|start|>assistant", "<|channel|>analysis", " <|constrain|>json"
-_TO_CONTENT = (_START, "<|channel|>final", "<|channel|>commentary", "<|end|>", "<|return|>", "<|call|>")
+_ENDS = (_START, "<|end|>", "<|return|>")
 _STAY = (_JSON, "<|message|>")
+_BUILT_IN = tuple(
+    f"<|channel|>{name} to={tool}" for name in ("commentary", "analysis") for tool in ("python", "browser")
+)
+"""Messages to tools that the server does not have. They are no content."""
 _HARMONY_THOUGHTS = ReasoningTags(
     f"{_ANALYSIS}<|message|>",
     "<|end|>",
     {
-        state: [(_ANALYSIS, "reasoning"), *((tag, "content") for tag in _TO_CONTENT), *((tag, state) for tag in _STAY)]
-        for state in ("content", "reasoning")
+        "content": [
+            (_ANALYSIS, "reasoning"),
+            *((tag, "content") for tag in (*_ENDS, *_STAY, "<|channel|>final", "<|channel|>commentary", "<|call|>")),
+            *((tag, "hidden") for tag in _BUILT_IN),
+        ],
+        "reasoning": [
+            *((tag, "reasoning") for tag in (_ANALYSIS, *_STAY)),
+            *((tag, "content") for tag in (*_ENDS, "<|channel|>final<|message|>", "<|channel|>commentary<|message|>")),
+            *((tag, "hidden") for tag in _BUILT_IN),
+        ],
+        "hidden": [(tag, "content") for tag in (*_ENDS, "<|call|>")],
     },
     resume=_START,
     answer=f"<|channel|>final{_JSON}<|message|>",

@@ -131,14 +131,15 @@ class ReasoningParser:
 
 
 def next_tag(text: str, tags: Sequence[str], final: bool, counts: Callable[[str, int], bool]) -> tuple[int, str] | None:
-    """Return the position of the first tag that counts, and the tag.
+    """Return the position of the first tag that counts, and the tag; of several at one place, the longest.
 
-    None if there is none, or if another may begin before it.
+    None if there is none, or if another may begin before it, or be longer.
     """
     places = (next((at for at in _places(text, tag) if counts(tag, at)), -1) for tag in tags)
-    first = min(((at, tag) for at, tag in zip(places, tags, strict=True) if at >= 0), default=None)
+    marks = ((at, tag) for at, tag in zip(places, tags, strict=True) if at >= 0)
+    first = min(marks, key=lambda mark: (mark[0], -len(mark[1])), default=None)
     waiting = 0 if final else held_back(text, tags)
-    return None if first is None or len(text) - waiting < first[0] else first
+    return None if first is None or (waiting and len(text) - waiting <= first[0]) else first
 
 
 def _places(text: str, tag: str) -> Iterator[int]:

@@ -50,9 +50,9 @@ def plain(value: Any) -> str:
     return value if isinstance(value, str) else dumps(value)
 
 
-def json_tools(calls: Calls) -> str:
+def json_tools(calls: Calls, prefix: str = "") -> str:
     each = [dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
-    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in each)
+    return "\n".join(f"<{prefix}tool_call>\n{call}\n</{prefix}tool_call>" for call in each)
 
 
 def qwen3_coder(calls: Calls) -> str:
@@ -67,14 +67,14 @@ def qwen3_coder(calls: Calls) -> str:
     return "\n".join(out)
 
 
-def glm(calls: Calls, line: str = "\n") -> str:
+def glm(calls: Calls, line: str = "\n", prefix: str = "") -> str:
     out = []
     for name, arguments in calls:
         given = (
-            f"<arg_key>{key}</arg_key>{line}<arg_value>{plain(value)}</arg_value>{line}"
+            f"<{prefix}arg_key>{key}</{prefix}arg_key>{line}<{prefix}arg_value>{plain(value)}</{prefix}arg_value>{line}"
             for key, value in arguments.items()
         )
-        out.append(f"<tool_call>{name}{line}{''.join(given)}</tool_call>")
+        out.append(f"<{prefix}tool_call>{name}{line}{''.join(given)}</{prefix}tool_call>")
     return "\n".join(out)
 
 
@@ -83,11 +83,11 @@ def glm47(calls: Calls) -> str:
 
 
 def longcat(calls: Calls) -> str:
-    return re.sub(r"(</?)(tool_call|arg_key|arg_value)>", r"\1longcat_\2>", glm(calls))
+    return glm(calls, prefix="longcat_")
 
 
 def longcat_json(calls: Calls) -> str:
-    return json_tools(calls).replace("tool_call>", "longcat_tool_call>")
+    return json_tools(calls, "longcat_")
 
 
 def mistral(calls: Calls) -> str:
@@ -233,6 +233,28 @@ def deepseek_v31(calls: Calls) -> str:
     return "<\uff5ctool▁calls▁begin\uff5c>" + "".join(each) + "<\uff5ctool▁calls▁end\uff5c>"
 
 
+def dsml(calls: Calls, name: str = "function_calls", space: str = "") -> str:
+    bar = f"\uff5cDSML\uff5c{space}"
+    each = (
+        f'<{bar}invoke name="{function}">\n'
+        + "".join(
+            f'<{bar}parameter name="{key}" string="{dumps(isinstance(value, str))}">{plain(value)}</{bar}parameter>\n'
+            for key, value in arguments.items()
+        )
+        + f"</{bar}invoke>\n"
+        for function, arguments in calls
+    )
+    return f"<{bar}{name}>\n{''.join(each)}</{bar}{name}>"
+
+
+def dsml_v4(calls: Calls) -> str:
+    return dsml(calls, "tool_calls")
+
+
+def dsml_v41(calls: Calls) -> str:
+    return dsml(calls, "calls", " ")
+
+
 @dataclass(frozen=True)
 class Family:
     """Models whose templates describe calls in the same way."""
@@ -288,8 +310,9 @@ FAMILIES = {
     "DeepSeek V3, R1": Family(
         "deepseek", "<\uff5ctool▁calls▁begin\uff5c>" + loop("{{ tool_call.name }}"), (deepseek_v3, deepseek_v31)
     ),
+    "DeepSeek V3.2, V4, V4.1": Family("dsml", "", (dsml, dsml_v4, dsml_v41), ("\uff5cDSML\uff5c",)),
 }
-OWN = {"harmony", "llama", "gemma", "deepseek"}
+OWN = {"harmony", "llama", "gemma", "deepseek", "dsml"}
 CALLING = [
     pytest.param(name, writer, id=f"{name}: {writer.__name__}")
     for name, each in FAMILIES.items()
