@@ -150,7 +150,7 @@ class DeltaStream:
         if output is None:
             return self._reader.push(self._text.push(event.tokens))
         deltas = self._reader.push(self._text.finish(output.text))
-        return deltas + self._reader.finish(output.finish_reason == "stop")
+        return deltas + self._reader.finish(output.finish_reason == "stop" and not output.stop)
 
 
 def finish_reason(output: Output, calls: bool) -> str:

@@ -68,9 +68,8 @@ class ToolCallParser:
     def next(self, thinking: bool, final: bool = False, complete: bool = True) -> str | list[ToolCall] | None:
         """Return the next piece of text or the next calls, or None if the rest must wait.
 
-        thinking: whether the text so far is in a thought. Text after a call in a thought means that the thought only
-        mentions it, if the thought ends later. final: no more text follows. complete: if final, whether the model ended
-        its answer itself.
+        thinking: whether the text so far is in a thought. A thought that goes on after a call only mentions it. final:
+        no more text follows. complete: if final, whether the model ended its answer itself.
         """
         if self._body is not None:
             return self._inside(thinking, final, complete)
@@ -218,13 +217,11 @@ class ToolCallParser:
 
     def _is_certain(self, end: int, final: bool) -> bool | None:
         """Return whether calls in a thought are more than a mention; None while that is uncertain."""
-        rest = self._text[skip_space(self._text, end) :]
-        tags = (self._think_end, *self._ends)
-        if rest.startswith(tags):
-            return True
-        if self._think_end in rest:
-            return False
-        return True if final else None
+        thought_end = self._text.find(self._think_end, end)
+        if thought_end < 0:
+            return True if final else None
+        rest = self._text[end:thought_end].strip()
+        return not rest or rest.endswith(self._ends[self._begin])
 
     @property
     def _is_tired(self) -> bool:

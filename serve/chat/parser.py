@@ -91,7 +91,7 @@ class ReasoningParser:
 
     def interrupt(self) -> list[tuple[Kind, str]]:
         """End a thought because a call came. Return the text that was held back."""
-        is_interrupted = self.thinking and bool(self._tags.think_end)
+        is_interrupted = self._is_interrupted or (self.thinking and bool(self._tags.think_end))
         parts = self.push("", final=True)
         self._go("content", 0)
         self._is_interrupted = is_interrupted

@@ -159,6 +159,18 @@ def test_decoding_ends_with_the_only_call(talker: Live) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_the_fragment_of_a_call_that_was_cut_short_is_omitted(talker: Live, dialect: Dialect) -> None:
+    body = asking(dialect, "wrong")
+    limit = next(key for key in ("max_tokens", "max_output_tokens") if key in body)
+    cuts: list[dict[str, Any]] = [{limit: count} for count in (3, 4, 5)]
+    if dialect is not RESPONSES:  # it has no stop strings
+        cuts.append({"stop_sequences" if dialect is MESSAGES else "stop": ["Bonn"]})
+    for cut in cuts:
+        for answer in told(talker, dialect, body | cut):
+            assert (answer.text, answer.calls, answer.has_ended) == ("Hm.", [], True)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 def test_strict_holds_with_auto_once_a_call_begins(talker: Live, dialect: Dialect) -> None:
     for answer in told(talker, dialect, asking(dialect, "wrong")):
         assert [json.loads(given) for _, given in answer.calls] == [{"city": "Bonn", "days": 99}]

@@ -29,7 +29,7 @@ END = 2
 _TURNS = """
 {%- for m in messages %}
   {{- '<|im_start|>' + m.role + '\\n' }}
-  {%- if m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
+  {#- thoughts #}
   {{- m.content }}
   {%- for tool_call in m.tool_calls or [] %}
     {{- '\\n<tool_call>\\n{"name": "' + (tool_call.name or tool_call.function.name) + '", "arguments": ' }}
@@ -38,6 +38,10 @@ _TURNS = """
   {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+_THOUGHTS = _TURNS.replace(
+    "  {#- thoughts #}",
+    "  {%- if m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}",
+)
 _TOOLS = """
 {%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}{% for t in tools %}{{ t | tojson }}{{ '\\n' }}{% endfor %}
   {{- '<|im_end|>\\n' }}
@@ -100,7 +104,7 @@ _DEEPSEEK = """
 TEMPLATES = {
     "plain": (EMBEDDED_TARGET / "chat_template.jinja").read_text(),
     "qwen": _TOOLS + _TURNS,
-    "thinking": _TOOLS + _TURNS + "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}",
+    "thinking": _TOOLS + _THOUGHTS + "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}",
     "llama": _TOOLS.replace("# Tools", "Answer with JSON.") + _TURNS.split("  {%- for tool_call")[0] + "{% endfor %}",
     "joined": _JOINED,
     "mistral": _MISTRAL,

@@ -24,6 +24,8 @@ from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta, FirstCall
 from tests.full import some
 from tests.serve.chat.formats import HELLO, format_with_parser, format_with_template
 
+QUOTE = '<|"|>'
+"""Gemma 4's."""
 GUIDE = Path(__file__).parents[3] / "docs" / "agents.md"
 Arguments = dict[str, Any]
 Calls = Sequence[tuple[str, Arguments]]
@@ -98,23 +100,24 @@ def old_mistral(calls: Calls) -> str:
     return "[TOOL_CALLS] " + dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
 
 
-def gemma4(calls: Calls) -> str:
-    def written(value: Any) -> str:
-        if isinstance(value, str):
-            return f'<|"|>{value}<|"|>'
-        if isinstance(value, dict):
-            return "{" + ",".join(f"{key}:{written(each)}" for key, each in value.items()) + "}"
-        return "[" + ",".join(map(written, value)) + "]" if isinstance(value, list) else dumps(value)
+def gemma_value(value: Any, quote: str) -> str:
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma_value(each, quote)}" for key, each in value.items()) + "}"
+    return "[" + ",".join(gemma_value(each, quote) for each in value) + "]" if isinstance(value, list) else dumps(value)
 
-    return "".join(f"<|tool_call>call:{name}{written(arguments)}<tool_call|>" for name, arguments in calls)
+
+def gemma4(calls: Calls) -> str:
+    each = (f"call:{name}{gemma_value(arguments, QUOTE)}" for name, arguments in calls)
+    return "".join(f"<|tool_call>{call}<tool_call|>" for call in each)
 
 
 def function_gemma(calls: Calls) -> str:
     out = []
     for name, arguments in calls:
-        values = {k: f"<escape>{v}<escape>" if isinstance(v, str) else dumps(v) for k, v in arguments.items()}
-        given = ",".join(f"{key}:{value}" for key, value in values.items())
-        out.append(f"<start_function_call>call:{name}{{{given}}}<end_function_call>")
+        given = gemma_value(arguments, "<escape>")
+        out.append(f"<start_function_call>call:{name}{given}<end_function_call>")
     return "".join(out)
 
 
@@ -265,8 +268,6 @@ class Family:
     writers: tuple[Callable[[Calls], str], ...] = ()
     """Functions that write calls in such models' forms."""
     vocabulary: tuple[str, ...] = ()
-    nested: bool = True
-    """Whether an argument may be an object or a list, and a text may contain a brace."""
     dashes: bool = True
     """Whether a function's name may contain a dash."""
 
@@ -288,8 +289,6 @@ FAMILIES = {
         "function_gemma",
         loop("<start_function_call>call:{{ tool_call.name }}<end_function_call>"),
         (function_gemma,),
-        nested=False,
-        dashes=False,
     ),
     "Mistral, Ministral, Devstral, Magistral": Family(
         "mistral", loop("[TOOL_CALLS]{{ tool_call.name }}[ARGS]"), (mistral, old_mistral)
@@ -333,7 +332,7 @@ def texts(more: str) -> st.SearchStrategy[str]:
 
 
 def arguments_of(family: Family) -> st.SearchStrategy[tuple[str, Arguments]]:
-    said = texts("{}" if family.nested else "")
+    said = texts("{}")
     weather = st.fixed_dictionaries({"city": said, "days": st.integers(-9, 99)}, optional={"metric": st.booleans()})
     kinds = [st.tuples(st.just("get_weather"), weather), st.just(("clock", Arguments()))]
     inner = texts("") | st.integers(0, 9) | st.booleans()
@@ -342,7 +341,7 @@ def arguments_of(family: Family) -> st.SearchStrategy[tuple[str, Arguments]]:
         "options": st.dictionaries(st.sampled_from(["a", "bc"]), inner | st.lists(inner, max_size=2), max_size=2),
         "lines": st.lists(inner, min_size=1, max_size=2),
     }
-    if family.nested and family.dashes:
+    if family.dashes:
         kinds.append(st.tuples(st.just("edit-file"), st.fixed_dictionaries(edit)))
     return st.one_of(kinds)
 

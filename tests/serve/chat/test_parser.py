@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta
 from eagle_mlx.serve.chat.parser import ReasoningTags
-from tests.serve.chat.formats import CLOCK, WEATHER, format_of, format_with_parser, target_of
+from tests.serve.chat.formats import CLOCK, WEATHER, format_of, format_with_parser, format_with_template, target_of
 
 TOOLS = [WEATHER, CLOCK]
 ROME = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
@@ -290,10 +290,70 @@ def test_thoughts_of_prompts_that_open_them() -> None:
 
 def test_thoughts_that_the_model_opens() -> None:
     assert read(format_of("thinking"), " \n<think>hm</think>Yes") == [("reasoning", "hm"), ("content", "Yes")]
-    assert read(format_of("qwen"), "<think>hm</think>Yes") == [("reasoning", "hm"), ("content", "Yes")]
-    assert read(format_of("plain"), "<think>hm</think>Yes") == [("content", "<think>hm</think>Yes")]
+    assert read(format_of("qwen"), "<think>hm</think>Yes") == [("content", "<think>hm</think>Yes")]
     assert read(format_of("thinking"), " yes") == [("content", " yes")]
     assert read(format_of("thinking"), "<thin") == [("content", "<thin")]
+
+
+@pytest.mark.parametrize("tags", [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")])
+@pytest.mark.parametrize("place", ["template", "vocabulary"])
+def test_tags_of_thoughts_come_from_the_template_or_the_vocabulary(tags: tuple[str, str], place: str) -> None:
+    template = "[TOOL_CALLS]" + "".join(tags if place == "template" else ())
+    format = format_with_template(template, tags if place == "vocabulary" else ())
+    thought = "I could write [TOOL_CALLS]clock[ARGS]{} here"
+    text = f"{tags[0]}{thought}{tags[1]}It is noon."
+    expected = [("reasoning", thought), ("content", "It is noon.")]
+    assert read(format, text) == read(format, *text) == expected
+
+
+def test_a_thought_opens_again_after_a_thought_a_call_or_a_line_break() -> None:
+    format = format_of("thinking")
+    text = f"<think>a</think>\n<think>b</think>Yes.\n<think>c</think>{NOW}\n<think>d</think>Done."
+    expected = [
+        *(("reasoning", "ab"), ("content", "Yes."), ("reasoning", "c"), ("call", (0, "clock", {}))),
+        *(("reasoning", "d"), ("content", "Done.")),
+    ]
+    assert read(format, text) == read(format, *text) == expected
+
+
+def test_a_call_that_a_thought_only_mentions_is_reasoning() -> None:
+    thought, format = f"I could write {NOW} but I do not.", format_of("thinking")
+    text = f"{thought}</think>No."
+    expected = [("reasoning", thought), ("content", "No.")]
+    assert read(format, text, inside=True) == read(format, *text, inside=True) == expected
+
+
+@pytest.mark.parametrize("after", ["", "</think>", "\n</think>\n\n"])
+def test_a_call_in_a_thought_without_text_after_it_is_made(after: str) -> None:
+    text, format = f"I call\n{NOW}\n{ROME}{after}", format_of("thinking")
+    expected = [("reasoning", "I call"), ("call", (0, "clock", {})), rome(1)]
+    assert read(format, text, inside=True) == read(format, *text, inside=True) == expected
+
+
+def test_a_function_without_tags_around_it_is_a_call_at_the_beginning_of_a_line() -> None:
+    format, call = format_with_parser("qwen3_coder"), SAMPLES["qwen3_coder"].removeprefix("<tool_call>\n")
+    for written in (call, call.removesuffix("\n</tool_call>")):
+        text = f"I look.\n\n{written}"
+        assert (
+            read(format, text, tools=[ASKED]) == read(format, *text, tools=[ASKED]) == [("content", "I look."), rome()]
+        )
+    for text in (f"They write {call}", call.replace("get_weather", "unknown")):
+        assert read(format, text, tools=[ASKED]) == read(format, *text, tools=[ASKED]) == [("content", text)]
+
+
+def test_each_function_in_the_same_tags_is_a_call() -> None:
+    one = SAMPLES["qwen3_coder"].removesuffix("\n</tool_call>")
+    text = f"{one}\n<function=clock>\n</function>\n</tool_call>"
+    expected = [rome(), ("call", (1, "clock", {}))]
+    format = format_with_parser("qwen3_coder")
+    assert read(format, text, tools=[ASKED, CLOCK]) == read(format, *text, tools=[ASKED, CLOCK]) == expected
+
+
+def test_a_failed_call_makes_no_call_of_the_calls_in_its_values() -> None:
+    inner = "<tool_call>\n<function=clock>\n</function>\n</tool_call>"
+    text = f"<tool_call>\n<function=get_weather>\nx\n<parameter=city>\n{inner}\n</parameter>\n</function>\n</tool_call>"
+    format = format_with_parser("qwen3_coder")
+    assert read(format, text, tools=[ASKED, CLOCK]) == read(format, *text, tools=[ASKED, CLOCK]) == [("content", text)]
 
 
 def test_think_tags_inside_text_do_not_begin_a_thought() -> None:
