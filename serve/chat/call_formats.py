@@ -78,7 +78,7 @@ _KIMI_CALL_END = "<|tool_call_end|>"
 
 def parse_kimi_k2(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
     """Parse calls of Kimi K2. A section may be empty; text between its calls is no content."""
-    calls, at = [], 0
+    calls, at = list[Call](), 0
     while header := _KIMI_HEADER.search(body, at):
         arguments, at = json_value(body, skip_space(body, header.end()))
         calls.append({"id": header["id"], "name": header["name"], "arguments": arguments})
@@ -136,7 +136,7 @@ _DEEPSEEK_END = re.compile(rf"{_S}(?:```)?{_S}(?:{deepseek_tag('call▁end')}|\Z
 
 def parse_deepseek(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
     """Parse calls of V3 and R1, `function<sep>name`, then a block of JSON, and of V3.1, `name<sep>JSON`."""
-    calls, at = [], 0
+    calls, at = list[Call](), 0
     while at < len(body) or not calls:
         if (header := _DEEPSEEK_HEADER.match(body, at)) is None:
             raise ValueError("text between calls")
@@ -190,7 +190,7 @@ def parse_gemma(quote: str) -> BodyParser:
     """Return the parser of Gemma's notation: `call:name{key:value,…}` with its own quotes around strings."""
 
     def parse(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
-        calls, at = [], 0
+        calls, at = list[Call](), 0
         while at < len(body) or not calls:
             if (header := _GEMMA_HEADER.match(body, at)) is None:
                 raise ValueError("text between calls")

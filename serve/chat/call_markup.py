@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,12 @@ BodyParser = Callable[[str, Offer, bool], tuple[list[Call], int]]
 
 If no more text follows, the last value may lack its own end tag. Raises any exception if there is no call.
 """
+
+
+_REACH = 64
+"""Blanks that may precede a tag on its line."""
+_LONGEST_NAME = 256
+"""Characters of a function's name and the blanks around it."""
 
 
 class OpenBodyError(ValueError):
@@ -62,31 +68,26 @@ class _MarkupReader:
         self._markup, self._body, self._offer, self._final = markup, body, offer, final
         parts = {"function": markup.function, "function_end": markup.function_end}
         parts |= {"parameter": markup.parameter, "parameter_end": markup.parameter_end}
-        pattern = "|".join(f"(?P<_{kind}>{part})" for kind, part in parts.items() if part)
+        pattern = "|".join(f"(?P<_{kind}>{part or '(?!)'})" for kind, part in parts.items())
         self._marks = list(re.finditer(pattern, body))
         self._next = 0
 
     def calls(self) -> list[Call]:
-        calls, place = [], 0
-        while self._next < len(self._marks) or not calls:
-            name, place, is_empty = self._function(place)
+        calls, place = list[Call](), 0
+        while not calls or not self._is_blank(place, len(self._body)):
+            name, place, ended = self._function(place)
             arguments: dict[str, Any] = {}
-            ended = is_empty
             while not ended:
                 ended, place = self._parameter(self._offer[name], arguments, place)
             calls.append({"name": name, "arguments": arguments})
-            if not self._markup.function:
-                break
-        if not self._is_blank(place, len(self._body)):
-            raise ValueError("text after the last call")
         return calls
 
     def _function(self, place: int) -> tuple[str, int, bool]:
         """Return a function's name, where it ends, and whether the function has no parameters."""
         mark = self._marks[self._next] if self._next < len(self._marks) else None
         if not self._markup.function:
-            place = mark.start() if mark else len(self._body)
-            name, is_empty = self._body[:place].strip(), mark is None
+            end = mark.start() if mark else len(self._body)
+            name, place, is_empty = self._body[place:end].strip(), end, mark is None
         elif mark is None or not mark["_function"] or not self._is_blank(place, mark.start()):
             raise ValueError("text before a call")
         else:
@@ -97,8 +98,10 @@ class _MarkupReader:
             raise ValueError("the function was not offered")
         return name, place, is_empty
 
-    def _parameter(self, types: Any, arguments: dict[str, Any], place: int) -> tuple[bool, int]:
+    def _parameter(self, types: Mapping[str, Types], arguments: dict[str, Any], place: int) -> tuple[bool, int]:
         """Read a parameter or the function's end. Return whether the function has ended, and where."""
+        if self._begins_function(place, self._next):
+            return True, place
         if self._next == len(self._marks):
             if self._markup.function_end or not self._is_blank(place, len(self._body)):
                 raise OpenBodyError("the function has no end")
@@ -107,7 +110,7 @@ class _MarkupReader:
         if not self._is_blank(place, mark.start()):
             raise ValueError("text between parameters")
         self._next += 1
-        if mark["_function_end"] if self._markup.function_end else False:
+        if mark["_function_end"]:
             return True, mark.end()
         if not mark["_parameter"]:
             raise ValueError("a tag without its beginning")
@@ -116,37 +119,57 @@ class _MarkupReader:
         self._set(arguments, key, mark.groupdict().get("kind"), self._value(mark.end(), end), types)
         return False, place
 
-    def _value_end(self, start: int, given: set[str | None], types: Any) -> tuple[int, int]:
+    def _value_end(self, start: int, given: set[str | None], types: Mapping[str, Types]) -> tuple[int, int]:
         """Return where a value ends, and where the text goes on. `_next` becomes the next mark's index."""
-        closed = None
+        closed: re.Match[str] | None = None
         for index in range(self._next, len(self._marks)):
-            mark = self._marks[index]
-            follows = closed is not None and self._is_blank(closed.end(), mark.start())
-            self._next = index
+            self._next, mark, before = index, self._marks[index], self._marks[index - 1]
+            follows = closed is before and self._is_blank(before.end(), mark.start())
             if mark["_parameter_end"]:
                 closed = mark
             elif mark["_parameter"]:
-                key = self._key(mark)
-                if follows and closed is not None:
-                    if key in given:
-                        raise ValueError("a parameter is given twice")
-                    return closed.start(), closed.end()
-                if key in types and key not in given:
-                    if closed is None and self._body[start : mark.start()].rstrip(" \t").endswith("\n"):
-                        return mark.start(), mark.start()
-                    raise ValueError("a parameter has no end")
-            elif self._markup.function_end and mark["_function_end"] and self._ends_function(index):
-                if follows and closed is not None:
-                    return closed.start(), closed.end()
+                if follows and self._key(mark) in given:
+                    raise ValueError("a parameter is given twice")
+                if follows or (closed is before and self._begins_function(before.end(), index)):
+                    return before.start(), before.end()
+                if self._may_be_next(mark, start, closed is None, given, types):
+                    return mark.start(), mark.start()
+            elif mark["_function_end"] and self._ends_function(index):
+                if follows:
+                    return before.start(), before.end()
                 if closed is None and self._final:
                     return mark.start(), mark.start()
         self._next = len(self._marks)
         if not self._markup.function_end:
-            if closed is not None and self._is_blank(closed.end(), len(self._body)):
-                return closed.start(), closed.end()
+            last = self._marks[-1]
+            is_last = self._is_blank(last.end(), len(self._body)) or self._begins_function(last.end(), self._next)
+            if closed is last and is_last:
+                return last.start(), last.end()
             if closed is None and self._final:
                 return len(self._body), len(self._body)
         raise OpenBodyError("a value has no end")
+
+    def _may_be_next(
+        self, mark: re.Match[str], start: int, is_open: bool, given: set[str | None], types: Mapping[str, Types]
+    ) -> bool:
+        """Return whether a parameter's tag in a value is the next parameter, whose predecessor has no end tag.
+
+        Raises ValueError if it is neither that nor certainly text.
+        """
+        is_new = self._key(mark) not in given and (self._key(mark) in types or not types)
+        begins_line = self._body[max(start, mark.start() - _REACH) : mark.start()].rstrip(" \t").endswith("\n")
+        if is_new and begins_line and is_open:
+            return True
+        if is_new or begins_line:
+            raise ValueError("a parameter has no end")
+        return False
+
+    def _begins_function(self, place: int, index: int) -> bool:
+        """Return whether the text before a mark is the name of a function, in a notation without tags for it."""
+        if self._markup.function:
+            return False
+        end = self._marks[index].start() if index < len(self._marks) else len(self._body)
+        return end - place < _LONGEST_NAME and self._body[place:end].strip() in self._offer
 
     def _ends_function(self, index: int) -> bool:
         """Return whether a function's end tag is followed by another function or the end."""
@@ -154,7 +177,7 @@ class _MarkupReader:
         if index + 1 == len(self._marks):
             return self._is_blank(end, len(self._body))
         after = self._marks[index + 1]
-        return bool(self._markup.function and after["_function"]) and self._is_blank(end, after.start())
+        return bool(after["_function"]) and self._is_blank(end, after.start())
 
     def _value(self, start: int, end: int) -> str:
         text = self._body[start:end]
@@ -162,7 +185,9 @@ class _MarkupReader:
             raise ValueError("a value contains the beginning of another call")
         return text.removeprefix("\n").removesuffix("\n") if self._markup.has_lines else text
 
-    def _set(self, arguments: dict[str, Any], key: str | None, kind: str | None, text: str, types: Any) -> None:
+    def _set(
+        self, arguments: dict[str, Any], key: str | None, kind: str | None, text: str, types: Mapping[str, Types]
+    ) -> None:
         if key is not None:
             arguments[key] = self._markup.value(text, kind, types.get(key, frozenset()))
             return

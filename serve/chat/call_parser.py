@@ -20,7 +20,9 @@ from .tools import Tool, ToolCall, ToolCallTags
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _MOST_MALFORMED = 64
-"""Failed parses after which an answer is plain text: each may cost another pass over the rest."""
+"""Failed calls after which an answer is plain text: each may cost another pass over the rest."""
+_MOST_PARSED = 1 << 24
+"""Characters to parse in an answer, about a second: a body with many end tags in its values is parsed at each."""
 _REACH = 64
 """Characters of white space that may precede an end tag."""
 
@@ -55,7 +57,7 @@ class ToolCallParser:
         self._is_likely = False
         """Whether the open call's body begins like a call."""
         self._searched = 0
-        self._malformed = 0
+        self._malformed, self._parsed = 0, 0
         self._count = 0
         self._ready: tuple[list[ToolCall] | None, int] | None = None
         """The calls of the open body and their end, while it is not certain that a thought only mentions them."""
@@ -205,12 +207,12 @@ class ToolCallParser:
     def _parse(self, stop: int, end: int, final: bool = False) -> tuple[list[ToolCall] | None, int] | None:
         """Parse the body up to a position. Return None if it is open there. end: where the text goes on after it."""
         assert self._body is not None
+        self._parsed += stop - self._body
         try:
             calls, length = self._notation.parse(self._text[self._body : stop], self._offer, final)
             made = [self._call(call, self._count + index) for index, call in enumerate(calls)]
             return made, end if self._tags.end else self._body + length
         except OpenBodyError:
-            self._malformed += 1
             return None
         except Exception:  # parsers raise any exception
             return None, end
@@ -225,8 +227,8 @@ class ToolCallParser:
 
     @property
     def _is_tired(self) -> bool:
-        """Whether so many parses failed that the rest is text."""
-        return self._malformed >= _MOST_MALFORMED
+        """Whether so many calls failed that the rest is text."""
+        return self._malformed >= _MOST_MALFORMED or self._parsed > _MOST_PARSED
 
     def _take(self, count: int) -> str | None:
         taken, self._text, self._body = self._text[:count], self._text[count:], None
@@ -262,7 +264,8 @@ def safe_length(text: str, tags: Sequence[str]) -> int:
 
     Models write tags on separate lines; those line breaks are not content.
     """
-    if not tags:
+    tail = text[-max(map(len, tags), default=1) :]
+    if not any(first in tail for first in {"\n", *(tag[0] for tag in tags)}):  # most text needs no closer look
         return len(text)
     return len(text[: len(text) - held_back(text, tags)].rstrip("\n"))
 
@@ -290,8 +293,8 @@ class BareCallParser(ToolCallParser):
         super().__init__(tags, tools, think_end)
         name = self._names
         listed = rf"(?:\[{_S})?{_JSON}{name}\"|\[{_S}{name}\("
-        self._outer = rf"{_FENCE}(?P<body>{listed}|{name}\()|{_LINE}(?P<body>{listed})"
-        self._inner = rf"(?:{_FENCE}|{_LINE})(?P<body>{listed}|{name}\()"
+        self._unfenced = rf"{_FENCE}(?P<body>{listed}|{name}\()|{_LINE}(?P<body>{listed})"
+        self._fenced = rf"(?:{_FENCE}|{_LINE})(?P<body>{listed}|{name}\()"
         self._begins_line = True
         self._fence = ""
         """The beginning of the fence of the last call, if it is still open."""
@@ -314,7 +317,7 @@ class BareCallParser(ToolCallParser):
     def _find(self) -> Any:
         if self._is_tired:
             return None
-        pattern = rf"\A{_S}(?P<close>{_CLOSERS[self._fence]})|{self._inner}" if self._fence else self._outer
+        pattern = rf"\A{_S}(?P<close>{_CLOSERS[self._fence]})|{self._fenced}" if self._fence else self._unfenced
         return regex.search(pattern if self._begins_line else pattern.replace(r"\A|", ""), self._text, partial=True)
 
     def _read_body(self, thinking: bool, final: bool, complete: bool) -> tuple[list[ToolCall] | None, int] | None:

@@ -188,6 +188,14 @@ def test_tags_without_a_call_cost_little() -> None:
     assert read(format_of("qwen"), text) == [("content", text)]
 
 
+@pytest.mark.parametrize("parser", ["json_tools", "qwen3_coder"])
+def test_a_value_may_hold_many_end_tags(parser: str) -> None:
+    city = "x</tool_call>" * 200
+    text = SAMPLES[parser].replace("Rome", city)
+    [(_, (_, _, arguments))] = read(format_with_parser(parser), text, tools=[ASKED])
+    assert arguments == {"city": city, "days": 2}
+
+
 SAMPLES = {
     "json_tools": ROME,
     "laguna": "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value>\n"
@@ -347,6 +355,28 @@ def test_each_function_in_the_same_tags_is_a_call() -> None:
     expected = [rome(), ("call", (1, "clock", {}))]
     format = format_with_parser("qwen3_coder")
     assert read(format, text, tools=[ASKED, CLOCK]) == read(format, *text, tools=[ASKED, CLOCK]) == expected
+
+
+def test_functions_without_tags_of_their_own_are_calls_too() -> None:
+    one = SAMPLES["glm47"].removesuffix("</tool_call>")
+    key = "\n<arg_key>zone</arg_key>\n<arg_value>CET</arg_value>\n"
+    format = format_with_parser("glm47")
+    for more, arguments in ((f"\nclock{key}", {"zone": "CET"}), ("\nclock\n", {})):
+        text = f"{one}{more}</tool_call>"
+        expected = [rome(), ("call", (1, "clock", arguments))]
+        assert read(format, text, tools=[ASKED, CLOCK]) == read(format, *text, tools=[ASKED, CLOCK]) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "days"), [("\n<parameter=days>\n", 2), ("<parameter=days>", None), ("\n<parameter=other>\n", None)]
+)
+def test_a_parameter_without_an_end_tag_ends_at_the_next_or_the_call_is_text(line: str, days: int | None) -> None:
+    text = (
+        f"<tool_call>\n<function=get_weather>\n<parameter=city>\nRome{line}2\n</parameter>\n</function>\n</tool_call>"
+    )
+    format = format_with_parser("qwen3_coder")
+    expected = [rome()] if days else [("content", text)]
+    assert read(format, text, tools=[ASKED]) == read(format, *text, tools=[ASKED]) == expected
 
 
 def test_a_failed_call_makes_no_call_of_the_calls_in_its_values() -> None:
