@@ -157,8 +157,12 @@ def ways_to_render(
     """
     if calls is not None and calls.one_by_one:
         messages = one_call_each(messages, with_thinking=not calls.rewrites)
-    late = with_late_instructions_from_user(messages)
-    for changed in [messages] if late == messages else [messages, late]:
+    variants = [messages]
+    if (late := with_late_instructions_from_user(messages)) != messages:
+        variants.append(late)
+    if calls is _DSML and arguments["tools"] and messages[0]["role"] != "system":  # only that message lists tools
+        variants.append([{"role": "system", "content": ""}, *messages])
+    for changed in variants:
         yield changed, arguments
         yield with_argument_texts(changed), arguments
     tools = arguments["tools"] or ()
