@@ -90,7 +90,7 @@ def test_the_base_is_what_the_library_and_its_commands_import() -> None:
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     paths += (ROOT / "serve").glob("*.py")
     # mlx-lm brings jinja2 and regex in any case
-    paths += [ROOT / "train" / "publish" / "card.py", ROOT / "serve" / "chat" / "parser.py"]
+    paths += [ROOT / "train" / "publish" / "card.py", ROOT / "serve" / "chat" / "call_parser.py"]
     assert imported(paths) == names(PROJECT["dependencies"])
 
 

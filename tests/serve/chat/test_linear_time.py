@@ -97,6 +97,18 @@ def test_2_tags_without_an_end_take_linear_time(parser: str, answer: str, body: 
     assert is_linear(parse, 200)
 
 
+@pytest.mark.parametrize(
+    "body", ["</parameter> ", "<parameter=city> ", "</parameter>\n</function> ", "</tool_call>", "\n<function=clock>"]
+)
+def test_a_value_of_tags_takes_linear_time(body: str) -> None:
+    def parse(count: int) -> None:
+        text = f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{body * count}\n</parameter>\n</function>"
+        reader = AnswerParser(format_with_parser("qwen3_coder"), [WEATHER])
+        assert [*reader.push(f"{text}\n</tool_call>"), *reader.finish()]
+
+    assert is_linear(parse, 1000)
+
+
 def test_2_calls_of_gemma_4_with_braces_in_texts_are_read() -> None:
     reader = AnswerParser(format_with_parser("gemma4"), [WEATHER])
     deltas = reader.push('<|tool_call>call:get_weather{city:<|"|>{{}}}{<|"|>,more:{a:1}}<tool_call|>')

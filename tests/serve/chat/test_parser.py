@@ -255,6 +255,14 @@ TYPES: dict[str, tuple[dict[str, Any], str, Any]] = {
     "texts": ({"enum": ["1", "3"]}, "3", "3"),
     "a constant": ({"const": True}, "true", True),
     "a reference to itself": ({"$ref": "#/$defs/loop"}, "x", "x"),
+    "null in a text": ({"type": "string"}, "null", "null"),
+    "a large integer": ({"type": "integer"}, "12345678901234567890", 12345678901234567890),
+    "a whole number": ({"type": "integer"}, "3.0", 3),
+    "no integer": ({"type": "integer"}, "about three", "about three"),
+    "no number": ({"type": "number"}, "", ""),
+    "a list in Python": ({"type": "array"}, "['a', True]", ["a", True]),
+    "no object": ({"type": "object"}, "[1]", "[1]"),
+    "a type of Python": ({"type": "int"}, "3", 3),
     "nothing known": ({"$ref": "#/$defs/none"}, "x", "x"),
 }
 DEFS = {"days": {"type": "integer"}, "a/b": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}
