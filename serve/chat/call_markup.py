@@ -19,7 +19,7 @@ Call = dict[str, Any]
 BodyParser = Callable[[str, Offer, bool], tuple[list[Call], int]]
 """Maps a body, the offered functions, and whether no more text follows, to the calls and the length that they take.
 
-If no more text follows, the last value may lack its own end tag. Raises any exception if there is no call.
+If no more text follows, the last value or function may lack its own end tag. Raises any exception if there is no call.
 """
 
 
@@ -103,7 +103,7 @@ class _MarkupReader:
         if self._begins_function(place, self._next):
             return True, place
         if self._next == len(self._marks):
-            if self._markup.function_end or not self._is_blank(place, len(self._body)):
+            if (self._markup.function_end and not self._final) or not self._is_blank(place, len(self._body)):
                 raise OpenBodyError("the function has no end")
             return True, len(self._body)
         mark = self._marks[self._next]
@@ -140,12 +140,12 @@ class _MarkupReader:
                 if closed is None and self._final:
                     return mark.start(), mark.start()
         self._next = len(self._marks)
-        if not self._markup.function_end:
+        if self._final or not self._markup.function_end:
             last = self._marks[-1]
             is_last = self._is_blank(last.end(), len(self._body)) or self._begins_function(last.end(), self._next)
             if closed is last and is_last:
                 return last.start(), last.end()
-            if closed is None and self._final:
+            if closed is None and self._final and not self._markup.function_end:
                 return len(self._body), len(self._body)
         raise OpenBodyError("a value has no end")
 

@@ -387,6 +387,12 @@ def test_a_parameter_without_an_end_tag_ends_at_the_next_or_the_call_is_text(lin
     assert read(format, text, tools=[ASKED]) == read(format, *text, tools=[ASKED]) == expected
 
 
+def test_the_last_function_of_an_answer_may_lack_its_end_tag() -> None:
+    text, format = SAMPLES["qwen3_coder"].replace("</function>\n", ""), format_with_parser("qwen3_coder")
+    assert read(format, text, tools=[ASKED]) == read(format, *text, tools=[ASKED]) == [rome()]
+    assert read(format, text, tools=[ASKED], complete=False) == []
+
+
 def test_a_failed_call_makes_no_call_of_the_calls_in_its_values() -> None:
     inner = "<tool_call>\n<function=clock>\n</function>\n</tool_call>"
     text = f"<tool_call>\n<function=get_weather>\nx\n<parameter=city>\n{inner}\n</parameter>\n</function>\n</tool_call>"
