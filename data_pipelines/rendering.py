@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -14,16 +15,12 @@ from eagle_mlx.errors import DataError
 from eagle_mlx.progress import counted
 from eagle_mlx.text import template_args
 
-from .conversation import Conversation, Message
+from .conversation import Conversation
+from .template import Chat, Messages, Point, TokenPlaces, common_prefix, marked, strip
 
-Messages = list[dict[str, Any]]
-Span = tuple[int, int]
-
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys for a message's reasoning in data sets and templates."""
+_BEGUN = re.compile(r"[^\s>\]]+$")
+"""The beginning of a word or tag."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MARK = "\ue0f0\ue0f1"
-"""Private-use characters that replace a message's content in order to locate it."""
 
 
 class Rendered(NamedTuple):
@@ -45,7 +42,7 @@ class Unrendered(NamedTuple):
     """The parts of a conversation that a chat template silently drops."""
 
     parts: tuple[str, ...] = ()
-    """Such as `tool calls`, `tool results`, `tools` or `reasoning`."""
+    """Such as `render tool calls` or `end answers with an end token`: what the template does not do."""
     turns: frozenset[int] = frozenset()
     """Indices of assistant messages that render as nothing. They are not learned."""
     answers: int = 0
@@ -85,40 +82,12 @@ class RenderReport:
     def notes(self, target: str) -> list[str]:
         """Return one line for each part that a target's chat template drops."""
         lost = [
-            f"the chat template of {target} does not render {part}: {counted(count, 'conversation')} affected"
+            f"the chat template of {target} does not {part}: {counted(count, 'conversation')} affected"
             for part, count in sorted(self.parts.items())
         ]
         skipped = [f"{counted(self.empty, 'conversation')} skipped"] * bool(self.empty)
         skipped += [f"{counted(self.empty_turns, 'turn')} of other conversations not learned"] * bool(self.empty_turns)
         return [*lost, *([f"answers that render as nothing: {', '.join(skipped)}"] if skipped else [])]
-
-
-class _Template(NamedTuple):
-    """A chat template with the tools of one conversation."""
-
-    tokenizer: TokenizerWrapper
-    options: dict[str, Any]
-    """The conversation's tools, if it has any."""
-    origin: str
-
-    @classmethod
-    def of(cls, tokenizer: TokenizerWrapper, conversation: Conversation) -> _Template:
-        if not tokenizer.has_chat_template:
-            raise DataError(f"{conversation.origin}: the target has no chat template; use rows with `text`")
-        options = {"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {}
-        return cls(tokenizer, options, conversation.origin)
-
-    def text(self, messages: Messages, add_generation_prompt: bool = False) -> str:
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
-            )
-        except Exception as e:  # templates may raise anything
-            raise DataError(f"{self.origin}: the chat template refuses this conversation: {e}") from e
-        return text
-
-    def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 def render_all(
@@ -178,165 +147,257 @@ def examine(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Re
     if conversation.text is not None:
         tokens = list(tokenizer.encode(conversation.text))
         return Rendered(tokens, [1] * len(tokens)), Unrendered()
-    template, messages = _Template.of(tokenizer, conversation), _dicts(conversation.messages)
-    text = template.text(messages)
-    tokens, lost = template.encode(text), _left_out(template, messages, text)
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    spans = _tagged_spans(template, messages, text, tokens)
-    if spans is None:
-        learned = [turn for turn in turns if turn not in lost.turns]
-        spans = _found_spans(template, messages, learned, text, tokens)
-    elif len(spans) == len(turns):  # otherwise, empty answers have no span.
-        spans = [span for span, turn in zip(spans, turns, strict=True) if turn not in lost.turns]
-    return Rendered(tokens, _mask(tokens, spans, frozenset(tokenizer.eos_token_ids))), lost
+    chat = Chat.of(tokenizer, conversation)
+    places, opaque = TokenPlaces.of(chat), {chat.marking.parts[part].message for part in chat.marking.opaque}
+    turns = [turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    shown = opaque | {chat.marking.parts[point.part].message for point in chat.marking.points}
+    silent = frozenset(turns) - shown
+    spans, tagged = _answer_spans(chat, places.tokens, shown.intersection(turns))
+    tokens, mask = places.tokens, _loss_mask(chat, spans, places)
+    lost = _left_out(chat)
+    if tagged:
+        lost |= {f"mark {kind} for learning" for kind in _outside(chat, spans)}
+    learned = {token for token, learn in zip(tokens, mask, strict=True) if learn}
+    if learned and learned.isdisjoint(tokenizer.eos_token_ids):
+        lost.add("end answers with an end token")
+    return Rendered(tokens, mask), Unrendered(tuple(sorted(lost)), silent, len(turns) - len(silent))
 
 
-def _left_out(template: _Template, messages: Messages, text: str) -> Unrendered:
-    """Find what a template ignores: removing such a part does not change the text."""
-
-    def same(others: Messages, using: _Template = template) -> bool:
+def _left_out(chat: Chat) -> set[str]:
+    """Return what a template drops, such as `render tool calls`."""
+    # Many templates drop earlier reasoning on purpose, so only the last counts, if no user message follows.
+    user = max((at for at, m in enumerate(chat.messages) if m["role"] == "user"), default=0)
+    last = max((part.message for part in chat.marking.parts if part.kind == "reasoning"), default=0)
+    lost = set()
+    for part in chat.marking.dropped:
+        role = chat.messages[part.message]["role"]
+        if role == "tool":
+            lost.add("render tool results")
+        elif role != "assistant":
+            lost.add(f"render messages of role {role}")
+        elif part.kind == "text" and part.message not in chat.marking.lost:
+            lost.add("render text of answers with tool calls")
+        elif part.kind == "tool calls" or (part.kind == "reasoning" and part.message == last >= user):
+            lost.add(f"render {part.kind}")
+    if chat.template.options:
         try:
-            return using.text(others) == text
-        except DataError:  # the template may need the part, so it does read it
-            return False
+            plain = chat.template._replace(options={}).text(chat.messages)
+        except DataError:  # the template needs tools, so it reads them
+            plain = ""
+        lost |= {"render tools"} if plain == chat.text else set()
+    return lost
 
-    def without(keys: Collection[str], start: int = 0) -> Messages:
-        return [
-            {key: value for key, value in m.items() if at < start or key not in keys} for at, m in enumerate(messages)
-        ]
 
-    def silent(turn: int) -> bool:
-        message = messages[turn]
-        if message["role"] != "assistant" or message["content"].split("</think>")[-1].strip():
-            return False
-        bare = {key: message[key] for key in ("role", "name") if key in message} | {"content": ""}
-        return message == bare or same([*messages[:turn], bare, *messages[turn + 1 :]])
-
-    # Many templates drop reasoning before the last user message on purpose, so only later reasoning counts.
-    recent = max((at for at, m in enumerate(messages) if m["role"] == "user"), default=0)
-    results = [{**m, "content": _MARK} if m["role"] == "tool" and m["content"] else m for m in messages]
-    parts = {
-        "reasoning": any(k in m for m in messages[recent:] for k in _REASONING) and same(without(_REASONING, recent)),
-        "tool calls": any("tool_calls" in m for m in messages) and same(without(("tool_calls",))),
-        "tool results": results != messages and same(results),
-        "tools": bool(template.options) and same(messages, template._replace(options={})),
-    }
-    empty = frozenset(filter(silent, range(len(messages))))
-    answers = sum(m["role"] == "assistant" for m in messages) - len(empty)
-    return Unrendered(tuple(part for part, lost in parts.items() if lost), empty, answers)
+def _outside(chat: Chat, spans: Sequence[_Span]) -> set[str]:
+    """Return the kinds of the assistant's parts that are outside all spans."""
+    places = [
+        (point.at, chat.marking.parts[point.part])
+        for point in chat.marking.points
+        if chat.messages[chat.marking.parts[point.part].message]["role"] == "assistant"
+    ]
+    return {part.kind for at, part in places if not any(span.start <= at <= span.end for span in spans)}
 
 
 def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
     """Return the tokens of a conversation, with or without an answer. Raises DataError as `render` does."""
     if conversation.text is not None:
         return list(tokenizer.encode(conversation.text))
-    template = _Template.of(tokenizer, conversation)
-    return template.encode(template.text(_dicts(conversation.messages)))
+    chat = Chat.of(tokenizer, conversation)
+    return chat.template.encode(chat.text)
 
 
 def prompt_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
     """Return the tokens up to the assistant's next answer, without trailing answers. Raises like `render`."""
-    template, messages = _Template.of(tokenizer, conversation), list(conversation.messages)
+    messages = list(conversation.messages)
     while messages and messages[-1].role == "assistant":
         messages.pop()
-    return template.encode(template.text(_dicts(messages), add_generation_prompt=True))
+    chat = Chat.of(tokenizer, replace(conversation, messages=tuple(messages)), prompt=True)
+    return chat.template.encode(chat.text)
 
 
-def _dicts(messages: Iterable[Message]) -> Messages:
-    return [m.as_dict() for m in messages]
+class _Span(NamedTuple):
+    """Characters of the assistant."""
+
+    start: int
+    last: int
+    """The end of its last part."""
+    end: int
+    limit: int
+    """Where the next part of a message begins. An end token before it belongs to the span."""
+    turn: int | None = None
+    """The message, if the span was not found by the template's tags."""
 
 
-def _mask(tokens: Sequence[int], spans: Iterable[Span], ends: frozenset[int]) -> list[int]:
-    """Return the loss mask. A turn ends with the first end token in its span or directly after it."""
-    mask = [0] * len(tokens)
-    for start, end in spans:
-        stop = next((i + 1 for i in range(start, min(end + 1, len(tokens))) if tokens[i] in ends), end)
+def _answer_spans(chat: Chat, tokens: list[int], turns: Collection[int]) -> tuple[list[_Span], bool]:
+    """Return the spans of the messages `turns`, and whether the template's `{% generation %}` tags mark them.
+
+    Raises DataError if a message has no span.
+    """
+    spans = _tagged_spans(chat, tokens)
+    if spans is not None:
+        return spans, True
+    found = [_span(chat, run) for run in _runs(chat)]
+    missing = set(turns).difference(span.turn for span in found if span.turn is not None)
+    if missing:
+        raise DataError(
+            f"{chat.template.origin}: message {min(missing) + 1} cannot be found in the rendered conversation, so "
+            "there is no loss mask for it; use a template with {% generation %} tags, or split the conversation so "
+            "that each part ends with one answer"
+        )
+    return found, False
+
+
+def _loss_mask(chat: Chat, spans: Sequence[_Span], places: TokenPlaces) -> list[int]:
+    """Return the loss mask [L].
+
+    A span ends with the first end token after its last part, even if other text of the template is between them.
+    """
+    ends, mask = frozenset(chat.template.tokenizer.eos_token_ids), [0] * len(places.tokens)
+    for span in spans:
+        start, last, limit = places.before(span.start)[0], sum(places.before(span.last)), places.before(span.limit)[0]
+        stop = next((at + 1 for at in range(last, limit) if places.tokens[at] in ends), None)
+        stop = _stop_without_token(chat, span, places) if stop is None else stop
         mask[start:stop] = [1] * (stop - start)
     return mask
 
 
-def _tagged_spans(template: _Template, messages: Messages, text: str, tokens: list[int]) -> list[Span] | None:
-    """Return token spans from the `{% generation %}` tags, or None if there are none or they mark nothing."""
-    tokenizer = template.tokenizer
+class _Run(NamedTuple):
+    """Parts of one message that follow each other in the text."""
+
+    turn: int
+    points: list[Point]
+    before: Point | None
+    """The last point of another message."""
+    after: Point | None
+
+
+def _runs(chat: Chat) -> Iterator[_Run]:
+    """Yield the runs of the assistant's messages."""
+    parts = chat.marking.parts
+    groups = [list(points) for _, points in groupby(chat.marking.points, lambda point: parts[point.part].message)]
+    for index, points in enumerate(groups):
+        turn = parts[points[0].part].message
+        if chat.messages[turn]["role"] == "assistant":
+            before = groups[index - 1][-1] if index else None
+            after = groups[index + 1][0] if index + 1 < len(groups) else None
+            yield _Run(turn, points, before, after)
+
+
+def _span(chat: Chat, run: _Run) -> _Span:
+    """Return the run's span, from the end of its prompt to the end of its last part."""
+    low, start = run.before.at if run.before else 0, run.points[0].at
+    gap, prompt = chat.text[low:start], _end_of_prompt(chat, run)
+    if prompt is not None and gap.startswith(prompt):
+        begin = low + len(prompt)
+    else:  # the history is written differently from the prompt
+        header = _header(chat, run)
+        lengths = [] if prompt is None else [_agreement(prompt, gap)]
+        lengths += [] if header is None or not gap.startswith(header) else [len(header)]
+        begin = low + max(lengths) if lengths else start
+    return _Span(begin, run.points[-1].at, run.points[-1].at, run.after.at if run.after else len(chat.text), run.turn)
+
+
+def _end_of_prompt(chat: Chat, run: _Run) -> str | None:
+    """Return the text after the last part before the run, in the prompt that asks for the run. None if unknown."""
+    last = run.turn if run.before is None else max(run.turn, chat.marking.parts[run.before.part].message + 1)
+    return _tail(chat, chat.messages[:last], run.before, True)
+
+
+def _tail(chat: Chat, messages: Messages, last: Point | None, prompt: bool = False) -> str | None:
+    """Return the text after the last part, if this is the part of `last`."""
+    rendered = _rendered(chat, messages, prompt)
+    if rendered is None:
+        return None
+    text, points = rendered
+    at = points[-1].at if points else 0
+    return text[at:] if (points[-1].part if points else None) == (last.part if last else None) else None
+
+
+def _header(chat: Chat, run: _Run) -> str | None:
+    """Return the text between the part before the run and the run's content, if it had no reasoning or calls."""
+    message = chat.messages[run.turn]
+    bare = {key: message[key] for key in ("role", "name") if key in message} | {"content": "."}
+    rendered = _rendered(chat, [*chat.messages[: run.turn], bare, *chat.messages[run.turn + 1 :]])
+    if rendered is None:
+        return None
+    text, points = rendered
+    number = sum(part.message < run.turn for part in chat.marking.parts)
+    at = next((at for at, point in enumerate(points) if point.part == number), None)
+    if at is None:
+        return None
+    before = points[at - 1] if at else None
+    same = (before.part if before else None) == (run.before.part if run.before else None)
+    return text[before.at if before else 0 : points[at].at] if same else None
+
+
+def _rendered(chat: Chat, messages: Messages, prompt: bool = False) -> tuple[str, list[Point]] | None:
+    """Return the text and points of other messages; None if the template refuses them."""
+    clear = [number for number in range(len(chat.marking.parts)) if number not in chat.marking.opaque]
+    try:
+        return strip(chat.template.text(marked(messages, clear)[0], prompt))
+    except DataError:  # many templates refuse a truncated conversation
+        return None
+
+
+def _agreement(first: str, second: str) -> int:
+    """Return the length of the common prefix without the beginning of a word or tag that differs."""
+    same = common_prefix(first, second)
+    differ = same < min(len(first), len(second))
+    return len(_BEGUN.sub("", first[:same])) if differ else same
+
+
+def _stop_without_token(chat: Chat, span: _Span, places: TokenPlaces) -> int:
+    """Return where a span without a token of the model's end ends.
+
+    That is after the special token that also ends the user's messages, as in gpt-oss, or after what the template writes
+    if the message is the last. If this is the next message's header, the span ends before its special token.
+    """
+    tokens, last = places.tokens, sum(places.before(span.end))
+    special = frozenset(chat.template.tokenizer.get_added_vocab().values())
+    users = [p.at for p in chat.marking.points if chat.messages[chat.marking.parts[p.part].message]["role"] == "user"]
+    if (
+        users
+        and last < len(tokens)
+        and tokens[last] in special
+        and tokens[last] == tokens[sum(places.before(users[-1]))]
+    ):
+        return last + 1
+    rendered = None if span.turn is None else _rendered(chat, chat.messages[: span.turn + 1])
+    if rendered is None or not rendered[1]:
+        return last
+    tail, rest = rendered[0][rendered[1][-1].at :].rstrip(), chat.text[span.end : span.limit]
+    stop, within = places.before(span.end + _agreement(tail, rest))
+    if rest.startswith(tail):
+        return stop + within
+    return next((at for at in range(last, stop) if tokens[at] in special), max(stop, last))
+
+
+def _tagged_spans(chat: Chat, tokens: list[int]) -> list[_Span] | None:
+    """Return the spans of the `{% generation %}` tags, or None if there are none or they mark nothing."""
+    tokenizer, shape = chat.template.tokenizer, chat.template.shape
     source = tokenizer.chat_template
     if not isinstance(source, str) or not _GENERATION_TAG.search(source) or not tokenizer.is_fast:
         return None
     # mlx-lm's wrapper forces return_dict=False, and then transformers returns no mask.
     encoded = tokenizer._tokenizer.apply_chat_template(
-        messages,
+        shape(chat.messages),
         return_dict=True,
         return_assistant_tokens_mask=True,
         tokenizer_kwargs={"return_offsets_mapping": True},
-        **{"enable_thinking": tokenizer.has_thinking, **template_args(tokenizer), **template.options},
+        **{"enable_thinking": tokenizer.has_thinking, **template_args(tokenizer), **chat.template.options},
     )
     if encoded["input_ids"] != tokens or not any(encoded["assistant_masks"]):
         return None
     edges = [0, *encoded["assistant_masks"], 0]
     starts = [i for i in range(len(tokens)) if edges[i + 1] and not edges[i]]
-    offsets = [*encoded["offset_mapping"], (len(text), len(text))]
-    return [(i, _whole_characters(offsets, edges.index(0, i + 1) - 1)) for i in starts]
-
-
-def _whole_characters(offsets: Sequence[Span], end: int) -> int:
-    """Move a span's end past tokens that share its last character; transformers marks only the first of them."""
-    while offsets[end][0] < offsets[end - 1][1]:
-        end += 1
-    return end
-
-
-def _found_spans(
-    template: _Template, messages: Messages, turns: Sequence[int], text: str, tokens: list[int]
-) -> list[Span]:
-    """Return the token spans of the messages `turns`. Raises DataError if one cannot be found."""
+    offsets = encoded["offset_mapping"]
+    pairs = [(offsets[i][0], offsets[edges.index(0, i + 1) - 2][1]) for i in starts]
+    points = [point.at for point in chat.marking.points]
+    limits = sorted({*points, *(start for start, _ in pairs)})
     spans = []
-    for turn in turns:
-        span = _by_prefix(template, messages, turn, text) or _by_substitution(template, messages, turn, text)
-        if span is None:
-            raise DataError(
-                f"{template.origin}: message {turn + 1} cannot be found in the rendered conversation, so there is no "
-                "loss mask for it; use a template with {% generation %} tags, or split the conversation so that each "
-                "part ends with one answer"
-            )
-        start, through = common_prefix(template.encode(text[: span[0]]), tokens), template.encode(text[: span[1]])
-        end = common_prefix(through, tokens)
-        spans.append((start, end + (end < len(through))))  # the answer may end within a token
+    for start, end in pairs:
+        within = [at for at in points if start <= at <= end]
+        limit = next((at for at in limits if at > end), len(chat.text))
+        if within or chat.marking.opaque:
+            spans.append(_Span(start, max(within, default=end), end, limit))
     return spans
-
-
-def _by_prefix(template: _Template, messages: Messages, turn: int, text: str) -> Span | None:
-    """Return the answer's characters: the text through the answer minus the prompt. None if they are not prefixes."""
-    try:
-        prompt = template.text(messages[:turn], add_generation_prompt=True)
-        through = template.text(messages[: turn + 1])
-    except DataError:  # many templates refuse a truncated conversation
-        return None
-    start, end = len(prompt), len(through.rstrip())
-    answer = messages[turn]["content"].split("</think>")[-1].strip()
-    found = text.startswith(through) and through.startswith(prompt) and start < end and answer in text[start:end]
-    return (start, end) if found else None
-
-
-def _by_substitution(template: _Template, messages: Messages, turn: int, text: str) -> Span | None:
-    """Return the answer's characters, found by rendering the conversation with a mark in place of the answer.
-
-    Some templates render a turn differently once later turns follow. The mark also replaces reasoning and tool calls,
-    if the text around it stays the same.
-    """
-    message = messages[turn]
-    bare = {key: value for key, value in message.items() if key in ("role", "name")}
-    for kept in (bare, message):
-        marked = [*messages[:turn], {**kept, "content": _MARK}, *messages[turn + 1 :]]
-        try:
-            before, mark, after = template.text(marked).partition(_MARK)
-        except Exception:  # templates may raise anything
-            continue
-        end = len(text) - len(after)
-        if mark and len(before) <= end and text.startswith(before) and text.endswith(after):
-            return len(before), end
-    return None
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_mlx.errors import ConfigError, DataError
@@ -19,7 +19,10 @@ SHAPES = """\
   {"text": "…"}
 A message may also have `tool_calls` and `reasoning_content`, and a row `tools`. For other names, use --map."""
 _ASSISTANTS = ("gpt", "chatgpt", "bing", "bard", "bot", "model")
-_ROLES = {"human": "user", **dict.fromkeys(_ASSISTANTS, "assistant"), "function": "tool", "observation": "tool"}
+_TOOLS = ("function", "observation", "function_response", "tool_response")
+_ROLES = {"human": "user", **dict.fromkeys(_ASSISTANTS, "assistant"), **dict.fromkeys(_TOOLS, "tool")}
+_CALLS = ("function_call", "tool_call")
+"""Roles of LLaMA-Factory and ms-swift for an assistant's message whose content is the JSON of calls."""
 
 
 COLUMNS = ("messages", "prompt", "completion", "system", "text", "tools")
@@ -152,7 +155,18 @@ def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = Non
 def _messages(value: Any, origin: str, fields: FieldMap) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(f"{origin} must be a non-empty list of messages, not {_show(value)}")
-    return tuple(_message(item, f"{origin}, message {n}", fields) for n, item in enumerate(value, 1))
+    messages: list[Message] = []
+    waiting: list[Mapping[str, Any]] = []
+    for number, item in enumerate(value, 1):
+        message = _message(item, f"{origin}, message {number}", fields)
+        if message.role == "tool" and waiting and "tool_call_id" not in message.extra:  # templates match them by id
+            call = waiting.pop(0)
+            named = {"tool_call_id": call["id"], "name": call["function"]["name"]}
+            message = replace(message, extra={**named, **message.extra})
+        if message.role == "assistant":
+            waiting = [call for call in message.extra.get("tool_calls", ()) if "id" in call and "function" in call]
+        messages.append(message)
+    return tuple(messages)
 
 
 def _message(item: Any, origin: str, fields: FieldMap) -> Message:
@@ -169,11 +183,15 @@ def _message(item: Any, origin: str, fields: FieldMap) -> Message:
             f"{origin} has no `role` (or ShareGPT's `from`); its keys are: {_listed(found)}; name it with --map role=…"
         )
     content_key = next((key for key in ("content", "value") if key in found), "value" if from_sharegpt else "content")
+    if "function_call" in found and "tool_calls" not in found:  # OpenAI's name before `tool_calls`
+        found["tool_calls"] = [{"type": "function", "function": found.pop("function_call")}]
     if content_key not in found and not found.get("tool_calls"):
         fields.require(item, "content", origin, "message")
         keys = _listed(found)
         raise DataError(f"{origin} has no `{content_key}`; its keys are: {keys}; name it with --map content=…")
     content = _content(found.pop(content_key, ""), origin)
+    if role in _CALLS:
+        role, content, found["tool_calls"] = "assistant", *_calls_in(content, origin)
     if calls := _objects(found.pop("tool_calls", []), f"{origin}: `tool_calls`"):
         found["tool_calls"] = list(map(_call, calls))
     return Message((_ROLES | fields.ours(SPEAKERS)).get(role, role), content, found)
@@ -194,6 +212,20 @@ def _objects(value: Any, what: str) -> list[Mapping[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
         raise DataError(f"{what} must be a list of objects, or a JSON string of one, not {_show(value)}")
     return found
+
+
+def _calls_in(text: str, origin: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the reasoning before calls that are given as JSON, one or a list, and the calls. Raises DataError."""
+    thought, end, body = text.rpartition("</think>")
+    calls = _decoded(body)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(f'{origin}: the calls must be JSON, {{"name": …, "arguments": …}}, not {_show(text)}')
+    # Ids of nine characters, as Mistral's templates require.
+    ids = (f"call{number:05}" for number in range(len(calls)))
+    return thought + end, [
+        {"type": "function", "id": one, "function": call} for one, call in zip(ids, calls, strict=True)
+    ]
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from eagle_mlx.sampling_params import SamplingParams, limit_of
 from eagle_mlx.setting import AT_LEAST_1, Group, setting
 
 from ..conversation import Conversation, Message
-from ..rendering import common_prefix, prompt_tokens, render
+from ..rendering import prompt_tokens, render
+from ..template import common_prefix
 from .loop import Task, seed_of
 from .report import MakeReport, loops_so_far, why_no_answer, why_no_question
 from .user_turns import DOMAINS, Domain, find_user_place, steerable

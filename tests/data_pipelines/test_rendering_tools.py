@@ -141,8 +141,10 @@ IGNORING = (
 )
 """Ignores tools, calls, tool results and reasoning, as many small models' templates do."""
 TAGGED = IGNORING.replace(
-    "{{ m['content'] }}<|im_end|>", "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
-).replace("m['role'] != 'tool'", "m['role'] == 'assistant'")
+    "{{ m['content'] }}<|im_end|>",
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<|im_end|>{% endif %}",
+)
 CALLS_ONLY: dict[str, Any] = {"messages": ROW["messages"][:2], "tools": TOOLS}
 THOUGHTS_ONLY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "reasoning": "b"}]
@@ -150,7 +152,7 @@ THOUGHTS_ONLY: dict[str, Any] = {
 PLAIN: dict[str, Any] = {"prompt": "a", "completion": "b"}
 
 
-def test_26_what_a_template_renders_is_not_missed() -> None:
+def test_what_a_template_renders_is_not_missed() -> None:
     for template in (ALL, MOVED):
         _, lost = examine(tokenizer(template), parse_row(ROW, "x:1"))
         assert lost == ((), frozenset(), 2)
@@ -162,7 +164,7 @@ def test_26_what_a_template_renders_is_not_missed() -> None:
 
 
 @pytest.mark.parametrize("template", [IGNORING, TAGGED])
-def test_26_what_a_template_ignores_is_counted_and_empty_answers_are_not_learned(template: str) -> None:
+def test_what_a_template_ignores_is_counted_and_empty_answers_are_not_learned(template: str) -> None:
     t = tokenizer(template)
     rows = [parse_row(row, f"x:{at}") for at, row in enumerate((ROW, CALLS_ONLY, THOUGHTS_ONLY, PLAIN))]
     kept, report = render_all(t, rows, 100)
@@ -178,7 +180,7 @@ def test_26_what_a_template_ignores_is_counted_and_empty_answers_are_not_learned
     ]
 
 
-def test_26_an_answer_that_was_empty_from_the_start_is_not_learned() -> None:
+def test_an_answer_that_was_empty_from_the_start_is_not_learned() -> None:
     empty = parse_row({"prompt": "a", "completion": ""}, "x:1")
     kept, report = render_all(tokenizer(ALL), [empty, parse_row(PLAIN, "x:2")], 100)
     assert (len(kept), report.empty) == (1, 1)
