@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,14 @@ from eagle_mlx.train.convert.cli import main as convert
 from eagle_mlx.train.run.folder import claim, run_folder
 
 
-def fail(output: Path, error: BaseException, checkpoint: bool, overwrite: bool = False) -> None:
+def fail(
+    output: Path, error: BaseException, checkpoint: bool, overwrite: bool = False, heads: Sequence[str] = ()
+) -> None:
     with run_folder(output, overwrite) as folder:
         (folder / "metrics").write_text("")
+        for name in heads:
+            (folder / name).mkdir()
+            (folder / name / "model.safetensors").write_text("")
         if checkpoint:
             (folder / "checkpoints" / "step-1").mkdir(parents=True)
         raise error
@@ -38,6 +44,21 @@ def test_29_a_full_disk_names_what_is_kept_and_how_to_continue(tmp_path: Path) -
         fail(tmp_path / "out", full, checkpoint=True)
     with pytest.raises(OutputError, match="No space left on device$"):
         fail(tmp_path / "other", full, checkpoint=False)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_finished_head_is_kept_if_no_state_could_be_saved(tmp_path: Path, overwrite: bool) -> None:
+    out = tmp_path / "out"
+    if overwrite:
+        (out / "best").mkdir(parents=True)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    message = "kept in .*, but no state to resume from: .* --init-from .*/last$"
+    with pytest.raises(OutputError, match=message) as failure:
+        fail(out, full, checkpoint=False, overwrite=overwrite, heads=("last", "best"))
+    kept = Path(str(failure.value).rsplit("--init-from ", 1)[1]).parent
+    assert {p.name for p in kept.iterdir()} == {"last", "best", "metrics"}
+    assert (kept == out) == (not overwrite)
+    assert (kept / "best" / "model.safetensors").is_file()
 
 
 def test_an_output_that_exists(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from ..data import Examples, sources_of
 from . import state
 
 RUN_FILE = "run.json"
+BEST, LAST = "best", "last"
+"""Subfolders for heads. They appear when they are complete."""
 MUTABLE = (
     "output",
     "overwrite",
@@ -141,8 +143,13 @@ def run_folder(
             yield folder
     except (OSError, OutputError) as e:
         text = f"{output} could not be written: {e.strerror or e}" if isinstance(e, OSError) else str(e)
-        if folder is not None and worth_keeping(folder):
+        if folder is not None and _can_resume(folder):
             text += f"; the results so far are kept: free some space, then continue with eagle-train --resume {folder}"
+        elif folder is not None and worth_keeping(folder):
+            text += (
+                f"; the results so far are kept in {folder}, but no state to resume from: free some space, then train "
+                f"further with --init-from {folder / LAST}"
+            )
         raise OutputError(text) from e
 
 
@@ -179,7 +186,11 @@ def claim(output: str | Path, overwrite: bool, resume: Path | None = None) -> It
 
 
 def worth_keeping(run: Path) -> bool:
-    """Return whether a run's folder holds a state to resume from, or complete or partial data."""
+    """Return whether a run's folder holds a finished head, a state to resume from, or complete or partial data."""
+    return _can_resume(run) or any((run / name).is_dir() for name in (BEST, LAST))
+
+
+def _can_resume(run: Path) -> bool:
     return state.exists(run) or any((run / MADE).glob("*"))
 
 

@@ -28,13 +28,13 @@ from ..kinds import Head, kind_of, merged, resolved
 from ..report import write_plots
 from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of
 from . import state
-from .folder import Identity, check_same, read_identity, run_folder, write_identity
+from .folder import BEST, LAST, Identity, check_same, read_identity, run_folder, write_identity
 from .phases import Phase, Phases, Workers
 from .start import new_head, with_vocabulary
 from .state import Checkpoint, Progress, RunState, Stopwatch, mean, means
 from .tracker import Tracker, outcome
 
-BEST, LAST, REPORT = "best", "last", "report.json"
+REPORT = "report.json"
 
 
 def train(
