@@ -85,10 +85,11 @@ def _main(given: list[str]) -> int | None:
 
 
 def collect(options: CollectOptions) -> None:
-    """Render all conversations first, so that bad data is reported at once, then capture the missing shards."""
+    """Check all data first, so that errors show at once, then capture the missing shards."""
     if not options.resume:
         check_free(options.output, options.overwrite)
     check_idle(options.output, unfinished_folder(options.output))  # before the target is loaded
+    options.check(answers=True)
     tune_process()
     target = options.loading.load(options.target)
     options.loading.wire_active()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 HELDOUT_ONE_IN = 25
 """One conversation in this many is held out, chosen by a hash of its prompt. For the standard library, one file."""
+SMALL = 100
+"""Sources with fewer prompts hold out one in ten: of 50, one in 25 would leave one or two to measure."""
 _SYSTEM = ("system", "developer")
 
 
@@ -71,6 +73,17 @@ class Conversation:
             shown = json.dumps(calls, sort_keys=True, default=str) if calls else ""
             said.append(f"{message.role}\0{normal(message.content)}\0{shown}")
         return int.from_bytes(hashlib.blake2s("\0\0".join(said).encode(errors="replace")).digest()[:8], "big")
+
+
+def held_out_prompts(keys: Collection[int]) -> frozenset[int]:
+    """Return the keys of a source's prompts to hold out: those of `is_held_out`, and more if they are few.
+
+    At least two are held out, and one in ten of a small source, but never more than half.
+    """
+    distinct = sorted(set(keys), key=lambda key: (key % HELDOUT_ONE_IN, key))
+    least = min(max(2, -(-len(distinct) // 10) if len(distinct) < SMALL else 0), len(distinct) // 2)
+    usual = sum(key % HELDOUT_ONE_IN == 0 for key in distinct)
+    return frozenset(distinct[: max(least, usual)])
 
 
 def normal(text: str) -> str:

@@ -22,7 +22,7 @@ from eagle_mlx.target_options import TargetOptions
 
 from .capturing import ShardPlace
 from .conversation import Conversation
-from .sources.reading import DataConfig, FilterOptions, ReadReport, Split, read_conversations
+from .sources.reading import DataConfig, FilterOptions, ReadReport, Split, check_conversations, read_conversations
 from .synthesis.loop import FIRST_ROWS, MOST_ROWS, growing_engine
 
 TARGET_HELP = "folder or hub id of the model"
@@ -32,8 +32,8 @@ LAYER_NUMBERS = Limit(
     "must be layer numbers with commas, such as 1,6,10, not {}",
 )
 SPLIT_HELP = (
-    "part to read; heldout is one conversation in 25, chosen by a hash of its prompt (for builtin:, of its file); "
-    "train is the rest"
+    "part to read; heldout is one conversation in 25 (in small files one in 10), chosen by a hash of its prompt (for "
+    "builtin:, of its file); train is the rest"
 )
 
 
@@ -71,6 +71,10 @@ class ReadOptions(Group):
     def conversations(self, tokenizer: TokenizerWrapper | None, report: ReadReport) -> Iterator[Conversation]:
         """Yield the selected conversations."""
         return read_conversations(self.data_config(), self.split, tokenizer, report)
+
+    def check(self, answers: bool = False) -> None:
+        """Read the sources before the target is loaded. Raises as `check_conversations` does."""
+        check_conversations(self.data_config(), self.split, answers)
 
     def data_config(self) -> DataConfig:
         """Return what to read. Raises ConfigError or DataError if a setting or source is invalid."""

@@ -63,6 +63,7 @@ def run(options: RegenerateOptions) -> None:
     )
     config = RegenerateConfig(params, options.system, options.least_distinct)
     settings = {**asdict(options.data_config()), "split": options.split}
+    options.check()
     target = options.loading.load(options.target)
     report = ReadReport()
     found = options.conversations(tokenizer_of(target), report)

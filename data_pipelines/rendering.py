@@ -132,13 +132,18 @@ def render(tokenizer: TokenizerWrapper, conversation: Conversation) -> Rendered:
     return _learned(tokenizer, conversation)[0]
 
 
-def _learned(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
-    """Examine a conversation that must have something to learn."""
+def check_answer(conversation: Conversation) -> None:
+    """Raise DataError if a conversation has no answer to learn."""
     if conversation.text is None and not any(m.role == "assistant" for m in conversation.messages):
         raise DataError(
             f"{conversation.origin}: no assistant turn, so there is nothing to learn; remove the row, or let the "
             "target answer it with `eagle-data regenerate`"
         )
+
+
+def _learned(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
+    """Examine a conversation that must have something to learn."""
+    check_answer(conversation)
     return examine(tokenizer, conversation)
 
 

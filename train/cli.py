@@ -22,8 +22,8 @@ from eagle_mlx.target import Target, fingerprint
 from .config import NOT_WITH_HOURS, SELF, TrainConfig, named_settings
 from .data import (
     TrainData,
+    check_data,
     check_warmup,
-    data_config,
     heldout_prompts,
     make_data,
     training_data,
@@ -190,8 +190,7 @@ def _run(
     config: TrainConfig, stop: Stop, resume: Path | None, world: World, folder: Path | None
 ) -> tuple[Target, Mapping[str, Any]] | None:
     """Load the target, get the data and train in a claimed folder. Return target and report; None on other ranks."""
-    if not config.data.shards:
-        data_config(config)  # raise for invalid settings before loading anything
+    check_data(config)
     bound_of(config).check()
     target = config.loading.load(config.head.target)
     config.loading.wire_active()

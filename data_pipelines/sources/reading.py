@@ -6,6 +6,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -19,18 +20,20 @@ from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.progress import counted
 from eagle_mlx.setting import Group, setting
 
-from ..conversation import Conversation
-from ..rendering import all_tokens
+from ..conversation import Conversation, held_out_prompts
+from ..rendering import all_tokens, check_answer
 from .rows import choose, parse_row, place_of
 from .spec import Source, parse
 from .stdlib import library_conversations
-from .tables import Found, decoded, is_table, open_rows, stream_rows, text_files
+from .tables import Found, decoded, few_rows, is_table, open_rows, stream_rows, text_files
 
 T = TypeVar("T")
 
 Split = Literal["train", "heldout", "all"]
 BLOCK = 10_000
 """Number of rows of a stream that are shuffled at a time."""
+MOST_COUNTED = 500
+"""Conversations of a source that are counted, to hold out enough of them. Of more, chance holds out at least two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +119,8 @@ def read_conversations(
     """Yield the conversations of all sources, in an order fixed by the seed; counts go to `report`.
 
     The split of a built-in source depends on the file, of others on a hash of the prompt, so a prompt is never on both
-    sides. None means `train` for built-in sources and `all` for others.
+    sides. Small sources that are not streamed hold out more. None means `train` for built-in sources and `all` for
+    others.
 
     Raises DataError, with file and line if possible, if a source or row is unusable. JSON files are checked before the
     first conversation, unless they are streamed or bad rows may be left out. Raises ConfigError for a filter by tokens
@@ -137,6 +141,22 @@ def read_conversations(
         yield conversation
 
 
+def check_conversations(config: DataConfig, split: Split | None, answers: bool = False) -> None:
+    """Read sources before a model is loaded, so that their errors show at once: JSON files whole, the start of others.
+
+    `answers`: each conversation must have an answer to learn. Raises DataError and ConfigError as `read_conversations`
+    and `render` do, but does not count tokens. Built-in sources have no errors.
+    """
+    for source in config.parsed:
+        if source.kind == "builtin":
+            continue
+        found = read_conversations(replace(config.alone(source.spec), keep_tokens=""), split)
+        whole = source.kind == "file" and not (is_table(source) or config.stream or config.skip_bad)
+        for conversation in found if whole else islice(found, 1):
+            if answers and not config.skip_bad:
+                check_answer(conversation)
+
+
 @dataclass
 class _Reading:
     """Reads and filters sources, and counts the rows that it leaves out."""
@@ -147,6 +167,11 @@ class _Reading:
     report: ReadReport
     seen: set[int] = field(default_factory=set)
     """Keys of 64 bits of the conversations that may have duplicates."""
+
+    @cached_property
+    def held_out(self) -> frozenset[int]:
+        """Keys of the prompts that any small source holds out."""
+        return frozenset().union(*(held_out_prompts(_few_keys(source)) for source in self.config.parsed))
 
     def selected(self, source: Source) -> Iterator[Conversation]:
         """Yield the conversations that the filters keep. The filter by turns does not apply to plain text."""
@@ -178,8 +203,11 @@ class _Reading:
             yield from library_conversations(source.name, self.split or "train", self.config.seed)
             return
         for conversation in self._texts(source) if source.kind == "text" else self._parsed(source):
-            if self.split in (None, "all") or conversation.is_held_out == (self.split == "heldout"):
+            if self.split in (None, "all") or self._is_held_out(conversation) == (self.split == "heldout"):
                 yield conversation
+
+    def _is_held_out(self, conversation: Conversation) -> bool:
+        return conversation.is_held_out or (not self.config.stream and conversation.prompt_key() in self.held_out)
 
     def _texts(self, source: Source) -> Iterator[Conversation]:
         """Yield the pieces of text files. Raises DataError if there are none."""
@@ -221,6 +249,21 @@ class _Reading:
             raise error
         self.report.unusable += 1
         self.report.first_unusable = self.report.first_unusable or str(error).splitlines()[0]
+
+
+def _few_keys(source: Source) -> list[int]:
+    """Return the prompt keys of a source's usable conversations, if they are few."""
+    if source.kind == "builtin":
+        return []
+    if source.kind == "text":
+        pieces = chain.from_iterable(part() for part in text_files(Path(source.name).expanduser()))
+        first = list(islice(pieces, MOST_COUNTED + 1))
+        return [piece.prompt_key() for piece in first] if len(first) <= MOST_COUNTED else []
+    keys = []
+    for origin, row in few_rows(source, MOST_COUNTED):
+        with suppress(DataError):
+            keys.append(parse_row(decoded(row, origin), origin, source.fields).prompt_key())
+    return keys
 
 
 def mix(streams: Sequence[Iterator[Conversation]], weights: Sequence[float]) -> Iterator[Conversation]:

@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,15 @@ def stream_rows(source: Source) -> list[Callable[[], Iterator[Found]]]:
         return [partial(_json_rows, source)]
     found = _load(source, streaming=True)
     return [partial(_shard, source, found, number) for number in range(found.num_shards)]
+
+
+def few_rows(source: Source, most: int) -> list[Found]:
+    """Return the rows of a source that has at most `most`; empty if it has more. May raise DataError."""
+    if is_table(source):
+        count, read = open_rows(source)
+        return list(map(read, range(count))) if count <= most else []
+    rows = list(islice(_json_rows(source), most + 1))
+    return rows if len(rows) <= most else []
 
 
 def is_table(source: Source) -> bool:

@@ -158,7 +158,7 @@ def test_collect_reads_a_mix_with_mapped_fields_and_leaves_out_what_cannot_be_us
         (["--num-speculative-tokens", "-1"], "--num-speculative-tokens must be between 0 and 20, not -1"),
         (["--head", "/nowhere/head"], "there is no folder /nowhere/head"),
         (["--temperature", "-1"], "temperature must be"),
-        (["--split", "heldout"], "nothing to answer in"),
+        (["--keep-turns", "9:"], "nothing to answer in"),
         (["--dedupe", "prompt", "--keep-turns", "4:2"], "--keep-turns 4:2: MIN must not be above MAX"),
     ],
 )
@@ -180,3 +180,16 @@ def test_a_streamed_regeneration_says_what_it_left_out(
     assert cli.main([*argv, "--output", str(tmp_path / "b.jsonl")]) == 0
     streamed, stored = ((tmp_path / name).read_text().splitlines() for name in ("a.jsonl", "b.jsonl"))
     assert sorted(streamed) == sorted(stored)
+
+
+@pytest.mark.parametrize("command", ["collect", "regenerate"])
+def test_errors_in_a_data_file_show_before_the_target_is_loaded(
+    chats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "a", "completion": "b"}\n{"x": 1}\n')
+    argv = [command, "--target", "/nowhere/model", "--output", str(tmp_path / "a.jsonl"), "--data"]
+    assert cli.main([*argv, str(bad), "--keep-tokens", ":9"]) == 2
+    assert "bad.jsonl:2: the row's keys (x) have no known shape" in capsys.readouterr().err
+    assert cli.main([*argv, chats]) == 2
+    assert "/nowhere/model" in capsys.readouterr().err

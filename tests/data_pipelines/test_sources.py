@@ -135,6 +135,39 @@ def test_the_sides_of_a_file_are_disjoint_and_make_the_whole(tmp_path: Path) -> 
     assert 8 <= len(held_out) <= 35
 
 
+@pytest.mark.parametrize(("count", "least"), [(2, 1), (3, 1), (4, 2), (25, 3), (50, 5), (99, 10), (120, 2)])
+def test_small_files_hold_out_at_least_one_conversation_in_ten_and_two(tmp_path: Path, count: int, least: int) -> None:
+    for sample in range(5):
+        rows = [json.dumps({"prompt": f"{sample}: {n}", "completion": f"{n}"}) for n in range(count)]
+        spec = write(tmp_path / "x.jsonl", *rows)
+        train, held_out = (read(spec, split=split) for split in ("train", "heldout"))
+        assert least <= len(held_out) <= max(least, 12)
+        assert len(train) + len(held_out) == count
+        assert not {c.prompt_key() for c in train} & {c.prompt_key() for c in held_out}
+        assert set(said(read(write(tmp_path / "y.jsonl", *rows[::-1]), split="heldout", seed=7))) == set(said(held_out))
+
+
+def test_a_prompt_that_one_source_holds_out_is_not_trained_on_from_another(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"{n}", "completion": "a"}) for n in range(40)]
+    specs = [write(tmp_path / "x.jsonl", *rows), write(tmp_path / "y.jsonl", *rows[:9])]
+    held_out = {c.prompt_key() for spec in specs for c in read(spec, split="heldout")}
+    train = read_conversations(DataConfig(tuple(specs)), "train")
+    assert held_out.isdisjoint(c.prompt_key() for c in train)
+
+
+def test_a_text_of_a_few_pieces_holds_out_two(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("\n".join(f"line {n} " + "x" * 100 for n in range(300)), encoding="utf-8")
+    spec = f"text:{tmp_path / 'book.txt'}"
+    pieces = len(read(spec, split="all"))
+    assert 15 < pieces < 40
+    assert len(read(spec, split="heldout")) == pieces - len(read(spec, split="train")) >= 2
+
+
+def test_the_only_prompt_of_a_file_is_trained_on(tmp_path: Path) -> None:
+    spec = write(tmp_path / "x.jsonl", *(json.dumps({"prompt": "a", "completion": f"{n}"}) for n in range(20)))
+    assert len(read(spec, split="train")) == 20
+
+
 def test_the_seed_fixes_the_order_and_the_limit_cuts_it(tmp_path: Path) -> None:
     spec = write(tmp_path / "x.jsonl", *(json.dumps({"text": f"{n}"}) for n in range(50)))
     one, two = said(read(spec, seed=1)), said(read(spec, seed=2))

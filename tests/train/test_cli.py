@@ -68,7 +68,7 @@ def test_the_files_of_a_run(
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("least", [1.05, 0.0])
+@pytest.mark.parametrize("least", [2.9, 0.0])
 def test_the_best_head_of_a_run_is_found_by_its_target(
     target: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, least: float
 ) -> None:
@@ -78,7 +78,7 @@ def test_the_best_head_of_a_run_is_found_by_its_target(
     assert run(target, chats, tmp_path / "out", "--max-steps", "2") == 0
     said = capsys.readouterr().err
     assert (f"eagle-serve --target {target} finds it" in said) == (not least)
-    assert (f"no command offers it without --head {tmp_path}/out/best: its τ is below 1.05" in said) == bool(least)
+    assert (f"no command offers it without --head {tmp_path}/out/best: its τ is below {least}" in said) == bool(least)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     for found in (records(), records_for(("elsewhere",), fingerprint(load_target(str(target))))):
         [one] = found
@@ -194,3 +194,35 @@ def test_help_shows_every_setting(capsys: Any) -> None:
     shown = capsys.readouterr().out
     assert "--draft-vocab N" in shown
     assert "(default: 32,000)" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("flag", "row", "message"),
+    [
+        ("--data", "{", "bad.jsonl:2: not valid JSON"),
+        ("--data", '{"prompt": "a"}', "bad.jsonl:2: no assistant turn"),
+        ("--eval-data", '{"x": 1}', "bad.jsonl:2: the row's keys (x) have no known shape"),
+        ("--warmup-data", '{"x": 1}', "bad.jsonl:2: the row's keys (x) have no known shape"),
+    ],
+)
+def test_errors_in_data_files_show_before_the_target_is_loaded(
+    chats: Path, tmp_path: Path, capsys: Any, flag: str, row: str, message: str
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(f'{{"prompt": "a", "completion": "b"}}\n{row}\n')
+    data = [] if flag == "--data" else ["--data", str(chats)]
+    argv = ["--target", "/nowhere/model", *data, "--output", str(tmp_path / "out")]
+    assert main([*argv, flag, str(bad)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_fifty_conversations_are_enough_to_train_and_measure(target: Path, tmp_path: Path, capsys: Any) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(f'{{"prompt": "few {n}", "completion": "so {n}"}}\n' for n in range(50)))
+    flags = ["--target", str(target), "--data", str(few), "--max-steps", "1", "--eval-tokens", "4", "--length", "64"]
+    for name, more in (("a", []), ("b", ["--eval-data", str(few)])):
+        assert main([*flags, *more, "--output", str(tmp_path / name)]) == 0, capsys.readouterr().err
+        report = json.loads((tmp_path / name / "report.json").read_text())
+        assert report["acceptance"]["best"]["prompts"] == 5
+        assert report["data"]["conversations"] == 45

@@ -10,7 +10,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from eagle_mlx.data_pipelines import DataConfig, MakeConfig, Wanted, make_once
+from eagle_mlx.data_pipelines import DataConfig, MakeConfig, Wanted, check_conversations, make_once
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.files import write_output
 from eagle_mlx.memory import free_memory, gb
@@ -132,6 +132,20 @@ def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS
     if not world.is_rank_zero and not (file.exists() and file.read_text(encoding="utf-8") == text):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_output(file, text)
+
+
+def check_data(config: TrainConfig) -> None:
+    """Read the sources of a run, so that their errors show before the target is loaded. Raises DataError, ConfigError.
+
+    Conversations that the target still has to make are not read.
+    """
+    data, learned = config.data, data_config(config)
+    if not (data.shards or data.is_self):
+        check_conversations(learned, "train", answers=True)
+    if not config.prompts_are_heldout:
+        check_conversations(learned.alone(config.evaluation.data), "all")
+    if data.warmup_data:
+        check_conversations(replace(learned, sources=data.warmup_data, map=(), limit=0), "train", answers=True)
 
 
 def data_config(config: TrainConfig) -> DataConfig:

@@ -205,8 +205,9 @@ class Portions:
             else:
                 tokenizer = self._target.tokenizer
                 assert tokenizer is not None, "a target without a tokenizer makes no data"
-                rows = read_conversations(DataConfig((str(self._file(number)),), seed=None), "train", tokenizer)
-                rendered, _ = render_all(tokenizer, rows, most)
+                rows = read_conversations(DataConfig((str(self._file(number)),), seed=None), "all", tokenizer)
+                learned = (row for row in rows if not row.is_held_out)  # as in the shards
+                rendered, _ = render_all(tokenizer, learned, most)
                 self._read[number] = InMemory([Example.of(*one) for one in rendered])
         return self._read[number]
 
