@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -68,7 +69,8 @@ def _json_rows(source: Source) -> Iterator[Found]:
     path = _existing(Path(source.name))
     try:
         with gzip.open(path, "rb") if path.suffix == GZ else path.open("rb") as file:
-            is_list = path.suffix == ".json" and file.read(1024).lstrip()[:1] == b"["
+            start = file.read(1024).removeprefix(BOM_UTF8).lstrip()
+            is_list = path.suffix == ".json" and start[:1] == b"["
             file.seek(0)
             for number, row in enumerate(_items(file.read(), path) if is_list else file, 1):
                 yield f"{source.spec}:{number}", row

@@ -46,11 +46,7 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
     """Return the kind and layout of a head by config and tensors. Raises CheckpointError if they are unknown."""
     if "medusa_num_heads" in config:
         raise CheckpointError(f"{folder} has Medusa heads, which cannot be loaded; EAGLE, MTP and block heads can")
-    if str(config.get("model_type", "")).endswith("_assistant"):
-        raise CheckpointError(
-            f"{folder} has an assistant (model_type {config['model_type']}), which reads the target's keys and values; "
-            "heads that read hidden states can be loaded"
-        )
+    _refuse_by_name(folder, config)
     for kind in KINDS.values():
         for layout in kind.formats:
             of_blocks = issubclass(kind.head_class, block.BlockHead)
@@ -75,6 +71,25 @@ def layout_of(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.
         f"{folder} has no known head: neither EAGLE's layers nor MTP's; its first tensors are "
         f"{', '.join(sorted(names)[:3])}"
     )
+
+
+def _refuse_by_name(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for heads whose tensors may look like those of another kind."""
+    classes = config.get("architectures")
+    names = [*(classes if isinstance(classes, list) else [classes]), config.get("speculators_model_type")]
+    if "efficient_lm_head_config" in config or any("eagle4" in str(name).lower() for name in names):
+        raise CheckpointError(f"{folder} has a head of EAGLE-4, and EAGLE-4 is not supported; EAGLE-1 to 3 heads are")
+    model_type = str(config.get("model_type", ""))
+    if model_type.startswith("gemma4") and model_type.endswith("_assistant"):
+        raise CheckpointError(
+            f"{folder} has an assistant (model_type {model_type}), which reads the target's keys and values; heads "
+            "that read hidden states can be loaded"
+        )
+    if model_type.endswith("_assistant"):
+        raise CheckpointError(
+            f"{folder} has an assistant (model_type {model_type}), whose file layout is not supported; for the same "
+            "target, DFlash and DSpark heads can be loaded"
+        )
 
 
 def check_fit(head: DraftHead, target: Target) -> None:

@@ -88,17 +88,25 @@ class _Results:
     def outputs(self, places: Iterable[Place]) -> list[Output]:
         return [self.continuations[place] for place in places]
 
-    def seconds(self, kept: Sequence[Place], skipped: int = 0) -> list[float]:
-        """Return the seconds of each repeat over the kept groups; `skipped`: 1 without those to the first tokens."""
-        return [
-            sum(whole - skipped * first for place, (whole, first) in repeat.items() if place in kept)
-            for repeat in self.times
-        ]
+    def seconds(self, kept: Sequence[Place]) -> list[float]:
+        """Return the seconds of each repeat over the kept groups."""
+        return [sum(whole for place, (whole, _) in repeat.items() if place in kept) for repeat in self.times]
 
-    def rates(self, kept: Sequence[Place], skipped: int = 0) -> list[float]:
-        """Return the tokens per second of each repeat; `skipped`: 1 without each prompt's first token."""
-        tokens = sum(len(one.tokens) - skipped for one in self.outputs(kept))
-        return [tokens / max(seconds, 1e-9) for seconds in self.seconds(kept, skipped)]
+    def rates(self, kept: Sequence[Place]) -> list[float]:
+        """Return the tokens per second of each repeat."""
+        tokens = sum(len(one.tokens) for one in self.outputs(kept))
+        return [tokens / max(seconds, 1e-9) for seconds in self.seconds(kept)]
+
+    def decode_rate(self, kept: Sequence[Place]) -> float | None:
+        """Return the tokens per second without the first tokens and the time to them: the median of the repeats.
+
+        None if the answers are too short to tell: the two times are measured apart, so the first may be the longer one.
+        """
+        tokens = sum(len(one.tokens) - 1 for one in self.outputs(kept))
+        rest = median(
+            sum(whole - first for place, (whole, first) in repeat.items() if place in kept) for repeat in self.times
+        )
+        return tokens / rest if rest > 0 and tokens else None
 
     def prompt_rate(self, kept: Sequence[Place]) -> float:
         """Return the prompt tokens per second, up to the first new tokens: the median of the repeats."""
@@ -263,7 +271,7 @@ class _Measurement:
             policy=mode.policy,
             temperature=self.config.temperature,
             tokens_per_second=median(result.rates(kept)),
-            decode_tokens_per_second=median(result.rates(kept, skipped=1)),
+            decode_tokens_per_second=result.decode_rate(kept),
             ratio_to_mlx_lm=result.ratio_to(mlx_lm, kept),
             ratio_to_mlx_lm_batch=result.ratio_to(by_mode.get(("mlx-lm-batch", mode.batch)), kept),
             ratio_to_plain=result.ratio_to(plain, kept),

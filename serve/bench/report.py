@@ -38,7 +38,7 @@ class Run:
     temperature: float
     tokens_per_second: float
     """Generated tokens over wall time, prefill included; median of the repeats."""
-    decode_tokens_per_second: float
+    decode_tokens_per_second: float | None
     """The same without the first token and the time to it."""
     ratio_to_mlx_lm: float | None
     """The ratio of tokens_per_second, as the median of the repeats' ratios. None if mlx-lm was not measured."""
@@ -164,7 +164,7 @@ def _cells(run: Run) -> Cells:
     ratios = (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch, run.ratio_to_plain, run.acceptance_length)
     by_position = " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-"
     drafts = (_ratio(run.acceptance_rate), by_position, f"{run.peak_bytes / 1e6:,.0f}")
-    figures = (*(f"{speed:.1f}" for speed in speeds), *map(_ratio, ratios), _identity(run), *drafts)
+    figures = (*("-" if speed is None else f"{speed:.1f}" for speed in speeds), *map(_ratio, ratios), _identity(run), *drafts)
     return _which(run) | dict(zip((*_SPEEDS, *_DRAFTS), figures, strict=True))
 
 

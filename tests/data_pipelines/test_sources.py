@@ -102,6 +102,12 @@ def test_other_bad_files(tmp_path: Path, name: str, content: bytes, message: str
         read(str(tmp_path / name))
 
 
+@pytest.mark.parametrize(("name", "content"), [("x.json", b'[{"text": "a"}]'), ("x.jsonl", b'{"text": "a"}\n')])
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    assert said(read(str(tmp_path / name))) == ["a"]
+
+
 def test_a_bad_parquet_row_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"q": "a"}]), tmp_path / "x.parquet")
     with pytest.raises(DataError, match=r"x.parquet:1: the row's keys \(q\)"):

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import KINDS, load_head
 from eagle_mlx.heads.block import BlockHead
@@ -176,7 +176,8 @@ def test_layers_that_are_not_named_follow_from_the_target(tmp_path: Path) -> Non
         del config["dflash_config"]["target_layer_ids"], config["num_target_layers"]
         tensors["fc.weight"] = tensors["fc.weight"][:, : 2 * config["hidden_size"]]
 
-    assert golden.load(tmp_path / "h", FULL, change).config.aux_layers == (1, 3)
+    with pytest.warns(HeadWarning, match=r"lacks target_layer_ids, so it reads z-lab's default layers, 1, 3; if"):
+        assert golden.load(tmp_path / "h", FULL, change).config.aux_layers == (1, 3)
     with pytest.raises(CheckpointError, match="target_layer_ids is missing; load the head with its target"):
         load_head(tmp_path / "h")
 

@@ -189,6 +189,9 @@ def change(folder: Path, tensors: Callable[[dict[str, mx.array]], Any] | None = 
         (eagle, lambda t: [t.pop(k) for k in list(t) if "layers" in k], {}, "has no known head"),
         (eagle, None, {"medusa_num_heads": 4}, "has Medusa heads, which cannot be loaded"),
         (eagle, None, {"model_type": "gemma4_assistant"}, "gemma4_assistant.*keys and values"),
+        (eagle, None, {"model_type": "muse_glimmer_assistant"}, "muse_glimmer_assistant.*layout is not supported"),
+        (eagle, None, {"architectures": ["LlamaForCausalLMEagle4"]}, "EAGLE-4 is not supported"),
+        (eagle, None, {"efficient_lm_head_config": {}}, "EAGLE-4 is not supported"),
         (eagle, None, {"dflash_config": {}}, "block drafter of class"),
         (eagle, None, {"speculators_model_type": "peagle"}, "lacks mask_token_id"),
         (mtp, lambda t: t.pop("enorm.weight"), {}, "missing: enorm.weight"),
@@ -203,6 +206,19 @@ def test_what_does_not_fit_is_named(make: Any, tensors: Any, config: Any, messag
     change(tmp_path / "h", tensors, **config)
     with pytest.raises(CheckpointError, match=message):
         load_head(tmp_path / "h")
+
+
+def test_an_eagle_3_head_may_state_the_layers_of_its_target(tmp_path: Path) -> None:
+    """As EAGLE3-Vicuna1.3-13B, whose config states 40 layers."""
+    head: Any = eagle3(TARGET)
+    save(head, tmp_path / "h")
+    for stated in (40, 80):
+        change(tmp_path / "h", None, num_hidden_layers=stated)
+        again: Any = load_head(tmp_path / "h", TARGET)
+        assert again.config == head.config
+    change(tmp_path / "h", None, num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match="missing: layers.1"):
+        load_head(tmp_path / "h", TARGET)
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,16 @@ def test_policies_change_only_the_speed() -> None:
     assert "throughput" in report.table(runs)
 
 
+def test_answers_of_one_token_have_no_decoding_speed() -> None:
+    target = tiny_target(tokenizer=True)
+    config = BenchConfig(max_tokens=1, repeats=1, least_distinct=0.0)
+    [run] = measure(target, build_modes(Models(target), ["plain"], [1], []), PROMPTS, config, progress=False)
+    assert run.decode_tokens_per_second is None
+    assert run.tokens_per_second > 0
+    names, _, cells = (line.split() for line in report.table([run]).splitlines()[:3])
+    assert cells[names.index("decode")] == "-"
+
+
 def test_seeded_sampling_is_compared_with_the_plain_engine() -> None:
     for run in tiny_runs(temperature=1.0, batches=(2,)):
         assert run.identical is (None if run.mode.startswith("mlx-lm") else True), run

@@ -25,6 +25,7 @@ from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.data.sources import capture_rows
 from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.kinds import KINDS, Head, kind_of, resolved
+from eagle_mlx.train.kinds.base import layer_shape
 from eagle_mlx.train.step.inputs import make_plan, noise_of
 from eagle_mlx.train.step.losses import Objective, feature_losses
 from eagle_mlx.train.step.step import Stepper, objective_of, part_arrays, part_loss
@@ -326,3 +327,11 @@ def test_features_in_training_are_those_of_decoding_for_a_target_with_a_huge_cha
     decoded = head.features(target.forward(mx.array([tokens]), aux_layers=head.aux_layers).aux)
     trained = kind_of(head).features(head, target, from_16_bits(sample.states.whole)[None], lambda x: x)
     np.testing.assert_allclose(trained, decoded, rtol=0.02, atol=0.01 * float(mx.max(mx.abs(decoded))))
+
+
+def test_a_new_head_takes_a_value_that_its_target_has_for_each_layer_and_the_whole_context() -> None:
+    target = Target(tiny_model("step3p5"))
+    target.context_length = 262_144
+    shape = layer_shape(target, TrainConfig.of(target="tiny"))
+    assert shape["rope_theta"] == 1000.0
+    assert shape["max_position_embeddings"] == 262_144

@@ -219,7 +219,8 @@ def layer_shape(target: Target, config: TrainConfig) -> dict[str, Any]:
 
     def of_target(name: str, default: Any) -> Any:
         value = args.get(name) if isinstance(args, dict) else getattr(args, name, None)
-        return default if value is None else value
+        value = default if value is None else value
+        return max(value) if isinstance(value, list) else value  # one for each layer, as in Step-3.5
 
     hidden = target.hidden_size
     target_heads = int(of_target("num_attention_heads", max(1, hidden // 64)))
@@ -233,7 +234,7 @@ def layer_shape(target: Target, config: TrainConfig) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "rms_norm_eps": float(of_target("rms_norm_eps", 1e-6)),
         "rope_theta": float(of_target("rope_theta", 10000.0)),
-        "max_position_embeddings": min(target.context_length, 1 << 17),
+        "max_position_embeddings": target.context_length,
     }
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
 from eagle_mlx.formats.fields import (
     check,
     layer_fields,
@@ -101,7 +102,14 @@ def _aux_layers(config: Mapping[str, Any], layers: int, target_layers: int | Non
     count = config.get("num_target_layers", target_layers)
     if count is None:
         raise ConfigError("target_layer_ids is missing; load the head with its target")
-    return default_aux_layers(int(count), layers)
+    guessed = default_aux_layers(int(count), layers)
+    warnings.warn(
+        f"the head's config.json lacks target_layer_ids, so it reads z-lab's default layers, "
+        f"{', '.join(map(str, guessed))}; if it was trained with others, it drafts badly: add them to the file",
+        HeadWarning,
+        stacklevel=2,
+    )
+    return guessed
 
 
 def default_aux_layers(target_layers: int, layers: int) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ _OF_DEEPSPEC = (
     *("target_layer_ids", "num_target_layers", "target_model_name_or_path"),
     *("ttt_length", "step_loss_decay", "draft_num_hidden_layers"),
 )
+_MOST_LAYERS = 8
+"""Published heads have up to four layers. A config that states more has its target's number."""
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 _NESTED = {fields.LAYER_IDS, "use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"}
 _NESTED_HARMLESS = {"use_mtp_layernorm": (False,), "next_layer_regular": (True,), "parallel_draft_step": (None, 0, 1)}
@@ -121,7 +123,7 @@ def _from_json(
     by_specforge: bool,
 ) -> Eagle3Config:
     file = folder / "config.json"
-    config = _of_deepspec(file, config)
+    config = _with_own_layers(_of_deepspec(file, config), tensors)
     nested = config.get("eagle_config") or {}
     fields.refuse(file, config)
     fields.warn_of_unknown(file, config)
@@ -163,6 +165,15 @@ def _of_deepspec(file: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     with fields.reading(file):
         ids = [k + 1 for k in config["target_layer_ids"]]
     return {**{name: value for name, value in config.items() if name not in _OF_DEEPSPEC}, fields.LAYER_IDS: ids}
+
+
+def _with_own_layers(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Mapping[str, Any]:
+    """Return a config with one layer if it states a model's number and the files have only the first.
+
+    EAGLE3-Vicuna's config states the 40 layers of its target.
+    """
+    stated, one = config.get("num_hidden_layers"), not any(name.startswith("layers.") for name in tensors)
+    return {**config, "num_hidden_layers": 1} if isinstance(stated, int) and stated > _MOST_LAYERS and one else config
 
 
 def _flag(config: Mapping[str, Any], name: str, otherwise: bool) -> bool:
