@@ -360,12 +360,8 @@ def _stop_without_token(chat: Chat, span: _Span, places: TokenPlaces) -> int:
     tokens, last = places.tokens, sum(places.before(span.end))
     special = frozenset(chat.template.tokenizer.get_added_vocab().values())
     users = [p.at for p in chat.marking.points if chat.messages[chat.marking.parts[p.part].message]["role"] == "user"]
-    if (
-        users
-        and last < len(tokens)
-        and tokens[last] in special
-        and tokens[last] == tokens[sum(places.before(users[-1]))]
-    ):
+    after = sum(places.before(users[-1])) if users else len(tokens)
+    if tokens[last : last + 1] == tokens[after : after + 1] and special.intersection(tokens[last : last + 1]):
         return last + 1
     rendered = None if span.turn is None else _rendered(chat, chat.messages[: span.turn + 1])
     if rendered is None or not rendered[1]:
