@@ -304,18 +304,12 @@ def _span(chat: Chat, run: _Run) -> _Span:
 
 def _end_of_prompt(chat: Chat, run: _Run) -> str | None:
     """Return the text after the last part before the run, in the prompt that asks for the run. None if unknown."""
-    last = run.turn if run.before is None else max(run.turn, chat.marking.parts[run.before.part].message + 1)
-    return _tail(chat, chat.messages[:last], run.before, True)
-
-
-def _tail(chat: Chat, messages: Messages, last: Point | None, prompt: bool = False) -> str | None:
-    """Return the text after the last part, if this is the part of `last`."""
-    rendered = _rendered(chat, messages, prompt)
-    if rendered is None:
+    before = None if run.before is None else run.before.part
+    last = run.turn if before is None else max(run.turn, chat.marking.parts[before].message + 1)
+    rendered = _rendered(chat, chat.messages[:last], prompt=True)
+    if rendered is None or (rendered[1][-1].part if rendered[1] else None) != before:
         return None
-    text, points = rendered
-    at = points[-1].at if points else 0
-    return text[at:] if (points[-1].part if points else None) == (last.part if last else None) else None
+    return rendered[0][rendered[1][-1].at if rendered[1] else 0 :]
 
 
 def _header(chat: Chat, run: _Run) -> str | None:

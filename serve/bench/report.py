@@ -164,7 +164,12 @@ def _cells(run: Run) -> Cells:
     ratios = (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch, run.ratio_to_plain, run.acceptance_length)
     by_position = " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-"
     drafts = (_ratio(run.acceptance_rate), by_position, f"{run.peak_bytes / 1e6:,.0f}")
-    figures = (*("-" if speed is None else f"{speed:.1f}" for speed in speeds), *map(_ratio, ratios), _identity(run), *drafts)
+    figures = (
+        *("-" if speed is None else f"{speed:.1f}" for speed in speeds),
+        *map(_ratio, ratios),
+        _identity(run),
+        *drafts,
+    )
     return _which(run) | dict(zip((*_SPEEDS, *_DRAFTS), figures, strict=True))
 
 
