@@ -186,8 +186,8 @@ def claim(output: str | Path, overwrite: bool, resume: Path | None = None) -> It
 
 
 def worth_keeping(run: Path) -> bool:
-    """Return whether a run's folder holds a finished head, a state to resume from, or complete or partial data."""
-    return _can_resume(run) or any((run / name).is_dir() for name in (BEST, LAST))
+    """Return whether a run's folder holds a trained head, a state to resume from, or complete or partial data."""
+    return _can_resume(run) or (run / LAST).is_dir()  # `best` may be the start
 
 
 def _can_resume(run: Path) -> bool:
