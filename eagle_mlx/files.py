@@ -136,8 +136,7 @@ def check_writable(folder: Path) -> None:
     while not place.exists() and place != place.parent:
         place = place.parent
     if not place.is_dir():
-        remedy = "; name a folder" if place == folder.absolute() else f", so {folder} cannot be created; choose another"
-        raise OutputError(f"{place} is a file{remedy}")
+        raise OutputError(f"{place} is a file, so it can hold no output; choose another folder")
     try:
         Path(tempfile.mkdtemp(prefix=".eagle-mlx.", dir=place)).rmdir()
     except OSError as e:
