@@ -115,7 +115,7 @@ def test_the_flags_open_the_folder_and_say_so(tmp_path: Path) -> None:
             ["--prefix-cache-dir", "x", "--prefix-disk-gb", "9e9"],
             "--prefix-disk-gb 9e+09 is more than the disk of x has",
         ),
-        (["--prefix-cache-dir", __file__], "is a file; name a folder"),
+        (["--prefix-cache-dir", __file__], "is a file, so"),
     ],
 )
 def test_invalid_cache_settings_are_refused_at_startup(
