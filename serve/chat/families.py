@@ -1,10 +1,9 @@
-"""Formats of calls and reasoning that mlx-lm has no parser for, and messages for templates that take no such calls."""
+"""Formats of calls and reasoning that mlx-lm has no parser for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Mapping
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -12,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .call_formats import deepseek_tag
 from .call_markup import DSML_BAR
 from .parser import ReasoningTags
-from .tools import CallForm, Tool, ToolCallTags
+from .tools import CallForm, ToolCallTags
 
 JSON_TOOLS = CallForm('\n{"name": "', '", "arguments": ', "}\n", "<tool_call>", "</tool_call>", outer="\n")
 """The form of mlx-lm's parser `json_tools`."""
@@ -133,102 +132,3 @@ def reasoning_tags(tokenizer: TokenizerWrapper) -> ReasoningTags:
         known = edges.setdefault(names.get(state, state), [])
         known += [(tag, names.get(to, to)) for tag, to in leads if to != "tool"]
     return ReasoningTags(start, end, edges, names.get(i := tokenizer.response_initial_state or "", i))
-
-
-_INSTRUCTIONS = """You have access to these functions:
-{tools}
-
-To call a function, write only this, and end your answer:
-{form}
-
-The next message has the result. If no function helps, answer without a call."""
-
-Way = tuple[list[dict[str, Any]], Mapping[str, Any]]
-"""Messages and the template's other arguments."""
-
-
-def ways_to_render(
-    messages: list[dict[str, Any]], arguments: Mapping[str, Any], calls: ToolCallTags | None
-) -> Iterator[Way]:
-    """Yield messages and arguments in the template's own way, then in others that may help.
-
-    Some templates cannot take call arguments as objects, some refuse system messages after the first turn, and some
-    take no tools or calls. Text describes these in the system message, or in the user's if there is none.
-    """
-    if calls is not None and calls.one_by_one:
-        messages = one_call_each(messages, with_thinking=not calls.rewrites)
-    variants = [messages]
-    if (late := with_late_instructions_from_user(messages)) != messages:
-        variants.append(late)
-    if calls is _DSML and arguments["tools"] and messages[0]["role"] != "system":  # only that message lists tools
-        variants.append([{"role": "system", "content": ""}, *messages])
-    for changed in variants:
-        yield changed, arguments
-        yield with_argument_texts(changed), arguments
-    tools = arguments["tools"] or ()
-    if calls is not None and calls.form and calls.rewrites and (tools or any("tool_calls" in m for m in messages)):
-        for place in ("system", "user"):
-            yield as_text(messages, tools, calls.form, place), {**arguments, "tools": None}
-
-
-def with_late_instructions_from_user(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Change late system messages to user messages, for templates that allow none after the first turn."""
-    first = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    late = ({**message, "role": "user"} if message["role"] == "system" else message for message in messages[first:])
-    return [dict(message) for message in (*messages[:first], *late)]
-
-
-def with_argument_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with call arguments as JSON text, for templates that concatenate them."""
-    changed = deepcopy(list(map(dict, messages)))
-    for function in (call["function"] for message in changed for call in message.get("tool_calls", ())):
-        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return changed
-
-
-def one_call_each(messages: Sequence[Mapping[str, Any]], with_thinking: bool) -> list[dict[str, Any]]:
-    """Return messages with at most one call each. The other calls go before their results.
-
-    with_thinking: reasoning and content before a call become `thinking`, as gpt-oss's template takes them.
-    """
-    changed: list[dict[str, Any]] = []
-    waiting: dict[str, dict[str, Any]] = {}
-    for message in map(dict, messages):
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = calls[:1]
-            waiting = {call["id"]: call for call in calls[1:] if "id" in call}
-            if with_thinking and (thought := message.get("reasoning_content")):
-                message |= {"thinking": "\n\n".join(filter(None, (thought, message["content"]))), "content": ""}
-        elif call := waiting.pop(message.get("tool_call_id", ""), None):
-            changed.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        changed.append(message)
-    return changed
-
-
-def as_text(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], form: CallForm, place: str
-) -> list[dict[str, Any]]:
-    """Return messages with tools, calls and results in their contents. Roles alternate.
-
-    place: the role that describes the tools, `system` or `user`; with `user`, there are no system messages.
-    """
-    each = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    told = _INSTRUCTIONS.format(tools=each, form=form.write([("FUNCTION_NAME", '{"ARGUMENT_NAME": VALUE}')]))
-    names: dict[Any, str] = {}
-    changed: list[dict[str, Any]] = [{"role": place, "content": told}] if tools else []
-    for message in messages:
-        role, content = message["role"], message["content"]
-        calls = message.get("tool_calls", ())
-        names |= {call.get("id"): call["function"]["name"] for call in calls}
-        if calls:
-            made = [(call["function"]["name"], json.dumps(call["function"]["arguments"])) for call in calls]
-            content = "\n".join(filter(None, (content, form.write(made))))
-        elif role == "tool":
-            role, content = "user", f"Result of {names.get(message['tool_call_id'], 'the call')}:\n{content}"
-        elif role == "system":
-            role = place
-        if changed and changed[-1]["role"] == role:
-            changed[-1]["content"] += f"\n\n{content}"
-        else:
-            changed.append({"role": role, "content": content})
-    return changed

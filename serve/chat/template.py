@@ -3,80 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.target import Target
 
-from .families import Way, call_tags, reasoning_tags, ways_to_render
+from .families import call_tags, reasoning_tags
+from .history import Message, Way, lost_message, read_messages, text_of, ways_to_render, with_typed_parts
 from .parser import ReasoningTags
 from .tools import Tool, ToolCallTags
-
-Message = Mapping[str, Any]
-
-_KEYS = {
-    "system": {"role", "content", "name"},
-    "user": {"role", "content", "name"},
-    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning"},
-    "tool": {"role", "content", "name", "tool_call_id"},
-}
-"""The allowed fields of messages, by the role in templates."""
-
-
-def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages for templates: call arguments as objects, and `developer` as `system`.
-
-    Fields have the types of `serve/api/schema.py`; contents are text. Raises PromptError that names the message, such
-    as `messages[2].content: ...`.
-    """
-    read, made = [], set[str | None]()
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        one = _message(message, where)
-        made |= {call.get("id") for call in one.get("tool_calls", ())}
-        if one["role"] == "tool" and made.isdisjoint({one["tool_call_id"], None}):  # a call without an id fits all
-            raise PromptError(
-                f"{where}.tool_call_id: no earlier assistant message has a call with the id "
-                f"{one['tool_call_id'][:100]!r}; send the message with that call before its result"
-            )
-        read.append(one)
-    return read
-
-
-def _message(message: Message, where: str) -> dict[str, Any]:
-    role = "system" if message["role"] == "developer" else message["role"]
-    given = {key: value for key, value in message.items() if value is not None and value != []}
-    if unknown := sorted(given.keys() - _KEYS[role]):
-        raise PromptError(f"{where}: {unknown[0]!r} is not supported in a message of role {message['role']!r}")
-    if "content" not in given and "tool_calls" not in given:
-        raise PromptError(f"{where}.content: must be text, or a list of text parts")
-    if role == "tool" and "tool_call_id" not in given:
-        raise PromptError(f"{where}.tool_call_id: a tool message must name the call that it answers")
-    if "reasoning" in given:
-        given["reasoning_content"] = given.pop("reasoning")
-    if "tool_calls" in given:
-        given["tool_calls"] = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(given["tool_calls"])]
-    return {"content": "", **given, "role": role}
-
-
-def _call(call: Message, where: str) -> dict[str, Any]:
-    """Return a call with its arguments as an object, because templates write them in their own ways."""
-    function, where = call["function"], f"{where}.function.arguments"
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError) as e:
-        raise PromptError(f"{where}: not valid JSON ({e})") from e
-    if not isinstance(arguments, dict):
-        raise PromptError(f"{where}: must be the JSON text of an object")
-    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
 
 Encode = Callable[[str, bool], list[int]]
 """Maps a text, and whether to add special tokens that begin or end it, to token ids."""
@@ -134,12 +76,14 @@ class Chat:
         """Return texts of possible later chats: another question, the next turn, and this one before an answer."""
         chat = [dict(message) for message in self.messages]
         system = next((at for at, message in enumerate(chat) if message["role"] != "system"), len(chat))
-        first = str(chat[system]["content"]).lstrip() if system < len(chat) else ""
-        question = {"role": "user", "content": "!" if first.startswith("?") else "?"}
+        first = text_of(chat[system]).lstrip() if system < len(chat) else ""
+        turns = [{"role": "assistant", "content": "!"}, {"role": "user", "content": "!" if first[:1] == "?" else "?"}]
+        if chat and not isinstance(chat[0]["content"], str):
+            turns = with_typed_parts(turns)
         texts = []
         for messages, arguments in [
-            ([*chat[:system], question], self.arguments),
-            ([*chat, {"role": "assistant", "content": "!"}, question], self.arguments),
+            ([*chat[:system], turns[1]], self.arguments),
+            ([*chat, *turns], self.arguments),
             (chat, {**self.arguments, "add_generation_prompt": False}),
         ]:
             try:
@@ -270,7 +214,30 @@ class ChatFormat:
                 "tool_parser_type in the model's tokenizer_config.json"
             )
         read = self.volatile.strip(read)
-        return _first_rendered(self.tokenizer, ways_to_render(read, arguments, self.calls))
+        return self._first_rendered(read, ways_to_render(read, arguments, self.calls))
+
+    def _first_rendered(self, given: Sequence[Message], ways: Iterable[Way]) -> Chat:
+        """Return the first chat that the template takes with all its texts, tools and calls.
+
+        given: the messages before `ways` changed them. Raises PromptError if there is none.
+        """
+        assert self.tokenizer is not None
+        errors: list[Exception] = []
+        for messages, arguments in ways:
+            try:
+                chat = Chat(self.tokenizer, messages, arguments, _render(self.tokenizer, messages, arguments))
+                chat.check_tools_are_rendered()
+            except Exception as e:  # a template is a program and raises anything
+                errors.append(e)
+                continue
+            if (lost := lost_message(messages, chat.text, self.thoughts.think_end or "</think>")) is None:
+                return chat
+            errors.append(_leaves_out(lost, given))
+        # The template's own words say more than Python's errors about types that it does not expect.
+        error = next((e for e in reversed(errors) if isinstance(e, PromptError | TemplateError)), errors[0])
+        if isinstance(error, PromptError):
+            raise error
+        raise PromptError(f"messages: the model's chat template raised an error: {error}") from error
 
     def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends in an open thought, which the answer continues."""
@@ -281,19 +248,13 @@ class ChatFormat:
         return end.rstrip().endswith(start)
 
 
-def _first_rendered(tokenizer: TokenizerWrapper, ways: Iterable[Way]) -> Chat:
-    """Return the first chat that the template takes with its tools and calls. Raises PromptError if there is none."""
-    error: Exception | None = None
-    for messages, arguments in ways:
-        try:
-            chat = Chat(tokenizer, messages, arguments, _render(tokenizer, messages, arguments))
-            chat.check_tools_are_rendered()
-            return chat
-        except Exception as e:  # a template is a program and raises anything
-            error = e
-    if isinstance(error, PromptError):
-        raise error
-    raise PromptError(f"messages: the model's chat template raised an error: {error}") from error
+def _leaves_out(lost: Message, given: Sequence[Message]) -> PromptError:
+    text = text_of(lost)
+    index = next((at for at, m in enumerate(given) if m["content"] and text.startswith(m["content"])), 0)
+    return PromptError(
+        f"messages[{index}].content: this model's chat template leaves out the {lost['role']} message that begins with "
+        f"{text[:40]!r}, so the model would not see it; send it in another role or place"
+    )
 
 
 def _encodes_the_text(tokenizer: TokenizerWrapper) -> bool:

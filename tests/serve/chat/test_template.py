@@ -139,9 +139,6 @@ def test_with_tool_choice_none_the_model_sees_no_tools() -> None:
         ([{"role": "user", "content": "x", "tool_calls": [{}]}], r"messages\[0\]: 'tool_calls'"),
         ([*HELLO, {"role": "tool", "content": "x"}], r"messages\[1\]\.tool_call_id"),
         ([*HELLO, {"role": "tool", "content": "x", "tool_call_id": "7"}], r"messages\[1\]\.tool_call_id"),
-        ([*HELLO, called("{")], r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"),
-        ([*HELLO, called("[1]")], r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"),
-        ([*HELLO, called("[" * 100_000)], r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"),
     ],
 )
 def test_a_bad_message_is_named(messages: Any, place: str) -> None:
@@ -223,15 +220,12 @@ def test_late_instructions_become_user_messages_if_the_template_allows_no_others
     said = [*late[:2], {"role": "user", "content": "Be brief."}]
     assert written("mistral", late) == written("mistral", said)
     assert written("qwen", late) != written("qwen", said)
-    with pytest.raises(PromptError, match="not system"):
-        written("mistral", [late[2], *late])
 
 
 def test_errors_of_a_template_are_prompt_errors() -> None:
-    with pytest.raises(PromptError, match="only user and assistant may speak, not system"):
-        format_of("mistral").chat([{"role": "system", "content": "x"}]).tokens()
-    with pytest.raises(PromptError, match="ids have nine letters"):
-        format_of("mistral").chat([*HELLO, called()]).tokens()
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
+    with pytest.raises(PromptError, match="only user and assistant may speak, not tool"):
+        format_of("mistral").chat([*HELLO, called(), result]).tokens()
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "messages", "continue_final_message"])
