@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, UndefinedError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
@@ -233,8 +233,9 @@ class ChatFormat:
             if (lost := lost_message(messages, chat.text, self.thoughts.think_end or "</think>")) is None:
                 return chat
             errors.append(_leaves_out(lost, given))
-        # The template's own words say more than Python's errors about types that it does not expect.
-        error = next((e for e in reversed(errors) if isinstance(e, PromptError | TemplateError)), errors[0])
+        # Words of the template and of this server say more than errors about types that the template does not expect.
+        clear = [e for e in errors if isinstance(e, PromptError | TemplateError) and not isinstance(e, UndefinedError)]
+        error = clear[-1] if clear else errors[0]
         if isinstance(error, PromptError):
             raise error
         raise PromptError(f"messages: the model's chat template raised an error: {error}") from error
