@@ -16,7 +16,7 @@ from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import ChatLogprobs, chat_logprobs
 from .model import Encode, Loaded, check_context, sampling
-from .schema import ChatRequest, Message
+from .schema import ChatRequest, Message, refuse_last_media
 from .service import Call
 from .worker import RequestEvent
 
@@ -166,7 +166,7 @@ def render_chat(
     """
     chosen = body.tool_choice
     offer = ToolOffer.of(
-        [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        [tool.model_dump(exclude={"cache_control"}, exclude_none=True) for tool in body.tools or ()],
         chosen if chosen is None or isinstance(chosen, str) else chosen.model_dump(),
         body.parallel_tool_calls is not False,
     )
@@ -175,6 +175,8 @@ def render_chat(
         if (given := getattr(body, wish)) is not None:
             arguments.setdefault(wish, given)
 
+    if body.messages[-1].role == "user":
+        refuse_last_media(body.messages[-1].content, f"messages[{len(body.messages) - 1}].content")
     messages = [message.plain() for message in body.messages]
     chat = loaded.chat.chat(messages, offer.for_template, arguments)
     tokens = chat.tokens(encode)

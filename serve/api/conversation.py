@@ -16,6 +16,7 @@ from pydantic_core import CoreSchema, core_schema
 from eagle_mlx.request import Output
 
 from ..chat import Delta
+from ..chat.history import PARAGRAPH
 from . import schema
 from .answer import Answer
 from .chat import ChatAnswer, DeltaStream
@@ -26,8 +27,6 @@ from .schema import Body, ChatRequest, ToolName
 from .service import Call
 from .worker import RequestEvent
 
-PARAGRAPH = "\n\n"
-"""Separates pieces of text that came as separate blocks."""
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Maps efforts that templates do not know to low or high."""
 
@@ -71,8 +70,8 @@ class Conversation:
     def think(self, text: str) -> None:
         self._turn("assistant").setdefault("reasoning_content", []).append(text)
 
-    def call(self, id: str, name: str, arguments: str) -> None:
-        """Add a tool call. arguments: the JSON text of an object."""
+    def call(self, id: str, name: str, arguments: Any) -> None:
+        """Add a tool call. arguments: an object, or its JSON text."""
         self._made.add(id)
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn("assistant").setdefault("tool_calls", []).append(call)

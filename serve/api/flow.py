@@ -21,8 +21,8 @@ from .errors import ApiError, Shape, bad_request, client_gone
 from .limits import check_containers, is_long, read_body
 from .model import Encode, Loaded, check
 from .models import Models
-from .schema import B, read
 from .service import Call, Service
+from .validation import B, read
 
 T = TypeVar("T")
 R = TypeVar("R", bound=schema.Request)

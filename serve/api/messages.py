@@ -1,14 +1,11 @@
-"""Anthropic's Messages API: requests as chats, and answers as a message or as a stream of events."""
+"""Anthropic's Messages API: answers as a message or as a stream of events, and token counts."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import yaml
 from fastapi import APIRouter, Request
-from pydantic import BeforeValidator, Field
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
@@ -17,240 +14,20 @@ from eagle_mlx.request import Output
 from ..chat import Delta
 from .answer import Measured, named_event, stats
 from .chat import finish_reason, render_chat
-from .conversation import BY_TYPE, EFFORTS, PARAGRAPH, BareTool, Conversation, Extensions, Names, OwnTool, PartsAnswer
+from .conversation import PartsAnswer
 from .errors import ERRORS, EVENTS, ApiError, MessagesError, Shape, documented
 from .flow import body_of, in_turn, models_of, respond, respond_encoded
 from .limits import Limits
+from .messages_request import (
+    CountTokensRequest,
+    MessagesRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+    chat_request,
+    names_of,
+)
 from .model import Encode, Loaded
-from .schema import Body, ChatRequest, Many, T, supported, validated
-
-KNOWN_TOOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("known_tools.yaml").read_bytes())
-"""Description and parameters of the tools that have no schema in requests, by type."""
-
-
-class Cached(Body):
-    """What may carry a cache breakpoint; the prefix cache finds shared prefixes without them."""
-
-    cache_control: Any = None
-
-
-class TextBlock(Cached):
-    type: Literal["text"]
-    text: str
-    citations: Any = None
-
-
-TextOnly = Annotated[TextBlock, BeforeValidator(supported)]
-
-
-class ThinkingBlock(Body):
-    type: Literal["thinking"]
-    thinking: str
-    signature: str | None = None
-
-
-class RedactedThinkingBlock(Body):
-    """Encrypted reasoning, which is left out of the prompt."""
-
-    type: Literal["redacted_thinking"]
-    data: str
-
-
-class ToolUseBlock(Cached):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-    caller: Any = None
-
-
-class ToolResultBlock(Cached):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | Many[TextOnly] | None = None
-    is_error: bool | None = None
-
-
-Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
-    BY_TYPE,
-    BeforeValidator(supported),
-]
-
-
-class Turn(Body):
-    role: Literal["user", "assistant", "system"]
-    content: str | Annotated[Many[Block], Field(min_length=1)]
-
-
-class ClientTool(OwnTool, Cached):
-    type: Literal["custom", None] = None
-    input_schema: dict[str, Any]
-    # Ignored: tool input arrives in one piece.
-    eager_input_streaming: bool | None = None
-    input_examples: list[dict[str, Any]] | None = None
-
-
-OfferedTool = Annotated[ClientTool | BareTool, BY_TYPE]
-
-
-class MessagesToolChoice(Body):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-class Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = Field(None, ge=1)
-    """Not enforced: reasoning ends when the model ends it, or at max_tokens."""
-    display: Literal["summarized", "omitted"] | None = None
-
-
-class OutputFormat(Body):
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class OutputConfig(Body):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
-
-
-class CountTokensRequest(Extensions, Cached):
-    """The conversation and everything else that goes into the prompt."""
-
-    messages: Annotated[Many[Turn], Field(min_length=1)]
-    system: str | Many[TextOnly] | None = None
-    tools: Many[OfferedTool] | None = None
-    tool_choice: MessagesToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    # Ignored: these concern Anthropic's own servers.
-    context_management: dict[str, Any] | None = None
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
-    speed: Literal["standard"] | None = None
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
-
-
-class MessagesRequest(CountTokensRequest):
-    max_tokens: int = Field(ge=1)
-    """An upper bound: the context may leave fewer."""
-    stream: bool | None = None
-    stop_sequences: Many[str] | None = None
-    temperature: float | None = Field(None, ge=0, le=1)
-    top_p: float | None = None
-    top_k: int | None = None
-    # Ignored as well.
-    metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    inference_geo: str | None = None
-    diagnostics: dict[str, Any] | None = None
-    container: None = None
-
-
-_FIELDS = {
-    r"stop\b(?! string)": "stop_sequences",
-    r"response_format\.json_schema\.schema": "output_config.format.schema",
-    r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
-    r"tools\[(\d+)\]\.function": r"tools[\1]",
-    r"messages(\[\d+\][\w.\[\]]*)": "messages",
-}
-"""Chat Completions fields and their names here. Translated messages have other indexes, so errors name no index."""
-_BLOCKS = {
-    "user": (TextBlock, ToolResultBlock),
-    "system": (TextBlock,),
-    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
-}
-
-
-def chat_request(body: CountTokensRequest) -> ChatRequest:
-    """Return the chat. It leaves out max_tokens, which is only a bound. Raises ApiError that names the field."""
-    asked: dict[str, Any] = {"messages": _messages(body), **body.extensions(), **_tools(body)}
-    if body.thinking is not None:
-        asked.setdefault("chat_template_kwargs", {}).setdefault("enable_thinking", body.thinking.type != "disabled")
-    output = body.output_config or OutputConfig()
-    if output.effort is not None:
-        asked["reasoning_effort"] = EFFORTS.get(output.effort, output.effort)
-    if output.format is not None:
-        form = {"name": "answer", "schema": output.format.schema_}
-        asked["response_format"] = {"type": "json_schema", "json_schema": form}
-    if isinstance(body, MessagesRequest):
-        asked |= body.model_dump(include={"temperature", "top_p", "top_k"}) | {"stop": body.stop_sequences}
-    with names_of(body).used():
-        return validated(ChatRequest, asked)
-
-
-def names_of(body: CountTokensRequest) -> Names:
-    return Names(_FIELDS, [index for index, tool in enumerate(body.tools or ()) if not _is_hosted(tool)])
-
-
-def _is_hosted(tool: ClientTool | BareTool) -> bool:
-    """Return whether Anthropic runs a tool, or only its models know the schema."""
-    return isinstance(tool, BareTool) and tool.type not in KNOWN_TOOLS
-
-
-def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
-    conversation = Conversation()
-    if text := PARAGRAPH.join(block.text for block in _blocks(body.system)):
-        conversation.say("system", text)
-    for index, turn in enumerate(body.messages):
-        _add(conversation, turn, f"messages[{index}].content")
-    if body.messages[-1].role == "assistant":
-        message = "messages: the last message is the assistant's; this server cannot continue a partial answer"
-        raise ApiError(400, message, "messages")
-    return conversation.messages
-
-
-def _blocks(content: str | list[T] | None) -> list[T | TextBlock]:
-    return [TextBlock(type="text", text=content)] if isinstance(content, str) else [*(content or [])]
-
-
-def _add(conversation: Conversation, turn: Turn, where: str) -> None:
-    if turn.role == "assistant":
-        conversation.say("assistant", "")  # its blocks may hold nothing for the prompt
-    for index, block in enumerate(_blocks(turn.content)):
-        if not isinstance(block, _BLOCKS[turn.role]):
-            said = f"a block of type {block.type} is not allowed in a message of role {turn.role}"
-            raise ApiError(400, f"{where}[{index}]: {said}", f"{where}[{index}]")
-        if isinstance(block, TextBlock):
-            conversation.say(turn.role, block.text)
-        elif isinstance(block, ThinkingBlock):
-            conversation.think(block.thinking)
-        elif isinstance(block, ToolUseBlock):
-            conversation.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
-        elif isinstance(block, ToolResultBlock):
-            conversation.result(block.tool_use_id, _result(block), f"{where}[{index}].tool_use_id")
-
-
-def _result(block: ToolResultBlock) -> str:
-    text = PARAGRAPH.join(part.text for part in _blocks(block.content))
-    return f"Error: {text}" if block.is_error else text
-
-
-def _tools(body: CountTokensRequest) -> dict[str, Any]:
-    """Return the tool fields of the chat. Tools that Anthropic runs are dropped if there are others."""
-    given, choice = body.tools or [], body.tool_choice
-    offered = [tool for tool in given if not _is_hosted(tool)]
-    if given and not offered and isinstance(given[0], BareTool):
-        raise given[0].refusal("Anthropic")
-    asked: dict[str, Any] = {"tools": [_function(tool) for tool in offered] or None}
-    if choice is None:
-        return asked
-    if choice.type == "tool" and choice.name is None:
-        raise ApiError(400, "tool_choice.name: must name the tool", "tool_choice.name")
-    named = {"type": "function", "function": {"name": choice.name}}
-    asked["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
-    return asked | {"parallel_tool_calls": not choice.disable_parallel_tool_use}
-
-
-def _function(tool: ClientTool | BareTool) -> dict[str, Any]:
-    if isinstance(tool, BareTool):
-        function = {"name": tool.name, **KNOWN_TOOLS[tool.type]}
-    else:
-        function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
 class MessageUsage(Shape):
@@ -268,12 +45,16 @@ class SignedThinkingBlock(ThinkingBlock):
     signature: str
 
 
+class MadeToolUseBlock(ToolUseBlock):
+    input: dict[str, Any]
+
+
 class MessageObject(Measured):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock | SignedThinkingBlock | ToolUseBlock]
+    content: list[TextBlock | SignedThinkingBlock | MadeToolUseBlock]
     stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage

@@ -21,7 +21,6 @@ from .limits import Limits
 from .responses_request import (
     ID_PREFIXES,
     Ended,
-    Functions,
     Item,
     OutputCustomCall,
     OutputFunctionCall,
@@ -32,6 +31,7 @@ from .responses_request import (
     input_items,
     sealed,
 )
+from .responses_tools import Functions
 from .schema import SERVICE_TIER
 from .stored import ResponseMemory, StoredItem, StoredResponse, stored_items
 

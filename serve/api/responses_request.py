@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ..chat import ToolCall
-from .conversation import BY_TYPE, EFFORTS, PARAGRAPH, BareTool, Conversation, Extensions, Names, OwnTool
-from .schema import Body, ChatRequest, Many, Obfuscation, OpenAIRequest, supported, validated
+from ..chat.history import PARAGRAPH
+from .conversation import BY_TYPE, EFFORTS, Conversation, Extensions
+from .responses_tools import ChosenTool, Functions, ResponsesTool, flat_name
+from .schema import Body, ChatRequest, Many, Media, Obfuscation, OpenAIRequest, refuse_last_media, without_data
+from .validation import validated
 
 Ended = Literal["completed", "incomplete"]
 
@@ -29,7 +31,7 @@ class RefusalPart(Body):
     refusal: str
 
 
-ContentPart = Annotated[TextPart | RefusalPart, BY_TYPE, BeforeValidator(supported)]
+ContentPart = Annotated[TextPart | RefusalPart | Media, BY_TYPE, BeforeValidator(without_data)]
 
 
 class GivenItem(Body):
@@ -66,7 +68,7 @@ class CallItem(GivenItem):
 
 class FunctionCallItem(CallItem):
     type: Literal["function_call"]
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class CustomCallItem(CallItem):
@@ -107,45 +109,12 @@ class OutputReasoning(ReasoningItem):
 class OutputFunctionCall(FunctionCallItem):
     id: str
     status: Ended
+    arguments: str
 
 
 class OutputCustomCall(CustomCallItem):
     id: str
     status: Ended
-
-
-class FunctionTool(OwnTool):
-    type: Literal["function"]
-    parameters: dict[str, Any] | None = None
-    output_schema: dict[str, Any] | None = None
-
-
-class CustomTool(OwnTool):
-    """A tool with free text as its input; the model sees a function with that text as its only argument."""
-
-    type: Literal["custom"]
-    format: dict[str, Any] | None = None
-
-
-FlatTool = FunctionTool | CustomTool
-
-
-class NamespaceTool(Body):
-    """Tools under a common name; Codex offers the tools of MCP servers this way."""
-
-    type: Literal["namespace"]
-    name: str
-    description: str | None = None
-    tools: Many[Annotated[FlatTool, BY_TYPE]]
-
-
-ResponsesTool = Annotated[FunctionTool | CustomTool | NamespaceTool | BareTool, BY_TYPE]
-
-
-class ChosenTool(Body):
-    type: Literal["function", "custom"]
-    name: str
-    namespace: str | None = None
 
 
 class Reasoning(Body):
@@ -205,83 +174,6 @@ class ResponsesRequest(Extensions, OpenAIRequest):
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
 
 
-_CALLS = {"function": "function_call", "custom": "custom_tool_call"}
-_TEXT = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
-"""The parameters of a function that replaces a tool with text input."""
-
-
-class Functions:
-    """The functions that a model sees."""
-
-    def __init__(self, tools: Sequence[ResponsesTool] = ()):
-        """Leave out tools that OpenAI runs. Raises ApiError if that leaves none."""
-        self.functions: list[dict[str, Any]] = []
-        self.calls: dict[str, dict[str, Any]] = {}
-        """For each function, the item of a call of its tool, without the input."""
-        self.names = Names(_FIELDS, [])
-        for at, tool in enumerate(tools):
-            if isinstance(tool, NamespaceTool):
-                for inner in tool.tools:
-                    self._add(at, inner, tool.name)
-            elif not isinstance(tool, BareTool):
-                self._add(at, tool, None)
-        if tools and isinstance(hosted := tools[0], BareTool) and not self.functions:
-            raise hosted.refusal("OpenAI")
-
-    def _add(self, place: int, tool: FlatTool, namespace: str | None) -> None:
-        name = flat_name(tool.name, namespace)
-        parameters = tool.parameters if isinstance(tool, FunctionTool) else _TEXT
-        function: dict[str, Any] = {"name": name, "description": _description(tool), "parameters": parameters}
-        if isinstance(tool, FunctionTool) and tool.strict:
-            function["strict"] = True
-        self.functions.append({"type": "function", "function": function})
-        self.names.tools.append(place)
-        self.calls[name] = {"type": _CALLS[tool.type], "name": tool.name}
-        if namespace is not None:
-            self.calls[name]["namespace"] = namespace
-
-    def called(self, call: ToolCall) -> dict[str, Any]:
-        """Return the item of a call, without its id and status."""
-        item = {"call_id": call.id, **self.calls.get(call.name, {"type": "function_call", "name": call.name})}
-        if item["type"] == "function_call":
-            return item | {"arguments": call.arguments}
-        return item | {"input": _text_of(call.arguments)}
-
-
-def flat_name(name: str, namespace: str | None) -> str:
-    """Return a function's name that includes the tool's namespace."""
-    if namespace is None:
-        return name
-    return f"{namespace}{name}" if namespace.endswith("__") or name.startswith("__") else f"{namespace}__{name}"
-
-
-def _text_of(arguments: str) -> str:
-    """Return the text of a call of such a function, or all of `arguments` if a model without a grammar wrote others."""
-    found = json.loads(arguments).get("input")
-    return found if isinstance(found, str) else arguments
-
-
-def _description(tool: FlatTool) -> str | None:
-    """Return a tool's description, with the grammar of its input, which is not enforced here."""
-    form: dict[str, Any] = (tool.format or {}) if isinstance(tool, CustomTool) else {}
-    if not isinstance(definition := form.get("definition"), str):
-        return tool.description
-    grammar = f"The input follows this grammar ({form.get('syntax', 'lark')}):\n{definition}"
-    return "\n\n".join(filter(None, (tool.description, grammar)))
-
-
-_FIELDS = {
-    r"response_format\.json_schema\.schema": "text.format.schema",
-    r"response_format": "text.format",
-    r"tools\[(\d+)\]\.function": r"tools[\1]",
-    r"messages(\[\d+\][\w.\[\]]*)?": "input",
-}
-"""Chat Completions fields and their names here. Translated messages have other indexes, so errors name no index."""
 _SEALED = "thought:"
 """Prefix of `encrypted_content`, which holds the reasoning in plain base64: the client may read it."""
 
@@ -332,6 +224,8 @@ def _unsealed(text: str | None) -> str:
 def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> list[dict[str, Any]]:
     """Return the messages of a chat. kept: how many items come from the previous response."""
     conversation = Conversation()
+    if isinstance(last := items[-1], MessageItem) and last.role == "user":
+        refuse_last_media(last.content, f"input[{len(items) - kept - 1}].content")
     if instructions:
         conversation.say("system", instructions)
     for index, item in enumerate(items):
@@ -354,7 +248,13 @@ def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> lis
 def _text(content: str | Sequence[ContentPart]) -> str:
     if isinstance(content, str):
         return content
-    return PARAGRAPH.join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+    return PARAGRAPH.join(map(_text_of_part, content))
+
+
+def _text_of_part(part: ContentPart) -> str:
+    if isinstance(part, Media):
+        return part.note
+    return part.text if isinstance(part, TextPart) else part.refusal
 
 
 def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from math import inf
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer
 
+from ..log_once import log_once
 from ..speculation import Mode, PolicyName
-from .errors import ApiError, shortened
+from .errors import ApiError
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
@@ -174,27 +173,50 @@ class CompletionRequest(Request):
 
 
 class Part(Body):
-    """A piece of a message; images and audio are refused."""
+    """A piece of a message."""
 
     type: Literal["text", "refusal"]
     text: str | None = None
     refusal: str | None = None
+    cache_control: Any = None
 
 
-_NOT_TEXT = re.compile("(input_)?(document|image|audio|video|file)(_url)?")
+class Media(Body):
+    """An image, a sound or a document. The model reads only text."""
+
+    type: Literal["media"]
+    kind: str
+
+    @property
+    def note(self) -> str:
+        """The text that the model sees instead."""
+        log_once(f"a conversation has {self.kind} parts; the model reads only text and sees a note instead")
+        return f"[{self.kind} left out: only text can be read here]"
+
+    @model_serializer
+    def as_sent(self) -> dict[str, str]:
+        return {"type": self.kind}
 
 
-def supported(part: object) -> object:
-    """Refuse known parts that are not text by name, which is clearer than a list of valid types."""
+_MEDIA = re.compile("(input_)?(document|image|audio|video|file)(_url)?")
+
+
+def without_data(part: object) -> object:
+    """Reduce a part that is not text to its kind, for `Media`."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and _NOT_TEXT.fullmatch(kind):
-        raise ValueError(f"{kind} is not supported; this server reads only text")
-    return part
+    return {"type": "media", "kind": kind} if isinstance(kind, str) and _MEDIA.fullmatch(kind) else part
+
+
+def refuse_last_media(parts: object, where: str) -> None:
+    """Raise ApiError 400 if a conversation ends with an image: it is the question, and earlier ones are not."""
+    if isinstance(parts, list) and parts and isinstance(last := parts[-1], Media):
+        where = f"{where}[{len(parts) - 1}]"
+        raise ApiError(400, f"{where}: {last.kind} is not supported; this server reads only text", where)
 
 
 class FunctionCall(Body):
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Body):
@@ -206,7 +228,7 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[Annotated[Part, BeforeValidator(supported)]] | None = None
+    content: str | Many[Annotated[Part | Media, BeforeValidator(without_data)]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -215,20 +237,29 @@ class Message(Body):
     tool_call_id: str | None = None
     # Fields that clients send back from an answer of this server or of OpenAI.
     refusal: str | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: list[Any] | None = None
+    id: Any = None
+    cache_control: Any = None
+    reasoning_details: Any = None
+    thinking_blocks: Any = None
     audio: None = None
     function_call: None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the message without fields that templates ignore."""
-        plain = self.model_dump(exclude={"refusal", "annotations", "audio", "function_call"}, exclude_none=True)
+        plain = self.model_dump(include=_TOLD, exclude_none=True)
         if isinstance(self.content, list):
-            plain["content"] = "".join(part.text or part.refusal or "" for part in self.content)
+            plain["content"] = "".join(
+                part.note if isinstance(part, Media) else part.text or part.refusal or "" for part in self.content
+            )
         elif self.content is None and self.refusal:
             plain["content"] = self.refusal
         for call in plain.get("tool_calls", ()):
             call.pop("index", None)
         return plain
+
+
+_TOLD = {"role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id"}
 
 
 class Function(Body):
@@ -241,6 +272,7 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
+    cache_control: Any = None
 
 
 class FunctionName(Body):
@@ -291,78 +323,3 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Many[Id]
-
-
-B = TypeVar("B", bound=Body)
-_NO_OBJECT = ("model_type", "model_attributes_type")
-"""Error types whose messages name our classes."""
-
-
-def read(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"] = "forbid") -> B:
-    """Parse and validate a body. Raises ApiError 400 that names the field. unknown: what to do with unknown fields."""
-    try:
-        fields = from_json(body, allow_inf_nan=False)
-    except ValueError as e:
-        raise ApiError(400, f"the body is not valid JSON: {e}") from e
-    if not isinstance(fields, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    fields = _unpacked(fields)
-    if unknown == "forbid" and (strange := sorted(fields.keys() - kind.model_fields.keys())):
-        raise ApiError(400, f"{_short(strange[0])} is not a known field", _short(strange[0]), "unknown_parameter")
-    return validated(kind, fields, unknown)
-
-
-def _unpacked(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with those of `extra_body`, which OpenAI's client unpacks before it sends a request."""
-    if (extra := fields.pop("extra_body", None)) is None:
-        return fields
-    if not isinstance(extra, dict):
-        raise ApiError(400, "extra_body: input should be an object", "extra_body")
-    if twice := sorted(name for name in extra.keys() & fields.keys() if extra[name] != fields[name]):
-        name = _short(twice[0])
-        raise ApiError(400, f"extra_body.{name} differs from {name}; send one of them", f"extra_body.{name}")
-    return fields | extra
-
-
-def validated(kind: type[B], fields: dict[str, Any], unknown: Literal["forbid", "ignore"] = "forbid") -> B:
-    """Validate fields. Raises ApiError 400 that names the field."""
-    try:
-        return kind.model_validate(fields, extra=unknown)
-    except ValidationError as e:
-        raise _explained(e.errors(include_url=False, include_context=False, include_input=False), fields) from e
-
-
-def _explained(details: list[ErrorDetails], fields: dict[str, Any]) -> ApiError:
-    """Report the first invalid field; of several ways to parse it, the one that got furthest."""
-    about = max((d for d in details if d["loc"][:1] == details[0]["loc"][:1]), key=_progress)
-    kind, path = about["type"], _short(_path(about["loc"], fields, about["type"] == "missing"))
-    if kind == "none_required":
-        return ApiError(400, f"{path} is not supported by this server", path, "unsupported_parameter")
-    if kind == "extra_forbidden":
-        return ApiError(400, f"{path} is not a known field", path, "unknown_parameter")
-    said = "input should be an object" if kind in _NO_OBJECT else about["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{path}: {said[:1].lower()}{said[1:]}", path)
-
-
-def _path(steps: Sequence[int | str], value: Any, is_missing: bool) -> str:
-    """Return a path as OpenAI writes it, such as `messages[0].content`, without pydantic's names of types.
-
-    is_missing: whether the last step is a field that the value lacks.
-    """
-    path = ""
-    for at, step in enumerate(steps):
-        if isinstance(step, int):
-            path, value = f"{path}[{step}]", value[step]
-        elif isinstance(value, dict) and (step in value or (is_missing and at == len(steps) - 1)):
-            path, value = f"{path}.{step}", value.get(step)
-    return path.removeprefix(".")
-
-
-def _progress(detail: ErrorDetails) -> tuple[int, int, bool]:
-    """Rank an error by how far parsing got: depth in the value, then list index, then whether the type matched."""
-    last = detail["loc"][-1]
-    return len(detail["loc"]), last if isinstance(last, int) else 0, not detail["type"].endswith("_type")
-
-
-def _short(name: str) -> str:
-    return shortened(name, 100)

@@ -26,8 +26,8 @@ from . import chat, completions, metrics, routes
 from .errors import add_handlers
 from .guard import HostGuard, KeyGuard, RequestForms
 from .limits import Limits
-from .messages import CountTokensRequest, MessagesRequest
 from .messages import router as messages
+from .messages_request import CountTokensRequest, MessagesRequest
 from .models import Models
 from .options import check_trusted
 from .responses import router as responses

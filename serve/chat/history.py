@@ -71,8 +71,9 @@ def _call(call: Message) -> dict[str, Any]:
     Arguments that are no object become `{}`: a model wrote them, and its client sends them with every later turn.
     """
     function = call["function"]
+    arguments = function.get("arguments") or "{}"
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

@@ -28,3 +28,10 @@ def thinker() -> Iterator[Live]:
     """A server with a model that reasons and calls tools."""
     with live(lambda: loaded_format("thinking")) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def mistral() -> Iterator[Live]:
+    """A server with a model whose template takes only users and assistants."""
+    with live(lambda: loaded_format("mistral")) as running:
+        yield running

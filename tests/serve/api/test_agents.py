@@ -214,7 +214,6 @@ def items(*given: Any) -> dict[str, Any]:
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
 ONE = {"messages": USER, "max_tokens": 1}
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 SPACE = {"type": "namespace", "name": "a b", "tools": [{"type": "function", "name": "f" * 30}]}
@@ -240,7 +239,6 @@ BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
         ({**ONE, "messages": [{"role": "user", "content": []}]}, "messages[0].content: "),
         (user(IMAGE), "messages[0].content[0]: image is not supported"),
         (user({"type": "document"}), "messages[0].content[0]: document is not supported"),
-        (user({"type": "text", "text": "x"}, RESULT), "messages[0].content[1].content[0]: image is not supported"),
         (user({"type": "poem"}), "messages[0].content[0]: the type must be one of text, thinking"),
         (user({"type": "text"}), "messages[0].content[0].text: field required"),
         (user({"type": "tool_use", "id": "a", "name": "f", "input": {}}), "messages[0].content[0]: a block of type"),
@@ -288,7 +286,6 @@ def test_invalid_messages_requests_are_refused(server: Live, body: dict[str, Any
         (items({"role": "wizard", "content": "x"}), "input[0].role", "developer"),
         (items(*USER, {"role": "user", "content": [{"type": "input_image"}]}), "input[1].content[0]", "input_image is"),
         (items({"role": "user", "content": [{"type": "input_file"}]}), "input[0].content[0]", "input_file is"),
-        (items({"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}), "input", "not valid JSON"),
         (items({"type": "function_call_output", "output": "x"}), "input[0].call_id", "required"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "runs on OpenAI's servers"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name", "required"),

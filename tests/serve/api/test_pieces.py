@@ -16,7 +16,8 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.api.chat import ChatAnswer
 from eagle_mlx.serve.api.conversation import PartsAnswer
 from eagle_mlx.serve.api.limits import Limits
-from eagle_mlx.serve.api.messages import MessageAnswer, MessagesRequest
+from eagle_mlx.serve.api.messages import MessageAnswer
+from eagle_mlx.serve.api.messages_request import MessagesRequest
 from eagle_mlx.serve.api.responses import ResponseAnswer
 from eagle_mlx.serve.api.responses_request import ResponsesRequest, input_items
 from eagle_mlx.serve.api.schema import ChatRequest
