@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from threading import Event
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -15,9 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_mlx import EagleError, Output
 
+from ..log_once import log_once
 from . import schema
 from .answer import Answer, dumps, failure
-from .errors import ApiError, Shape, bad_request, client_gone
+from .errors import ApiError, Shape, bad_request, client_gone, shortened
 from .limits import check_containers, is_long, read_body
 from .model import Encode, Loaded, check
 from .models import Models
@@ -28,6 +30,10 @@ T = TypeVar("T")
 R = TypeVar("R", bound=schema.Request)
 KEEP_ALIVE_SECONDS = 15
 """Interval between keep-alive messages in a stream; the HTML standard advises about 15 seconds (9.2.7)."""
+_UNUSUAL = re.compile(r"[^\w.\[\]-]", re.ASCII)
+"""Characters of field names that a header or a log line may not take as they are."""
+_MOST_NAMED = 20
+"""Ignored fields to name per request: a header has room for them."""
 Owner = tuple[str, str]
 """A client, and the namespace of its prefix cache."""
 
@@ -79,13 +85,17 @@ async def body_of(request: Request, kind: type[B]) -> B:
     limits = models.settings.limits
     body = await read_body(request, limits)
     request.state.size, request.state.is_long = len(body), is_long(body, limits)
-    unknown: Literal["forbid", "ignore"] = "ignore" if models.settings.ignore_unknown_fields else "forbid"
 
-    def parse() -> B:
+    def parse() -> tuple[B, list[str]]:
         check_containers(body, limits)
-        return read(kind, body, unknown)
+        return read(kind, body, models.settings.strict_fields)
 
-    found = await in_turn(request, parse)
+    found, ignored = await in_turn(request, parse)
+    if ignored:
+        names = (_UNUSUAL.sub("?", shortened(name, 100)) for name in ignored[:_MOST_NAMED])
+        request.state.ignored_fields = ", ".join(names)
+        said = f"ignored unknown fields: {request.state.ignored_fields}; --strict-fields refuses them"
+        log_once(f"{request.url.path}: {said}")
     request.state.cache_salt = getattr(found, "cache_salt", None)
     return found
 

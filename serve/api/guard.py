@@ -89,7 +89,7 @@ def is_loopback(address: str) -> bool:
 
 
 class RequestForms:
-    """Normalizes requests for the other layers, and adds an id to each response.
+    """Normalizes requests for the other layers, and adds an id and the ignored fields to each response.
 
     An absolute target becomes a path, and its host replaces `Host`. HEAD is handled as GET, without the body. The id is
     in the header of the client's API. Requests with both a length and a transfer coding are refused, because a proxy
@@ -111,7 +111,10 @@ class RequestForms:
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), id]}
+                more = [id]
+                if ignored := asked.get("state", {}).get("ignored_fields"):
+                    more.append((b"x-ignored-fields", ignored.encode()))
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
             elif message["type"] == "http.response.body" and is_head:
                 message = {**message, "body": b""}
             await send(message)

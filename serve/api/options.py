@@ -139,7 +139,9 @@ class Settings(Group):
     )
     exit_when_stuck: bool = setting(False, "exit with 1 if a step is stuck; a supervisor then restarts the server")
     log_requests: bool = setting(False, "log one line per request: tokens, accepted drafts and seconds, never text")
-    ignore_unknown_fields: bool = setting(False, "ignore unknown request fields; otherwise they are refused")
+    strict_fields: bool = setting(
+        False, "refuse unknown request fields; otherwise they are ignored, and named in the header x-ignored-fields"
+    )
     limits: Limits = field(default_factory=Limits)
     drain_seconds: float = setting(30.0, "seconds that requests get to finish at shutdown", AT_LEAST_0, metavar="S")
     hosts: tuple[str, ...] | None = None

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from ..chat.history import PARAGRAPH
 from .conversation import BY_TYPE, EFFORTS, Conversation, Extensions
-from .responses_tools import ChosenTool, Functions, ResponsesTool, flat_name
+from .responses_tools import AllowedTools, ChosenTool, Functions, ResponsesTool, chosen, flat_name
 from .schema import Body, ChatRequest, Many, Media, Obfuscation, OpenAIRequest, refuse_last_media, without_data
 from .validation import validated
 
@@ -157,7 +157,7 @@ class ResponsesRequest(Extensions, OpenAIRequest):
     max_output_tokens: int | None = Field(None, ge=1)
     """An upper bound: the context may leave fewer."""
     tools: Many[ResponsesTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
@@ -171,7 +171,6 @@ class ResponsesRequest(Extensions, OpenAIRequest):
     max_tool_calls: None = None
     # Ignored: these concern OpenAI's own servers.
     client_metadata: dict[str, Any] | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
 
 
 _SEALED = "thought:"
@@ -184,13 +183,10 @@ def input_items(body: ResponsesRequest) -> list[Item]:
 
 def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions) -> ChatRequest:
     """Return the chat of these items. It leaves out max_output_tokens, which is only a bound. Raises ApiError."""
-    choice: Any = body.tool_choice
-    if isinstance(choice, ChosenTool):
-        choice = {"type": "function", "function": {"name": flat_name(choice.name, choice.namespace)}}
     asked: dict[str, Any] = {
         "messages": _messages(body.instructions, items, len(items) - len(input_items(body))),
         "tools": functions.functions or None,
-        "tool_choice": choice,
+        "tool_choice": chosen(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body),
         "verbosity": body.text.verbosity if body.text is not None else None,

@@ -44,6 +44,28 @@ class ChosenTool(Body):
     name: str
     namespace: str | None = None
 
+    @property
+    def function(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": flat_name(self.name, self.namespace)}}
+
+
+class AllowedTools(Body):
+    """The tools that may be called. Those that OpenAI runs are ignored."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Many[Annotated[ChosenTool | BareTool, BY_TYPE]]
+
+
+def chosen(choice: str | ChosenTool | AllowedTools | None) -> str | dict[str, Any] | None:
+    """Return `tool_choice` for Chat Completions."""
+    if isinstance(choice, ChosenTool):
+        return choice.function
+    if not isinstance(choice, AllowedTools):
+        return choice
+    tools = [tool.function for tool in choice.tools if isinstance(tool, ChosenTool)]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+
 
 _CALLS = {"function": "function_call", "custom": "custom_tool_call"}
 _TEXT = {

@@ -1,4 +1,4 @@
-"""Requests: OpenAI's fields and those of similar servers. Fields that would have no effect are refused."""
+"""Requests: OpenAI's fields and those of similar servers. Known fields that would have no effect are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _biases(value: object) -> object:
 
 
 class Body(BaseModel):
-    """A request body; unknown fields are refused."""
+    """A request body, or a part of one. `validation.read` ignores unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -113,6 +113,8 @@ class OpenAIRequest(Extensions):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     metadata: dict[str, str] | None = None
     service_tier: ServiceTier | None = None
 
@@ -131,6 +133,14 @@ class Request(OpenAIRequest):
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     store: Literal[False] | None = None
+    # Not supported: other servers' names of limits on the text. An answer without them would be wrong.
+    guided_json: None = None
+    guided_regex: None = None
+    guided_choice: None = None
+    guided_grammar: None = None
+    structured_outputs: None = None
+    grammar: None = None
+    min_tokens: Literal[0] | None = None
 
     @property
     def answers(self) -> int:
@@ -284,14 +294,24 @@ class NamedTool(Body):
     function: FunctionName
 
 
+class ToolSubset(Body):
+    mode: Literal["auto", "required"]
+    tools: Many[NamedTool]
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
 class ChatRequest(Request):
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Annotated[Many[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Many[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Many[Literal["text"]] | None = None

@@ -16,8 +16,11 @@ _NO_OBJECT = ("model_type", "model_attributes_type")
 """Error types whose messages name our classes."""
 
 
-def read(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"] = "forbid") -> B:
-    """Parse and validate a body. Raises ApiError 400 that names the field. unknown: what to do with unknown fields."""
+def read(kind: type[B], body: bytes, strict: bool = False) -> tuple[B, list[str]]:
+    """Parse and validate a body. Return it, and the unknown fields that were ignored, of each list only the first.
+
+    strict: whether to refuse them. Raises ApiError 400 that names the field.
+    """
     try:
         fields = from_json(body, allow_inf_nan=False)
     except ValueError as e:
@@ -25,9 +28,18 @@ def read(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"] = "for
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
     fields = _unpacked(fields)
-    if unknown == "forbid" and (strange := sorted(fields.keys() - kind.model_fields.keys())):
+    strange = sorted(fields.keys() - kind.model_fields.keys())
+    if strange and strict:
         raise ApiError(400, f"{_short(strange[0])} is not a known field", _short(strange[0]), "unknown_parameter")
-    return validated(kind, fields, unknown)
+    fields = {name: value for name, value in fields.items() if name in kind.model_fields}
+    try:
+        return kind.model_validate(fields, extra="forbid"), strange
+    except ValidationError as e:
+        details = e.errors(include_url=False, include_context=False, include_input=False)
+    inner = [_path(error["loc"], fields, False) for error in details if error["type"] == "extra_forbidden"]
+    if strict or not inner:
+        raise _explained(details, fields)
+    return validated(kind, fields, "ignore"), strange + inner
 
 
 def _unpacked(fields: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The matchers run in separate processes (`process_work.py`), one for each grammar
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -79,8 +80,8 @@ def free_text_grammar(tools: Sequence[Tool], calls: ToolCallTags, free_tokens: s
     return "\n".join([*rules, *_calls(tools, calls.form, "open", True, tag), ""])
 
 
-def _json(schema: Schema) -> str:
-    options = {"whitespace_pattern": _WHITE_SPACE, "lenient": False}
+def _json(schema: Schema, lenient: bool = False) -> str:
+    options = {"whitespace_pattern": _WHITE_SPACE, "lenient": lenient}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
@@ -89,7 +90,7 @@ def _calls(tools: Sequence[Tool], form: CallForm, opening: str, several: bool, t
     bodies, rules = [], []
     for index, tool in enumerate(tools):
         bodies.append(f"{tag(form.name + tool['function']['name'] + form.arguments)} arguments_{index}")
-        rules.append(f"arguments_{index}: {_json(parameters_of(tool))}")
+        rules.append(f"arguments_{index}: {_json(parameters_of(tool), is_loose(tool))}")
     more = f" ({tag(form.inner)} one)*" if several and form.inner is not None else ""
     first = [f"call: {opening} one{more} {tag(form.last)}", f"one: body {tag(form.end)}"]
     return [*first, f"body: {' | '.join(bodies)}", *rules]
@@ -98,7 +99,35 @@ def _calls(tools: Sequence[Tool], form: CallForm, opening: str, several: bool, t
 def parameters_of(tool: Tool) -> Schema:
     """Return the schema of a tool's arguments. They are always an object, even if the schema does not say so."""
     parameters: Schema = tool["function"].get("parameters") or {}
+    parameters = _enforceable(parameters) if is_loose(tool) else parameters
     return parameters if "type" in parameters else {**parameters, "type": "object"}
+
+
+def is_loose(tool: Tool) -> bool:
+    """Return whether what a grammar cannot enforce in a tool's schema is ignored: a client asks by `strict` for all."""
+    return tool["function"].get("strict") is not True
+
+
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_MOST_BOUND = 2**53
+"""Bounds beyond it say only that a number has 64 bits; llguidance cannot write them as expressions."""
+_BEYOND_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]")
+"""Look-around and backreferences in patterns."""
+
+
+def _enforceable(schema: Any) -> Any:
+    """Return a schema without the values that llguidance refuses even if it is lenient about keywords and formats."""
+    if isinstance(schema, list):
+        return list(map(_enforceable, schema))
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _enforceable(value) for key, value in schema.items() if not _is_beyond(key, value)}
+
+
+def _is_beyond(key: str, value: Any) -> bool:
+    if isinstance(value, str):
+        return (key == "pattern" and bool(_BEYOND_REGULAR.search(value))) or (key == "$ref" and value[:1] != "#")
+    return key in _BOUNDS and isinstance(value, int | float) and abs(value) >= _MOST_BOUND
 
 
 def _thought(tags: ReasoningTags, thinking: bool, tag: TagWriter) -> list[str]:

@@ -21,8 +21,8 @@ _LIMITS = llguidance.LLParserLimits(
 _DEEP_STACK = 64 << 20
 """Bytes; a schema of 64 KiB that has only references takes half."""
 
-Places = tuple[tuple[str, str], ...]
-"""Pairs of a schema's place in the request and its JSON text."""
+Places = tuple[tuple[str, str, bool], ...]
+"""For each schema: its place in the request, its JSON text, and whether keywords that are not supported are ignored."""
 
 
 class Refused(ValueError):
@@ -55,9 +55,9 @@ class MatcherProcess:
 
     def _compile(self, grammar: str, schemas: Places) -> bytes:
         assert self.tokenizer is not None
-        for where, schema in schemas:
+        for where, schema, lenient in schemas:
             try:
-                alone = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": False})
+                alone = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": lenient})
             except ValueError as e:
                 raise Refused(f"{where}: {e}") from e
             if reason := llguidance.LLMatcher.validate_grammar(alone, limits=_LIMITS):
@@ -66,7 +66,7 @@ class MatcherProcess:
         self.matcher = self._at([])
         first = self.matcher.compute_bitmask()  # some schemas fail only here, because they allow nothing or too much
         if self.matcher.is_error():
-            where = ", ".join(where for where, _ in schemas)
+            where = ", ".join(where for where, *_ in schemas)
             raise Refused(f"{where}: no text fits this ({self.matcher.get_error()})")
         return first
 

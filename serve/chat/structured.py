@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -13,19 +13,24 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.target import Target
 
+from ..log_once import log_once
 from ..processes import Process, ProcessEnded
 from . import grammar as lark
 from .process_work import MatcherProcess, Places
 from .template import ChatFormat
-from .tools import ToolOffer, tool_names, without
+from .tools import Tool, ToolOffer, tool_names, without
 
 COMPILE_SECONDS = 5.0
-"""The limit for compiling. Ordinary schemas take less than 0.1 s and those of 64 KiB up to 1 s, on an idle machine."""
+"""The limit for compiling. Ordinary schemas take less than 0.1 s and those of 256 KiB up to 2 s, on an idle machine."""
 _TOKENIZER_SECONDS = 60.0
 """The limit for reading the tokenizer. It takes 1 s for 49,152 tokens."""
-MOST_SCHEMA_BYTES = 64 * 1024
-"""The limit for all schemas of one request, as JSON text."""
+MOST_SCHEMA_BYTES = 256 * 1024
+"""The limit for all schemas of one request, as JSON text. Agents offer 45 tools of 75 KB."""
 _MOST_KEPT = 16
+
+
+class TooComplex(ConfigError):
+    """Raised for schemas that take too much text, time or memory."""
 
 
 class Grammars:
@@ -65,8 +70,11 @@ class Grammars:
         begins. The model may think first; the grammar begins after the thought. namespace: only requests of the same
         one share a compiled grammar, because the time of an answer tells whether it was compiled before.
 
-        Compiling takes up to `COMPILE_SECONDS`. Raises ConfigError, with the reason, if a schema is malformed, too
-        large, too complex, or has unsupported keywords, and if this model does not write calls as JSON.
+        Tools that are not strict follow their schemas as far as a grammar can enforce them, in its limits. If the
+        model does not write calls as JSON, optional strict tools do not follow theirs.
+
+        Compiling takes up to `COMPILE_SECONDS`. Raises ConfigError, with the reason, if a schema is malformed, if
+        another one is too large, too complex, or has unsupported keywords, and if this model cannot be forced to call.
         """
         schema, offer = read_response_format(response_format), offer or ToolOffer()
         tools = offer.forced or (offer.tools if schema is not None or offer.strict else ())
@@ -77,27 +85,38 @@ class Grammars:
         calls, thoughts = self._format.calls, self._format.thoughts
         is_free = schema is None and not offer.forced
         if tools and (calls is None or calls.form is None or (is_free and not calls.form.start)):
+            if is_free:
+                log_once("strict tools are not held to their schemas: this model does not write calls as JSON in tags")
+                return None
             raise ConfigError(_why_not_calls(calls.parser if calls else "", offer))
         if is_free:
-            tools = tuple(tool if tool in offer.strict else without(tool, "parameters") for tool in tools)
-        schemas: dict[str, lark.Schema] = {}
-        if schema is not None and response_format is not None:
-            older = response_format["type"] == "json_object"
-            schemas["response_format.schema" if older else "response_format.json_schema.schema"] = schema
-        for tool in tools:
-            place = tool_names(offer.tools).index(tool["function"]["name"])
-            schemas[f"tools[{place}].function.parameters"] = lark.parameters_of(tool)
-        places = _as_texts(schemas)
-        if is_free:
-            assert calls is not None
-            text = lark.free_text_grammar(tools, calls, self._free_tokens(calls.start), self._tag)
-        else:
-            text = lark.grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
-        compiled = self._compiled(text, places, namespace)
-        if not compiled.process.alive:  # it was killed
-            self._compiled.cache_clear()
-            compiled = self._compiled(text, places, namespace)
+            tools = _without_loose_schemas(tools)
+
+        def compile_with(tools: tuple[Tool, ...]) -> lark.CompiledGrammar:
+            places = _places(schema, response_format, tools, offer)
+            if is_free:
+                assert calls is not None
+                text = lark.free_text_grammar(tools, calls, self._free_tokens(calls.start), self._tag)
+            else:
+                text = lark.grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
+            return self._running(text, places, namespace)
+
+        try:
+            compiled = compile_with(tools)
+        except TooComplex as e:
+            if (bare := _without_loose_schemas(tools)) == tools:
+                raise
+            log_once(f"tools are not held to their schemas: {e}")
+            compiled = compile_with(bare)
         return lambda: lark.MatcherGrammar(compiled)
+
+    def _running(self, grammar: str, schemas: Places, namespace: str) -> lark.CompiledGrammar:
+        """Return a compiled grammar, again if its process was killed."""
+        compiled = self._compiled(grammar, schemas, namespace)
+        if not compiled.process.alive:
+            self._compiled.cache_clear()
+            compiled = self._compiled(grammar, schemas, namespace)
+        return compiled
 
     def start(self) -> Process:
         """Return the first process. Starting it takes a second.
@@ -127,18 +146,18 @@ class Grammars:
 
     def _compile(self, grammar: str, schemas: Places, _: str) -> lark.CompiledGrammar:
         """Compile a grammar. schemas: the grammar's schemas. Raises ConfigError with the place and the reason."""
-        where = ", ".join(where for where, _ in schemas)
+        where = _named(schemas)
         try:
             process = self.start().fork()
             process.ask("compile", grammar, schemas)
             answer = process.answer(COMPILE_SECONDS)
         except ProcessEnded as e:
-            raise ConfigError(
+            raise TooComplex(
                 f"{where}: too complex: compiling it needs more than {lark.MOST_MEMORY >> 20} MB of memory; simplify it"
             ) from e
         if answer is None:
             process.end()
-            raise ConfigError(f"{where}: too complex: compiling it takes more than {COMPILE_SECONDS:g} s; simplify it")
+            raise TooComplex(f"{where}: too complex: compiling it takes more than {COMPILE_SECONDS:g} s; simplify it")
         first, reason = answer
         if reason:
             raise ConfigError(lark.on_one_line(reason))
@@ -212,19 +231,38 @@ def read_response_format(response_format: Mapping[str, Any] | None) -> dict[str,
     return dict(response_format["json_schema"]["schema"])
 
 
-def _as_texts(schemas: Mapping[str, lark.Schema]) -> Places:
+def _without_loose_schemas(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    return tuple(without(tool, "parameters") if lark.is_loose(tool) else tool for tool in tools)
+
+
+def _named(schemas: Sequence[tuple[str, str, bool]]) -> str:
+    """Return the places of the first schemas."""
+    return ", ".join(where for where, *_ in schemas[:3]) + (" and others" if len(schemas) > 3 else "")
+
+
+def _places(
+    schema: lark.Schema | None, response_format: Mapping[str, Any] | None, tools: Sequence[Tool], offer: ToolOffer
+) -> Places:
+    """Return the schemas of a request. Raises ConfigError that names the place."""
+    sources: list[tuple[str, Tool | None]] = []
+    if schema is not None and response_format is not None:
+        older = response_format["type"] == "json_object"
+        sources.append(("response_format.schema" if older else "response_format.json_schema.schema", None))
+    for tool in tools:
+        sources.append((f"tools[{tool_names(offer.tools).index(tool['function']['name'])}].function.parameters", tool))
     places = []
-    for where, schema in schemas.items():
-        if "x-guidance" in schema:
-            raise ConfigError(f"{where}: unknown key 'x-guidance'")
+    for where, source in sources:
         try:
-            places.append((where, json.dumps(schema)))
+            text = json.dumps(found := schema or {} if source is None else lark.parameters_of(source))
         except RecursionError as e:
             raise ConfigError(f"{where}: nested too deeply") from e
-    size = sum(len(text) for _, text in places)
+        if "x-guidance" in found:
+            raise ConfigError(f"{where}: unknown key 'x-guidance'")
+        places.append((where, text, source is not None and lark.is_loose(source)))
+    size = sum(len(text) for _, text, _ in places)
     if size > MOST_SCHEMA_BYTES:
-        raise ConfigError(
-            f"{', '.join(schemas)}: too large: {size} bytes of JSON; the limit for a request is {MOST_SCHEMA_BYTES}"
+        raise TooComplex(
+            f"{_named(places)}: too large: {size} bytes of JSON; the limit for a request is {MOST_SCHEMA_BYTES}"
         )
     return tuple(places)
 
@@ -233,9 +271,6 @@ def _why_not_calls(parser: str, offer: ToolOffer) -> str:
     """Return why calls cannot follow a grammar, with the field that asks for it and a remedy."""
     if offer.forced:
         what, how = "tool_choice: tools cannot be forced", 'use tool_choice "auto"'
-    elif offer.strict:
-        at = offer.tools.index(offer.strict[0])
-        what, how = f"tools[{at}].function.strict: not possible", "leave strict out, and check the arguments"
     else:
         what, how = "response_format: cannot be combined with tools", 'use tool_choice "none"'
     other = f"writes its calls in the format {parser!r}, not as JSON between tags"

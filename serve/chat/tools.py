@@ -38,7 +38,7 @@ class ToolOffer:
     ) -> ToolOffer:
         """Read `tools`, `tool_choice` and `parallel_tool_calls` of a request. Raises PromptError that names the field.
 
-        With the choice `none`, no tool is offered, so the model does not see any.
+        With the choice `none`, no tool is offered, so the model does not see any; with `allowed_tools`, only these.
         """
         names = tool_names(tools)
         if len(set(names)) < len(names):
@@ -52,10 +52,14 @@ class ToolOffer:
             raise PromptError(f"tool_choice: {choice!r} needs tools, and the request has none")
         if isinstance(choice, str):
             return cls(offered, offered, parallel)
-        name = choice["function"]["name"]
-        if name not in names:
-            raise PromptError(f"tool_choice: there is no tool {name[:100]!r}; the tools are {', '.join(names)}")
-        return cls(offered, (offered[names.index(name)],), False)
+        subset = choice.get("allowed_tools")
+        chosen = [tool["function"]["name"] for tool in (subset["tools"] if subset else [choice])]
+        for name in chosen:
+            if name not in names:
+                raise PromptError(f"tool_choice: there is no tool {name[:100]!r}; the tools are {', '.join(names)}")
+        if subset:
+            return cls.of([tools[names.index(name)] for name in dict.fromkeys(chosen)], subset["mode"], parallel)
+        return cls(offered, (offered[names.index(chosen[0])],), False)
 
 
 def without(tool: Tool, field: str) -> Tool:

@@ -226,7 +226,6 @@ BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
         ({"messages": USER}, "max_tokens: field required"),
         ({**ONE, "max_tokens": 0}, "max_tokens: "),
         ({"messages": [], "max_tokens": 1}, "messages: "),
-        ({**ONE, "colour": 1}, "colour is not a known field"),
         ({**ONE, "model": "claude-opus"}, "claude-opus"),
         ({**ONE, "top_p": 3}, "top_p must be a number above 0"),
         ({**ONE, "stop_sequences": ["x"] * 17}, "stop_sequences has 17 strings"),
@@ -249,7 +248,6 @@ BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
         ({**ONE, "tool_choice": {"type": "tool"}}, "tool_choice.name: must name the tool"),
         ({**ONE, "tool_choice": {"type": "any"}}, "tool_choice: 'required' needs tools"),
         ({**ONE, "tools": [SEARCH, {"name": "f", "input_schema": {}}]}, "tools: there is no parser"),
-        ({**ONE, "output_config": {"format": BAD | {"name": None}}}, "output_config.format.name"),
         (
             {**ONE, "output_config": {"format": {"type": "json_schema", "schema": {"type": "wizard"}}}},
             "output_config.format.schema: ",
@@ -272,7 +270,6 @@ def test_invalid_messages_requests_are_refused(server: Live, body: dict[str, Any
         ({}, "input", "required"),
         ({"input": []}, "input", "at least 1"),
         ({"input": 5}, "input", "valid"),
-        ({"input": "x", "colour": 1}, "colour", "not a known field"),
         ({"input": "x", "model": "gpt"}, "model", "not served"),
         ({"input": "x", "previous_response_id": "resp_0"}, "previous_response_id", "is not stored"),
         ({"input": "x", "conversation": "conv_0"}, "conversation", "not supported"),

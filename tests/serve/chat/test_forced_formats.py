@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_mlx.errors import ConfigError
 from eagle_mlx.serve.chat import AnswerParser, Grammars, ToolOffer
 from tests.serve.chat.formats import (
     ANSWER,
@@ -73,12 +72,11 @@ def test_an_answer_by_a_schema_goes_to_gpt_oss_final_channel(special: bool) -> N
     assert [(delta.reasoning, delta.content) for delta in deltas] == [("hm {", ""), ("", ANSWER)]
 
 
-def test_strict_tools_need_a_tag_of_their_own() -> None:
+def test_strict_tools_are_held_to_their_schemas_if_calls_have_a_tag_of_their_own() -> None:
     offer = ToolOffer.of([STRICT])
     right = DEEPSEEK[0].format(DEEPSEEK[1].format('{"city": "Rome", "days": 3}'))
     grammar = GRAMMARS["deepseek", False].grammar(None, offer)
     assert allows(grammar, f"So: {right}", "deepseek")
     assert not allows(grammar, f"So: {right.replace('Rome', 'Bonn')}", "deepseek")
     for name in ("gpt-oss", "llama3"):
-        with pytest.raises(ConfigError, match=r"tools\[0\]\.function\.strict: not possible .* leave strict out"):
-            GRAMMARS[name, False].grammar(None, offer)
+        assert GRAMMARS[name, False].grammar(None, offer) is None

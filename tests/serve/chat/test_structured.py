@@ -242,6 +242,45 @@ def test_deep_schemas_are_refused_and_long_chains_compile() -> None:
     assert allows(compiled(by_schema({"$defs": {**chain, "d1300": {"type": "string"}}, "$ref": "#/$defs/d0"})), '"a"')
 
 
+UNENFORCEABLE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "folder": {"type": "string", "format": "path"},
+        "key": {"type": "string", "format": "password", "not": {"const": "x"}},
+        "ids": {"type": "array", "uniqueItems": True, "contains": {"type": "integer"}, "maxItems": 2},
+        "count": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        "share": {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+        "name": {"type": "string", "pattern": "(?=a)b"},
+        "other": {"$ref": "https://example.com/schema"},
+    },
+    "required": ["count"],
+    "propertyNames": {"pattern": "^[a-z]+$"},
+    "if": {"required": ["ids"]},
+    "then": {"required": ["key"]},
+    "additionalProperties": False,
+}
+
+
+def test_what_a_grammar_cannot_enforce_is_left_out_of_tools_that_are_not_strict() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": UNENFORCEABLE}}
+    make = compiled(None, ToolOffer.of([tool], "required"), name="qwen")
+    call = CALL.replace("get_weather", "f")
+    assert allows(make, call.replace('{"city": "Rome", "days": 3}', '{"count": 3}'), "qwen")
+    assert not allows(make, call.replace('{"city": "Rome", "days": 3}', '{"count": "three"}'), "qwen")
+    with pytest.raises(ConfigError, match="Unimplemented keys|Unknown format|Resource"):
+        compiled(None, ToolOffer.of([strict(tool)], "required"), name="qwen")
+
+
+def test_tools_that_are_too_large_for_a_grammar_are_still_called_by_name() -> None:
+    large = {"type": "object", "properties": {"a": {"enum": ["x" * MOST_SCHEMA_BYTES]}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": large}}
+    make = compiled(None, ToolOffer.of([tool, WEATHER], "required"), name="qwen")
+    assert allows(make, CALL.replace("get_weather", "f"), "qwen")
+    assert not allows(make, CALL.replace("get_weather", "g"), "qwen")
+    with pytest.raises(ConfigError, match="too large"):
+        compiled(None, ToolOffer.of([strict(tool)], "required"), name="qwen")
+
+
 def test_an_unsupported_tool_schema_is_named() -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "text"}}}}}
     with pytest.raises(ConfigError, match=r"^tools\[1\]\.function\.parameters: Invalid type: text"):
