@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, Literal
@@ -146,8 +146,6 @@ def _speculation(outputs: Sequence[Output]) -> Speculation:
 DONE = b"data: [DONE]\n\n"
 PROGRESS_SECONDS = 1.0
 """Interval between checks of what a request waits for."""
-COMMENT = ServerSentEvent(comment="waiting", sep="\n")
-"""A keep-alive message that every event reader ignores."""
 dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
@@ -168,9 +166,12 @@ async def waiting_comments(call: Call) -> AsyncIterator[bytes]:
 class Answer(ABC):
     """A request from its route to the end of its answer: how it becomes engine requests, and how it is answered."""
 
-    ping = COMMENT
     call: Call
     requests: Sequence[RequestState]
+
+    @abstractmethod
+    def keep_alive(self) -> ServerSentEvent:
+        """Return an event that says nothing, for clients that end a stream without events. May come before `open`."""
 
     @abstractmethod
     async def prepare(self, request: Request, call: Call, loaded: Loaded) -> None:
@@ -237,6 +238,8 @@ class Choices(Answer):
     """The beginning of its id. The other two are the field `object` of a body and of a chunk."""
     kind: str
     chunk_kind: str
+    nothing: Mapping[str, Any]
+    """The fields of a choice in a chunk without text."""
     loaded: Loaded
     requests: list[RequestState]
 
@@ -275,6 +278,10 @@ class Choices(Answer):
     def extend(self, event: RequestEvent) -> str:
         """Return the chunks of a step, or of a part of it."""
 
+    def keep_alive(self) -> ServerSentEvent:
+        choice = {"index": 0, **self.nothing, "logprobs": None, "finish_reason": None}
+        return ServerSentEvent(dumps(self._fields([choice])), sep="\n")
+
     def chunk(self, index: int, piece: dict[str, Any], logprobs: Any = None, finish: Any = None, **more: Any) -> str:
         """Return a chunk of a choice. piece: the choice's own field. more: further fields of the chunk."""
         if self.body.drafts_wanted:
@@ -287,8 +294,11 @@ class Choices(Answer):
         return self._chunk([], usage=self._usage(outputs), **stats(self.call, outputs)).encode() + DONE
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        return f"data: {dumps(self._fields(choices, **more))}\n\n"
+
+    def _fields(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         usage: dict[str, Any] = {"usage": None} if self.body.usage_wanted else {}
-        return f"data: {dumps(self._whole(self.chunk_kind, choices, **usage | more))}\n\n"
+        return self._whole(self.chunk_kind, choices, **usage | more)
 
     def _whole(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Return a body or a chunk, with the fields that all of them have."""

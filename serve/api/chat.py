@@ -49,7 +49,7 @@ async def chat_completions(request: Request) -> Response:
 class ChatAnswer(Choices):
     """The engine requests for a conversation, and how to parse their text."""
 
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, kind, chunk_kind, nothing = "chatcmpl", "chat.completion", "chat.completion.chunk", {"delta": {}}
     body: ChatRequest
     offer: ToolOffer
     starts_in_reasoning: bool

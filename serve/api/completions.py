@@ -63,7 +63,7 @@ class _Prompt:
 class CompletionAnswer(Choices):
     """The engine requests of a completion, grouped by prompt."""
 
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix, kind, chunk_kind, nothing = "cmpl", "text_completion", "text_completion", {"text": ""}
     body: CompletionRequest
     prompts: list[_Prompt]
 

@@ -28,8 +28,6 @@ from .validation import B, read
 
 T = TypeVar("T")
 R = TypeVar("R", bound=schema.Request)
-KEEP_ALIVE_SECONDS = 15
-"""Interval between keep-alive messages in a stream; the HTML standard advises about 15 seconds (9.2.7)."""
 _UNUSUAL = re.compile(r"[^\w.\[\]-]", re.ASCII)
 """Characters of field names that a header or a log line may not take as they are."""
 _MOST_NAMED = 20
@@ -41,8 +39,9 @@ Owner = tuple[str, str]
 class EventStream(EventSourceResponse):
     """A stream of a call's events. Closes the call when the stream ends, even if it never began."""
 
-    def __init__(self, call: Call, events: AsyncIterator[bytes], ping: ServerSentEvent):
-        super().__init__(events, sep="\n", ping=KEEP_ALIVE_SECONDS, ping_message_factory=lambda: ping)
+    def __init__(self, call: Call, events: AsyncIterator[bytes], keep_alive: Callable[[], ServerSentEvent]):
+        seconds = call.service.settings.limits.keep_alive_seconds
+        super().__init__(events, sep="\n", ping=seconds, ping_message_factory=keep_alive)
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,20 +146,22 @@ async def respond(
 ) -> Response:
     """Serve a request that needs `slots` slots of a model, as one body or as a stream.
 
-    A stream begins with its answer, or after `KEEP_ALIVE_SECONDS` if the answer takes longer, for example while the
+    A stream begins with its answer, or after `keep_alive_seconds` if the answer takes longer, for example while the
     model loads.
     """
-    call = service.admit(slots, client_of(request))
+    answer.call = call = service.admit(slots, client_of(request))
     call.beginning = beginning = asyncio.ensure_future(_begin(request, call, answer, body.answer_seconds))
     streaming = False
     try:
         if stream:
-            await unless_disconnected(request, asyncio.wait({beginning}, timeout=KEEP_ALIVE_SECONDS))
+            await unless_disconnected(
+                request, asyncio.wait({beginning}, timeout=service.settings.limits.keep_alive_seconds)
+            )
             if beginning.done():
                 beginning.result()  # raises its error
             events = answer.stream() if beginning.done() else _later(beginning, answer)
             streaming = True
-            return EventStream(call, events, answer.ping)
+            return EventStream(call, events, answer.keep_alive)
         await unless_disconnected(request, beginning)
         outputs = await unless_disconnected(request, finished(call))
         if error := failure(outputs):
@@ -191,7 +192,7 @@ async def _begin(request: Request, call: Call, answer: Answer, answer_seconds: f
 
 async def _later(beginning: asyncio.Future[None], answer: Answer) -> AsyncIterator[bytes]:
     """Yield the events of an answer that begins after its stream."""
-    yield answer.ping.encode()
+    yield answer.keep_alive().encode()
     try:
         await beginning
     except ApiError as e:

@@ -71,12 +71,13 @@ _EMPTY = {"input": {}, "text": "", "thinking": "", "signature": ""}
 class MessageAnswer(PartsAnswer):
     """A chat's answer as a message, or as events that write its blocks in turn."""
 
-    ping = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
-
     def __init__(self, body: MessagesRequest, limits: Limits):
         super().__init__(chat_request(body), body.max_tokens, names_of(body), limits)
         self.body = body
         self.hides_thoughts = body.thinking is not None and body.thinking.display == "omitted"
+
+    def keep_alive(self) -> ServerSentEvent:
+        return ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
 
     def error_event(self, error: ApiError) -> bytes:
         return named_event(error.messages_body).encode()
@@ -88,7 +89,7 @@ class MessageAnswer(PartsAnswer):
     def open(self) -> str:
         """Return the first events. Cached tokens are not known yet; the last event has the final counts."""
         message = self._message([], self._usage(None))
-        return named_event({"type": "message_start", "message": message}) + self.ping.encode().decode()
+        return named_event({"type": "message_start", "message": message}) + self.keep_alive().encode().decode()
 
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
         delta = {"type": "message_delta", "delta": self._reason(output), "usage": self._usage(output), **more}

@@ -94,6 +94,11 @@ class Limits(Group):
     """Time to receive the whole body."""
     send_seconds: float = 60.0
     """How long a client may read nothing of its answer, as nginx's send_timeout."""
+    keep_alive_seconds: float = 15.0
+    """Interval between events of a stream that has nothing to tell. The HTML standard advises 15 seconds (9.2.7).
+
+    Codex ends a stream after 300 seconds without an event (`stream_idle_timeout_ms`); comments do not count.
+    """
     room_seconds: float = 60.0
     """How long to wait for other models to become idle before one can be loaded, as nginx's proxy_read_timeout."""
 

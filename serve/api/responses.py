@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import ConfigDict, TypeAdapter
+from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
 from eagle_mlx.request import Output
@@ -123,6 +124,9 @@ class ResponseAnswer(PartsAnswer):
         super().__init__(chat, body.max_output_tokens, self._functions.names, limits)
         self.body, self._keep, self._settings = body, keep, _settings(body)
         self._number = -1
+        """The last event's; before the first, -1."""
+        self._is_over = False
+        """Whether the last event was written. Another one in the buffer of a slow reader would confuse it."""
         self._id = ""
 
     def ended(self, output: Output) -> dict[str, Any]:
@@ -141,21 +145,34 @@ class ResponseAnswer(PartsAnswer):
             self._keep(response)
         return response
 
+    def keep_alive(self) -> ServerSentEvent:
+        """Return `response.in_progress` again, or the event that comes before it."""
+        if self._is_over:
+            return ServerSentEvent(comment="over", sep="\n")
+        kind = "response.created" if self._number < 0 else "response.in_progress"
+        fields = self._numbered(kind, response=self._begun())
+        return ServerSentEvent(dumps(fields), event=kind, sep="\n")
+
     def open(self) -> str:
         begun = self._begun()
-        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        created = self._event("response.created", response=begun) if self._number < 0 else ""
+        return created + self._event("response.in_progress", response=begun)
 
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
         last = self.end("incomplete" if output.finish_reason == "length" else "completed")
         response = self.ended(output)
+        self._is_over = True
         return last + self._event(f"response.{response['status']}", response=response)
 
     def error_event(self, error: ApiError) -> bytes:
+        if self._number >= 0:
+            return self.fail(error)
         fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         return named_event({**fields, "sequence_number": 0}).encode()
 
     def fail(self, error: ApiError) -> bytes:
         code = "invalid_prompt" if error.status == 400 else "server_error"
+        self._is_over = True
         response = self._begun() | {"status": "failed", "error": {"code": code, "message": error.message}}
         return self._event("response.failed", response=response).encode()
 
@@ -200,8 +217,11 @@ class ResponseAnswer(PartsAnswer):
         return self._event(type, item_id=self._id, output_index=self._index, **fields)
 
     def _event(self, type: str, **fields: Any) -> str:
+        return named_event(self._numbered(type, **fields))
+
+    def _numbered(self, type: str, **fields: Any) -> dict[str, Any]:
         self._number += 1
-        return named_event({"type": type, "sequence_number": self._number, **fields})
+        return {"type": type, "sequence_number": self._number, **fields}
 
     def _begun(self) -> dict[str, Any]:
         params = self.requests[0].params

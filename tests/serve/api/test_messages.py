@@ -11,7 +11,6 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from eagle_mlx.serve.api import flow
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
 from tests.full import diagonal
@@ -232,17 +231,6 @@ def test_a_client_that_disconnects_frees_its_row(server: Live) -> None:
             server.until(lambda: server.service.running > 0)
         assert not server.idle
     assert server.until(lambda: server.idle) < 1.0
-
-
-@pytest.mark.parametrize(("path", "sign"), [(URL, 'event: ping\ndata: {"type"'), (CHAT, ": waiting\n")])
-def test_a_waiting_stream_sends_pings(server: Live, monkeypatch: pytest.MonkeyPatch, path: str, sign: str) -> None:
-    monkeypatch.setattr(flow, "KEEP_ALIVE_SECONDS", 0.02)
-    body = {"messages": USER, "max_tokens": 3, "stream": True}
-    with server.slowed(), server.http.stream("POST", path, json=body) as answer:
-        text, pieces = "", answer.iter_text()
-        while text.count(sign) < 3:
-            text += next(pieces)
-    server.until(lambda: server.idle)
 
 
 def test_keys_are_accepted_in_the_header_of_anthropics_clients() -> None:

@@ -93,6 +93,19 @@ class Stream:
         self.comments.append(next(line for line in self._lines if line.startswith(":")).removeprefix(": "))
         return self.comments[-1]
 
+    def until(self, sign: str, count: int) -> None:
+        """Read until so many lines have this sign."""
+        while count:
+            self.rest.append(next(self._lines))
+            count -= sign in self.rest[-1]
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the data of all events after the end."""
+        lines = [*self.rest, *self._lines]
+        self._context.__exit__(None, None, None)
+        data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        return [json.loads(each) for each in data if each != "[DONE]"]
+
     def end(self) -> str:
         """Return everything except comments."""
         lines = list(self._lines)
