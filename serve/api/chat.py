@@ -53,6 +53,7 @@ class ChatAnswer(Choices):
     body: ChatRequest
     offer: ToolOffer
     starts_in_reasoning: bool
+    continued = False
     _streams: list[DeltaStream]
     _calls: set[int]
     """Indexes of the choices with calls."""
@@ -73,7 +74,12 @@ class ChatAnswer(Choices):
         """Render and encode the prompt, and check the request. Raises PromptError, ConfigError or ApiError."""
         body, loaded = self.body, self.loaded
         chat, prompt, offer = render_chat(body, loaded, encode)
-        self.offer, self.starts_in_reasoning = offer, loaded.chat.starts_in_reasoning(prompt)
+        self.offer, self.starts_in_reasoning = offer, loaded.chat.starts_in_reasoning(prompt, chat)
+        self.continued = chat.continued is not None
+        if self.continued and not self.starts_in_reasoning and (offer.forced or body.has_schema):
+            last = f"messages[{len(body.messages) - 1}]"
+            said = "it cannot be continued with a schema or a forced call, which limit an answer from its beginning"
+            raise ApiError(400, f"{last}: {said}", last)
         grammar = loaded.grammars.grammar(body.answer_format, offer, self.starts_in_reasoning, owner[1])
         top = (body.top_logprobs or 0) if body.logprobs else None
         # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.
@@ -84,7 +90,8 @@ class ChatAnswer(Choices):
         self.requests = [loaded.engine.prepare(prompt, each, shared, *owner, self._at_most) for each in params]
 
     def reader(self) -> AnswerParser:
-        return AnswerParser(self.loaded.chat, self.offer.tools, self.starts_in_reasoning, self.offer.several)
+        format, offer = self.loaded.chat, self.offer
+        return AnswerParser(format, offer.tools, self.starts_in_reasoning, offer.several, self.continued)
 
     def deltas(self, output: Output) -> list[Delta]:
         """Split a complete answer into deltas."""
@@ -171,14 +178,14 @@ def render_chat(
         body.parallel_tool_calls is not False,
     )
     arguments = dict(body.chat_template_kwargs or {})
-    for wish in ("reasoning_effort", "verbosity"):
+    for wish in ("reasoning_effort", "verbosity", "add_generation_prompt"):
         if (given := getattr(body, wish)) is not None:
             arguments.setdefault(wish, given)
 
     if body.messages[-1].role == "user":
         refuse_last_media(body.messages[-1].content, f"messages[{len(body.messages) - 1}].content")
     messages = [message.plain() for message in body.messages]
-    chat = loaded.chat.chat(messages, offer.for_template, arguments)
+    chat = loaded.chat.chat(messages, offer.for_template, arguments, bool(body.continue_final_message))
     tokens = chat.tokens(encode)
     if must_fit:
         check_context(len(tokens), body.most_tokens, loaded, "messages")

@@ -35,6 +35,8 @@ class Extensions(schema.Extensions):
     """Fields that this server adds to each API."""
 
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message. By default it does if the API says so."""
 
     def extensions(self) -> dict[str, Any]:
         """Return the fields that were given; Chat Completions has them under the same names."""

@@ -155,6 +155,7 @@ _BLOCKS = {
 def chat_request(body: CountTokensRequest) -> ChatRequest:
     """Return the chat. It leaves out max_tokens, which is only a bound. Raises ApiError that names the field."""
     asked: dict[str, Any] = {"messages": _messages(body), **body.extensions(), **_tools(body)}
+    asked.setdefault("continue_final_message", body.messages[-1].role == "assistant")
     if body.thinking is not None:
         asked.setdefault("chat_template_kwargs", {}).setdefault("enable_thinking", body.thinking.type != "disabled")
     output = body.output_config or OutputConfig()
@@ -186,9 +187,6 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
         _add(conversation, turn, f"messages[{index}].content")
     if body.messages[-1].role == "user":
         refuse_last_media(body.messages[-1].content, f"messages[{len(body.messages) - 1}].content")
-    if body.messages[-1].role == "assistant":
-        message = "messages: the last message is the assistant's; this server cannot continue a partial answer"
-        raise ApiError(400, message, "messages")
     return conversation.messages
 
 

@@ -191,6 +191,7 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Funct
         "response_format": _response_format(body),
         "verbosity": body.text.verbosity if body.text is not None else None,
         **body.model_dump(include={"temperature", "top_p", "top_k"}),
+        "continue_final_message": _is_partial(items[-1]),
         **body.extensions(),
     }
     effort = body.reasoning.effort if body.reasoning is not None else None
@@ -200,6 +201,12 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Funct
         asked["reasoning_effort"] = EFFORTS.get(effort, effort)
     with functions.names.used():
         return validated(ChatRequest, asked)
+
+
+def _is_partial(item: Item) -> bool:
+    """Return whether an item is an answer, or a thought, that was cut off."""
+    is_answer = isinstance(item, ReasoningItem) or (isinstance(item, MessageItem) and item.role == "assistant")
+    return is_answer and item.status in ("in_progress", "incomplete")
 
 
 def sealed(thought: str) -> str:

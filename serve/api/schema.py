@@ -157,6 +157,10 @@ class Request(OpenAIRequest):
         return None if given is None else given.model_dump(by_alias=True, exclude_none=True)
 
     @property
+    def has_schema(self) -> bool:
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
     def usage_wanted(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -314,6 +318,9 @@ class ChatRequest(Request):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    """Continue the last message, of the assistant, instead of beginning another."""
+    add_generation_prompt: bool | None = None
     modalities: Many[Literal["text"]] | None = None
     reasoning_effort: str | None = None
     """For templates that use it."""

@@ -48,10 +48,10 @@ class ReasoningParser:
     The tags are dropped, and so are the line breaks around them.
     """
 
-    def __init__(self, tags: ReasoningTags, starts_in_reasoning: bool = False):
+    def __init__(self, tags: ReasoningTags, starts_in_reasoning: bool = False, continued: bool = False):
         self._tags = tags
-        self._state = "reasoning" if starts_in_reasoning else tags.initial or _OPENING
-        self._fresh = starts_in_reasoning
+        self._state = "reasoning" if starts_in_reasoning else "content" if continued else tags.initial or _OPENING
+        self._fresh = starts_in_reasoning and not continued
         """Whether no text has followed the last tag."""
         self._begins_line = True
         """Whether only blanks have followed the last line break or tag."""
@@ -162,16 +162,21 @@ class AnswerParser:
     """Converts text to deltas. All deltas together do not depend on how the text is cut.
 
     tools: the tools offered to the model; without any, nothing is parsed as a call. several: whether an answer may hold
-    several calls; if not, it ends after the first.
+    several calls; if not, it ends after the first. continued: whether the prompt ends within an answer, not before it.
     """
 
     def __init__(
-        self, format: ChatFormat, tools: Sequence[Tool] = (), starts_in_reasoning: bool = False, several: bool = True
+        self,
+        format: ChatFormat,
+        tools: Sequence[Tool] = (),
+        starts_in_reasoning: bool = False,
+        several: bool = True,
+        continued: bool = False,
     ):
         tags = format.calls if tools else None
         calls = ToolCallParser if tags is None or tags.start else BareCallParser
         self._calls = calls(tags, tools, format.thoughts.think_end) if tags else None
-        self._thoughts = ReasoningParser(format.thoughts, starts_in_reasoning)
+        self._thoughts = ReasoningParser(format.thoughts, starts_in_reasoning, continued)
         self._several = several
         self.has_ended = False
         """Whether the only allowed call is complete. Text after it is dropped."""

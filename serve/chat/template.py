@@ -23,6 +23,8 @@ from .tools import Tool, ToolCallTags
 Encode = Callable[[str, bool], list[int]]
 """Maps a text, and whether to add special tokens that begin or end it, to token ids."""
 _FROM_REQUESTS = {"add_generation_prompt"}
+CONTINUED = "continue_final_message"
+"""The argument that names the field of the last message that an answer continues."""
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - _FROM_REQUESTS
 """Arguments of the rendering itself. Requests cannot set them, or have their own fields for them."""
 
@@ -43,6 +45,21 @@ class Chat:
         if encode is not None and _encodes_the_text(self.tokenizer):
             return encode(self.text, False)
         return list(self.tokenizer.apply_chat_template(self.messages, tokenize=True, **self.arguments))
+
+    @property
+    def continued(self) -> str | None:
+        """The field of the last message that the answer continues: `content` or `reasoning_content`."""
+        field: str | None = self.arguments.get(CONTINUED)
+        return field
+
+    def check_last_is_open(self) -> None:
+        """Raise ValueError if the answer should continue the last message, and the text does not end with it."""
+        if self.continued is None:
+            return
+        last = self.messages[-1]
+        end = (text_of(last) if self.continued == "content" else last.get(self.continued, "")).strip()
+        if not end or not self.text.rstrip().endswith(end):
+            raise ValueError("the last message is not at the end")
 
     def check_tools_are_rendered(self) -> None:
         """Raise PromptError if the template ignores tools or calls, that is, writes the same text without them."""
@@ -74,18 +91,16 @@ class Chat:
 
     def _others(self) -> list[str]:
         """Return texts of possible later chats: another question, the next turn, and this one before an answer."""
-        chat = [dict(message) for message in self.messages]
+        chat = [dict(message) for message in (self.messages[:-1] if self.continued else self.messages)]
+        arguments = {key: value for key, value in self.arguments.items() if key != CONTINUED}
         system = next((at for at, message in enumerate(chat) if message["role"] != "system"), len(chat))
         first = text_of(chat[system]).lstrip() if system < len(chat) else ""
         turns = [{"role": "assistant", "content": "!"}, {"role": "user", "content": "!" if first[:1] == "?" else "?"}]
         if chat and not isinstance(chat[0]["content"], str):
             turns = with_typed_parts(turns)
         texts = []
-        for messages, arguments in [
-            ([*chat[:system], turns[1]], self.arguments),
-            ([*chat, *turns], self.arguments),
-            (chat, {**self.arguments, "add_generation_prompt": False}),
-        ]:
+        for messages in [[*chat[:system], turns[1]], [*chat, *turns], chat]:
+            arguments["add_generation_prompt"] = self.arguments["add_generation_prompt"] and messages is not chat
             try:
                 texts.append(_render(self.tokenizer, messages, arguments))
             except Exception:  # the template refuses such a chat, so none will come
@@ -195,16 +210,24 @@ class ChatFormat:
         return bool(self.thoughts.think_start)
 
     def chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        continued: bool = False,
     ) -> Chat:
         """Render a conversation for the model to answer.
 
         messages, tools: as in OpenAI's API. template_kwargs: other arguments of the template, such as
-        `enable_thinking`; unknown names have no effect. Raises PromptError, with the place, if a part is
-        invalid or the template ignores tools or calls.
+        `enable_thinking`; unknown names have no effect. continued: whether the answer continues the last message.
+        Raises PromptError, with the place, if a part is invalid or the template ignores messages, tools or calls.
         """
         read = read_messages(messages)
-        arguments = {"add_generation_prompt": True, **_check_kwargs(template_kwargs or {})}
+        arguments = {"add_generation_prompt": not continued, **_check_kwargs(template_kwargs or {})}
+        if continued:
+            if arguments["add_generation_prompt"]:
+                raise PromptError(f"add_generation_prompt must be false with {CONTINUED}")
+            arguments[CONTINUED] = _field_to_continue(read)
         arguments["tools"] = [dict(tool) for tool in tools] or None
         if self.tokenizer is None or not self.has_chat_template:
             raise PromptError("messages: this model has no chat template; give it text through /v1/completions")
@@ -226,6 +249,7 @@ class ChatFormat:
         for messages, arguments in ways:
             try:
                 chat = Chat(self.tokenizer, messages, arguments, _render(self.tokenizer, messages, arguments))
+                chat.check_last_is_open()
                 chat.check_tools_are_rendered()
             except Exception as e:  # a template is a program and raises anything
                 errors.append(e)
@@ -238,15 +262,34 @@ class ChatFormat:
         error = clear[-1] if clear else errors[0]
         if isinstance(error, PromptError):
             raise error
+        if CONTINUED in arguments and not clear:
+            last = f"messages[{len(given) - 1}]"
+            raise PromptError(f"{last}: this model's chat template does not write it so that it can be continued")
         raise PromptError(f"messages: the model's chat template raised an error: {error}") from error
 
-    def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
+    def starts_in_reasoning(self, prompt: Sequence[int], chat: Chat | None = None) -> bool:
         """Return whether a prompt ends in an open thought, which the answer continues."""
         start = self.thoughts.think_start
         if self.tokenizer is None or not start:
             return False
+        if chat is not None and chat.continued:
+            text = text_of(chat.messages[-1])
+            return chat.continued != "content" or text.rfind(start) > text.rfind(self.thoughts.think_end)
         end: str = self.tokenizer.decode(list(prompt[-len(start) - 8 :]))
         return end.rstrip().endswith(start)
+
+
+def _field_to_continue(messages: Sequence[Message]) -> str:
+    """Return the field of the last message that an answer can continue. Raises PromptError if there is none."""
+    where, last = f"messages[{len(messages) - 1}]", messages[-1]
+    if last["role"] != "assistant":
+        raise PromptError(f"{where}.role: only a message of the assistant can be continued, not of the {last['role']}")
+    if "tool_calls" in last:
+        raise PromptError(f"{where}.tool_calls: a message with calls cannot be continued; send the calls' results")
+    field = next((name for name in ("content", "reasoning_content") if last.get(name, "").strip()), None)
+    if field is None:
+        raise PromptError(f"{where}.content: it is empty, so there is nothing to continue; leave this message out")
+    return field
 
 
 def _leaves_out(lost: Message, given: Sequence[Message]) -> PromptError:
