@@ -234,7 +234,6 @@ BAD = {"type": "json_schema", "name": "a", "schema": {"type": "wizard"}}
         ({**ONE, "spec_decode": "mtp"}, "spec_decode 'mtp' is not loaded"),
         ({**ONE, "thinking": {"type": "perhaps"}}, "thinking.type: "),
         ({**ONE, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
-        ({**ONE, "messages": [*USER, {"role": "assistant", "content": "I"}]}, "messages: the last message is"),
         ({**ONE, "messages": [{"role": "user", "content": []}]}, "messages[0].content: "),
         (user(IMAGE), "messages[0].content[0]: image is not supported"),
         (user({"type": "document"}), "messages[0].content[0]: document is not supported"),
