@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from eagle_mlx.request import Output
 
@@ -90,37 +89,6 @@ class Conversation:
         if not self._turns or self._turns[-1]["role"] != role:
             self._turns.append({"role": role, "content": []})
         return self._turns[-1]
-
-
-class ByType:
-    """Reads a union of models by their field `type`, and a value without a type as the first model.
-
-    If a model takes any string as its type, such as BareTool, it reads unknown types. Tags are in brackets, so that
-    errors name fields only.
-    """
-
-    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        tags = dict[str | None, str]()
-        choices = dict[Hashable, CoreSchema]()
-        for model in get_args(union):
-            types = [each for each in get_args(model.model_fields["type"].annotation) if each]
-            tag = f"<{next(iter(types), '')}>"
-            tags |= dict.fromkeys([*types, *([] if tags else [None])], tag)
-            choices[tag] = handler.generate_schema(model)
-
-        def tag_of(value: object) -> str:
-            given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-            return tags.get(given if given is None else str(given), "<>")
-
-        return core_schema.tagged_union_schema(
-            choices,
-            tag_of,
-            custom_error_type="unknown_block",
-            custom_error_message=f"the type must be one of {', '.join(filter(None, tags))}",
-        )
-
-
-BY_TYPE = ByType()
 
 
 class OwnTool(Body):

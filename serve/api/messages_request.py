@@ -9,9 +9,9 @@ import yaml
 from pydantic import BeforeValidator, Field
 
 from ..chat.history import PARAGRAPH
-from .conversation import BY_TYPE, EFFORTS, BareTool, Conversation, Extensions, Names, OwnTool
+from .conversation import EFFORTS, BareTool, Conversation, Extensions, Names, OwnTool
 from .errors import ApiError
-from .schema import Body, ChatRequest, Many, Media, T, refuse_last_media, without_data
+from .schema import BY_TYPE, Body, ChatRequest, Many, Media, T, refuse_last_media, without_data
 from .validation import validated
 
 KNOWN_TOOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("known_tools.yaml").read_bytes())

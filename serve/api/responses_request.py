@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ..chat.history import PARAGRAPH
-from .conversation import BY_TYPE, EFFORTS, Conversation, Extensions
+from .conversation import EFFORTS, Conversation, Extensions
 from .responses_tools import AllowedTools, ChosenTool, Functions, ResponsesTool, chosen, flat_name
-from .schema import Body, ChatRequest, Many, Media, Obfuscation, OpenAIRequest, refuse_last_media, without_data
+from .schema import BY_TYPE, Body, ChatRequest, Many, Media, Obfuscation, OpenAIRequest, refuse_last_media, without_data
 from .validation import validated
 
 Ended = Literal["completed", "incomplete"]

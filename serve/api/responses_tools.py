@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from ..chat import ToolCall
-from .conversation import BY_TYPE, BareTool, Names, OwnTool
-from .schema import Body, Many
+from .conversation import BareTool, Names, OwnTool
+from .schema import BY_TYPE, Body, Many
 
 
 class FunctionTool(OwnTool):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from math import inf
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_serializer
+from pydantic_core import CoreSchema, core_schema
 
 from ..log_once import log_once
 from ..speculation import Mode, PolicyName
@@ -39,6 +41,37 @@ class Body(BaseModel):
     """A request body, or a part of one. `validation.read` ignores unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ByType:
+    """Reads a union of models by their field `type`, and a value without a type as the first model.
+
+    If a model takes any string as its type, such as BareTool, it reads unknown types. Tags are in brackets, so that
+    errors name fields only.
+    """
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        tags = dict[str | None, str]()
+        choices = dict[Hashable, CoreSchema]()
+        for model in get_args(union):
+            types = [name for name in get_args(model.model_fields["type"].annotation) if name]
+            tag = f"<{next(iter(types), '')}>"
+            tags |= dict.fromkeys([*types, *([] if tags else [None])], tag)
+            choices[tag] = handler.generate_schema(model)
+
+        def tag_of(value: object) -> str:
+            given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+            return tags.get(given if given is None else str(given), "<>")
+
+        return core_schema.tagged_union_schema(
+            choices,
+            tag_of,
+            custom_error_type="unknown_block",
+            custom_error_message=f"the type must be one of {', '.join(filter(None, tags))}",
+        )
+
+
+BY_TYPE = ByType()
 
 
 class Obfuscation(Body):
@@ -242,7 +275,7 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[Annotated[Part | Media, BeforeValidator(without_data)]] | None = None
+    content: str | Many[Annotated[Part | Media, BY_TYPE, BeforeValidator(without_data)]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -315,7 +348,7 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Many[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, BY_TYPE] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None

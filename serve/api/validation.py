@@ -91,7 +91,8 @@ def _path(steps: Sequence[int | str], value: Any, is_missing: bool) -> str:
 def _progress(detail: ErrorDetails) -> tuple[int, int, bool]:
     """Rank an error by how far parsing got: depth in the value, then list index, then whether the type matched."""
     last = detail["loc"][-1]
-    return len(detail["loc"]), last if isinstance(last, int) else 0, not detail["type"].endswith("_type")
+    depth = sum(not str(step).startswith("<") for step in detail["loc"])  # the others are tags of `ByType`
+    return depth, last if isinstance(last, int) else 0, not detail["type"].endswith("_type")
 
 
 def _short(name: str) -> str:

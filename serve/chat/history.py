@@ -91,17 +91,18 @@ def ways_to_render(
 ) -> Iterator[Way]:
     """Yield messages and arguments in the template's own way, then in others that may help.
 
-    Some templates refuse ids of calls, system messages after the first turn or at all, or roles that do not alternate;
-    some cannot take call arguments as objects, or contents as text; and some take no tools or calls. Text describes
-    these in the system message, or in the user's if there is none.
+    Some templates refuse ids of calls, system messages after the first turn or at all, a greeting of the assistant, or
+    roles that do not alternate. Some cannot take call arguments as objects, or contents as text. Some take no tools or
+    calls; text describes these in the system message, or in the user's if there is none.
     """
     if calls is not None and calls.one_by_one:
         messages = one_call_each(messages, with_thinking=not calls.rewrites)
     calling = any("tool_calls" in message for message in messages)
-    form = messages
-    for change in (list, with_short_ids, with_late_instructions_from_user, joined, with_instructions_from_user):
-        before, form = form, change(form)
-        if change is list or form != before:
+    form: list[dict[str, Any]] = []
+    changes = (with_short_ids, with_late_instructions_from_user, joined, with_instructions_from_user, with_user_first)
+    for change in (list, *changes):
+        if (changed := change(form or messages)) != form:
+            form = changed
             yield form, arguments
             if calling:
                 yield with_argument_texts(form), arguments
@@ -133,6 +134,12 @@ def with_late_instructions_from_user(messages: Sequence[Message]) -> list[dict[s
 def with_instructions_from_user(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Change system messages to user messages, and join them with others, for templates without a system role."""
     return joined(_from_user(messages))
+
+
+def with_user_first(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages that begin with an empty one of the user if the assistant's greeting is the first."""
+    greets = bool(messages) and messages[0]["role"] == "assistant"
+    return [*([{"role": "user", "content": ""}] if greets else []), *map(dict, messages)]
 
 
 def _from_user(messages: Sequence[Message]) -> list[dict[str, Any]]:

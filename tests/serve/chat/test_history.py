@@ -121,6 +121,7 @@ def test_messages_of_a_role_are_joined_if_roles_must_alternate(tools: Any) -> No
     assert "hello\n\nhello<end_of_turn>" in text
     assert "one\n\ntwo<end_of_turn>" in text
     assert prompt(ALTERNATING, *HELLO, *HELLO) == "<user>hello\n\nhello"
+    assert prompt(ALTERNATING, answers[0], *HELLO) == "<user><assistant>one<user>hello"
 
 
 def test_joined_messages_keep_their_calls_and_reasoning() -> None:
