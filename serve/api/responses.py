@@ -14,7 +14,7 @@ from starlette.responses import Response
 from eagle_mlx.request import Output
 
 from ..chat import Delta
-from .answer import Measured, named_event, stats
+from .answer import Measured, dumps, named_event, stats
 from .conversation import PartsAnswer
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import body_of, client_of, in_turn, json_response, models_of, respond

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_mlx.serve.api.limits import Limits
-from eagle_mlx.serve.api.loader import LoadConfig, load
+from eagle_mlx.serve.api.loader import load
+from eagle_mlx.serve.api.options import Limits, LoadConfig
 from eagle_mlx.serve.speculation import Speculation
 from tests.clients.scripted_target import Line, call, scripted_target_folder
 from tests.serve.api.dialects import DIALECTS, Dialect, Question
