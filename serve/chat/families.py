@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 

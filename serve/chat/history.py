@@ -106,6 +106,9 @@ def ways_to_render(
             yield form, arguments
             if calling:
                 yield with_argument_texts(form), arguments
+    if calls is not None and calls.parser == "dsml" and arguments["tools"] and messages[0]["role"] != "system":
+        led = [{"role": "system", "content": ""}, *messages]  # DeepSeek's templates list tools only in that message
+        yield from ((led, arguments), (with_argument_texts(led), arguments))
     yield with_typed_parts(messages), arguments
     yield with_typed_parts(form), arguments
     tools = arguments["tools"] or ()
