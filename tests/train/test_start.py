@@ -104,7 +104,7 @@ def test_it_begins_as_the_head_that_was_saved_and_learns(tmp_path: Path, name: s
     rng = np.random.default_rng(0)
     e, g = (mx.array(rng.normal(size=(1, 5, head.hidden_size)), mx.float32) for _ in range(2))
     np.testing.assert_allclose(
-        loaded.logits(loaded(e, g, None, "causal")), head.logits(head(e, g, None, "causal")), atol=1e-5
+        loaded.logits(loaded(e, g, None, "causal")), head.logits(head(e, g, None, "causal")), rtol=1e-5, atol=1e-5
     )
 
 
