@@ -74,6 +74,8 @@ class Context:
     can: Abilities = Abilities()
     group: int = 0
     """Index of the round's group of rows."""
+    elsewhere: int = 0
+    """Rows that decode in other groups. They do not change the cost of this round, but the load of the engine."""
 
 
 class Trial(NamedTuple):

@@ -335,4 +335,6 @@ class Engine:
         can = batch.abilities
         if self.chains_only is not None or not self.policy.wants_trees:
             can = replace(can, trees=False)
-        return batch.fitted(self.policy.plan(Context(len(batch.requests), can, group)).within(can))
+        rows = len(batch.requests)
+        context = Context(rows, can, group, elsewhere=len(self.groups.requests) - rows)
+        return batch.fitted(self.policy.plan(context).within(can))

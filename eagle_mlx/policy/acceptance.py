@@ -121,7 +121,7 @@ class AcceptancePolicy:
     threshold: float = 0.3
     """Do not draft below this rate."""
     disable_at_rows: int = 0
-    """Do not draft for batches of at least this many rows; 0 sets no limit."""
+    """Do not draft if at least this many rows decode, in all groups; 0 sets no limit."""
     adaptive: bool = True
     """Whether the depth follows the rate; if not, it is k."""
     rate: float = field(default=0.7, init=False)
@@ -135,7 +135,7 @@ class AcceptancePolicy:
         check_share("threshold", self.threshold)
 
     def plan(self, context: Context) -> Plan:
-        return PLAIN if 0 < self.disable_at_rows <= context.rows else Plan(self._depth())
+        return PLAIN if 0 < self.disable_at_rows <= context.rows + context.elsewhere else Plan(self._depth())
 
     def _depth(self) -> int:
         if self.rate < self.threshold:

@@ -549,6 +549,17 @@ def test_each_group_is_planned_separately_and_both_learn() -> None:
     assert plans[1].count(4) > 80
 
 
+@pytest.mark.parametrize(("limit", "drafts"), [(5, True), (4, False)])
+def test_a_policy_that_stops_drafting_under_load_counts_the_rows_of_both_groups(limit: int, drafts: bool) -> None:
+    engine, _, _ = parted()
+    engine.use_policy(em.AcceptancePolicy(4, disable_at_rows=limit))
+    results = list[RoundResult]()
+    engine.observer = results.append
+    engine.step()
+    engine.step()
+    assert {(result.group, result.plan.depth > 0) for result in results} == {(0, drafts), (1, drafts)}
+
+
 def test_a_failed_round_ends_only_its_group() -> None:
     """An observer raises after a round. The other group and a prompt in prefill continue."""
     engine, short, long = parted(prefill_chunk=160)
