@@ -127,6 +127,8 @@ class Engine:
         self.policy = policy
         self.chains_only = why_no_trees(self.target, self.kv_bits) if policy.wants_trees else None
         """Why trees are not drafted although the policy wants them; None if they are, or if it does not."""
+        self.planned_depth = 0
+        """The depth of the policy's latest plan, before it is cut to what the requests can use."""
 
     @property
     def pauses(self) -> int:
@@ -337,4 +339,6 @@ class Engine:
             can = replace(can, trees=False)
         rows = len(batch.requests)
         context = Context(rows, can, group, elsewhere=len(self.groups.requests) - rows)
-        return batch.fitted(self.policy.plan(context).within(can))
+        plan = self.policy.plan(context).within(can)
+        self.planned_depth = plan.depth
+        return batch.fitted(plan)

@@ -134,6 +134,10 @@ class AcceptancePolicy:
         check_share("alpha", self.alpha)
         check_share("threshold", self.threshold)
 
+    @property
+    def acceptance(self) -> float:
+        return self.rate
+
     def plan(self, context: Context) -> Plan:
         return PLAIN if 0 < self.disable_at_rows <= context.rows + context.elsewhere else Plan(self._depth())
 

@@ -16,6 +16,11 @@ class Policy(Protocol):
     def wants_trees(self) -> bool:
         """Whether some plans are trees."""
 
+    @property
+    def acceptance(self) -> float | None:
+        """The share of draft tokens that it expects to be accepted, for metrics; None if it estimates none. Another
+        thread may read this."""
+
     def plan(self, context: Context) -> Plan:
         """Return the plan of the next round, and change nothing.
 
@@ -37,6 +42,7 @@ class FixedPolicy:
     """Draft tokens of each row."""
     nodes: int = 0
     """If more than k, draft a tree of this many tokens and at most k levels instead of a chain."""
+    acceptance = None
 
     def __post_init__(self) -> None:
         check_depths(k=self.k, nodes=self.nodes)

@@ -126,6 +126,8 @@ class ThroughputPolicy:
         self._yields = {lookup: _Yields() for lookup in (None, False, True)}
         """By `Plan.lookup`."""
         self._groups: dict[int, _Group] = {}
+        self._drafted = Plan(1)
+        """The latest arm that drafted."""
         self._round = self._deepest = 0
         """The number of rounds, and the depth of the deepest chain so far, n-grams excluded."""
         self._pauses: dict[Plan, int] = {}
@@ -134,6 +136,15 @@ class ThroughputPolicy:
         self._spent = self._lost = 0.0
         """Total seconds, and seconds that explorations have lost."""
         self._arms, self._speed, self._chosen = cache(self._find_arms), cache(self._find_speed), cache(self._choose)
+
+    @property
+    def acceptance(self) -> float:
+        """The expected share for the latest way to draft; an early exit counts with its shortest chain."""
+        arm, yields = self._drafted, self._yields[self._drafted.lookup]
+        if arm.is_tree:
+            return (yields.ranks.expected_tokens(arm.nodes) - 1) / arm.depth
+        depth = arm.depth if arm.stop_below is None else _SHORT
+        return (yields.positions.expected_tokens(depth) - 1) / depth
 
     def plan(self, context: Context) -> Plan:
         return self._chosen(context)
@@ -240,6 +251,7 @@ class ThroughputPolicy:
         self._learn(arm, result, size)
         self._account(group, arm, result, self._seconds(result.rows, arm, size))
         group.arm, group.rows = arm, result.rows
+        self._drafted = arm if arm.depth else self._drafted
 
     def _arm(self, plan: Plan) -> Plan | None:
         """Return the arm of a plan that may have been cut."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from pydantic import ConfigDict
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier
@@ -135,35 +136,51 @@ def _labeled(name: str, text: str, label: str, counts: Mapping[str, Mapping[Any,
 class SpeculationSummary(Shape):
     """The answer of `/v1/spec_decode/metrics`. A step is a target forward of one request."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     spec_decode_enabled: bool
+    """Whether anything drafts for requests that do not choose."""
     spec_decode_mode: str
+    """The first mode that drafts for them; `none` without one."""
     spec_decode_drafters: list[str]
     """All modes that draft for requests that do not choose; the first is `spec_decode_mode`."""
     spec_decode_modes: list[str]
     """The values that a request may choose for `spec_decode`."""
     spec_policy: str
-    acceptance_rate_ema: float
+    """The policy: `throughput`, `acceptance-ema` or `fixed`."""
+    acceptance_rate_ema: float | None
+    """The share of draft tokens that the policy expects to be accepted: the moving average of `acceptance-ema`, the
+    estimate of `throughput` for its latest way to draft, and null for `fixed`, which estimates none."""
     acceptance_rate_overall: float
+    """Accepted over drafted tokens since the start."""
     avg_tokens_per_step: float
+    """τ: tokens per step, including bonus tokens."""
     total_steps: int
+    """Steps with and without drafts."""
     total_fallback_steps: int
+    """Steps without drafts."""
     total_proposed: int
+    """Draft tokens."""
     total_accepted: int
+    """Draft tokens that were accepted and emitted."""
     total_bonus_tokens: int
+    """Tokens that the target added after drafts that were accepted whole."""
     current_k: int
+    """The most draft tokens per step, as set; 0 if nothing drafts."""
     adaptive_k_current: int
+    """The draft tokens per step of the policy's latest plan; 0 if nothing drafts."""
 
 
 def speculation_summary(totals: Totals, loaded: Loaded) -> SpeculationSummary:
     """Summarize a model's speculation."""
-    steps, drafters = totals.row_rounds, loaded.drafters
+    steps, drafters, acceptance = totals.row_rounds, loaded.drafters, loaded.engine.policy.acceptance
     return SpeculationSummary(
         spec_decode_enabled=bool(drafters),
         spec_decode_mode=next(iter(drafters), "none"),
         spec_decode_drafters=list(drafters),
         spec_decode_modes=list(loaded.modes),
         spec_policy=loaded.speculation.policy,
-        acceptance_rate_ema=round(totals.acceptance_ema, 4),
+        acceptance_rate_ema=acceptance if acceptance is None else round(acceptance, 4),
         acceptance_rate_overall=round(totals.accepted / totals.drafted, 4) if totals.drafted else 0.0,
         avg_tokens_per_step=round(totals.emitted / steps, 4) if steps else 0.0,
         total_steps=steps,
@@ -172,7 +189,7 @@ def speculation_summary(totals: Totals, loaded: Loaded) -> SpeculationSummary:
         total_accepted=totals.accepted,
         total_bonus_tokens=totals.bonus,
         current_k=loaded.most_drafts if drafters else 0,
-        adaptive_k_current=totals.depth,
+        adaptive_k_current=loaded.engine.planned_depth if drafters else 0,
     )
 
 

@@ -26,8 +26,6 @@ from .worker import Job, RequestEvent, Watchdog, Worker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds of histogram buckets: the defaults of Prometheus's Go client, and three for long answers."""
-_ALPHA = 0.1
-"""Weight of a round in the moving average of the acceptance rate, which covers about ten rounds."""
 
 
 @dataclass
@@ -66,7 +64,6 @@ class Totals:
     depth: int = 0
     rounds_by_depth: Counter[int] = field(default_factory=Counter)
     """Rounds by `depth`: the policy's, or that of the early exit."""
-    acceptance_ema: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     requests: Counter[str] = field(default_factory=Counter)
@@ -87,8 +84,6 @@ class Totals:
         self.rounds_by_depth[self.depth] += 1
         if not drafted:
             return
-        rate = sum(accepted) / drafted
-        self.acceptance_ema += (rate - self.acceptance_ema) * (_ALPHA if self.drafts else 1)
         self.drafts += sum(count > 0 for count in result.drafted)
         self.drafted += drafted
         self.accepted += sum(accepted)

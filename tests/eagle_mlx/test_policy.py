@@ -70,6 +70,17 @@ def test_acceptance_policy_is_off_in_large_batches() -> None:
     assert [policy.plan(Context(rows, CHAINS)).depth for rows in (1, 7, 8, 64)] == [2, 2, 0, 0]
 
 
+@pytest.mark.parametrize("can", [CHAINS, Abilities(trees=True)])
+def test_policies_tell_the_acceptance_that_they_expect(can: Abilities) -> None:
+    throughput = ThroughputPolicy(4, max_nodes=8)
+    for policy in (AcceptancePolicy(4), throughput):
+        World(chance=0.8, noise=0.0, can=can).run(policy, 400)
+        assert policy.acceptance == pytest.approx(0.7, abs=0.15)
+    assert (FixedPolicy(4).acceptance, AcceptancePolicy(4).acceptance) == (None, 0.7)
+    World(chance=0.0, can=can).run(throughput, 400)
+    assert throughput.acceptance < 0.15
+
+
 def test_acceptance_policy_turns_off_probes_and_comes_back() -> None:
     policy = AcceptancePolicy(k=4)
     world = World(chance=0.0)

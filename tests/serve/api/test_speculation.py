@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from tests.full import in_full
 from tests.serve.api.given import given_head, given_target
 from tests.serve.api.live import NAME, Live, live, wide
 
+ROOT = Path(__file__).parents[3]
 COMPLETIONS, ADMIN, METRICS = "/v1/completions", "/admin/speculation", "/v1/spec_decode/metrics"
 BODY = {"prompt": "def f(x):", "max_tokens": 40, "ignore_eos": True}
 
@@ -127,6 +129,28 @@ def texts_of(stream: str) -> Iterator[str]:
     for line in lines:
         for choice in httpx.Response(200, text=line).json()["choices"]:
             yield choice["text"]
+
+
+def test_speculation_metrics_are_the_values_that_the_policy_uses(hybrid: Live) -> None:
+    policy = em.AcceptancePolicy(3, alpha=0.5, threshold=0.0)
+    loaded = hybrid.service.loaded
+    assert loaded is not None
+    loaded.engine.use_policy(policy)
+    assert hybrid.http.get(METRICS).json()["acceptance_rate_ema"] == 0.7
+    complete(hybrid, max_tokens=80)
+    summary = hybrid.http.get(METRICS).json()
+    assert summary["acceptance_rate_ema"] == round(policy.rate, 4) != 0.7
+    assert summary["adaptive_k_current"] in (1, 3)
+    assert change(hybrid, spec_decode="none").json()["adaptive_k_current"] == 0
+    assert change(hybrid, spec_decode="auto", spec_policy="throughput").json()["acceptance_rate_ema"] == 0.5
+    assert change(hybrid, spec_policy="fixed", num_speculative_tokens=3).json()["acceptance_rate_ema"] is None
+
+
+def test_all_fields_of_the_speculation_metrics_are_described(hybrid: Live) -> None:
+    fields = hybrid.http.get("/openapi.json").json()["components"]["schemas"]["SpeculationSummary"]["properties"]
+    guide = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    assert fields.keys() == hybrid.http.get(METRICS).json().keys()
+    assert [name for name, field in fields.items() if not field.get("description") or f"`{name}`" not in guide] == []
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_the_numbers_add_up() -> None:
         assert 0 <= summary["total_bonus_tokens"] <= 120 - accepted
         assert summary["total_steps"] == now["eagle:row_rounds_total"]
         assert summary["avg_tokens_per_step"] == round(120 / summary["total_steps"], 4)
-        assert 0 < summary["acceptance_rate_ema"] <= 1
+        assert summary["acceptance_rate_ema"] is None, "a fixed policy estimates nothing"
         assert summary["current_k"] == DEPTH
 
 
