@@ -143,7 +143,7 @@ class Settings(Group):
         metavar="S",
     )
     exit_when_stuck: bool = setting(False, "exit with 1 if a step is stuck; a supervisor then restarts the server")
-    log_requests: bool = setting(False, "log one line per request: tokens, accepted drafts and seconds, never text")
+    log_requests: bool = setting(True, "log one line per request: tokens, accepted drafts and seconds, never text")
     strict_fields: bool = setting(
         False, "refuse unknown request fields; otherwise they are ignored, and named in the header x-ignored-fields"
     )

@@ -33,7 +33,7 @@ def post(server: Live, key: str, path: str, body: dict[str, Any]) -> None:
 
 def test_metrics_and_log_lines_hold_no_text_and_no_key(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with live(settings=wide(api_key="mine-key your-key", log_requests=True)) as server:
+    with live(settings=wide(api_key="mine-key your-key")) as server:
         for path, body in PATHS.items():
             post(server, "mine-key", path, body)
         metrics = server.http.get("/metrics").text

@@ -124,7 +124,7 @@ def test_bonus_tokens_come_after_fully_accepted_drafts() -> None:
 
 def test_a_request_is_logged_in_one_line_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "eagle_mlx.serve")
-    with live(settings=wide(log_requests=True)) as server:
+    with live() as server:
         body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
         answer = server.http.post(COMPLETIONS, json=body).json()
     [said] = [each.getMessage() for each in caplog.records if each.getMessage().startswith("request ")]
@@ -133,6 +133,10 @@ def test_a_request_is_logged_in_one_line_without_its_text(caplog: pytest.LogCapt
     assert f"{timings['draft_n_accepted']} of {timings['draft_n']} drafts accepted" in said
     assert PROMPT not in said
     assert answer["choices"][0]["text"] not in said
+    caplog.clear()
+    with live(settings=wide(log_requests=False)) as server:
+        server.http.post(COMPLETIONS, json=body)
+    assert not [each for each in caplog.records if each.getMessage().startswith("request ")]
 
 
 def test_memory_is_counted_and_requests_that_never_fit_get_400() -> None:
