@@ -203,13 +203,13 @@ class Speculation(Group):
         if mode == "ngram":
             return self._ngrams(3, 1)
         model = self._model(target, mode)
-        return self.with_ngrams(model) if self.policy == "throughput" else model
+        return self.for_requests(model) if self.policy == "throughput" and model is not None else model
 
-    def with_ngrams(self, model: Proposer | None) -> Proposer | None:
-        """Return a proposer that can also draft with n-grams, unless they are off."""
+    def for_requests(self, model: Proposer | None) -> Proposer | None:
+        """Return a proposer that can also draft with n-grams, alone if there is no model, unless they are off."""
         if self.ngrams and isinstance(model, HeadProposer | DraftModelProposer):
             return HybridProposer(model, self._ngrams(MAX_NGRAM, MIN_NGRAM))
-        return model
+        return self._ngrams(3, 1) if self.ngrams and model is None and self.depth else model
 
     @property
     def drafter(self) -> Drafter | None:

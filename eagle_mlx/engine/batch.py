@@ -103,11 +103,16 @@ class Batch:
 
     def trials(self) -> list[Trial]:
         """Return the trials of n-grams that ended since the last call."""
-        return self.state.trials() if isinstance(self.state, HybridState | NgramState) else []
+        return self.state.trials(self._drafters) if isinstance(self.state, HybridState | NgramState) else []
 
     @property
     def _drafters(self) -> list[Drafter | None]:
         return [request.params.drafter or self.drafter for request in self.requests]
+
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether any request may have drafts."""
+        return self.proposer is not None and any(drafter != "none" for drafter in self._drafters)
 
     def rooms(self, plan: Plan) -> list[int]:
         """Return the useful draft tokens per request; 0 if it excludes the plan's drafter."""

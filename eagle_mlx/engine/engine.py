@@ -331,9 +331,9 @@ class Engine:
 
     def _plan(self, batch: Batch, group: int) -> Plan:
         batch.exact = self.exact
-        if batch.proposer is None:
-            return PLAIN
         batch.drafter = self.drafter
+        if not batch.wants_drafts:
+            return PLAIN
         can = batch.abilities
         if self.chains_only is not None or not self.policy.wants_trees:
             can = replace(can, trees=False)

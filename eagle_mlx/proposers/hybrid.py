@@ -54,9 +54,9 @@ class HybridState:
         rows = [(row, each) for row, each in zip(self.ngrams.rows, drafters, strict=True) if each != "none"]
         return 0 < len(rows) <= 2 * sum(each != "model" and row.match > 0 for row, each in rows)
 
-    def trials(self) -> list[Trial]:
-        """Return the n-grams' trials that ended since the last call."""
-        return self.ngrams.trials()
+    def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
+        """Return the n-grams' trials (see `NgramState.trials`)."""
+        return self.ngrams.trials(drafters)
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         return (self.ngrams if plan.lookup else self.model).draft(plan, sampling, positions)

@@ -13,6 +13,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Abilities, Plan, Trial
 from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Target
 
 _REACH = 16
@@ -23,22 +24,33 @@ _REACH = 16
 class NgramIndex:
     """One row's text, where each n-gram ended, and how well n-grams would have predicted the text.
 
-    Each match begins a trial, whether n-grams draft or not. Adding and finding a token is constant work.
+    Each match begins a trial, whether n-grams draft or not. Adding and finding a token is constant work. A text is only
+    kept until something asks for a match or a trial, so that rows that never do cost no more.
     """
 
     max_ngram: int
     min_ngram: int
     tokens: list[int] = field(default_factory=list)
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # the latest end of each n-gram
-    match: int = 0
-    """The index of the token that followed the latest match of the text's last tokens; 0 without a match."""
+    _match: int = 0
+    _kept: list[Sequence[int]] = field(default_factory=list)  # added, but not yet in `tokens`
     _open: list[tuple[int, int]] = field(default_factory=list)  # trials: the text's length at the start, and the match
     _ended: list[Trial] = field(default_factory=list)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add a prompt, or the tokens of a round."""
-        if not tokens:
-            return
+        if tokens:
+            self._kept.append(tokens)
+
+    @property
+    def match(self) -> int:
+        """The index of the token that followed the latest match of the text's last tokens; 0 without a match."""
+        kept, self._kept = self._kept, []
+        for tokens in kept:
+            self._index(tokens)
+        return self._match
+
+    def _index(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             # An n-gram is added when the next token arrives, so that a lookup never finds itself.
             for n in range(self.min_ngram, min(self.max_ngram, len(self.tokens)) + 1):
@@ -46,16 +58,17 @@ class NgramIndex:
             self.tokens.append(token)
         self._open = [trial for trial in self._open if not self._ends(*trial)]
         lengths = range(min(self.max_ngram, len(self.tokens)), self.min_ngram - 1, -1)
-        self.match = next((end for n in lengths if (end := self.ends.get(tuple(self.tokens[-n:])))), 0)
-        if self.match:
-            self._open.append((len(self.tokens), self.match))
+        self._match = next((end for n in lengths if (end := self.ends.get(tuple(self.tokens[-n:])))), 0)
+        if self._match:
+            self._open.append((len(self.tokens), self._match))
 
     def lookup(self, count: int) -> list[int]:
         """Return up to `count` tokens that followed the match; empty without one."""
-        return self.tokens[self.match : self.match + count] if self.match else []
+        return self.tokens[match : match + count] if (match := self.match) else []
 
     def ended(self) -> list[Trial]:
         """Return the trials that ended since the last call."""
+        _ = self.match
         ended, self._ended = self._ended, []
         return ended
 
@@ -102,9 +115,10 @@ class NgramState:
         padded = mx.array([tokens + [0] * (width - len(tokens)) for tokens in found], mx.int32)
         return Draft(padded.reshape(len(found), width), mx.array([len(tokens) for tokens in found], mx.int32))
 
-    def trials(self) -> list[Trial]:
-        """Return the trials of all rows that ended since the last call."""
-        return [trial for row in self.rows for trial in row.ended()]
+    def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
+        """Return the trials that ended since the last call, of rows for which n-grams may draft."""
+        rows = zip(self.rows, drafters, strict=True)
+        return [trial for row, drafter in rows if drafter in (None, "ngrams") for trial in row.ended()]
 
     def prefill(self, seen: Observation) -> None:
         """Do nothing: the prompts were indexed when the state was opened."""

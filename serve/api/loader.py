@@ -41,10 +41,11 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     speculation, proposer = load_proposer(config.speculation, target, config.name, say)
     config.loading.wire_active()
     config = replace(config, speculation=speculation)
-    proposer = speculation.with_ngrams(proposer)
+    name = proposer.name if proposer is not None else "none"
+    proposer = speculation.for_requests(proposer)
     _try_out(target, proposer, speculation.depth)
     prefixes = bytes_of(config.prefix_cache_gb)
-    engine = speculation.engine(
+    engine = replace(speculation, keep=speculation.keep and name != "none").engine(  # plain servers start sooner
         target,
         proposer,
         config.memory,
@@ -57,10 +58,9 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
         folder = config.prefix_cache_dir.expanduser()
         limit = bytes_of(config.prefix_disk_gb) or default_bytes(folder)
         engine.prefixes.disk = DiskTier(folder, limit, target, proposer, config.kv_bits)
-    engine.drafter = speculation.drafter
     drafts = speculation.max_depth if proposer is not None else 0
-    name = proposer.name if proposer is not None else "none"
     loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out(), speculation)
+    engine.drafter = loaded.default_drafter
     with suppress(ConfigError):  # requests that need a grammar report why there is none
         loaded.grammars.start()
     for line in _description(config, loaded):

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from eagle_mlx import EagleError, Engine, HybridProposer, SamplingParams, Target, hub, learn_costs
+from eagle_mlx import EagleError, Engine, HybridProposer, NgramProposer, SamplingParams, Target, hub, learn_costs
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
@@ -60,8 +60,15 @@ class Loaded:
     @property
     def modes(self) -> tuple[str, ...]:
         """The values of `spec_decode` that a request may use."""
-        also = ("ngram",) if isinstance(self.engine.proposer, HybridProposer) else ()
-        return tuple(dict.fromkeys((self.mode, *also, "none")))
+        proposer = self.engine.proposer
+        ngrams = ("ngram",) if isinstance(proposer, HybridProposer | NgramProposer) else ()
+        model = () if self.mode == "none" else (self.mode,)
+        return (*dict.fromkeys((*model, *ngrams)), "none")
+
+    @property
+    def default_drafter(self) -> Drafter | None:
+        """What drafts for requests that do not choose, as the server was started."""
+        return "none" if self.mode == "none" else self.speculation.drafter
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -81,7 +88,7 @@ class Loaded:
         """Change what drafts, how much, and the policy. Run this between steps. Raises ApiError 400."""
         chosen, most, policy = asked.spec_decode, asked.num_speculative_tokens, asked.spec_policy
         self.check_mode(None if chosen == "auto" else chosen)
-        if self.mode == "none" and (most or policy):
+        if self.modes == ("none",) and (most or policy):
             name = "num_speculative_tokens" if most else "spec_policy"
             raise ApiError(400, f"{name} is {most or policy}, but this server drafts nothing", name)
         try:
@@ -89,12 +96,12 @@ class Loaded:
         except ConfigError as e:
             raise ApiError(400, str(e), "spec_policy") from e
         self._chosen = chosen or self._chosen
-        self.engine.drafter = now.drafter if self._chosen == "auto" else _DRAFTERS.get(self._chosen, "model")
         if now != self.speculation:
             self.engine.use_policy(now.make_policy())
             self.speculation, self.most_drafts = now, now.max_depth
             if now.keep:
                 learn_costs(self.engine)
+        self.engine.drafter = self.default_drafter if self._chosen == "auto" else _DRAFTERS.get(self._chosen, "model")
 
     @property
     def target(self) -> Target:
@@ -206,8 +213,8 @@ def _drafter(request: Request, loaded: Loaded) -> Drafter | None:
     """Return the request's drafter. Raises ApiError 400 for a mode that is not loaded."""
     mode, most = request.spec_decode, request.num_speculative_tokens
     loaded.check_mode(mode)
-    if most and (mode == "none" or loaded.mode == "none"):
-        where = "this request" if loaded.mode != "none" else "this server"
+    if most and (mode or loaded.mode) == "none":
+        where = "this request" if mode == "none" else "this server"
         raise ApiError(400, f"num_speculative_tokens is {most}, but {where} drafts nothing", "num_speculative_tokens")
     return None if mode is None else _DRAFTERS.get(mode, "model")
 

@@ -611,6 +611,24 @@ def test_n_grams_are_tried_in_every_round_whatever_drafts(alone: bool) -> None:
     assert [trial for result in results for trial in result.trials] == expected
 
 
+def test_n_grams_that_no_request_may_use_cost_a_plain_engine_nothing() -> None:
+    class Asked(em.FixedPolicy):
+        def plan(self, context: Context) -> Plan:
+            raise AssertionError("there is nothing to plan")
+
+    engine = em.Engine(TARGET, em.NgramProposer(), policy=Asked(4), max_batch=2)
+    engine.drafter = "none"
+    request = engine.prepare(PROMPTS[2], em.SamplingParams(max_tokens=12))
+    engine.submit(request)
+    states = list[Any]()
+    while not engine.idle:
+        engine.step()
+        states += [batch.state for batch in engine.groups.batches]
+    assert_same_text(PROMPTS[2], request.tokens)
+    assert states
+    assert not any(row.ends or row.tokens for state in states for row in state.rows)
+
+
 def test_drafter_and_policy_can_change_between_steps() -> None:
     proposer = em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer())
     engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from eagle_mlx.catalog.head_search import register
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.memory import free_memory
+from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import check, load
 from eagle_mlx.serve.api.model import sampling_defaults
@@ -21,6 +23,9 @@ from eagle_mlx.serve.api.start import served_name
 from eagle_mlx.serve.memory_options import MemoryOptions
 from eagle_mlx.serve.speculation import AUTO, Speculation
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
+
+HEAD = "the head"
+"""Stands for the folder of the head, which a fixture makes."""
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +108,34 @@ def test_the_check_passes(models: tuple[str, str], how: list[str], capsys: pytes
     said = capsys.readouterr().err
     assert "check: ok: 16 tokens" in said
     assert "tau " in said
+
+
+@pytest.mark.parametrize(
+    ("speculation", "modes"),
+    [
+        (Speculation(mode="none"), ("ngram", "none")),
+        (Speculation(mode="none", policy="fixed"), ("ngram", "none")),
+        (Speculation(mode="ngram", policy="fixed"), ("ngram", "none")),
+        (Speculation(head=HEAD, policy="fixed"), ("eagle", "ngram", "none")),
+        (Speculation(mode="none", ngrams=False), ("none",)),
+        (Speculation(mode="none", num_tokens=0), ("none",)),
+        (Speculation(head=HEAD, policy="fixed", ngrams=False), ("eagle", "none")),
+    ],
+)
+def test_requests_may_ask_for_n_grams_on_every_server_that_allows_them(
+    models: tuple[str, str], speculation: Speculation, modes: tuple[str, ...]
+) -> None:
+    given = replace(speculation, head=speculation.head and models[1], keep=False)
+    loaded = load(LoadConfig(models[0], given), list[str]().append)
+    assert loaded.modes == modes
+    engine, prompt = loaded.engine, [5, 6, 7, 8] * 8
+    texts = [
+        engine.generate(prompt, SamplingParams(max_tokens=40, drafter=drafter)) for drafter in ("none", "ngrams", None)
+    ]
+    assert len({tuple(text.tokens) for text in texts}) == 1
+    assert texts[0].drafted == 0 < texts[1].drafted or "ngram" not in modes
+    assert (texts[2].drafted > 0) == bool(loaded.drafters)
+    assert loaded.mode == (modes[0] if given.resolved_mode() != "none" else "none")
 
 
 def test_the_check_fails_if_speculation_changes_the_text(models: tuple[str, str]) -> None:
