@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal, TextIO
 
@@ -66,6 +66,10 @@ class DecodingOptions(Group):
     speculation: Speculation = field(default_factory=Speculation)
     loading: TargetOptions = field(default_factory=TargetOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+    def params(self) -> SamplingParams:
+        """Return the parameters for the engine. Raises ConfigError for a value out of range."""
+        return replace(self.sampling.params(), **self.speculation.rule)
 
     def say(self, text: str) -> None:
         """Print a line about the run to stderr, unless quiet."""

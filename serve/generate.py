@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(options: GenerateOptions) -> None:
-    params = options.sampling.params()
+    params = options.params()
     questions = None if options.file is None else read_questions(options.file)
     engine = options.engine(options.batch)
     began = perf_counter()
@@ -146,6 +146,7 @@ def summary(outputs: Sequence[Output], seconds: float) -> str:
     text = f"{tokens} tokens in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s, prompts included"
     if not drafted:
         return f"{text}; nothing was drafted"
+    text += "" if all(o.lossless for o in outputs) else "; lossy"
     return f"{text}; {tokens / max(1, rounds):.2f} tokens per forward (tau), {accepted} of {drafted} drafts accepted"
 
 

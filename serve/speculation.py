@@ -23,7 +23,7 @@ from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPo
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer, model_of
-from eagle_mlx.sampling_params import Drafter
+from eagle_mlx.sampling_params import Acceptance, Drafter, SamplingParams, limit_of
 from eagle_mlx.setting import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -102,6 +102,17 @@ class Speculation(Group):
     ngram_max: int | None = setting(None, "longest n-gram (default: 3; 4 with a head or draft model)", AT_LEAST_1)
     ngram_min: int | None = setting(None, "shortest n-gram (default: 1; 3 with a head or draft model)", AT_LEAST_1)
     prompt_lookup: bool = setting(True, "look for n-grams in the prompt, too", name="ngram_prompt_lookup")
+    acceptance: Acceptance = setting(
+        "auto",
+        "rule that accepts drafts of sampled text (threshold is lossy: drafts change the text)",
+    )
+    least_probability: float = setting(
+        SamplingParams.threshold,
+        "with acceptance threshold: keep draft tokens that the target gives at least this probability",
+        limit_of("threshold"),
+        name="acceptance_threshold",
+        metavar="P",
+    )
     in_one: str | None = setting(
         None,
         'how to draft, as one JSON object; as in vLLM: {"method": "eagle3", "model": "...", '
@@ -216,6 +227,11 @@ class Speculation(Group):
         """What drafts by default if both a model and n-grams can."""
         return None if self.policy == "throughput" else "model"
 
+    @property
+    def rule(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that say how drafts are accepted."""
+        return {"acceptance": self.acceptance, "threshold": self.least_probability}
+
     def with_policy(self, policy: PolicyName, num_tokens: int | None) -> Self:
         """Return these settings with another policy and depth. Raises ConfigError if the policy cannot have them."""
         defaults = {each.field: each.default for each in _of_ema() if policy != "acceptance-ema"}
@@ -261,11 +277,15 @@ class Speculation(Group):
         return engine
 
     def notes(self, engine: Engine) -> list[str]:
-        """Return lines on the number format of the head's weights, and on why there are no trees, if either applies."""
+        """Return lines on the head's number format, on why there are no trees, and on lossy acceptance, if they apply."""
         proposer = model_of(engine.proposer)
         notes = [f"head precision: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
         if engine.chains_only:
             notes.append(f"no draft trees for this target: {engine.chains_only}; it drafts chains")
+        if self.acceptance == "threshold":
+            notes.append(
+                f"acceptance: threshold {self.least_probability:g}, which is lossy: drafts change sampled text"
+            )
         return notes
 
     def __str__(self) -> str:

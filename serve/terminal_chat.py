@@ -95,7 +95,7 @@ class Chat:
         if tokenizer is None or not tokenizer.has_chat_template:
             raise PromptError(f"{engine.target.name} has no chat template; use eagle-generate, which continues text")
         self.engine, self.tokenizer, self.options = engine, tokenizer, options
-        self.params = options.sampling.params()
+        self.params = options.params()
         self.color = options.color and has_color(sys.stdout)
         self.system, self.turns = options.system, list[dict[str, str]]()
         self.total = Tally()

@@ -61,6 +61,8 @@ class Speculation(Shape):
     num_accepted_draft_tokens: int
     num_draft_failures: int
     """How often the proposer raised. After three times in a row, a request decodes plainly."""
+    lossless: bool
+    """False if `threshold` acceptance let drafts change the text."""
 
 
 class Metrics(Shape):
@@ -140,6 +142,7 @@ def _speculation(outputs: Sequence[Output]) -> Speculation:
         num_draft_tokens=drafted,
         num_accepted_draft_tokens=accepted,
         num_draft_failures=sum(o.draft_failures for o in outputs),
+        lossless=all(o.lossless for o in outputs),
     )
 
 

@@ -201,12 +201,22 @@ def sampling(
             top_logprobs=top_logprobs or 0,
             num_speculative_tokens=request.num_speculative_tokens,
             drafter=_drafter(request, loaded),
+            **_rule(request, loaded),
             grammar=grammar,
             stop_watcher=stop_watcher,
         )
     except EagleError as e:
         raise bad_request(e) from e
     return [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(request.answers)]
+
+
+def _rule(request: Request, loaded: Loaded) -> dict[str, Any]:
+    """Return the fields that say how drafts are accepted. Raises ApiError 400 for a threshold without effect."""
+    given = {"acceptance": request.acceptance, "threshold": request.acceptance_threshold}
+    rule: dict[str, Any] = loaded.speculation.rule | {name: value for name, value in given.items() if value is not None}
+    if request.acceptance_threshold is not None and rule["acceptance"] != "threshold":
+        raise ApiError(400, "acceptance_threshold needs acceptance to be threshold", "acceptance_threshold")
+    return rule
 
 
 def _drafter(request: Request, loaded: Loaded) -> Drafter | None:

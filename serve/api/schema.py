@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_serializer
 from pydantic_core import CoreSchema, core_schema
 
+from eagle_mlx.sampling_params import Acceptance
+
 from ..log_once import log_once
 from ..speculation import Mode, PolicyName
 from .errors import ApiError
@@ -124,6 +126,10 @@ class Extensions(Body):
     spec_decode: Mode | None = None
     """The only drafter: the loaded head or draft model by its mode, `ngram`, or `none`."""
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
+    acceptance: Acceptance | None = None
+    """The rule that accepts drafts of sampled text. All but `threshold` are lossless."""
+    acceptance_threshold: float | None = Field(None, ge=1e-6, le=1)
+    """The least probability of a draft token for `threshold`."""
     t_max_predict_ms: float | None = Field(None, ge=0)
     """Limit from the first token to the end of an answer; 0 is none. As in llama.cpp, but not only at line ends."""
     cache_salt: str | None = Field(None, min_length=1)

@@ -282,7 +282,8 @@ class Call(Job):
     def _summary(self, seconds: float) -> str:
         prompt, cached = sum(o.prompt_tokens for o in self.outputs), sum(o.cached_tokens for o in self.outputs)
         tokens, drafted = sum(len(o.tokens) for o in self.outputs), sum(o.drafted for o in self.outputs)
+        lossy = "" if all(o.lossless for o in self.outputs) else " (lossy)"
         return (
             f"{prompt} prompt tokens ({cached} cached), {tokens} tokens, "
-            f"{sum(o.accepted for o in self.outputs)} of {drafted} drafts accepted, {seconds:.3f} s"
+            f"{sum(o.accepted for o in self.outputs)} of {drafted} drafts accepted{lossy}, {seconds:.3f} s"
         )

@@ -80,6 +80,14 @@ def test_a_file_gives_one_row_per_prompt_in_order(models: tuple[str, str], tmp_p
     assert all(row["finish_reason"] in ("stop", "length") and row["completion_tokens"] <= 12 for row in rows)
 
 
+def test_lossy_acceptance_is_announced_and_marked(models: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    lossy = ["--acceptance", "threshold", "--acceptance-threshold", "0.001", "--temperature", "1", "--no-ngram"]
+    assert main(["def f(x):", "--target", models[0], "--head", models[1], *lossy, *SHORT]) == 0
+    said = capsys.readouterr().err
+    assert "acceptance: threshold 0.001, which is lossy" in said
+    assert "; lossy; " in said
+
+
 def test_rows_of_turns_are_answered_turn_by_turn(models: tuple[str, str], tmp_path: Path) -> None:
     asked = [["import os", "and sys?"], ["x"], ["def f(x):", "why?", "and then?"]]
     lines = [{"question_id": n, "category": "code", "turns": turns} for n, turns in enumerate(asked)]

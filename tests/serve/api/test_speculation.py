@@ -146,6 +146,29 @@ def test_speculation_metrics_are_the_values_that_the_policy_uses(hybrid: Live) -
     assert change(hybrid, spec_policy="fixed", num_speculative_tokens=3).json()["acceptance_rate_ema"] is None
 
 
+def test_threshold_acceptance_is_a_choice_and_marked_as_lossy(hybrid: Live, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "eagle_mlx.serve")
+    sampled = {"temperature": 1.0, "seed": 1, "spec_decode": "eagle"}
+    lossy = {"acceptance": "threshold", "acceptance_threshold": 1e-6}
+    for more, lossless in ((sampled, True), (sampled | lossy, False), (lossy | {"temperature": 0}, True)):
+        caplog.clear()
+        counts = complete(hybrid, **more)["metrics"]["speculative_decoding"]
+        assert counts["lossless"] == lossless
+        assert (counts["draft_acceptance_rate"] == 1) == (not lossless)
+        [line] = [message for message in caplog.messages if message.startswith("request ")]
+        assert ("(lossy)" in line) == (not lossless)
+    for wrong in ({"acceptance": "magic"}, {"acceptance_threshold": 0.3}, lossy | {"acceptance_threshold": 0}):
+        refused = hybrid.http.post(COMPLETIONS, json=BODY | wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, list(wrong)[-1])
+
+
+def test_a_server_may_accept_by_threshold_by_default() -> None:
+    with live(lambda: both(acceptance="threshold", least_probability=0.001)) as server:
+        asked = {"temperature": 1.0, "spec_decode": "eagle"}
+        for more, lossless in (({}, False), ({"acceptance": "auto"}, True), ({"acceptance_threshold": 0.9}, False)):
+            assert complete(server, **asked, **more)["metrics"]["speculative_decoding"]["lossless"] == lossless
+
+
 def test_all_fields_of_the_speculation_metrics_are_described(hybrid: Live) -> None:
     fields = hybrid.http.get("/openapi.json").json()["components"]["schemas"]["SpeculationSummary"]["properties"]
     guide = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
