@@ -277,7 +277,7 @@ class Speculation(Group):
         return engine
 
     def notes(self, engine: Engine) -> list[str]:
-        """Return lines on the head's number format, on why there are no trees, and on lossy acceptance, if they apply."""
+        """Return lines on the head's number format, missing trees and lossy acceptance, if they apply."""
         proposer = model_of(engine.proposer)
         notes = [f"head precision: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
         if engine.chains_only:
