@@ -18,7 +18,7 @@ from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError, Shape
 from .model import Loaded
-from .schema import SERVICE_TIER
+from .schema import SERVICE_TIER, SharedStreamOptions
 from .schema import Request as Asked
 from .service import Call
 from .worker import TIME, RequestEvent
@@ -166,11 +166,27 @@ async def waiting_comments(call: Call) -> AsyncIterator[bytes]:
             yield f": {told}\n\n".encode()
 
 
+def one_by_one(event: RequestEvent) -> list[RequestEvent]:
+    """Split the event of a step into events of a token each. The last has the output, if there is one."""
+    last = max(0, len(event.tokens) - 1)
+    return [
+        RequestEvent(event.index, event.tokens[at:][:1], event.logprobs[at:][:1], event.output if at == last else None)
+        for at in range(last + 1)
+    ]
+
+
 class Answer(ABC):
     """A request from its route to the end of its answer: how it becomes engine requests, and how it is answered."""
 
     call: Call
     requests: Sequence[RequestState]
+    stream_options: SharedStreamOptions | None = None
+
+    @property
+    def per_token(self) -> bool:
+        """Whether a stream has an event for each token, as the request or else the server says."""
+        wanted = self.stream_options.per_token if self.stream_options is not None else None
+        return self.call.service.settings.stream_per_token if wanted is None else wanted
 
     @abstractmethod
     def keep_alive(self) -> ServerSentEvent:
@@ -222,7 +238,7 @@ class Answer(ABC):
                     self.call.failed = True
                     yield text.encode() + self.fail(error)
                     return
-                text += self.write(event)
+                text += "".join(map(self.write, one_by_one(event) if self.per_token else [event]))
                 if event.output is not None:
                     outputs[event.index] = event.output
                     is_last = len(outputs) == len(self.requests)
@@ -247,7 +263,7 @@ class Choices(Answer):
     requests: list[RequestState]
 
     def __init__(self, body: Asked):
-        self.body, self.requests = body, []
+        self.body, self.requests, self.stream_options = body, [], body.stream_options
         self._written: Counter[int] = Counter()
         self._drafted: Counter[int] = Counter()
         """Accepted draft tokens of each choice that no chunk has reported yet."""

@@ -135,9 +135,9 @@ class ChatAnswer(Choices):
         index, deltas = event.index, self._streams[event.index].push(event)
         self._calls |= {index for delta in deltas if delta.tool_call is not None}
         pieces = list(map(_piece, deltas))
-        logprobs = None
-        if self.body.logprobs and event.logprobs:  # tokens whose text is held back are listed with empty text
-            pieces, logprobs = pieces or [_piece(Delta())], chat_logprobs(self.loaded.texts, event.logprobs)
+        logprobs = chat_logprobs(self.loaded.texts, event.logprobs) if self.body.logprobs and event.logprobs else None
+        if not pieces and event.tokens and (logprobs or self.per_token):  # the token's text is held back
+            pieces = [_piece(Delta())]
         firsts = [self.chunk(index, piece, logprobs) for piece in pieces[:1]]
         return "".join([*firsts, *(self.chunk(index, piece) for piece in pieces[1:])])
 

@@ -133,7 +133,9 @@ class CompletionAnswer(Choices):
         stream, output = self._texts[event.index], event.output
         text = stream.push(event.tokens) if output is None else stream.finish(output.text)
         lists = self._lists[event.index].take(event.logprobs) if event.logprobs else None
-        return self.chunk(event.index, {"text": text}, lists) if text or lists else ""
+        return (
+            self.chunk(event.index, {"text": text}, lists) if text or lists or (self.per_token and event.tokens) else ""
+        )
 
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
         return self.chunk(index, {"text": ""}, finish=output.finish_reason, **more)

@@ -143,6 +143,9 @@ class Settings(Group):
         metavar="S",
     )
     exit_when_stuck: bool = setting(False, "exit with 1 if a step is stuck; a supervisor then restarts the server")
+    stream_per_token: bool = setting(
+        False, "stream an event for each token, for clients that count events; otherwise one holds a round's tokens"
+    )
     log_requests: bool = setting(True, "log one line per request: tokens, accepted drafts and seconds, never text")
     strict_fields: bool = setting(
         False, "refuse unknown request fields; otherwise they are ignored, and named in the header x-ignored-fields"

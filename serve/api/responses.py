@@ -123,6 +123,7 @@ class ResponseAnswer(PartsAnswer):
         chat = chat_request(body, items, self._functions)
         super().__init__(chat, body.max_output_tokens, self._functions.names, limits)
         self.body, self._keep, self._settings = body, keep, _settings(body)
+        self.stream_options = body.stream_options
         self._number = -1
         """The last event's; before the first, -1."""
         self._is_over = False

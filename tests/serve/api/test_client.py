@@ -17,7 +17,7 @@ from eagle_mlx.request import Output
 from eagle_mlx.serve.api.model import Loaded
 from tests.full import diagonal
 from tests.serve.api.given import TARGET
-from tests.serve.api.live import DEPTH, NAME, Live, engine, live
+from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 
 PROMPT = "def f(x):\n    return x"
 ENDLESS = {"ignore_eos": True}
@@ -115,6 +115,45 @@ def test_streamed_pieces_make_up_the_answer(server: Live, sampling: dict[str, An
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.model_dump() == whole.usage.model_dump()
     assert chunks[-1].timings["draft_n_accepted"] == whole.timings["draft_n_accepted"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize(("marks", "logprobs", "n"), [(False, False, 1), (True, False, 2), (True, True, 1)])
+def test_a_stream_has_a_chunk_for_each_token_on_request(
+    server: Live, path: str, marks: bool, logprobs: bool, n: int
+) -> None:
+    prompt = {"messages": MESSAGES, "logprobs": logprobs} if path.startswith("chat") else {"prompt": PROMPT}
+    body = {**prompt, "max_tokens": 40, "temperature": 0, "n": n, "ignore_eos": True}
+    whole = server.http.post(f"/v1/{path}", json=body).json()
+    options = {"per_token": True, "include_usage": True, **({"include_draft_n_accepted": True} if marks else {})}
+    text = server.http.post(f"/v1/{path}", json={**body, "stream": True, "stream_options": options}).text
+    chunks = [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n")[:-2]]
+    last = chunks.pop()
+    for choice in whole["choices"]:
+        pieces = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        tokens = [piece for piece in pieces if piece["finish_reason"] is None and "role" not in piece.get("delta", {})]
+        assert len(tokens) == 40
+        read = "".join(piece["text"] if "text" in piece else piece["delta"]["content"] for piece in tokens)
+        assert read == (choice["text"] if "text" in choice else choice["message"]["content"])
+        assert not logprobs or path == "completions" or all(len(piece["logprobs"]["content"]) == 1 for piece in tokens)
+    if marks:
+        assert {chunk["draft_n_accepted"] for chunk in chunks} == {0, 1}
+        assert sum(chunk["draft_n_accepted"] for chunk in chunks) == last["timings"]["draft_n_accepted"] > 0
+
+
+def test_a_server_may_stream_an_event_for_each_token_in_all_apis() -> None:
+    def events(path: str, kind: str, **more: Any) -> int:
+        return server.http.post(f"/v1/{path}", json={"temperature": 0, "stream": True, **more}).text.count(kind)
+
+    with live(settings=wide(stream_per_token=True)) as server:
+        messages = events("messages", '"text_delta"', messages=MESSAGES, max_tokens=30)
+        asked = {"input": MESSAGES, "max_output_tokens": 30}
+        response = events("responses", "event: response.output_text.delta", **asked)
+        rounds = {"stream_options": {"per_token": False}}
+        fewer = events("responses", "event: response.output_text.delta", **asked, **rounds)
+        assert messages == response > fewer
+        text = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True}
+        assert events("completions", '"text":', **text) == 31 > events("completions", '"text":', **text, **rounds)
 
 
 @pytest.mark.parametrize(
