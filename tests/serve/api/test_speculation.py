@@ -32,7 +32,7 @@ def both(**settings: Any) -> Loaded:
 
 @pytest.fixture(scope="module")
 def hybrid() -> Iterator[Live]:
-    with live(both, wide(api_key="secret")) as running:
+    with live(both, wide(api_key="secret", strict_fields=True)) as running:
         yield running
 
 
