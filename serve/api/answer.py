@@ -18,7 +18,7 @@ from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError, Shape
 from .model import Loaded
-from .schema import SERVICE_TIER, SharedStreamOptions
+from .schema import SERVICE_TIER, EventFormat
 from .schema import Request as Asked
 from .service import Call
 from .worker import TIME, RequestEvent
@@ -180,7 +180,7 @@ class Answer(ABC):
 
     call: Call
     requests: Sequence[RequestState]
-    stream_options: SharedStreamOptions | None = None
+    stream_options: EventFormat | None = None
 
     @property
     def per_token(self) -> bool:

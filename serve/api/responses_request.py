@@ -12,17 +12,7 @@ from pydantic import BeforeValidator, Field
 from ..chat.history import PARAGRAPH
 from .conversation import EFFORTS, Conversation, Extensions
 from .responses_tools import AllowedTools, ChosenTool, Functions, ResponsesTool, chosen, flat_name
-from .schema import (
-    BY_TYPE,
-    Body,
-    ChatRequest,
-    Many,
-    Media,
-    OpenAIRequest,
-    SharedStreamOptions,
-    refuse_last_media,
-    without_data,
-)
+from .schema import BY_TYPE, Body, ChatRequest, EventFormat, Many, Media, OpenAIRequest, refuse_last_media, without_data
 from .validation import validated
 
 Ended = Literal["completed", "incomplete"]
@@ -173,7 +163,7 @@ class ResponsesRequest(Extensions, OpenAIRequest):
     text: TextConfig | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    stream_options: SharedStreamOptions | None = None
+    stream_options: EventFormat | None = None
     include: Many[Included] | None = None
     top_logprobs: Literal[0] | None = None
     conversation: None = None

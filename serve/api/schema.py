@@ -76,15 +76,15 @@ class ByType:
 BY_TYPE = ByType()
 
 
-class SharedStreamOptions(Body):
-    """Stream options of OpenAI's three APIs."""
+class EventFormat(Body):
+    """The stream options that OpenAI's three APIs share."""
 
     include_obfuscation: bool | None = None
     per_token: bool | None = None
     """Send an event for each token. By default, one event holds all tokens of a round."""
 
 
-class StreamOptions(SharedStreamOptions):
+class StreamOptions(EventFormat):
     include_usage: bool | None = None
     include_draft_n_accepted: bool | None = None
     """Report the accepted draft tokens of each chunk. They come in chunks of their own."""
