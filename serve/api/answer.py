@@ -179,7 +179,7 @@ class Answer(ABC):
     """A request from its route to the end of its answer: how it becomes engine requests, and how it is answered."""
 
     call: Call
-    requests: Sequence[RequestState]
+    requests: Sequence[RequestState] = ()
     stream_options: EventFormat | None = None
 
     @property

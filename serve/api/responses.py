@@ -65,11 +65,11 @@ class ResponseObject(Measured):
     reasoning: dict[str, str | None] | None
     service_tier: Literal["default"]
     store: bool
-    temperature: float
+    temperature: float | None
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
-    top_p: float
+    top_p: float | None
     truncation: Literal["disabled"]
     usage: ResponsesUsage
 
@@ -225,7 +225,8 @@ class ResponseAnswer(PartsAnswer):
         return {"type": type, "sequence_number": self._number, **fields}
 
     def _begun(self) -> dict[str, Any]:
-        params = self.requests[0].params
+        # Before its model is loaded, a response has only the settings that the client gave.
+        params = self.requests[0].params if self.requests else self.body
         return {
             "id": f"resp_{self.call.id}",
             "object": "response",

@@ -18,7 +18,7 @@ import pytest
 from eagle_mlx.serve.api import flow
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
-from eagle_mlx.serve.api.schema import B
+from eagle_mlx.serve.api.validation import B
 from tests.serve.api.given import PATIENCE
 from tests.serve.api.live import DEPTH, ELSEWHERE, Live, another_client, engine, live, wide
 
