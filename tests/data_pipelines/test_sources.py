@@ -6,13 +6,14 @@ import json
 import socket
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from eagle_mlx.data_pipelines import Conversation, DataConfig, read_conversations
+from eagle_mlx.data_pipelines.conversation import HELDOUT_ONE_IN
 from eagle_mlx.data_pipelines.sources import stdlib, tables
 from eagle_mlx.data_pipelines.sources.stdlib import SourceFile, iter_files
 from eagle_mlx.errors import ConfigError, DataError
@@ -192,6 +193,24 @@ def test_the_standard_library_is_held_out_by_file(monkeypatch: pytest.MonkeyPatc
     assert any('"""' in c.messages[0].content for c in held_out if c.messages)
     assert answers[:99] == said(read("builtin:python", "heldout", seed=0, limit=99))
     assert answers[:99] != said(read("builtin:python", "heldout", limit=99, seed=1))
+
+
+def test_the_held_out_files_of_the_standard_library_are_few_and_never_trained_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {split: list(iter_files(split)) for split in get_args(stdlib.Split)}
+    assert {file.path for file in files["train"]}.isdisjoint(file.path for file in files["heldout"])
+    share = len(files["heldout"]) / sum(map(len, files.values()))
+    assert 0.5 < share * HELDOUT_ONE_IN < 2
+    few = {split: some[:12] for split, some in files.items()}
+    monkeypatch.setattr(stdlib, "iter_files", few.__getitem__)
+    sides = {split: {file.path for file in some} for split, some in few.items()}
+    sides["all"] = sides["train"] | sides["heldout"]
+    for name in ("python", "python-chat", "python-docstrings", "python-files"):
+        for split, paths in sides.items():
+            read_from = {c.origin.split(":")[2] for c in read(f"builtin:{name}", split)}
+            assert read_from, (name, split)
+            assert read_from <= paths, (name, split)
 
 
 @pytest.fixture

@@ -139,6 +139,30 @@ def test_rejection_is_its_definition(rows: int, width: int, vocab: int, with_q: 
     assert emitted(rejection(*arrays)) == rejection_by_loop(p, q, drafts, lengths, u, gumbel)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("case", ["refused", "refused without q", "accepted"])
+def test_rejection_draws_with_the_weights_of_its_definition(case: str) -> None:
+    """Noise that makes all tokens equally good shows each weight: any token wins with 0.1 % more of it."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        p, q = rng.dirichlet(np.ones(8), 2)
+        q = np.eye(8)[3] if case == "refused without q" else q
+        weights = p if case == "accepted" else np.maximum(p - q, 0)
+        tokens = np.flatnonzero(weights > 0.001)
+        tie = np.where(weights > 0.001, -np.log(np.maximum(weights, 1e-9)), np.where(weights > 0, -9.0, 5.0))
+        noise = tie + 1e-3 * np.eye(8)[tokens]
+        rows = len(tokens)
+        draft = int(np.argmax(q - p))
+        verdict = rejection(
+            mx.array(np.tile(p, (rows, 2, 1)), mx.float32),
+            None if case == "refused without q" else mx.array(np.tile(q, (rows, 1, 1)), mx.float32),
+            mx.full((rows, 1), draft, mx.int32),
+            mx.full((rows,), case != "accepted", mx.int32),
+            mx.full((rows, 1), 1 - 2.0**-24),
+            mx.array(noise[:, None], mx.float32),
+        )
+        assert emitted(verdict) == [[int(token)] for token in tokens]
+
+
 @settings(max_examples=some(100), deadline=None)
 @given(data=st.data(), rows=st.integers(1, 5), width=st.integers(0, 4))
 def test_match_emits_the_samples_up_to_the_first_difference(data: st.DataObject, rows: int, width: int) -> None:
