@@ -194,6 +194,7 @@ class DraftModelState:
             text.unread = text.unread[len(piece) :]
             text.read += len(piece)
         self._sync()
+        self.cache.compact()
         return logits
 
     def _sync(self) -> None:

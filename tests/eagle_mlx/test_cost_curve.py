@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from eagle_mlx.engine import cost_curve
 from eagle_mlx.engine.cost_curve import SIZES, curve_of, learn_costs, measured_times
 from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.target import Target
+from tests import disk_tier
 from tests.architectures import tiny_model
 from tests.fakes import tiny_head, tiny_target
 
@@ -95,6 +97,21 @@ def test_each_target_has_its_own_curve(tmp_path: Path) -> None:
     policy = ThroughputPolicy()
     learn_costs(em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy=policy), tmp_path)
     assert len(list(tmp_path.iterdir())) == 2, "who drafts makes no difference"
+
+
+@pytest.mark.usefixtures("quiet")
+def test_each_machine_and_each_precision_of_the_cache_has_its_own_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = disk_tier.target("quantised")
+    learned(target, tmp_path)
+    for files, bits in enumerate((4, 8), 2):
+        learned(target, tmp_path, kv_bits=bits)
+        assert len(list(tmp_path.iterdir())) == files
+    machine = cost_curve.describe()
+    monkeypatch.setattr(cost_curve, "describe", lambda: replace(machine, cpu="another"))
+    learned(target, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 @pytest.mark.usefixtures("quiet")

@@ -20,6 +20,7 @@ from eagle_mlx.engine.request_queue import MOST_SKIPS
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.request import Request
 from eagle_mlx.request_state import RequestState
+from tests import disk_tier
 from tests.architectures import VOCAB, tiny_model
 from tests.fakes import steps_of, tiny_head, tiny_target
 from tests.full import diagonal, some
@@ -61,6 +62,32 @@ def test_sizes_equal_those_of_real_caches(name: str, rows: int) -> None:
             mx.eval(cache.state)
             real = sum(x.nbytes for x in cache.state)
             assert 0.6 * size.nbytes(rows, read) - 16 * rows * size.position <= real <= size.nbytes(rows, read)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        *(
+            (name, None)
+            for name in ("deepseek_v3", "falcon_h1", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next")
+        ),
+        ("quantised", 8),
+    ],
+)
+@pytest.mark.parametrize("drafter", ["none", "draft model"])
+def test_after_long_prompts_caches_hold_no_more_than_is_counted(name: str, bits: int | None, drafter: str) -> None:
+    """Wide forwards of a prompt need more slots of a sliding window than decoding does."""
+    target = disk_tier.target(name)
+    proposer = em.DraftModelProposer(disk_tier.target(name)) if drafter == "draft model" else None
+    lengths = [400] if proposer else [400, 150, 390]  # a draft model that catches up in a batch pads the other rows
+    prompts = [[int(t) for t in RNG.integers(3, VOCAB, n)] for n in lengths]
+    with steps_of(4):
+        engine = em.Engine(target, proposer, policy=em.FixedPolicy(3), max_batch=3, prefill_chunk=512, kv_bits=bits)
+        for prompt in prompts:
+            engine.submit(engine.prepare(prompt, em.SamplingParams(max_tokens=12, ignore_eos=True)))
+        while not engine.idle:
+            engine.step()
+            assert taken(engine) <= engine.snapshot().kv_used
 
 
 def test_quantized_keys_and_the_proposers_cache_count() -> None:

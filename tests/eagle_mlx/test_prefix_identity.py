@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.adapters import Adapter
 from eagle_mlx.engine.disk import DiskTier
-from eagle_mlx.engine.disk.identity import hash_of_arrays
+from eagle_mlx.engine.disk import identity as identity_module
+from eagle_mlx.engine.disk.identity import hash_of_arrays, identity
 from tests.fakes import tiny_adapters, tiny_head, tiny_target, tiny_target_folder
 
 TEXT = [(7 * i * i + 3 * i) % 90 + 1 for i in range(60)]
+TARGET = tiny_target()
 GREEDY = em.SamplingParams(max_tokens=12, ignore_eos=True)
 
 
@@ -130,3 +137,89 @@ def test_04_every_bit_of_an_array_counts(dtype: mx.Dtype) -> None:
         found.add(hash_of_arrays(Holder(x.view(dtype))))
     found.add(hash_of_arrays(Holder(before.reshape(5, 3000).view(dtype))))
     assert len(found) == 5
+
+
+def change_model(changed: pytest.MonkeyPatch, target: em.Target) -> None:
+    model = type(target.model)
+    changed.setitem(sys.modules, "another", sys.modules[model.__module__])
+    changed.setattr(model, "__module__", "another")
+
+
+def change_code(changed: pytest.MonkeyPatch, target: em.Target) -> None:
+    changed.setattr(sys.modules[type(target.model).__module__], "__file__", __file__)
+
+
+def change_config(changed: pytest.MonkeyPatch, target: em.Target) -> None:
+    changed.setattr(target.model.args, "rope_theta", 9.0)
+
+
+def change_last_weight(changed: pytest.MonkeyPatch, target: em.Target) -> None:
+    weight = embedding(target)
+    weight[-1, -1] = weight[-1, -1] + 1
+
+
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch, em.Target], None]] = {
+    "format": lambda changed, _: changed.setattr(identity_module, "FORMAT", "another"),
+    "block": lambda changed, _: changed.setattr(identity_module, "BLOCK", identity_module.BLOCK + 1),
+    "model": change_model,
+    "code": change_code,
+    "config": change_config,
+    "weights": change_last_weight,
+    "adapter": lambda changed, target: changed.setattr(target, "adapter", Adapter("a", "00")),
+    "dtype": lambda changed, target: changed.setattr(target, "dtype", mx.bfloat16),
+    "device": lambda changed, _: changed.setattr(mx, "default_device", lambda: "another"),
+    "versions": lambda changed, _: changed.setattr(metadata, "version", lambda name: "9" * (name == "mlx-lm")),
+}
+
+
+@pytest.mark.parametrize("fact", CHANGES)
+def test_an_identity_depends_on_each_fact_of_the_target(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    before = identity(target, None, None)
+    assert identity(tiny_target(), None, None) == before
+    with monkeypatch.context() as changed:
+        CHANGES[fact](changed, target)
+        assert identity(target, None, None) != before
+
+
+@pytest.mark.parametrize("package", ["mlx", "mlx-lm", "eagle-mlx"])
+def test_an_identity_depends_on_each_version(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, versions = identity(TARGET, None, None), metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "9.9" if name == package else versions(name))
+    assert identity(TARGET, None, None) != before
+
+
+def test_an_identity_depends_on_the_bits_of_the_cache() -> None:
+    assert len({identity(TARGET, None, bits) for bits in (None, 4, 8)}) == 3
+
+
+class RenamedProposer(em.HeadProposer):
+    name = "another"
+
+
+class DeeperProposer(em.HeadProposer):
+    aux_layers = (0, 1, 2)
+
+
+def test_an_identity_depends_on_each_fact_of_a_proposer_that_reads_hidden_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert identity(TARGET, em.NgramProposer(), None) == identity(TARGET, None, None)
+    head, other_weights, other_config = (tiny_head(TARGET) for _ in range(3))
+    other_weights.fc.weight[-1, -1] = other_weights.fc.weight[-1, -1] + 1
+    other_config.config = replace(other_config.config, rope_theta=9.0)
+    proposers = [None, *map(em.HeadProposer, (head, other_weights, other_config))]
+    proposers += [RenamedProposer(head), DeeperProposer(head)]
+    identities = [identity(TARGET, proposer, None) for proposer in proposers]
+    assert identity(TARGET, em.HybridProposer(em.HeadProposer(head), em.NgramProposer()), None) == identities[1]
+    monkeypatch.setattr(sys.modules[type(head).__module__], "__file__", __file__)
+    identities.append(identity(TARGET, em.HeadProposer(head), None))
+    assert len(set(identities)) == len(identities)
+
+
+def test_each_fact_of_an_identity_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = dict[str, object]()
+    dumps = json.dumps
+    monkeypatch.setattr(json, "dumps", lambda value, **options: facts.update(value) or dumps(value, **options))
+    identity(TARGET, None, None)
+    assert set(facts) == {*CHANGES, "kv_bits", "proposer"}

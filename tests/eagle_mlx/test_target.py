@@ -17,7 +17,7 @@ import eagle_mlx as em
 from eagle_mlx.errors import TargetError
 from eagle_mlx.serve.api.cli import main as serve
 from eagle_mlx.serve.generate import main as generate
-from eagle_mlx.target import Target, load_target
+from eagle_mlx.target import Target, digest_of, load_target
 from tests.architectures import tiny_model
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
@@ -219,3 +219,29 @@ def test_a_named_template_for_tools_is_searched_for_their_marks(tmp_path: Path) 
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "x"
     text = tokenizer.apply_chat_template(chat, tools=[{"name": "f"}], tokenize=False)
     assert text == "x<tool_call>f</tool_call>"
+
+
+@pytest.mark.parametrize("size", [1000, 1025, 100_000])
+def test_a_fingerprint_covers_each_part_of_each_tensor(size: int) -> None:
+    """It reads every value of a small tensor, and at least one of any run of 1/1024 of a large one."""
+    stride = max(1, size // 1024)
+
+    def digest(begin: int | None) -> str:
+        layer = nn.Linear(1, size, bias=False)
+        at = mx.arange(size)
+        changed = mx.zeros(size, mx.bool_) if begin is None else (at >= begin) & (at < begin + stride)
+        layer.weight = changed[:, None].astype(mx.float32)
+        return digest_of(layer)
+
+    assert len({digest(begin) for begin in (None, 0, size // 3, size // 2, size - stride)}) == 5
+
+
+def test_a_fingerprint_depends_on_names_shapes_dtypes_and_the_template() -> None:
+    def digest(weight: mx.array, name: str = "weight", template: str = "") -> str:
+        module = nn.Module()
+        module[name] = weight
+        return digest_of(module, template)
+
+    weight = mx.zeros((2, 3))
+    others = digest(weight.reshape(3, 2)), digest(weight.astype(mx.float16)), digest(weight, "bias")
+    assert len({digest(weight), *others, digest(weight, template="a")}) == 5
