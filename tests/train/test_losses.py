@@ -7,9 +7,24 @@ import numpy as np
 import pytest
 
 from eagle_mlx.target import Target
+from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.kinds import KINDS
 from eagle_mlx.train.kinds.base import projection
-from eagle_mlx.train.step.losses import LOSSES, ChunkedLoss, Labels, soft_cross_entropy, soft_labels, step_weights
+from eagle_mlx.train.step.losses import (
+    LOSSES,
+    ChunkedLoss,
+    Labels,
+    Objective,
+    confidence_loss,
+    feature_losses,
+    soft_cross_entropy,
+    soft_labels,
+    step_loss,
+    step_weights,
+)
+from eagle_mlx.train.step.step import objective_of
 from tests.architectures import SCALED, tiny_model
+from tests.eagle_mlx.heads import dspark
 from tests.fakes import randomize, tiny_head, tiny_target
 
 
@@ -111,3 +126,62 @@ def test_only_weighted_positions_whose_best_token_can_be_drafted_count() -> None
         assert by_step[step].item() == pytest.approx(wanted, rel=1e-4)
         same = np.array(mx.argmax(logits, axis=-1)) == np.array(labels.best)
         assert hits[step].item() == pytest.approx((counted * same).sum(), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("reads", ["nothing", "states", "states and tokens"])
+def test_an_objective_is_the_weighted_sum_of_its_parts(loss: str, reads: str) -> None:
+    """The variation term is |p - q|, without the half; the confidence learns the probability of acceptance."""
+    confident = {"confidence_head": reads != "nothing", "confidence_with_markov": reads == "states and tokens"}
+    target = tiny_target()
+    head = dspark(target, **confident)
+    head.attach(target)
+    rng = np.random.default_rng(0)
+    h, latent, before = (rng.normal(size=(6, size)).astype(np.float32) for size in (32, 32, 32))
+    labels = Labels(
+        mx.array(rng.dirichlet(np.full(128, 0.3), 6), mx.float32),
+        mx.array(rng.integers(0, 128, 6), mx.int32),
+        mx.array([1.0, 1, 0, 1, 0, 1]),
+    )
+    weights = mx.array(rng.uniform(0, 1, 6), mx.float32)
+    logits = head.logits(mx.array(h)) + head.markov_head.markov_w2(mx.array(latent))
+    z, p = np.array(logits, np.float64), np.array(labels.probs, np.float64)
+    q = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    distance = np.abs(p - q).sum(-1)
+    of_tokens = -np.log(q[range(6), np.array(labels.best)]) if loss == "hard" else in_numpy(loss, z, p, z)
+    of_confidence = np.zeros(6)
+    if reads != "nothing":
+        sure = np.array(head.confidence_head(mx.array(h), mx.array(before) if "tokens" in reads else None), np.float64)
+        accepted, chance = np.minimum(p, q).sum(-1), 1 / (1 + np.exp(-sure))
+        of_confidence = -accepted * np.log(chance) - (1 - accepted) * np.log(1 - chance)
+    x = mx.array(np.concatenate([h, latent, before], axis=-1))
+    for token, variation, confidence in ((1.0, 0.0, 0.0), (0.3, 0.7, 0.0), (0.3, 0.0, 0.2), (0.3, 0.7, 0.2)):
+        found, _ = step_loss(head, x, labels, weights, Objective(loss, token, variation, confidence))
+        parts = token * of_tokens + variation * distance + confidence * of_confidence
+        assert found.item() == pytest.approx((np.array(weights * labels.inside) * parts).sum(), rel=1e-4)
+
+
+def test_the_feature_distance_is_the_mean_smooth_l1() -> None:
+    rng = np.random.default_rng(0)
+    outputs, wanted = rng.normal(0, 2, (2, 3, 4, 8)), rng.normal(0, 2, (5, 8))
+    select, weights = rng.integers(0, 12, (2, 5)), rng.uniform(0, 1, (2, 5))
+    off = np.abs(np.stack([h.reshape(12, 8)[at] for h, at in zip(outputs, select, strict=True)]) - wanted)
+    expected = (weights * np.where(off < 1, off**2 / 2, off - 0.5).mean(-1)).sum(-1)
+    arrays = (mx.array(x, mx.float32) for x in (wanted, select, weights))
+    features, at, share = arrays
+    found = feature_losses([mx.array(h, mx.float32) for h in outputs], features, at.astype(mx.int32), share)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_loss_weight_is_that_of_features_or_in_block_kinds_of_variation(kind: str) -> None:
+    given = objective_of(TrainConfig.of(head=kind, loss="tv", loss_weights=(0.2, 0.7)))
+    in_blocks, confidence = KINDS[kind].in_blocks, float(kind == "dspark")
+    assert given == Objective("tv", 0.7, 0.2 * in_blocks, confidence, 0.2 * (not in_blocks))
+    assert objective_of(TrainConfig.of(head=kind, loss="tv")) == Objective("tv", confidence_weight=confidence)
+
+
+def test_the_confidence_of_a_draft_is_not_learned_by_the_distribution() -> None:
+    """The acceptance is a label: it has no gradient."""
+    gradient = mx.grad(lambda accepted: confidence_loss(mx.array([0.3, -2.0]), accepted).sum())(mx.array([0.5, 0.9]))
+    assert gradient.tolist() == [0, 0]
