@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
 from eagle_mlx.errors import ProposerError
 from eagle_mlx.plan import Abilities, Context, Plan, RoundResult
-from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.proposers.base import Observation, ProposerState, check_draft
 from tests.architectures import VOCAB, sicken, tiny_model
 from tests.fakes import generate, known_text, randomize, tiny_config, tiny_target
 from tests.full import diagonal, in_full
@@ -233,6 +234,28 @@ def test_invalid_probabilities_are_not_used() -> None:
     assert all(output.accepted == 0 for output in outputs)
     first = np.bincount([output.tokens[0] for output in outputs], minlength=16) / draws
     assert np.abs(first - law).sum() / 2 < 0.05
+
+
+def test_each_draft_token_is_judged_by_its_own_probability() -> None:
+    """The rejection rule divides by it. Each of 5 rows drafts one id of 5, under each distribution of one id."""
+    ids = mx.arange(5, dtype=mx.int32)
+    for certain in range(5):
+        q = mx.broadcast_to((ids == certain).astype(mx.float32), (5, 1, 5))
+        draft = Draft(ids[:, None], mx.ones(5, mx.int32), q)
+        kept = check_draft(draft, "test", Plan(1), [1] * 5, 5, mx.zeros((5, 1), mx.int32), mx.array([True] * 5))
+        assert kept.lengths.tolist() == [int(token == certain) for token in range(5)]
+
+
+@pytest.mark.parametrize(
+    "invalid",
+    [[-0.1, 0.5, 0.2, 0.2, 0.2], [0.5, 0.2, 0.2, 0.2, -0.1], [0.2, 0.2, 0.2, 0.2, 0.21], [0.2] * 4 + [math.nan]],
+)
+def test_a_draft_ends_before_a_position_whose_probabilities_are_invalid(invalid: list[float]) -> None:
+    q = np.full((2, 3, 5), 0.2, np.float32)
+    q[:, 1] = invalid
+    draft = Draft(mx.full((2, 3), 2), mx.array([3, 3]), mx.array(q))
+    kept = check_draft(draft, "test", Plan(3), [3, 3], 5, mx.zeros((2, 1), mx.int32), mx.array([True, False]))
+    assert kept.lengths.tolist() == [1, 3], "only rejection sampling reads them"
 
 
 @pytest.mark.parametrize(

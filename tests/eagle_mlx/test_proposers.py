@@ -232,6 +232,16 @@ def test_ngram_finds_the_latest_longest_match(text: list[int], count: int, least
     assert index.lookup(count) == naive_lookup(text, count, least + more, least)
 
 
+@pytest.mark.parametrize("vocab", [1, 3, 10_000])
+def test_an_index_of_ngrams_grows_by_a_constant_per_token(vocab: int) -> None:
+    """All of its n-grams together hold at most 2 + 3 + 4 ids for each token of the text."""
+    index, rng = NgramIndex(4, 2), np.random.default_rng(0)
+    index.extend(rng.integers(0, vocab, 1000).tolist())
+    for _ in range(100):
+        index.extend(rng.integers(0, vocab, 3).tolist())
+    assert sum(map(len, index.ends)) <= (2 + 3 + 4) * len(index.tokens)
+
+
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=30), st.integers(1, 3), st.integers(0, 2))
 def test_trials_compare_each_match_with_the_text_that_followed(rounds: list[list[int]], least: int, more: int) -> None:
     """A trial ends with the round of its first wrong token, or of the last of up to 16."""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from eagle_mlx.decoding.logprobs import logprobs_of
 from eagle_mlx.decoding.noise import uniform_noise
 from eagle_mlx.decoding.sampling import (
     SamplingBatch,
@@ -330,3 +331,15 @@ def test_13_confidences_of_bfloat16_logits_are_float32(params: SamplingParams) -
     surprise = surprise_of(logits, SamplingBatch.of([params], [0]))
     assert surprise.dtype == mx.float32
     assert math.exp(-float(surprise[0, 0])) == pytest.approx(1 / (1 + math.exp(-5.0)), abs=1e-4)  # 0.9933
+
+
+@pytest.mark.parametrize("top", [0, 1, 5, 100])
+def test_logprobs_bring_no_more_tokens_to_the_host_than_were_requested(top: int) -> None:
+    logits = mx.array(np.random.default_rng(0).normal(size=(2, 3, 50)), mx.float32)
+    tokens = mx.array([[1, 2, 3], [4, 5, 49]])
+    chosen, ids, values = logprobs_of(logits, tokens, top)
+    expected = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    assert (chosen.shape, ids.shape, values.shape) == ((2, 3), *[(2, 3, min(top, 50))] * 2)
+    np.testing.assert_allclose(chosen, np.take_along_axis(expected, np.array(tokens)[..., None], -1)[..., 0], atol=1e-5)
+    np.testing.assert_array_equal(ids, np.argsort(-expected, axis=-1)[..., :top])
+    np.testing.assert_allclose(values, -np.sort(-expected, axis=-1)[..., :top], atol=1e-5)

@@ -101,6 +101,16 @@ def test_early_exits_are_worth_more_than_any_depth_if_the_head_knows_when_it_is_
     assert reached.mean() > 1.05 * World(chance=0.95, hard=0.2).best()
 
 
+def test_one_early_exit_in_twenty_checks_half_the_threshold() -> None:
+    world = World(chance=0.95, hard=0.05, can=EARLY_EXITS)
+    world.run(policy_for(world.curve), 800)
+    thresholds = np.array([plan.stop_below for plan in world.plans if plan.stop_below is not None][-400:])
+    usual = np.array([np.median(thresholds[max(at - 5, 0) : at + 6]) for at in range(len(thresholds))])
+    assert len(thresholds) == 400
+    assert 1 / 25 < np.mean(thresholds < 0.7 * usual) < 1 / 15
+    assert np.mean(thresholds > 1.4 * usual) < 0.01
+
+
 @pytest.mark.parametrize(("curve", "side"), diagonal(CURVES, [1.5, 0.0]))
 def test_trees_are_drawn_if_they_pay(curve: str, side: float) -> None:
     world = World(curve, 0.5, side=side)
