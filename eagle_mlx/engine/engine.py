@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from eagle_mlx import memory
 from eagle_mlx.cache import RaggedCache, check_cacheable
+from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.engine.admission import Admission
 from eagle_mlx.engine.batch import Batch
@@ -25,6 +26,7 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.progress import progress_bar
+from eagle_mlx.proposers.base import HasModel
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import ProposerLike, as_proposer
 from eagle_mlx.proposers.hybrid import model_of
@@ -43,6 +45,7 @@ class Snapshot:
     prefilling: tuple[RequestState, ...]
     waiting: tuple[RequestState, ...]
     kv_used: int  # upper bound of the KV bytes of decoding and prefilling requests now
+    draft_kv_used: int  # the part of it for the caches of a head or draft model
     kv_reserved: int  # the same for the longest that they may become
     kv_bytes: int  # limit for these requests and the prefix cache together
     prefix_bytes: int
@@ -117,6 +120,7 @@ class Engine:
         self.use_policy(policy or ThroughputPolicy())
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
+        self._draft_size = proposer.cache_size() if isinstance(proposer, HasModel) else CacheSize()
         self.kv_budget = KVBudget(share, size, target.context_length, groups)
         self.admission = Admission(target, proposer, prefill_chunk, self.kv_budget, self.prefixes, kv_bits, prefill_ms)
         self.groups = Groups(RoundReads.of(target, proposer, size), self.kv_budget)
@@ -151,11 +155,13 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """Return the current requests and memory use. Thread-safe, but may lag a step behind."""
+        groups = [*self.groups.decoding, *self.admission.side_by_side]
         return Snapshot(
             groups=tuple(map(tuple, self.groups.decoding)),
             prefilling=tuple(self.admission.prefilling),
             waiting=tuple(self.admission.waiting),
-            kv_used=self.kv_budget.used([*self.groups.decoding, *self.admission.side_by_side]),
+            kv_used=self.kv_budget.used(groups),
+            draft_kv_used=self.kv_budget.used(groups, self._draft_size),
             kv_reserved=self.kv_budget.set_aside(self.admission.admitted),
             kv_bytes=self.kv_budget.nbytes,
             prefix_bytes=self.prefixes.nbytes if self.prefixes is not None else 0,

@@ -101,10 +101,10 @@ class KVBudget:
         """Return whether the requests in `some` share a group if memory decides."""
         return any(set(some) <= set(group) for group in self._grouped([*some, *others]))
 
-    def used(self, groups: Sequence[Sequence[RequestState]]) -> int:
-        """Return an upper bound of the bytes that these groups take now."""
-        lengths = [[request.length for request in group] for group in groups]
-        return sum(self.size.nbytes(len(group), max(group, default=0)) for group in lengths)
+    def used(self, groups: Sequence[Sequence[RequestState]], size: CacheSize | None = None) -> int:
+        """Return an upper bound of the bytes that these groups take now; `size`: of a part of the caches only."""
+        lengths, size = [[request.length for request in group] for group in groups], size or self.size
+        return sum(size.nbytes(len(group), max(group, default=0)) for group in lengths)
 
     def _grouped(self, requests: Sequence[RequestState]) -> list[list[RequestState]]:
         """Return the groups that memory requires, without empty ones."""

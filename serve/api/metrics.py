@@ -16,7 +16,9 @@ from pydantic import ConfigDict
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.target import nbytes_of
 
+from ..speculation import drafter_weights
 from .errors import Shape
 from .model import Loaded
 from .models import Models
@@ -51,8 +53,11 @@ _ENGINE: _Numbers[Engine | None] = (
     (_COUNTER, "vllm:num_preemptions", "Pauses of requests", lambda e: e.pauses if e else 0),
     (_COUNTER, "eagle:draft_failures", "Rounds in which the proposer raised", lambda e: e.draft_failures if e else 0),
     (_GAUGE, "eagle:kv_bytes", "KV caches of requests, at most", lambda e: e.snapshot().kv_used if e else 0),
+    (_GAUGE, "eagle:draft_kv_bytes", "Part of it for drafting", lambda e: e.snapshot().draft_kv_used if e else 0),
     (_GAUGE, "eagle:prefix_cache_bytes", "Prefix cache", lambda e: e.snapshot().prefix_bytes if e else 0),
     (_GAUGE, "eagle:kv_bytes_max", "Limit of both together", lambda e: e.snapshot().kv_bytes if e else 0),
+    (_GAUGE, "eagle:target_weight_bytes", "Target", lambda e: nbytes_of(e.target.model) if e else 0),
+    (_GAUGE, "eagle:draft_weight_bytes", "Head or draft model", lambda e: drafter_weights(e.proposer) if e else 0),
 )
 _BY_LABEL: tuple[tuple[str, str, str, Callable[[Totals], dict[Any, int]]], ...] = (
     (

@@ -57,6 +57,10 @@ class Mode(ABC):
     nodes = 0
     """Tokens of a draft tree; 0 for chains."""
     policy: PolicyName = "fixed"
+    weights = 0
+    """Bytes of the weights of the models that this mode uses."""
+    held = 0
+    """Bytes that this mode keeps between its turns, without weights."""
 
     @abstractmethod
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
@@ -81,7 +85,7 @@ class Timed:
     seconds: float = 0.0
     tokens: int = 0
     peak: int = 0
-    """The most bytes that MLX used at a time, for all models together."""
+    """The most bytes that MLX used at a time for this mode, without what other modes hold."""
     is_done: bool = False
     outputs: list[Output] = field(default_factory=list)
 
@@ -90,7 +94,7 @@ class Timed:
         self.watch(self.mode, self.tokens)
         mx.clear_cache()  # start without another mode's buffers
         mx.reset_peak_memory()
-        start = perf_counter()
+        before, start = mx.get_active_memory(), perf_counter()
         try:
             while self.tokens < goal:
                 self.tokens += next(self.decoding)
@@ -101,7 +105,8 @@ class Timed:
             self.seconds += perf_counter() - start
             self.mode.sync()
             self.outputs, self.is_done = end.value, True
-        self.peak = max(self.peak, mx.get_peak_memory())
+        self.peak = max(self.peak, self.mode.weights + self.mode.held + mx.get_peak_memory() - before)
+        self.mode.held = max(0, self.mode.held + mx.get_active_memory() - before)
 
 
 def take_turns(

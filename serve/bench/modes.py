@@ -16,10 +16,10 @@ from eagle_mlx import DraftModelProposer, HeadProposer, HybridProposer, NgramPro
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.target import Target, arrays_of
+from eagle_mlx.target import Target, arrays_of, nbytes_of
 
 from ..memory_options import MemoryOptions
-from ..speculation import PolicyName, Speculation
+from ..speculation import PolicyName, Speculation, drafter_weights
 from .decoding import Decoding, Mode, ModeName
 
 MLX_LM = "mlx-lm"
@@ -48,7 +48,7 @@ class _MlxLm(Mode):
         if target.tokenizer is None:
             raise ConfigError(f"mode {name} needs a target with a tokenizer")
         self.name, self.model, self.dtype = name, target.name, target.dtype
-        self._model, self._tokenizer = target.model, target.tokenizer
+        self._model, self._tokenizer, self.weights = target.model, target.tokenizer, nbytes_of(target.model)
 
 
 class MlxLmMode(_MlxLm):
@@ -57,6 +57,7 @@ class MlxLmMode(_MlxLm):
     def __init__(self, target: Target | StockModel, draft: Target | None = None, depth: int = 0):
         super().__init__(STOCK if isinstance(target, StockModel) else "mlx-lm-draft" if draft else "mlx-lm", target)
         self.depth = depth
+        self.weights += nbytes_of(draft.model) if draft else 0
         self._stream = mx.new_stream(mx.default_device())
         self._extra: dict[str, Any] = {"draft_model": draft.model, "num_draft_tokens": depth} if draft else {}
 
@@ -178,6 +179,7 @@ class EngineMode(Mode):
         self.model, self.dtype = target.name, target.dtype
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=models.prior)
         self.engine = speculation.engine(target, models.proposer(name), models.memory, max_batch=batch)
+        self.weights = nbytes_of(target.model) + drafter_weights(self.engine.proposer)
         self._excluded = 0.0
         """Seconds of other modes' turns, which the clock leaves out."""
         self.engine.schedule.clock = lambda: perf_counter() - self._excluded

@@ -70,7 +70,7 @@ class Run:
     acceptance_rate: float | None = None
     """The share of draft tokens that were accepted. None if none were drafted, or for mlx-lm's drafts."""
     peak_bytes: int = 0
-    """The most memory that MLX used while this mode decoded, for all models of the benchmark together."""
+    """The most memory that MLX used while this mode decoded, without models and caches of other modes."""
 
 
 _SETTINGS = ("batch", "depth", "policy", "temp", "type")
@@ -133,7 +133,7 @@ def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
         "x mlx-lm, x batched, x plain: tokens/s relative to mlx-lm's stream_generate, to its batch_generate at this "
         "batch size, and to the engine without drafts at this batch size.",
         "tau: tokens per target forward, including the bonus token; accepted: the share of draft tokens.",
-        "peak MB: the most memory that MLX used while the mode decoded, for all models of this run together.",
+        "peak MB: the most memory that MLX used while the mode decoded, for the models and caches of that mode.",
         *_models(runs),
     ]
     if excused:

@@ -16,6 +16,7 @@ import mlx.core as mx
 from eagle_mlx.catalog.models import described_target, published_model
 from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.engine.cost_curve import curve_of, measured_times
+from eagle_mlx.engine.kv_budget import size_of
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_file, write_output
 from eagle_mlx.heads.eagle3 import random_head
@@ -23,8 +24,9 @@ from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.machine import describe, wired_limit_mb
 from eagle_mlx.memory import free_memory, gb, limit_mlx
 from eagle_mlx.progress import progress_bar
+from eagle_mlx.proposers.draft_model import check_same_tokenizer
 from eagle_mlx.setting import ABOVE_0, Group, setting
-from eagle_mlx.target import Target, compute_dtype, nbytes_of
+from eagle_mlx.target import Target, compute_dtype, load_target, nbytes_of
 from eagle_mlx.target_options import TargetOptions
 
 from . import measure
@@ -36,6 +38,8 @@ _SHARE = 0.5
 """The share of the free memory for the weights."""
 _DRAFTED = 32_000
 """The draft vocabulary of published EAGLE-3 heads."""
+_CACHED = 4096
+"""Tokens of the request whose caches are shown; fewer if the model reads fewer."""
 _PRINT = "-"
 EPILOG = """\
 examples:
@@ -58,6 +62,9 @@ class DoctorOptions(Group):
         metavar="NAME",
     )
     target: str | None = setting(None, "measure this model, a folder or hub id", metavar="MODEL")
+    draft_model: str | None = setting(
+        None, "show weights and caches of this model, which drafts for --target", metavar="MODEL"
+    )
     bits: Literal[4, 8, 16] | None = setting(
         None, "bits of random weights; 16 is not quantized (default: 4; on a CPU under Linux 16)"
     )
@@ -70,6 +77,8 @@ class DoctorOptions(Group):
     def _check(self) -> None:
         if self.target is not None and (self.shape is not None or self.bits is not None):
             raise ConfigError("--target is measured as it is; leave out --shape and --bits")
+        if self.target is None and self.draft_model is not None:
+            raise ConfigError("--draft-model drafts for a real model; give --target")
         if self.target is None and self.loading.shard != "none":
             raise ConfigError("--shard divides a real model; give --target")
 
@@ -97,10 +106,12 @@ def _doctor(options: DoctorOptions, command: str) -> None:
 def _measured(options: DoctorOptions) -> Findings:
     seconds = options.seconds
     target = _random_target(options) if options.target is None else options.loading.load(options.target)
+    draft = None if options.draft_model is None else load_target(options.draft_model)
+    if draft is not None:
+        check_same_tokenizer(draft, target)
     head = random_head(target, draft_vocab=min(_DRAFTED, target.vocab_size // 2))
     quantize_for(head, target)
     options.loading.wire_active()
-    dtype, size = str(target.dtype).rpartition(".")[2], nbytes_of(target.model) / 1e9
     free = free_memory() / 1e9
     steps = measure.time_steps(target, head, seconds)
     prefill, curve = measure.prefill_rate(target, seconds), curve_of(measured_times(target))
@@ -111,14 +122,21 @@ def _measured(options: DoctorOptions) -> Findings:
         machine=describe(),
         free_gb=free,
         wired_limit_mb=wired_limit_mb(),
-        model=Model(target.name, options.target is None, target.bits, dtype, size),
+        model=_sizes(target, options.target is None),
         steps=steps,
         prefill=prefill,
         curve_at_load=curve,
         same_bits=measure.compare_bits(target, compared),
         plain_rounds=measure.plain_rounds(target, context, seconds),
         policy=[measure.simulate_policy(steps, curve, chance) for chance in measure.CHANCES],
+        draft_model=None if draft is None else _sizes(draft),
     )
+
+
+def _sizes(target: Target, random_weights: bool = False) -> Model:
+    dtype, tokens = str(target.dtype).rpartition(".")[2], min(_CACHED, target.context_length)
+    caches = size_of(target, None, None).nbytes(1, tokens) / 1e6
+    return Model(target.name, random_weights, target.bits, dtype, nbytes_of(target.model) / 1e9, caches, tokens)
 
 
 def _random_target(options: DoctorOptions) -> Target:

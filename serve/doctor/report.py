@@ -34,6 +34,14 @@ class Model:
     """None if it is not quantized."""
     dtype: str
     weights_gb: float
+    cache_mb: float = 0.0
+    """Megabytes of the caches of one request of `cache_tokens`."""
+    cache_tokens: int = 0
+
+    def __str__(self) -> str:
+        weights = f"{'random ' * self.random_weights}weights in {f'{self.bits} bits' if self.bits else self.dtype}"
+        caches = f"caches of {self.cache_mb:.1f} MB for a request of {self.cache_tokens} tokens"
+        return f"{self.name}, {weights}, {self.weights_gb:.2f} GB, {caches}"
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Findings:
     same_bits: Sequence[SameBits]
     plain_rounds: PlainRounds
     policy: Sequence[PolicyRun]
+    draft_model: Model | None = None
 
 
 def as_json(found: Findings) -> dict[str, Any]:
@@ -64,9 +73,8 @@ def as_text(found: Findings) -> str:
     limits = f"{found.machine.memory_gb:.1f} GB, {found.free_gb:.1f} GB free after loading"
     if found.wired_limit_mb is not None:
         limits += f", wired limit {found.wired_limit_mb or 'not changed'}"
-    weights = f"{'random ' * model.random_weights}weights in {f'{model.bits} bits' if model.bits else model.dtype}"
     lines = [f"machine: {found.machine}", f"memory: {limits}"]
-    lines += [f"model: {model.name}, {weights}, {model.weights_gb:.2f} GB", ""]
+    lines += [f"model: {model}", *([f"draft model: {found.draft_model}"] if found.draft_model else []), ""]
     lines += ["| positions | ms of a verify | of one position |", "|---|---|---|"]
     lines += [f"| {count} | {ms:.2f} | {ms / one:.2f} |" for count, ms in steps.verify_ms.items()]
     lines += ["", f"draft token: {steps.draft_ms:.2f} ms, {steps.draft_ms / one:.2f} of a verify of one position"]

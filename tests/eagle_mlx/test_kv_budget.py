@@ -111,6 +111,17 @@ def budget_for(rows: int, longest: int) -> int:
     return size_of(TARGET, HEAD, None).nbytes(rows, longest)
 
 
+def test_a_snapshot_tells_the_caches_of_the_head_from_the_targets() -> None:
+    engine = em.Engine(TARGET, HEAD, policy=em.FixedPolicy(3))
+    request = engine.prepare(PROMPTS[0], em.SamplingParams(max_tokens=TOKENS))
+    engine.submit(request)
+    while not request.tokens:
+        engine.step()
+    now, own = engine.snapshot(), size_of(TARGET, None, None).nbytes(1, request.length)
+    assert now.draft_kv_used == engine.kv_budget.size.nbytes(1, request.length) - own > 0
+    assert now.kv_used == own + now.draft_kv_used
+
+
 @settings(max_examples=some(15))
 @given(
     st.lists(st.sampled_from(["submit", "submit", "submit", "cancel", "step", "step"]), max_size=40),

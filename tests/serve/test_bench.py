@@ -38,7 +38,7 @@ from eagle_mlx.serve.bench.decoding import (
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import DEFAULT_MODES, EngineMode, Models, build_modes
 from eagle_mlx.serve.bench.report import Run
-from eagle_mlx.target import compute_dtype
+from eagle_mlx.target import compute_dtype, nbytes_of
 from eagle_mlx.text import distinct_ratio
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 from tests.full import in_full
@@ -220,6 +220,38 @@ def test_a_modes_time_includes_waiting_for_its_own_rounds(monkeypatch: pytest.Mo
     next(decoding)
     assert mode.engine.schedule.clock() - before == 5
     decoding.close()
+
+
+def test_the_peak_of_a_mode_has_only_its_own_models() -> None:
+    target, draft = tiny_target(tokenizer=True), tiny_target(seed=1, layers=2, tokenizer=True)
+    models, plan = Models(target, tiny_head(target), draft), BenchConfig(4, repeats=1, least_distinct=0.0)
+    others = mx.zeros((1 << 26,), mx.int8)
+    mx.eval(others)
+    modes = build_modes(models, ["mlx-lm", "mlx-lm-draft", "plain", "draft", "eagle"], [1], [2])
+    peaks = {run.mode: run.peak_bytes for run in measure(target, modes, PROMPTS, plan, progress=False)}
+    own, drafting = nbytes_of(target.model), nbytes_of(draft.model)
+    assert all(own < peak < own + drafting + others.nbytes for peak in peaks.values())
+    assert peaks["mlx-lm"] + drafting <= peaks["mlx-lm-draft"]
+    assert peaks["plain"] + drafting <= peaks["draft"]
+    assert peaks["plain"] + nbytes_of(models.head) <= peaks["eagle"]
+
+
+def test_the_peak_of_a_mode_has_what_it_keeps_between_turns() -> None:
+    class Growing(EngineMode):
+        size = 0
+
+        def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
+            kept = []
+            for _ in range(3):
+                kept.append(mx.zeros((self.size,), mx.int8))
+                mx.eval(kept)
+                yield 1
+            return []
+
+    small, large = (Growing("plain", Models(tiny_target()), 1) for _ in range(2))
+    small.size, large.size = 1 << 20, 1 << 24
+    timed = take_turns([(small, PROMPTS), (large, PROMPTS)], BenchConfig().params(1, 3), 1)
+    assert [round((job.peak - job.mode.weights) / (1 << 20)) for job in timed] == [3, 48]
 
 
 def test_a_mode_with_another_text_is_reported() -> None:

@@ -19,7 +19,7 @@ from eagle_mlx.serve.doctor import measure
 from eagle_mlx.serve.doctor.cli import main
 from eagle_mlx.serve.doctor.measure import CHANCES, POSITIONS, PlainRounds, PolicyRun, SameBits, Steps
 from eagle_mlx.serve.doctor.report import Findings, Model, advice, as_text
-from eagle_mlx.target import Forward, Target
+from eagle_mlx.target import Forward, Target, load_target, nbytes_of
 from tests.architectures import tiny_model
 from tests.eagle_mlx.worlds import verify_seconds
 from tests.fakes import tiny_target, tiny_target_folder
@@ -55,12 +55,18 @@ def test_each_size_has_a_finite_positive_number(
 def test_a_real_model_is_measured_in_little_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Then only a few sizes are."""
     folder, file = tiny_target_folder(tmp_path / "target"), tmp_path / "found.json"
-    assert main(["--target", str(folder), "--seconds", "0.001", "--json", str(file)]) == 0
+    draft = tiny_target_folder(tmp_path / "draft", layers=2)
+    models = ["--target", str(folder), "--draft-model", str(draft)]
+    assert main([*models, "--seconds", "0.001", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     assert {"1", "4"} <= found["steps"]["verify_ms"].keys() < set(map(str, POSITIONS))
     assert not found["model"]["random_weights"]
     shown = capsys.readouterr().out
     assert f"model: {folder}, weights in float32" in shown
+    assert f"draft model: {draft}, weights in float32, 0.00 GB, caches of " in shown
+    assert found["draft_model"]["weights_gb"] == nbytes_of(load_target(str(draft)).model) / 1e9
+    assert found["draft_model"]["cache_tokens"] == found["model"]["cache_tokens"] > 0
+    assert 2 * found["draft_model"]["cache_mb"] == found["model"]["cache_mb"] > 0
     assert "| 1 | " in shown
     assert f"- {found['advice'][-1]}" in shown
 
@@ -71,6 +77,7 @@ def test_a_real_model_is_measured_in_little_time(tmp_path: Path, capsys: pytest.
         ("--shape qwen-8b", "there is no shape qwen-8b: did you mean qwen3-8b? the shapes are gemma3-12b, "),
         ("--shape tiny --target model", "leave out --shape"),
         ("--shard tensor", "give --target"),
+        ("--draft-model small", "--draft-model drafts for a real model; give --target"),
         ("--seconds 0", "--seconds must be above 0"),
     ],
 )

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import eagle_mlx as em
 from eagle_mlx.plan import Plan, RoundResult
 from eagle_mlx.proposers.ngram import NgramState
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.service import Totals
+from eagle_mlx.target import nbytes_of
+from tests.fakes import tiny_target
+from tests.serve.api.given import given_target
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
 
 COMPLETIONS = "/v1/completions"
@@ -164,6 +168,24 @@ def test_memory_is_counted_and_requests_that_never_fit_get_400() -> None:
         assert len(texts) == 1  # one after the other, since two do not fit
         server.until(lambda: server.idle)
         assert 0 < samples(server)["eagle:prefix_cache_bytes"] <= allowed
+
+
+@pytest.mark.parametrize("mode", ["none", "draft", "hybrid"])
+def test_weights_and_caches_of_a_draft_model_are_in_the_metrics(mode: str) -> None:
+    target, draft = given_target(), tiny_target(seed=1, layers=2, tokenizer=True)
+    proposer = em.DraftModelProposer(draft)
+    proposers = {"none": None, "draft": proposer, "hybrid": em.HybridProposer(proposer)}
+    made = em.Engine(target, proposers[mode], policy=em.FixedPolicy(DEPTH))
+    with live(lambda: Loaded(made, mode, DEPTH)) as server:
+        before = samples(server)
+        assert before["eagle:target_weight_bytes"] == nbytes_of(target.model)
+        assert before["eagle:draft_weight_bytes"] == (0 if mode == "none" else nbytes_of(draft.model))
+        assert before["eagle:draft_kv_bytes"] == 0
+        with server.openai.completions.with_streaming_response.create(
+            model=NAME, prompt=PROMPT, max_tokens=150, stream=True
+        ):
+            server.until(lambda: samples(server)[f"eagle:{'' if mode == 'none' else 'draft_'}kv_bytes"] > 0)
+            assert mode != "none" or samples(server)["eagle:draft_kv_bytes"] == 0
 
 
 def test_the_depth_follows_the_limits_of_requests(server: Live) -> None:
