@@ -74,7 +74,7 @@ def test_the_best_head_of_a_run_is_found_by_its_target(
 ) -> None:
     """A run of two steps makes a useless head, and says that no command offers it."""
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("eagle_mlx.train.cli.LEAST", least)
+    monkeypatch.setattr("eagle_mlx.train.job.LEAST", least)
     assert run(target, chats, tmp_path / "out", "--max-steps", "2") == 0
     said = capsys.readouterr().err
     assert (f"eagle-serve --target {target} finds it" in said) == (not least)

@@ -67,7 +67,7 @@ def test_a_head_for_a_target_with_adapters(
     assert main(["--resume", str(out)]) == 2
     assert "is not the target that the run" in capsys.readouterr().err
     file.write_bytes(whole)
-    monkeypatch.setattr("eagle_mlx.train.cli.LEAST", 0.0)  # a head of two steps gains nothing
+    monkeypatch.setattr("eagle_mlx.train.job.LEAST", 0.0)  # a head of two steps gains nothing
     assert main(["--resume", str(out)]) == 0
     assert f"eagle-serve --target {target} --adapter-path {adapters} finds it" in capsys.readouterr().err
     assert json.loads((out / "report.json").read_text())["config"]["adapter_path"] == str(adapters)

@@ -1,0 +1,162 @@
+"""A training from its settings to the head: loads the target, gets the data, trains, and registers the head.
+
+from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.job import run
+
+report = run(TrainConfig.of(target="checkpoints/target", output="out/head", max_steps=100))
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from eagle_mlx.catalog.head_search import LEAST, register
+from eagle_mlx.command import Stop, shown
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.files import check_writable
+from eagle_mlx.progress import counted
+from eagle_mlx.target import Target, fingerprint
+
+from .config import TrainConfig
+from .data import (
+    TrainData,
+    check_data,
+    check_warmup,
+    heldout_prompts,
+    make_data,
+    training_data,
+    warmup_data,
+    with_warmup_tokens,
+)
+from .distributed import SINGLE_PROCESS, World
+from .hours import HoursPhases
+from .kinds import KINDS, parameters_of, resolved
+from .plan import Plan, batches_for, bound_of, probe, typical
+from .run import BEST, PlainPhases, check_incomplete, check_wandb, claim, existing_head, run_worker, train
+
+
+def run(
+    config: TrainConfig, stop: Stop | None = None, resume: Path | None = None, world: World = SINGLE_PROCESS
+) -> Mapping[str, Any] | None:
+    """Train a head, print where it is, and return the report. Only rank 0 of a `world` writes and returns something.
+
+    `stop`: saves the state and raises Stopped when it is asked to; by default Ctrl-C and SIGTERM do. `resume`: the
+    folder of an interrupted run. Raises an EagleError if settings, target or data do not fit.
+    """
+    if not config.head.target:
+        raise ConfigError("no target: name the model with --target")
+    if config.data.cache_dir:
+        check_writable(Path(config.data.cache_dir))
+    config = resolved(config)
+    if config.optimization.hours and world.size > 1:
+        raise ConfigError("--hours works with one process only: start it without mlx.launch")
+    if config.run.wandb and world.is_rank_zero:
+        check_wandb()
+    check_incomplete(resume)
+    claimed = claim(config.run.output, config.run.overwrite, resume) if world.is_rank_zero else nullcontext()
+    with claimed as folder:
+        done = _run(config, stop or Stop(), resume, world, folder)
+    if done is None:
+        return None
+    _say(config, resume, *done)
+    return done[1]
+
+
+def _run(
+    config: TrainConfig, stop: Stop, resume: Path | None, world: World, folder: Path | None
+) -> tuple[Target, Mapping[str, Any]] | None:
+    """Load the target, get the data and train in a claimed folder. Return target and report; None on other ranks."""
+    check_data(config)
+    bound_of(config).check()
+    target = config.loading.load(config.head.target)
+    config.loading.wire_active()
+    head = existing_head(target, config)
+    if head is None:
+        KINDS[config.head.kind].check(target, config)
+    elif world.is_rank_zero:
+        print(f"head: {config.head.init_from}, {parameters_of(head)}", file=sys.stderr)
+    measured = probe(target, config, head)
+    if world.is_rank_zero:
+        print(f"measured: {measured}", file=sys.stderr)
+    check_warmup(target, config)
+    if config.optimization.hours:
+        config = _chosen(batches_for(config, config.data.self_tokens, speed=measured), world)
+        config = with_warmup_tokens(config, 0, measured.read, world)
+        over_time = HoursPhases(measured.learned, measured.read)
+        return target, train(target, over_time, config, head, resume, stop, claimed=folder)
+    _prepare(target, config, world)
+    data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
+    lengths = data.samples.lengths
+    plan = batches_for(config, sum(lengths), typical(lengths), measured, world.size)
+    config = with_warmup_tokens(_chosen(plan, world), sum(lengths), measured.read, world)
+    warmup = world.in_turn(lambda: warmup_data(target, config, data))
+    if not world.is_rank_zero:
+        run_worker(target, data, config, head, world, stop, warmup)
+        return None
+    config = config if config.data.shards else config.changed(states=data.place)  # for resumed runs too
+    data, prompts = _with_prompts(target, config, data, warmup)
+    print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
+    phases = PlainPhases(data, prompts, warmup, plan.seen / measured.learned)
+    return target, train(target, phases, config, head, resume, stop, world, claimed=folder)
+
+
+def _chosen(plan: Plan, world: World) -> TrainConfig:
+    """Print what a plan has chosen, and return rank 0's settings, since measured speeds differ between machines."""
+    if plan.about and world.is_rank_zero:
+        print(f"chosen: {plan.about}", file=sys.stderr)
+    return TrainConfig.of(**world.broadcast(plan.config.flat()))
+
+
+def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mapping[str, Any]) -> None:
+    """Print where a run's head is and how good it is, and register it for the commands that serve the target."""
+    folder = resume if resume and resume.exists() else config.run.output
+    before = f"{config.head.init_from} had" if config.head.init_from else "untrained"
+    print(
+        f"τ {report['acceptance_length']:.2f} at depth {config.evaluation.depth}, {before} "
+        f"{report['untrained_acceptance_length']:.2f}, after {report['tokens']:,} tokens in "
+        f"{report['train_seconds']:.0f} s; the head is in {folder}/{BEST}"
+    )
+    if not report["better_than_start"]:
+        print("no later head was better than the start, so the start is the best head", file=sys.stderr)
+    best = Path(folder) / BEST
+    tau, prompts = report["acceptance_length"], report["acceptance"]["best"]["prompts"]
+    known = tau if report["data"].get("prompts_held_out") else None
+    if register(best, config.head.target, "trained", fingerprint(target), known, prompts):
+        if prompts and tau < LEAST:
+            print(f"no command offers it without --head {best}: its τ is below {LEAST}", file=sys.stderr)
+            return
+        adapter = f" --adapter-path {config.loading.adapter_path}" if config.loading.adapter_path else ""
+        print(f"eagle-serve --target {config.head.target}{adapter} finds it", file=sys.stderr)
+
+
+def _prepare(target: Target, config: TrainConfig, world: World) -> None:
+    """Let the target make up its data if needed.
+
+    Raises the errors of reading prompts for acceptance measurements before work that takes hours.
+    """
+    if not config.prompts_are_heldout and world.is_rank_zero:
+        heldout_prompts(target, config, most=1)
+    if config.data.is_self:
+        make_data(target, config, world)
+    if config.prompts_are_heldout and world.is_rank_zero:
+        heldout_prompts(target, config, most=1)
+
+
+def _with_prompts(
+    target: Target, config: TrainConfig, data: TrainData, warmup: TrainData | None
+) -> tuple[TrainData, list[list[int]]]:
+    """Return the data, with a report on the prompts, and prompts that are not trained on."""
+    trained = data.samples.keys | (warmup.samples.keys if warmup is not None else frozenset())
+    prompts = heldout_prompts(target, config, trained)
+    facts = prompts.facts(trained)
+    if prompts.left_out:
+        left_out = counted(prompts.left_out, "conversation")
+        print(f"prompts: {left_out} left out, because the head is trained on them", file=sys.stderr)
+    if not facts["prompts_held_out"]:
+        print("prompts: the data does not say which conversations it holds; some may be trained on", file=sys.stderr)
+    return replace(data, report={**data.report, **facts}), prompts.tokens
