@@ -51,6 +51,7 @@ check: $(READY) blas
 	@cd build/typed/eagle_mlx && ln -s ../../../eagle_mlx/* ../../../train ../../../serve ../../../data_pipelines .
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks/*.py
+	$(BIN)/mypy examples/*.py
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK)
 
 format: $(READY)

@@ -1,0 +1,75 @@
+"""The programs of examples/ run on the included model, are short, and print what their docstrings promise."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(name: str, *args: str, patch: pytest.MonkeyPatch, shown: pytest.CaptureFixture[str]) -> str:
+    """Return what an example prints."""
+    patch.chdir(ROOT)
+    patch.setattr(sys, "argv", [name, *args])
+    runpy.run_path(f"examples/{name}.py", run_name="__main__")
+    return shown.readouterr().out
+
+
+def number(pattern: str, text: str) -> float:
+    """Return the number in the only match of a pattern."""
+    [value] = re.findall(pattern, text)
+    return float(value)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_how_to_run_it(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 60
+    assert f"python examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
+    assert f"run({path.stem!r}".replace("'", '"') in Path(__file__).read_text(encoding="utf-8"), "it has no test here"
+
+
+def test_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run("batch", "--max-tokens", "16", patch=monkeypatch, shown=capsys)
+    counts = re.findall(r"\[(\d+) tokens in (\d+) forwards, ended by (?:stop|length)\]", out)
+    assert len(counts) == 4
+    assert sum(int(tokens) for tokens, _ in counts) > sum(int(forwards) for _, forwards in counts)
+    assert "def median(values):" in out
+
+
+def test_stream(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run("stream", "--max-tokens", "16", patch=monkeypatch, shown=capsys)
+    assert number(r"\[(\S+) tokens per forward", out) > 1
+    assert "fibonacci" in re.sub(r"\x1b\[\d+m", "", out)
+
+
+def test_own_proposer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run("own_proposer", patch=monkeypatch, shown=capsys)
+    assert number(r"\[(\d+) of \d+ drafts accepted, and the text is unchanged\]", out) > 0
+
+
+def test_serve_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run("serve_tool", patch=monkeypatch, shown=capsys)
+    assert re.search(r'get_weather\(\{"city": "(Oslo|Rome)"\}\) returned \d+ degrees\nanswer: ', out)
+
+
+@pytest.mark.filterwarnings("ignore::eagle_mlx.HeadWarning")  # a head of two steps drafts poorly
+def test_train_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = ("--steps", "2", "--limit", "8", "--output", str(tmp_path / "head"))
+    out = run("train_head", *args, patch=monkeypatch, shown=capsys)
+    assert number(r"(\S+) after 2 steps", out) >= number(r"tokens per forward: (\S+) untrained", out) >= 1
+    assert number(r"\[\d+ of (\d+) drafts accepted\]", out) > 0
+
+
+def test_adapt_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = ("--steps", "2", "--limit", "12", "--max-tokens", "32", "--output", str(tmp_path / "head"))
+    out = run("adapt_head", *args, patch=monkeypatch, shown=capsys)
+    assert number(r"(\S+) after 2 steps", out) >= number(r"tokens per forward: (\S+) before", out) > 1
+    assert len((tmp_path / "head.jsonl").read_text().splitlines()) == 12
