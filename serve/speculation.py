@@ -38,7 +38,7 @@ from eagle_mlx.setting import (
     setting,
     settings_of,
 )
-from eagle_mlx.target import Target, fingerprint, load_target, nbytes_of
+from eagle_mlx.target import Target, fingerprint, load_target
 
 from .memory_options import MemoryOptions
 
@@ -372,14 +372,6 @@ def load_proposer(
     say(f"head: none found for {target.name}; n-grams draft when that is faster (for other ways, see docs/heads.md)")
     without = replace(speculation, head=None, head_bits=None, mode="ngram")
     return without, without.proposer(target)
-
-
-def drafter_weights(proposer: Proposer | None) -> int:
-    """Return the bytes of the weights of a proposer's head or draft model; 0 if it has none."""
-    model = model_of(proposer)
-    if isinstance(model, DraftModelProposer):
-        return nbytes_of(model.draft.model)
-    return nbytes_of(model.head) if isinstance(model, HeadProposer) else 0
 
 
 def usable_heads(

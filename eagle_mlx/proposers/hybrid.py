@@ -14,6 +14,7 @@ from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.proposers.ngram import NgramProposer, NgramState
 from eagle_mlx.sampling_params import Drafter
+from eagle_mlx.target import nbytes_of
 
 MIN_NGRAM, MAX_NGRAM = 3, 4
 """n-gram lengths in addition to a model. A minimum of 2 was slower for SmolLM2-135M with a head (docs/decisions.md)."""
@@ -93,3 +94,11 @@ class HybridState:
 def model_of(proposer: Proposer | None) -> Proposer | None:
     """Return the proposer for rounds without n-grams."""
     return proposer.model if isinstance(proposer, HybridProposer) else proposer
+
+
+def drafter_weights(proposer: Proposer | None) -> int:
+    """Return the bytes of the weights of a proposer's head or draft model; 0 if it has none."""
+    model = model_of(proposer)
+    if isinstance(model, DraftModelProposer):
+        return nbytes_of(model.draft.model)
+    return nbytes_of(model.head) if isinstance(model, HeadProposer) else 0

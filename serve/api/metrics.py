@@ -16,9 +16,9 @@ from pydantic import ConfigDict
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.proposers.hybrid import drafter_weights
 from eagle_mlx.target import nbytes_of
 
-from ..speculation import drafter_weights
 from .errors import Shape
 from .model import Loaded
 from .models import Models

@@ -16,10 +16,11 @@ from eagle_mlx import DraftModelProposer, HeadProposer, HybridProposer, NgramPro
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.proposers.base import Proposer
+from eagle_mlx.proposers.hybrid import drafter_weights
 from eagle_mlx.target import Target, arrays_of, nbytes_of
 
 from ..memory_options import MemoryOptions
-from ..speculation import PolicyName, Speculation, drafter_weights
+from ..speculation import PolicyName, Speculation
 from .decoding import Decoding, Mode, ModeName
 
 MLX_LM = "mlx-lm"
