@@ -36,7 +36,9 @@ def test_an_example_is_short_and_says_how_to_run_it(path: Path) -> None:
     assert f"run({path.stem!r}".replace("'", '"') in Path(__file__).read_text(encoding="utf-8"), "it has no test here"
 
 
-def test_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_with_their_own_parameters_decode_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = run("batch", "--max-tokens", "16", patch=monkeypatch, shown=capsys)
     counts = re.findall(r"\[(\d+) tokens in (\d+) forwards, ended by (?:stop|length)\]", out)
     assert len(counts) == 4
@@ -44,31 +46,39 @@ def test_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert "def median(values):" in out
 
 
-def test_stream(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_is_streamed_with_colored_drafts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = run("stream", "--max-tokens", "16", patch=monkeypatch, shown=capsys)
     assert number(r"\[(\S+) tokens per forward", out) > 1
     assert "fibonacci" in re.sub(r"\x1b\[\d+m", "", out)
 
 
-def test_own_proposer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_own_proposer_drafts_and_leaves_the_text_unchanged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = run("own_proposer", patch=monkeypatch, shown=capsys)
     assert number(r"\[(\d+) of \d+ drafts accepted, and the text is unchanged\]", out) > 0
 
 
-def test_serve_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_openai_client_calls_a_tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = run("serve_tool", patch=monkeypatch, shown=capsys)
     assert re.search(r'get_weather\(\{"city": "(Oslo|Rome)"\}\) returned \d+ degrees\nanswer: ', out)
 
 
 @pytest.mark.filterwarnings("ignore::eagle_mlx.HeadWarning")  # a head of two steps drafts poorly
-def test_train_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_head_is_trained_from_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     args = ("--steps", "2", "--limit", "8", "--output", str(tmp_path / "head"))
     out = run("train_head", *args, patch=monkeypatch, shown=capsys)
     assert number(r"(\S+) after 2 steps", out) >= number(r"tokens per forward: (\S+) untrained", out) >= 1
     assert number(r"\[\d+ of (\d+) drafts accepted\]", out) > 0
 
 
-def test_adapt_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_head_is_adapted_to_prompts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     args = ("--steps", "2", "--limit", "12", "--max-tokens", "32", "--output", str(tmp_path / "head"))
     out = run("adapt_head", *args, patch=monkeypatch, shown=capsys)
     assert number(r"(\S+) after 2 steps", out) >= number(r"tokens per forward: (\S+) before", out) > 1
