@@ -10,7 +10,7 @@ from starlette.responses import Response
 from eagle_mlx.request import Output
 from eagle_mlx.text import TextStream
 
-from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer
+from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer, whole_calls
 from .answer import Choices, Completed
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
@@ -54,9 +54,9 @@ class ChatAnswer(Choices):
     offer: ToolOffer
     starts_in_reasoning: bool
     continued = False
+    enforced = False
+    """Whether a grammar enforces calls. With a schema for the answer, only the end tells that there is a call."""
     _streams: list[DeltaStream]
-    _calls: set[int]
-    """Indexes of the choices with calls."""
 
     def __init__(self, body: ChatRequest, at_most: int | None = None):
         """at_most: a bound on answer tokens if the body sets no limit; context and memory may allow fewer."""
@@ -81,6 +81,7 @@ class ChatAnswer(Choices):
             said = "it cannot be continued with a schema or a forced call, which limit an answer from its beginning"
             raise ApiError(400, f"{last}: {said}", last)
         grammar = loaded.grammars.grammar(body.answer_format, offer, self.starts_in_reasoning, owner[1])
+        self.enforced = grammar is not None and bool(offer.forced or not body.has_schema)
         top = (body.top_logprobs or 0) if body.logprobs else None
         # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.
         is_single = offer.tools and not offer.several and not offer.forced
@@ -91,7 +92,7 @@ class ChatAnswer(Choices):
 
     def reader(self) -> AnswerParser:
         format, offer = self.loaded.chat, self.offer
-        return AnswerParser(format, offer.tools, self.starts_in_reasoning, offer.several, self.continued)
+        return AnswerParser(format, offer.tools, self.starts_in_reasoning, offer.several, self.continued, self.enforced)
 
     def deltas(self, output: Output) -> list[Delta]:
         """Split a complete answer into deltas."""
@@ -113,8 +114,9 @@ class ChatAnswer(Choices):
         return next(ends, None) or len(tokenizer.encode(thoughts, add_special_tokens=False))
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
-        deltas = self.deltas(output)
-        calls = [_call(delta.tool_call) for delta in deltas if delta.tool_call is not None]
+        stream = DeltaStream(self)
+        deltas = stream.push(RequestEvent(0, [], [], output))
+        calls = list(map(_call, whole_calls(delta.tool_call for delta in deltas)))
         content = "".join(delta.content for delta in deltas)
         text = content if content or not calls else None
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -123,17 +125,16 @@ class ChatAnswer(Choices):
         if calls:
             message["tool_calls"] = calls
         logprobs = chat_logprobs(self.loaded.texts, output.logprobs or ()) if self.body.logprobs else None
-        reason = finish_reason(output, bool(calls))
+        reason = stream.finish_reason(output)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def open(self) -> str:
-        self._streams, self._calls = [DeltaStream(self) for _ in self.requests], set()
+        self._streams = [DeltaStream(self) for _ in self.requests]
         begun = {"delta": {"role": "assistant", "content": "", "refusal": None}}
         return "".join(self.chunk(index, begun) for index in range(len(self.requests)))
 
     def extend(self, event: RequestEvent) -> str:
         index, deltas = event.index, self._streams[event.index].push(event)
-        self._calls |= {index for delta in deltas if delta.tool_call is not None}
         pieces = list(map(_piece, deltas))
         logprobs = chat_logprobs(self.loaded.texts, event.logprobs) if self.body.logprobs and event.logprobs else None
         if not pieces and event.tokens and (logprobs or self.per_token):  # the token's text is held back
@@ -142,7 +143,7 @@ class ChatAnswer(Choices):
         return "".join([*firsts, *(self.chunk(index, piece) for piece in pieces[1:])])
 
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
-        return self.chunk(index, {"delta": {}}, finish=finish_reason(output, index in self._calls), **more)
+        return self.chunk(index, {"delta": {}}, finish=self._streams[index].finish_reason(output), **more)
 
 
 class DeltaStream:
@@ -151,17 +152,27 @@ class DeltaStream:
     def __init__(self, answer: ChatAnswer):
         self._text = TextStream(answer.loaded.tokenizer, answer.body.stops)
         self._reader = answer.reader()
+        self._has_calls = False
 
     def push(self, event: RequestEvent) -> list[Delta]:
         output = event.output
         if output is None:
-            return self._reader.push(self._text.push(event.tokens))
-        deltas = self._reader.push(self._text.finish(output.text))
-        return deltas + self._reader.finish(output.finish_reason == "stop" and not output.stop)
+            deltas = self._reader.push(self._text.push(event.tokens))
+        else:
+            deltas = self._reader.push(self._text.finish(output.text))
+            deltas += self._reader.finish(output.finish_reason == "stop" and not output.stop)
+        self._has_calls |= any(delta.tool_call is not None for delta in deltas)
+        return deltas
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last call was cut off, once the answer has ended."""
+        return self._reader.has_open_call
 
-def finish_reason(output: Output, calls: bool) -> str:
-    return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
+    def finish_reason(self, output: Output) -> str:
+        """Return `tool_calls` only if the client can run them."""
+        may_run = self._has_calls and not self.is_cut and output.finish_reason == "stop"
+        return "tool_calls" if may_run else output.finish_reason
 
 
 def render_chat(
@@ -193,6 +204,8 @@ def render_chat(
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
+    if not call.id:
+        return {"function": {"arguments": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 

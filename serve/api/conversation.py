@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import from_json
 
 from eagle_mlx.request import Output
 
-from ..chat import Delta
+from ..chat import Delta, ToolCall
 from ..chat.history import PARAGRAPH
 from . import schema
-from .answer import Answer
+from .answer import Answer, dumps
 from .chat import ChatAnswer, DeltaStream
 from .errors import ApiError
 from .limits import Limits
@@ -151,6 +152,16 @@ class Names:
         return text
 
 
+def arguments_of(call: ToolCall) -> dict[str, Any]:
+    """Return a call's arguments; of a call that was cut off, those that are complete, as Anthropic's client does."""
+    try:
+        value = from_json(call.arguments, allow_partial=True)
+        dumps(value)
+    except ValueError:  # JSON text, but not for every reader: 1e999, thousands of brackets
+        value = {}
+    return value if isinstance(value, dict) else {}
+
+
 class PartsAnswer(Answer):
     """A chat's answer in parts. Its stream starts, extends and ends each part before the next."""
 
@@ -200,6 +211,9 @@ class PartsAnswer(Answer):
 
     def _piece(self, delta: Delta) -> str:
         last = self.parts[-1] if self.parts else None
+        if last and last.tool_call and delta.tool_call and not delta.tool_call.id:
+            self.parts[-1] = Delta(tool_call=last.tool_call.joined(delta.tool_call))
+            return self.extend(delta)
         if last and last.tool_call is delta.tool_call is None and bool(last.reasoning) == bool(delta.reasoning):
             self.parts[-1] = Delta(last.content + delta.content, last.reasoning + delta.reasoning)
             return self.extend(delta)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -13,8 +12,8 @@ from eagle_mlx.request import Output
 
 from ..chat import Delta
 from .answer import Measured, named_event, stats
-from .chat import finish_reason, render_chat
-from .conversation import PartsAnswer
+from .chat import render_chat
+from .conversation import PartsAnswer, arguments_of
 from .errors import ERRORS, EVENTS, ApiError, MessagesError, Shape, documented
 from .flow import body_of, in_turn, models_of, respond, respond_encoded
 from .limits import Limits
@@ -123,7 +122,7 @@ class MessageAnswer(PartsAnswer):
 
     def _block(self, part: Delta) -> dict[str, Any]:
         if (call := part.tool_call) is not None:
-            return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+            return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call)}
         if not part.reasoning:
             return {"type": "text", "text": part.content}
         thinking = "" if self.hides_thoughts else part.reasoning
@@ -147,7 +146,7 @@ class MessageAnswer(PartsAnswer):
         }
 
     def _reason(self, output: Output) -> dict[str, Any]:
-        reason = finish_reason(output, any(part.tool_call for part in self.parts))
+        reason = self._deltas.finish_reason(output)
         if reason == "length" and len(output.tokens) < self.body.max_tokens and output.cut_off is None:
             why = "model_context_window_exceeded"
         else:

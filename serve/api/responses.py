@@ -190,10 +190,10 @@ class ResponseAnswer(PartsAnswer):
         return added + self._of_item("response.content_part.added", content_index=0, part=empty)
 
     def extend(self, more: Delta) -> str:
-        if more.tool_call is not None:
-            item = self._item(self._index, "completed")
-            name, field = _INPUT_EVENTS[item["type"]]
-            return self._of_item(f"{name}.delta", delta=item[field])
+        if (call := self.parts[-1].tool_call) is not None and more.tool_call is not None:
+            if self._functions.takes_text(call):
+                return ""  # `end` sends it, because a piece of JSON is no text
+            return self._of_item("response.function_call_arguments.delta", delta=more.tool_call.arguments)
         name, text, fields = _content(more)
         return self._of_item(f"{name}.delta", content_index=0, delta=text, **fields)
 
@@ -203,7 +203,9 @@ class ResponseAnswer(PartsAnswer):
         part, item = self.parts[-1], self._item(self._index, status)
         if part.tool_call is not None:
             name, field = _INPUT_EVENTS[item["type"]]
-            events = self._of_item(f"{name}.done", name=item["name"], **{field: item[field]})
+            is_text = self._functions.takes_text(part.tool_call)
+            events = self._of_item(f"{name}.delta", delta=item[field]) if is_text else ""
+            events += self._of_item(f"{name}.done", name=item["name"], **{field: item[field]})
         else:
             name, text, fields = _content(part)
             events = self._of_item(f"{name}.done", content_index=0, text=text, **fields)
@@ -246,11 +248,11 @@ class ResponseAnswer(PartsAnswer):
         }
 
     def _item(self, index: int, status: str) -> dict[str, Any]:
-        """Return a part as an item. Calls are always complete, because a cut-off call is text."""
+        """Return a part as an item. A call is incomplete only if it was cut off itself."""
         part = self.parts[index]
         if part.tool_call is not None:
             item = self._functions.called(part.tool_call)
-            status = "in_progress" if status == "in_progress" else "completed"
+            status = "completed" if status == "incomplete" and not self._deltas.is_cut else status
         elif thought := part.reasoning:
             item = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]}
             if "reasoning.encrypted_content" in (self.body.include or ()):

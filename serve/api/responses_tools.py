@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
+
+from pydantic_core import from_json
 
 from ..chat import ToolCall
 from .conversation import BareTool, Names, OwnTool
@@ -107,12 +108,16 @@ class Functions:
         if namespace is not None:
             self.calls[name]["namespace"] = namespace
 
+    def takes_text(self, call: ToolCall) -> bool:
+        """Return whether a call's input is text, which is not the JSON that the model writes."""
+        return bool(self.calls.get(call.name, {}).get("type") == _CALLS["custom"])
+
     def called(self, call: ToolCall) -> dict[str, Any]:
         """Return the item of a call, without its id and status."""
         item = {"call_id": call.id, **self.calls.get(call.name, {"type": "function_call", "name": call.name})}
-        if item["type"] == "function_call":
-            return item | {"arguments": call.arguments}
-        return item | {"input": _text_of(call.arguments)}
+        if self.takes_text(call):
+            return item | {"input": _text_of(call.arguments)}
+        return item | {"arguments": call.arguments}
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -123,9 +128,13 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def _text_of(arguments: str) -> str:
-    """Return the text of a call of such a function, or all of `arguments` if a model without a grammar wrote others."""
-    found = json.loads(arguments).get("input")
-    return found if isinstance(found, str) else arguments
+    """Return the text of a call of such a function, perhaps cut off, or all of `arguments` if a model wrote others."""
+    try:
+        values = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:  # half a surrogate pair
+        return arguments
+    text = values.get("input") if values else ""
+    return text if isinstance(text, str) else arguments
 
 
 def _description(tool: FlatTool) -> str | None:

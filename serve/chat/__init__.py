@@ -6,4 +6,4 @@
 from .parser import AnswerParser, Delta, FirstCall
 from .structured import Grammars
 from .template import Chat, ChatFormat, Volatile
-from .tools import ToolCall, ToolOffer
+from .tools import ToolCall, ToolOffer, whole_calls

@@ -15,6 +15,7 @@ from eagle_mlx.text import held_back
 
 from .call_formats import NOTATIONS, skip_space
 from .call_markup import Call, OpenBodyError
+from .call_pieces import Brackets, CallPieces
 from .parameter_types import offered_types
 from .tools import Tool, ToolCall, ToolCallTags
 
@@ -31,12 +32,14 @@ class ToolCallParser:
     """Finds calls between tags. Everything else is returned as text; only the fragment of a call cut short is dropped.
 
     Text before a call is returned at once. Text that may become a tag waits, and a call waits until it is complete. A
-    body that does not account for all of its text, or calls an unknown function, is text. Line breaks before a tag
-    belong to the tag.
+    body that does not account for all of its text, or calls an unknown function, is text. A call that a grammar
+    enforces comes in pieces, also if it is cut short. Line breaks before a tag belong to the tag.
     """
 
-    def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = ""):
+    def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = "", enforced: bool = False):
+        """enforced: whether a grammar enforces calls, so that they are returned in pieces."""
         self._tags, self._offer = tags, offered_types(tools)
+        self._pieces = CallPieces(tags.form, tags.start, self._offer) if enforced and tags.form else None
         self._notation = NOTATIONS[tags.parser]
         bare = tags.bare if tags.bare and tags.bare[0] != tags.start else None
         self._bare = tuple(f"{bare[0]}{name}>" for name in self._offer) if bare else ()
@@ -63,6 +66,11 @@ class ToolCallParser:
         """The calls of the open body and their end, while it is not certain that a thought only mentions them."""
         self._begins_line = True
         self._follows_bare = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the arguments of the last call are incomplete."""
+        return self._pieces is not None and self._pieces.is_open
 
     def feed(self, text: str) -> None:
         self._text += text
@@ -115,6 +123,12 @@ class ToolCallParser:
 
     def _inside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
         assert self._body is not None
+        if self._pieces is not None and (self._pieces.has_begun or not (thinking and self._think_end)):
+            before = self._pieces.has_begun
+            if piece := self._next_piece(final):
+                return [piece]
+            if before:
+                return None if self._body is not None else self.next(thinking, final, complete)
         if self._ready is None:
             self._ready = self._read_body(thinking, final, complete)
         if self._ready is None:
@@ -133,6 +147,17 @@ class ToolCallParser:
         self._follows_bare = self._begin in self._bare
         self._text, self._body, self._begins_line = self._text[end:], None, True
         return calls
+
+    def _next_piece(self, final: bool) -> ToolCall | None:
+        """Return the next piece of an enforced call. Closes the body after its last call."""
+        assert self._pieces is not None
+        assert self._body is not None
+        if (read := self._pieces.read(self._text, self._body, final)) is None:
+            return None
+        name, arguments, end = read
+        self._text, self._body, self._begins_line = self._text[end:], 0 if self._pieces.has_begun else None, True
+        self._count += bool(name)
+        return ToolCall(self._count - 1, self._new_id() if name else "", name, arguments) if arguments else None
 
     def _read_body(self, thinking: bool, final: bool, complete: bool) -> tuple[list[ToolCall] | None, int] | None:
         """Return the calls of the open body and where the text goes on. No calls: the text up to there is no call.
@@ -270,7 +295,6 @@ def safe_length(text: str, tags: Sequence[str]) -> int:
     return len(text[: len(text) - held_back(text, tags)].rstrip("\n"))
 
 
-_MARK = re.compile(r"""\\.|["'()\[\]{}]""", re.DOTALL)
 _S = r"\s{0,9}"
 _LINE = r"(?:\A|(?<=\n))[ \t;,]{0,9}"
 _FENCE = rf"(?:{_LINE}(?P<fence>```)\w{{0,12}}[ \t]{{0,9}}\n|(?:{_LINE})?(?P<fence><)\|python_(?:tag|start)\|>){_S}"
@@ -289,8 +313,8 @@ class BareCallParser(ToolCallParser):
     Fences and Python tags around calls are dropped, and so are semicolons between calls.
     """
 
-    def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = ""):
-        super().__init__(tags, tools, think_end)
+    def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = "", enforced: bool = False):
+        super().__init__(tags, tools, think_end, enforced)
         name = self._names
         listed = rf"(?:\[{_S})?{_JSON}{name}\"|\[{_S}{name}\("
         self._unfenced = rf"{_FENCE}(?P<body>{listed}|{name}\()|{_LINE}(?P<body>{listed})"
@@ -298,7 +322,7 @@ class BareCallParser(ToolCallParser):
         self._begins_line = True
         self._fence = ""
         """The beginning of the fence of the last call, if it is still open."""
-        self._quote, self._depth = "", 0
+        self._brackets = Brackets()
 
     def _outside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
         found = self._find()
@@ -311,7 +335,7 @@ class BareCallParser(ToolCallParser):
         if before := self._text[: found.start()].rstrip("\n"):
             return self._take(len(before))
         self._body = self._searched = found.start("body")
-        self._fence, self._quote, self._depth = found["fence"] or self._fence, "", 0
+        self._fence, self._brackets = found["fence"] or self._fence, Brackets()
         return self._inside(thinking, final, complete)
 
     def _find(self) -> Any:
@@ -333,19 +357,8 @@ class BareCallParser(ToolCallParser):
 
     def _end(self) -> int:
         """Return where the open call's brackets are closed; -1 if they are not yet."""
-        at = self._searched
-        for mark in _MARK.finditer(self._text, at):
-            at, sign = mark.end(), mark[0]
-            if self._quote:
-                self._quote = "" if sign == self._quote else self._quote
-            elif sign in "\"'":
-                self._quote = sign
-            elif len(sign) == 1:
-                self._depth += 1 if sign in "([{" else -1
-                if self._depth == 0:
-                    return at
-        self._searched = len(self._text) - (at < len(self._text) and self._text.endswith("\\"))
-        return -1
+        self._searched, is_closed = self._brackets.read(self._text, self._searched)
+        return self._searched if is_closed else -1
 
     def _take(self, count: int) -> str | None:
         taken = super()._take(count)

@@ -163,6 +163,7 @@ class AnswerParser:
 
     tools: the tools offered to the model; without any, nothing is parsed as a call. several: whether an answer may hold
     several calls; if not, it ends after the first. continued: whether the prompt ends within an answer, not before it.
+    enforced: whether a grammar enforces calls, so that they come in pieces.
     """
 
     def __init__(
@@ -172,21 +173,27 @@ class AnswerParser:
         starts_in_reasoning: bool = False,
         several: bool = True,
         continued: bool = False,
+        enforced: bool = False,
     ):
         tags = format.calls if tools else None
         calls = ToolCallParser if tags is None or tags.start else BareCallParser
-        self._calls = calls(tags, tools, format.thoughts.think_end) if tags else None
+        self._calls = calls(tags, tools, format.thoughts.think_end, enforced) if tags else None
         self._thoughts = ReasoningParser(format.thoughts, starts_in_reasoning, continued)
         self._several = several
         self.has_ended = False
         """Whether the only allowed call is complete. Text after it is dropped."""
+
+    @property
+    def has_open_call(self) -> bool:
+        """Whether the arguments of the last call are incomplete."""
+        return self._calls is not None and self._calls.is_open
 
     def push(self, text: str) -> list[Delta]:
         """Return the deltas that are certain after this text."""
         return self._read(text, False, True)
 
     def finish(self, complete: bool = True) -> list[Delta]:
-        """Return the rest. complete: whether the model ended its answer itself; if not, an open call is text."""
+        """Return the rest. complete: whether the model ended its answer itself; if not, a call may be cut."""
         deltas = self._read("", True, complete)
         _add(deltas, self._thoughts.push("", final=True))
         return deltas
@@ -203,11 +210,12 @@ class AnswerParser:
             if isinstance(part, str):
                 _add(deltas, self._thoughts.push(part))
                 continue
-            _add(deltas, self._thoughts.interrupt())
-            if not self._several:
+            if not part or part[0].id:
+                _add(deltas, self._thoughts.interrupt())
+            deltas += [Delta(tool_call=call) for call in (part if self._several else part[:1])]
+            if part and not self._several and not self.has_open_call:
                 self.has_ended = True
-                return [*deltas, Delta(tool_call=part[0])]
-            deltas += [Delta(tool_call=call) for call in part]
+                return deltas
         return deltas
 
 

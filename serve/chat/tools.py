@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle_mlx.errors import PromptError
@@ -73,14 +73,27 @@ def tool_names(tools: Sequence[Tool]) -> list[str]:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A complete call in an answer."""
+    """A call in an answer, or the next piece of one."""
 
     index: int
     """Its position among the answer's calls."""
     id: str
+    """Empty in pieces after the first, and so is the name."""
     name: str
     arguments: str
-    """The JSON text of an object."""
+    """The JSON text of an object, or a piece of it."""
+
+    def joined(self, piece: ToolCall) -> ToolCall:
+        """Return the call with one more piece of its arguments."""
+        return replace(self, arguments=self.arguments + piece.arguments)
+
+
+def whole_calls(pieces: Iterable[ToolCall | None]) -> list[ToolCall]:
+    """Join the pieces of calls."""
+    calls: list[ToolCall] = []
+    for piece in filter(None, pieces):
+        calls.append(piece if piece.id else calls.pop().joined(piece))
+    return calls
 
 
 @dataclass(frozen=True)

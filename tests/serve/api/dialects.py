@@ -79,7 +79,10 @@ def _chat_take(answer: Answer, event: dict[str, Any]) -> None:
     for choice in event.get("choices", ()):
         answer.text += choice["delta"].get("content") or ""
         for call in choice["delta"].get("tool_calls") or ():
-            answer.calls.append([call["function"]["name"], call["function"]["arguments"]])
+            if "id" in call:
+                answer.calls.append([call["function"]["name"], ""])
+            assert call["index"] == len(answer.calls) - 1
+            answer.calls[-1][1] += call["function"]["arguments"]
 
 
 def _messages_body(question: Question) -> dict[str, Any]:
@@ -136,7 +139,8 @@ def _responses_take(answer: Answer, event: dict[str, Any]) -> None:
     elif kind == "function_call_arguments.delta":
         answer.calls[-1][1] += event["delta"]
     elif kind in ("completed", "incomplete"):
-        assert _responses_whole(event["response"]).said == answer.said, event
+        whole = _responses_whole(event["response"])
+        assert (whole.text, whole.calls) == (answer.text, answer.calls), event
         answer.has_ended = True
     elif kind == "failed":
         answer.error = json.dumps(event["response"]["error"])

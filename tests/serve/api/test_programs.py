@@ -98,7 +98,10 @@ def _read_responses(events: list[dict[str, Any]]) -> Answer:
 
 def _read_chat(events: list[dict[str, Any]]) -> Answer:
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
-    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
+    calls = list[dict[str, Any]]()
+    for call in (call for delta in deltas for call in delta.get("tool_calls") or ()):
+        calls += [{**call["function"], "arguments": ""}] if "id" in call else []
+        calls[-1]["arguments"] += call["function"]["arguments"]
     text = "".join(delta.get("content") or "" for delta in deltas)
     return text, [(call["name"], json.loads(call["arguments"])) for call in calls]
 

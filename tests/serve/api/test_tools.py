@@ -30,8 +30,11 @@ def streamed(server: Live, asked: dict[str, Any]) -> tuple[dict[str, Any], str]:
         message["content"] += delta["content"] or ""
         message["reasoning_content"] += delta.get("reasoning_content") or ""
         for made in delta["tool_calls"] or []:
-            assert made.pop("index") == len(message["tool_calls"])
-            message["tool_calls"].append(made)
+            if made.pop("index") == len(message["tool_calls"]):
+                message["tool_calls"].append(made)
+            else:
+                assert made["id"] is made["type"] is made["function"]["name"] is None
+                message["tool_calls"][-1]["function"]["arguments"] += made["function"]["arguments"]
         reason = chunk.choices[0].finish_reason or reason
     return message, reason
 
@@ -181,6 +184,94 @@ def test_strict_holds_with_auto_once_a_call_begins(talker: Live, dialect: Dialec
         assert arguments["city"] in ("Rome", "Oslo")
         assert 1 <= arguments["days"] <= 9
         assert answer.text == "Hm."
+
+
+LONG = "".join(f"Line {n} of a letter.\n" for n in range(8))
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server with a model that calls a tool with a long argument."""
+    plan = LoadConfig(
+        scripted_target_folder(tmp_path_factory.mktemp("writer"), [Line("names", call("write", text=LONG, end=True))]),
+        Speculation(mode="ngram"),
+    )
+    with live(models=one_model(lambda: load(plan, lambda _: None))) as running:
+        yield running
+
+
+def writing(dialect: Dialect, strict: bool = True) -> dict[str, Any]:
+    properties = {"text": {"const": LONG}, "end": {"const": True}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return asking(dialect, "x", name="write", parameters=schema, strict=strict)
+
+
+def pieces_of(server: Live, dialect: Dialect, body: dict[str, Any]) -> tuple[Answer, list[str]]:
+    """Return a streamed answer, and the pieces in which its calls' arguments came."""
+    lines = server.http.post(dialect.path, json=body | {"stream": True}).raise_for_status().text.split("\n")
+    answer, pieces, length = Answer(), list[str](), 0
+    for line in lines:
+        if line.startswith("data: {"):
+            dialect.take(answer, json.loads(line.removeprefix("data: ")))
+            arguments = "".join(given for _, given in answer.calls)
+            pieces += [arguments[length:]] if len(arguments) > length else []
+            length = len(arguments)
+    return answer, pieces
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_a_long_argument_that_a_grammar_enforces_arrives_in_several_events(writer: Live, dialect: Dialect) -> None:
+    arguments = {"text": LONG, "end": True}
+    for more in ({}, {"spec_decode": "none"}):
+        body = writing(dialect) | {"temperature": 0} | more
+        answer, pieces = pieces_of(writer, dialect, body)
+        ((name, given),) = answer.calls
+        assert (name, json.loads(given)) == ("write", arguments)
+        assert len(pieces) > 5
+        whole = dialect.whole(writer.http.post(dialect.path, json=body).json())
+        assert whole.said == answer.said
+        assert whole.calls == answer.calls or dialect is MESSAGES
+    _, pieces = pieces_of(writer, dialect, writing(dialect, strict=False))
+    assert [json.loads(piece) for piece in pieces] == [arguments], "the call could still become text"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_an_enforced_call_that_was_cut_short_is_returned_in_part(writer: Live, dialect: Dialect) -> None:
+    limit = next(key for key in ("max_tokens", "max_output_tokens") if key in writing(dialect))
+    cuts: list[dict[str, Any]] = [{limit: 60}]
+    if dialect is not RESPONSES:  # it has no stop strings
+        cuts.append({"stop_sequences" if dialect is MESSAGES else "stop": ["Line 4"]})
+    for cut in cuts:
+        body = writing(dialect) | {"temperature": 0} | cut
+        whole = writer.http.post(dialect.path, json=body).raise_for_status().json()
+        answer, pieces = pieces_of(writer, dialect, body)
+        ((name, given),) = answer.calls
+        assert name == "write"
+        assert json.dumps({"text": LONG}, separators=(",", ":")).startswith(given)
+        assert len(given) > 50
+        assert len(pieces) > 1
+        if dialect is MESSAGES:
+            assert whole["content"][0]["input"] == {}, "as Anthropic's client reads the fragment"
+            assert whole["stop_reason"] == ("max_tokens" if limit in cut else "stop_sequence")
+        else:
+            assert dialect.whole(whole).calls == answer.calls
+        if dialect is CHAT:
+            assert whole["choices"][0]["finish_reason"] == ("length" if limit in cut else "stop")
+        if dialect is RESPONSES:
+            assert whole["output"][0]["status"] == "incomplete"
+
+
+def test_text_of_a_custom_tool_comes_after_its_json(writer: Live) -> None:
+    body = {"input": "x", "temperature": 0, "max_output_tokens": 20}
+    body |= {"tools": [{"type": "custom", "name": "write"}], "tool_choice": {"type": "custom", "name": "write"}}
+    whole = writer.http.post(RESPONSES.path, json=body).raise_for_status().json()
+    lines = writer.http.post(RESPONSES.path, json=body | {"stream": True}).text.split("\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    (item,) = whole["output"]
+    assert item["status"] == "incomplete"
+    deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == item["input"] != ""
+    assert item["input"] == events[-1]["response"]["output"][0]["input"]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)

@@ -17,7 +17,7 @@ from canitoolcall.fixtures import Fixture, load_fixtures
 from canitoolcall.pytest_plugin import family_for
 from canitoolcall.results import CheckResult, Observation, ParsedToolCall, ParseResult, Status
 
-from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta
+from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta, whole_calls
 from tests.full import in_full
 from tests.serve.chat.formats import ADDED, THINK_TAGS, TOOL_TAGS, format_with_template
 from tests.serve.chat.test_call_formats import FAMILIES, loop
@@ -68,7 +68,7 @@ def model_of(fixture: Fixture) -> tuple[str, tuple[str, ...]]:
 
 
 def result(deltas: Sequence[Delta]) -> ParseResult:
-    calls = [delta.tool_call for delta in deltas if delta.tool_call is not None]
+    calls = whole_calls(delta.tool_call for delta in deltas)
     return ParseResult(
         "".join(delta.content for delta in deltas) or None,
         "".join(delta.reasoning for delta in deltas) or None,
@@ -86,10 +86,10 @@ def prompt_end(fixture: Fixture) -> str:
     return models[fixture.reference_model] or ""
 
 
-def read(fixture: Fixture, format: ChatFormat, parts: Sequence[str]) -> ParseResult:
+def read(fixture: Fixture, format: ChatFormat, parts: Sequence[str], enforced: bool = False) -> ParseResult:
     assert format.tokenizer is not None
     prompt = format.tokenizer.encode(prompt_end(fixture), add_special_tokens=False)
-    reader = AnswerParser(format, fixture.tools, format.starts_in_reasoning(prompt))
+    reader = AnswerParser(format, fixture.tools, format.starts_in_reasoning(prompt), enforced=enforced)
     deltas = [delta for part in parts for delta in reader.push(part)]
     return result([*deltas, *reader.finish(not fixture.truncated)])
 
@@ -105,15 +105,20 @@ STRATEGIES = [
 ]
 
 
-def checked(fixture: Fixture) -> list[CheckResult]:
+def streams_of(fixture: Fixture) -> tuple[ChatFormat, dict[str, list[str]]]:
+    """Return the format of an answer's model, and the parts of the answer in each way of cutting it."""
     template, tags = model_of(fixture)
-    format = format_with_template(template, tags)
     parts, whole = units(fixture.raw_output, tags), fixture.raw_output
     assert "".join(parts) == whole
-    streams = {
+    return format_with_template(template, tags), {
         way.id: ["".join(group) for group in split(list(whole) if way.kind == "char" else parts, way, set(tags))]
         for way in STRATEGIES
     }
+
+
+def checked(fixture: Fixture) -> list[CheckResult]:
+    format, streams = streams_of(fixture)
+    whole = fixture.raw_output
     results = {name: read(fixture, format, pieces) for name, pieces in streams.items()}
     family = family_for(fixture)
     assert family is not None
@@ -138,3 +143,15 @@ def test_at_least_445_recorded_answers_are_parsed_as_expected() -> None:
 def test_no_recorded_answer_fails_a_check_of_arguments_or_streams(check: str) -> None:
     rows = [(name, row) for name, rows in cases().items() for row in rows if row.check == check]
     assert [(name, row.strategy, row.detail) for name, row in rows if row.status != Status.PASS] == []
+
+
+def test_no_stream_differs_if_the_calls_of_recorded_answers_come_in_pieces() -> None:
+    count = 0
+    for fixture in load_fixtures(None):
+        format, streams = streams_of(fixture)
+        if format.calls is None or format.calls.form is None:
+            continue
+        count += 1
+        whole = read(fixture, format, [fixture.raw_output], enforced=True)
+        assert [id for id, parts in streams.items() if read(fixture, format, parts, enforced=True) != whole] == []
+    assert count > 50
