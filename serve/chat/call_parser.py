@@ -123,7 +123,7 @@ class ToolCallParser:
 
     def _inside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
         assert self._body is not None
-        if self._pieces is not None and (self._pieces.has_begun or not (thinking and self._think_end)):
+        if self._pieces is not None and (self._pieces.has_begun or not thinking):
             before = self._pieces.has_begun
             if piece := self._next_piece(final):
                 return [piece]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_mlx.serve.chat import AnswerParser, Grammars, ToolOffer
+from eagle_mlx.serve.chat import AnswerParser, Grammars, ToolOffer, whole_calls
 from tests.serve.chat.formats import (
     ANSWER,
     CLOCK,
@@ -42,6 +42,12 @@ def test_calls_in_other_json_formats_are_forced(special: bool) -> None:
         found = [delta.tool_call for delta in [*reader.push(text), *reader.finish()]]
         allowed = allows(grammar, text, name, special)
         assert not allowed or None not in found[inside or text.startswith(THOUGHT) :]
+        if allowed:
+            reader = AnswerParser(format_of(name, special), [WEATHER, CLOCK], inside, enforced=True)
+            pieces = [delta.tool_call for letter in text for delta in reader.push(letter)]
+            calls = whole_calls(pieces)
+            assert [(call.name, call.arguments) for call in calls] == [(c.name, c.arguments) for c in found if c]
+            assert len(pieces) > 10 * len(calls)
         return allowed
 
     assert may("gpt-oss", HARMONY.format(right[0]))
