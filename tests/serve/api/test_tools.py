@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 
+from eagle_mlx.serve.api.conversation import arguments_of
 from eagle_mlx.serve.api.loader import load
 from eagle_mlx.serve.api.options import LoadConfig
+from eagle_mlx.serve.chat import ToolCall
 from eagle_mlx.serve.speculation import Speculation
 from tests.clients.scripted_target import Line, call, scripted_target_folder
 from tests.serve.api.dialects import CHAT, DIALECTS, MESSAGES, RESPONSES, Answer, Dialect, Question, read
@@ -251,7 +254,14 @@ def test_an_enforced_call_that_was_cut_short_is_returned_in_part(writer: Live, d
         assert len(given) > 50
         assert len(pieces) > 1
         if dialect is MESSAGES:
-            assert whole["content"][0]["input"] == {}, "as Anthropic's client reads the fragment"
+            asked: Any = {**body, "model": NAME, "extra_body": {"temperature": 0}}
+            del asked["temperature"]
+            with (
+                anthropic.Anthropic(base_url=writer.base, api_key="none", max_retries=0) as client,
+                client.messages.stream(**asked) as stream,
+            ):
+                block: Any = stream.get_final_message().content[0]
+            assert block.input == whole["content"][0]["input"] == {}
             assert whole["stop_reason"] == ("max_tokens" if limit in cut else "stop_sequence")
         else:
             assert dialect.whole(whole).calls == answer.calls
@@ -261,8 +271,21 @@ def test_an_enforced_call_that_was_cut_short_is_returned_in_part(writer: Live, d
             assert whole["output"][0]["status"] == "incomplete"
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a": 12345678901234567890123, "b": [1, {"c": "x', {"a": 12345678901234567890123, "b": [1, {}]}),
+        ('{"a": 1e999}', {}),
+        ('{"a": ' + "[" * 9999, {}),
+        ("{", {}),
+    ],
+)
+def test_messages_have_the_complete_arguments_of_a_cut_call_as_an_object(text: str, value: dict[str, Any]) -> None:
+    assert arguments_of(ToolCall(0, "id", "f", text)) == value
+
+
 def test_text_of_a_custom_tool_comes_after_its_json(writer: Live) -> None:
-    body = {"input": "x", "temperature": 0, "max_output_tokens": 20}
+    body = {"input": "x", "temperature": 0, "max_output_tokens": 60}
     body |= {"tools": [{"type": "custom", "name": "write"}], "tool_choice": {"type": "custom", "name": "write"}}
     whole = writer.http.post(RESPONSES.path, json=body).raise_for_status().json()
     lines = writer.http.post(RESPONSES.path, json=body | {"stream": True}).text.split("\n")
