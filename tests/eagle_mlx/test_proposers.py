@@ -232,6 +232,17 @@ def test_ngram_finds_the_latest_longest_match(text: list[int], count: int, least
     assert index.lookup(count) == naive_lookup(text, count, least + more, least)
 
 
+def test_ngrams_draft_if_they_match_in_half_of_the_rows_that_want_drafts() -> None:
+    target = tiny_target()
+    proposer = em.HybridProposer(em.HeadProposer(tiny_head(target)), em.NgramProposer())
+    proposer.bind(target)
+    state = proposer.open([[1, 2, 1], [1, 2, 3], [1, 2, 3]])  # n-grams match in the first only
+    assert state.can_look_up([None, None, "none"])
+    assert not state.can_look_up([None, None, None])
+    assert not state.can_look_up(["model", "none", "none"])
+    assert not state.can_look_up(["none", "none", "none"])
+
+
 @pytest.mark.parametrize("vocab", [1, 3, 10_000])
 def test_an_index_of_ngrams_grows_by_a_constant_per_token(vocab: int) -> None:
     """All of its n-grams together hold at most 2 + 3 + 4 ids for each token of the text."""
