@@ -13,12 +13,12 @@ import eagle_mlx as em  # before mlx.core
 
 import mlx.core as mx  # isort: skip
 from eagle_mlx.decoding.draft import Draft
-from eagle_mlx.plan import Abilities, Plan
+from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 
 
 class Bigrams(Proposer):
-    name, aux_layers, abilities = "bigrams", (), Abilities()  # drafts chains; reads no hidden states
+    name = "bigrams"
 
     def bind(self, target: em.Target) -> None:
         assert target.tokenizer is not None
@@ -39,13 +39,11 @@ class BigramState(ProposerState):
             row.append(self.following.get(row[-1], row[-1]))
         return Draft(mx.array(rows)[:, 1:], mx.array([plan.depth] * len(rows)))
 
-    def prefill(self, seen: Observation) -> None: ...  # nothing to learn from prompts
-
     def observe(self, seen: Observation) -> None:
         self.newest = [new[-1] if new else old for new, old in zip(seen.tokens, self.newest, strict=True)]
 
-    def append(self, other: ProposerState) -> None:
-        self.newest += other.newest if isinstance(other, BigramState) else []
+    def append(self, other: "BigramState") -> None:
+        self.newest += other.newest
 
     def remove(self, row: int) -> None:
         self.newest[row] = self.newest[-1]  # the last row takes its place

@@ -22,7 +22,7 @@ from eagle_mlx.heads.precision import described, quantize_for
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer, model_of
+from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer
 from eagle_mlx.sampling_params import Acceptance, Drafter, SamplingParams, limit_of
 from eagle_mlx.setting import (
     AT_LEAST_0,
@@ -278,8 +278,8 @@ class Speculation(Group):
 
     def notes(self, engine: Engine) -> list[str]:
         """Return lines on the head's number format, missing trees and lossy acceptance, if they apply."""
-        proposer = model_of(engine.proposer)
-        notes = [f"head precision: {described(proposer.head)}"] if isinstance(proposer, HeadProposer) else []
+        head = engine.proposer.head if engine.proposer is not None else None
+        notes = [f"head precision: {described(head)}"] if head is not None else []
         if engine.chains_only:
             notes.append(f"no draft trees for this target: {engine.chains_only}; it drafts chains")
         if self.acceptance == "threshold":

@@ -30,7 +30,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.engine import Engine
 from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.plan import CONFIDENCE_LAG, Abilities, Plan
-from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 from eagle_mlx.request import Output
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
@@ -168,7 +168,20 @@ def length_of(plan: Plan, draft: Draft) -> int:
     return CONFIDENCE_LAG + len(looks)
 
 
-class Oracle:
+class RowsState(ProposerState):
+    """A proposer's state that consists of a list with one item for each row."""
+
+    rows: list[Any]
+
+    def append(self, other: RowsState) -> None:
+        self.rows += other.rows
+
+    def remove(self, row: int) -> None:
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()
+
+
+class Oracle(Proposer):
     """A proposer that knows each prompt's continuation and errs at random, so that all cases of acceptance occur."""
 
     name = "oracle"
@@ -214,7 +227,7 @@ def generate(
     return [engine.output(request) for request in requests]
 
 
-class OracleState:
+class OracleState(RowsState):
     """Each row's continuation, and how much of it has been emitted."""
 
     def __init__(self, oracle: Oracle, rows: list[tuple[list[int], int]]):
@@ -270,14 +283,6 @@ class OracleState:
     def observe(self, seen: Observation) -> None:
         assert all(x.shape[0] == len(self.rows) for x in seen.aux)
         self.rows = [(text, at + len(new)) for (text, at), new in zip(self.rows, seen.tokens, strict=True)]
-
-    def append(self, other: ProposerState) -> None:
-        assert isinstance(other, OracleState)
-        self.rows += other.rows
-
-    def remove(self, row: int) -> None:
-        self.rows[row] = self.rows[-1]
-        self.rows.pop()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
-from eagle_mlx.proposers.base import Observation, ProposerState, StatePiece
+from eagle_mlx.proposers.base import Observation, Proposer, ProposerState, StatePiece
 from eagle_mlx.target import Target
 
 DEPTHS = (1, 2, 3, 5, 8, 20)
@@ -65,7 +65,7 @@ class SightPiece:
         )
 
 
-class HostileProposer:
+class HostileProposer(Proposer):
     """Drafts the continuations in `known`, with random errors whose rate varies by round."""
 
     name = "hostile"
@@ -115,7 +115,7 @@ class HostileProposer:
         return [int(token) for token in self.rng.integers(0, self.vocab, count)]
 
 
-class HostileState:
+class HostileState(ProposerState):
     """Drafts for rows; can be restored from the prefix cache."""
 
     def __init__(self, proposer: HostileProposer, rows: list[Sight]):
@@ -171,9 +171,8 @@ class HostileState:
         grown = [self._grown(plan.depth, count) for _ in self.rows]
         return self._tree(plan.depth, [self._drafted(row, *tree) for row, tree in zip(self.rows, grown, strict=True)])
 
-    def append(self, other: ProposerState) -> None:
+    def append(self, other: HostileState) -> None:
         self.proposer.fail_by_chance()
-        assert isinstance(other, HostileState)
         self.rows.extend(other.rows)
 
     def remove(self, row: int) -> None:

@@ -16,6 +16,8 @@ MODEL_MODULES = ("eagle_mlx.target", "eagle_mlx.cache", "eagle_mlx.heads")
 """The only modules that use mlx_lm.models."""
 COMMAND_LINES = ("eagle_mlx.serve.generate", "eagle_mlx.serve.heads", "eagle_mlx.serve.terminal_chat")
 """Commands in modules not called `cli`."""
+SEAM = ("eagle_mlx.proposers", "eagle_mlx.proposers.base")
+"""The only modules of proposers that the engine imports: no concrete proposer."""
 HOOKS = "eagle_mlx.hooks"
 """The only module that changes the class of modules."""
 
@@ -65,6 +67,9 @@ def breaches(path: Path, source: str) -> list[str]:
             found.append(f"{path}: only {', '.join(MODEL_MODULES)} may touch {whole}")
         if under(module, "eagle_mlx.cpu") and module != "eagle_mlx.cpu" and not under(me, "eagle_mlx.cpu"):
             found.append(f"{path}: of eagle_mlx.cpu only what its __init__ offers may be imported, not {whole}")
+        concrete = module not in SEAM or (ROOT / module.replace(".", "/") / f"{name}.py").exists()
+        if under(me, "eagle_mlx.engine") and under(module, "eagle_mlx.proposers") and concrete and whole != SEAM[1]:
+            found.append(f"{path}: the engine knows no concrete proposer, such as {whole}")
         if other is None:
             continue
         if mine is None:
@@ -175,6 +180,8 @@ def test_scripts_import_no_command_line() -> None:
         ("eagle_mlx/engine/engine.py", "from eagle_mlx.train import loop", "the library imports"),
         ("eagle_mlx/engine/engine.py", "import eagle_mlx.serve.bench", "the library imports"),
         ("eagle_mlx/engine/engine.py", "def f():\n    from eagle_mlx import data_pipelines", "the library imports"),
+        ("eagle_mlx/engine/x.py", "from eagle_mlx.proposers.head import HeadPiece", "no concrete proposer"),
+        ("eagle_mlx/engine/disk/x.py", "from eagle_mlx.proposers import ngram", "no concrete proposer"),
         ("eagle_mlx/formats/x.py", "from .. import serve", "the library imports"),
         ("serve/app.py", "from eagle_mlx.data_pipelines import render", "serve imports the application"),
         ("serve/bench/x.py", "from ...train import loop", "serve imports the application"),
@@ -207,6 +214,7 @@ def test_a_breach_is_noticed(path: str, source: str, said: str) -> None:
         ("eagle_mlx/heads/eagle3.py", "from mlx_lm.models.base import scaled_dot_product_attention"),
         ("eagle_mlx/cache/kinds.py", "from mlx_lm.models import cache"),
         ("eagle_mlx/engine/engine.py", "from .sampling import sample\nimport mlx_lm"),
+        ("eagle_mlx/engine/x.py", "from eagle_mlx.proposers.base import Proposer"),
         ("eagle_mlx/decoding/sampling.py", "from eagle_mlx.cpu import fastmath"),
         ("eagle_mlx/cpu/fastmath.py", "from eagle_mlx.cpu.shortcuts import use_shortcuts"),
     ],

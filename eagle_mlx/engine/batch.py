@@ -17,10 +17,7 @@ from eagle_mlx.decoding.verify import Verdict, judge_pending, verify, verify_tre
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_tree import Past
 from eagle_mlx.plan import PLAIN, Abilities, Plan, Trial
-from eagle_mlx.proposers.base import CanJoin, Movable, Proposer, ProposerState, Separable, check_draft
-from eagle_mlx.proposers.draft_model import DraftModelState
-from eagle_mlx.proposers.hybrid import HybridState
-from eagle_mlx.proposers.ngram import NgramState
+from eagle_mlx.proposers.base import Proposer, ProposerState, check_draft
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Forward, Target
@@ -57,8 +54,8 @@ class Batch:
         texts = [request.text for request in self.requests]
         if self.state is None and proposer:
             self.state = proposer.open(texts)
-            if past and past.draft is not None and self.draft_model is not None:
-                self.draft_model.resume(past.draft)
+            if past and past.draft is not None:
+                self.state.resume(past.draft)
         self.drafter: Drafter | None = None
         """See `Engine.drafter`."""
         self.exact = False
@@ -82,15 +79,14 @@ class Batch:
         return self.proposer.aux_layers if self.proposer is not None and self.state is not None else ()
 
     @property
-    def draft_model(self) -> DraftModelState | None:
-        """The state of the draft model, if one drafts, alone or together with n-grams."""
-        state = self.state.model if isinstance(self.state, HybridState) else self.state
-        return state if isinstance(state, DraftModelState) else None
+    def draft_cache(self) -> RaggedCache | None:
+        """The cache of the draft model, if one drafts, alone or together with n-grams."""
+        return self.state.draft_cache if self.state is not None else None
 
     @property
     def caches(self) -> list[RaggedCache]:
         """The target's cache, and that of a draft model."""
-        return [self.cache, *([self.draft_model.cache] if self.draft_model is not None else [])]
+        return [self.cache, *([self.draft_cache] if self.draft_cache is not None else [])]
 
     @property
     def abilities(self) -> Abilities:
@@ -98,12 +94,12 @@ class Batch:
         if self.proposer is None:
             return Abilities()
         drawn = self.processors is None and self.sampling.rules <= {"greedy", "coupled"}
-        lookup = isinstance(self.state, HybridState) and self.state.can_look_up(self._drafters)
+        lookup = self.state is not None and self.state.can_look_up(self._drafters)
         return replace(self.proposer.abilities, trees=self.proposer.abilities.trees and drawn, lookup=lookup)
 
     def trials(self) -> list[Trial]:
         """Return the trials of n-grams that ended since the last call."""
-        return self.state.trials(self._drafters) if isinstance(self.state, HybridState | NgramState) else []
+        return self.state.trials(self._drafters) if self.state is not None else []
 
     @property
     def _drafters(self) -> list[Drafter | None]:
@@ -116,17 +112,17 @@ class Batch:
 
     def rooms(self, plan: Plan) -> list[int]:
         """Return the useful draft tokens per request; 0 if it excludes the plan's drafter."""
-        other = ("model" if plan.lookup else "ngrams") if isinstance(self.state, HybridState) else None
-        return [
-            0 if drafter == "none" or (drafter is not None and drafter == other) else request.room
-            for request, drafter in zip(self.requests, self._drafters, strict=True)
-        ]
+        assert self.state is not None
+        drafting = [self.state.may_draft(drafter, plan.lookup) for drafter in self._drafters]
+        return [request.room * drafts for request, drafts in zip(self.requests, drafting, strict=True)]
 
     def fitted(self, plan: Plan) -> Plan:
         """Return the plan cut to what the requests can use: n-grams or nothing if no request wants the model."""
-        if isinstance(self.state, HybridState) and {"ngrams", "none"}.issuperset(self._drafters):
+        if self.state is None:
+            return PLAIN
+        if not any(self.state.may_draft(drafter, lookup=False) for drafter in self._drafters):
             plan = replace(plan, lookup=True, stop_below=None) if self.state.can_look_up(self._drafters) else PLAIN
-        return plan.cut(max(self.rooms(plan)) if self.state is not None else 0)
+        return plan.cut(max(self.rooms(plan)))
 
     @property
     def lost_state(self) -> bool:
@@ -248,11 +244,11 @@ class Batch:
     def pasts(self, index: int, length: int | None = None) -> Iterator[Past]:
         """Yield a row's cached states, or their first `length` positions, for the prefix cache. The target's is last,
         because it must stay if there is memory for one."""
-        request, draft = self.requests[index], self.draft_model
+        request, draft = self.requests[index], self.draft_cache
         known = request.length if length is None else length
-        if draft is not None and not request.error:
-            read = min(known, draft.texts[index].read)
-            yield Past(read, draft.cache, index, namespace=request.request.namespace, of_draft_model=True)
+        if self.state is not None and draft is not None and not request.error:
+            read = min(known, self.state.length(index))
+            yield Past(read, draft, index, namespace=request.request.namespace, of_draft_model=True)
         if (past := self._past(index, known)) is not None:
             yield past
 
@@ -263,14 +259,9 @@ class Batch:
             return None
         if self.proposer is None or not self.proposer.aux_layers:
             return Past(known, self.cache, index, namespace=request.request.namespace)
-        if not isinstance(self.state, Separable) or not isinstance(self.proposer, CanJoin):
+        if self.state is None:
             return None
         return Past(min(known, self.state.length(index)), self.cache, index, self.state, request.request.namespace)
-
-    @property
-    def may_part(self) -> bool:
-        """Whether rows may leave for another batch."""
-        return self.state is None or isinstance(self.state, Movable)
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Split off some rows, but not all, as a new batch. No round may be in progress."""
@@ -287,7 +278,7 @@ class Batch:
         other.cache = self.cache.fork(row, self.requests[row].length)
         other.newest = self.newest[row : row + 1]
         mx.eval(other.newest, other.cache.state)  # lazy arrays would keep the old buffers alive
-        if isinstance(self.state, Movable):
+        if self.state is not None:
             other.state = self.state.take(row)
         other._gather()
         self._remove(row)

@@ -26,10 +26,7 @@ from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.proposers.base import HasModel
-from eagle_mlx.proposers.draft_model import DraftModelProposer
-from eagle_mlx.proposers.head import ProposerLike, as_proposer
-from eagle_mlx.proposers.hybrid import model_of
+from eagle_mlx.proposers import ProposerLike, as_proposer
 from eagle_mlx.request import Chunk, Output, Prompt, is_prompt, make_request
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter, SamplingParams
@@ -90,7 +87,7 @@ class Engine:
         `prefill_chunk`: maximum prompt positions per forward, over all requests.
         `prefill_ms`: maximum milliseconds that a chunk delays decoding requests, unless 128 positions take longer.
         `kv_bytes`: limit for KV caches and prefix cache together; by default a share of the free memory.
-        `groups`: 1 keeps all rows in one batch, for comparison. A proposer with states that are not `Movable` does too.
+        `groups`: 1 keeps all rows in one batch, for comparison. A proposer with states that are not `movable` does too.
         `kv_bits`: 4 or 8 to quantize the KV cache. The text then equals this engine's text without a proposer.
         `exact`: plain rounds read two positions, like drafts. Metal reads one position with other kernels, which round
         differently; the text then equals that of an exact engine without a proposer.
@@ -111,16 +108,13 @@ class Engine:
         self.observer: Callable[[RoundResult], None] | None = None
         """Called with the result of every round."""
         self.prefixes = PrefixCache(prefix_cache_bytes, proposer) if prefix_cache_bytes else None
-        drafts, models = model_of(proposer), [target.model]
-        if isinstance(drafts, DraftModelProposer):
-            models.append(drafts.draft.model)
-        positional = all(RaggedCache.of(model, 1).is_positional for model in models)
+        positional = RaggedCache.of(target.model, 1).is_positional and (proposer is None or proposer.is_positional)
         self.wants_boundaries = self.prefixes is not None and not positional
         """Whether `prepare` has a use for boundaries."""
         self.use_policy(policy or ThroughputPolicy())
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
-        self._draft_size = proposer.cache_size() if isinstance(proposer, HasModel) else CacheSize()
+        self._draft_size = proposer.cache_size() if proposer is not None else CacheSize()
         self.kv_budget = KVBudget(share, size, target.context_length, groups)
         self.admission = Admission(target, proposer, prefill_chunk, self.kv_budget, self.prefixes, kv_bits, prefill_ms)
         self.groups = Groups(RoundReads.of(target, proposer, size), self.kv_budget)

@@ -16,7 +16,7 @@ from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.processors import PATIENCE
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.kv_budget import GROUPS, KVBudget, Places, by_reach, split
-from eagle_mlx.proposers.base import HasModel, Proposer
+from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target
 
@@ -41,7 +41,7 @@ class RoundReads:
     @classmethod
     def of(cls, target: Target, proposer: Proposer | None, size: CacheSize) -> RoundReads:
         """`size`: the size of the caches of target and proposer."""
-        drafts = proposer.weight_bytes if isinstance(proposer, HasModel) else 0
+        drafts = proposer.weight_bytes if proposer is not None else 0
         return cls(target.weight_bytes + drafts + _ROUND, size.position)
 
 

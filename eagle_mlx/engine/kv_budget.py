@@ -13,7 +13,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.memory import gb
-from eagle_mlx.proposers.base import HasModel, Proposer
+from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request import Request
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target
@@ -51,7 +51,7 @@ def size_of(target: Target, proposer: Proposer | None, kv_bits: int | None) -> C
     cache = RaggedCache.of(target.model, 1, kv_bits)
     target.forward(mx.zeros((1, 1), mx.int32), cache)
     own = CacheSize.of(cache)
-    return own + proposer.cache_size() if isinstance(proposer, HasModel) else own
+    return own + proposer.cache_size() if proposer is not None else own
 
 
 class KVBudget:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import DiskTier, PassedOverError
 from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixTree, Snapshot, keys_of
-from eagle_mlx.proposers.base import CanJoin, Proposer, ProposerState
+from eagle_mlx.proposers.base import Proposer, ProposerState
 
 log = logging.getLogger("eagle_mlx.prefixes")
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class PrefixCache:
         states = [piece.state for piece in match.pieces if piece.state is not None]
         if not states:
             return Prefix(match.length, cache, draft=draft.cache if draft is not None else None)
-        assert isinstance(self.proposer, CanJoin)
+        assert self.proposer is not None
         return Prefix(match.length, cache, self.proposer.join(states, match.length, prompt))
 
     def fetch(self, prompt: Sequence[int], namespace: str = "") -> bool:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.ragged import KVPiece
-from eagle_mlx.proposers.base import Separable, StatePiece
+from eagle_mlx.proposers.base import ProposerState, StatePiece
 
 Keys = NDArray[np.int64]
 """[N]: one key per position of a text."""
@@ -259,7 +259,7 @@ class Past:
     length: int
     cache: RaggedCache
     row: int = 0
-    state: Separable | None = None
+    state: ProposerState | None = None
     namespace: str = ""  # of the request; only its prompts may reuse this
     of_draft_model: bool = False  # instead of the target's
 

@@ -124,7 +124,7 @@ class Schedule:
         if batch.requests:
             if not self.groups.batches:
                 self._last_plain = False
-            if not batch.may_part:
+            if batch.state is not None and not batch.state.movable:
                 self.groups.budget.groups = 1
             self.arrange(batch)
         self.admission.joined(prefill)

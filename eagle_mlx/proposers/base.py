@@ -1,23 +1,26 @@
-"""The protocol between a proposer and the engine, and the validation of drafts.
+"""The base classes of proposers and their states, and the validation of drafts.
 
 All batches share one proposer; it opens a state for each batch's rows. In each round, the engine calls `draft`,
-verifies, and calls `observe`. Your own proposer needs no base class, only these methods; see `ngram.py`.
+verifies, and calls `observe`. The engine knows nothing else of drafting. For a short example, see `ngram.py`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol, Self, runtime_checkable
+from typing import Any, NoReturn, Protocol, Self
 
 import mlx.core as mx
 
-from eagle_mlx.cache.ragged import CacheSize
+from eagle_mlx.cache.ragged import CacheSize, KVPiece, RaggedCache
 from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.processors import said
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ProposerError
-from eagle_mlx.plan import Abilities, Plan
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.plan import Abilities, Plan, Trial
+from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Target
 
 
@@ -31,29 +34,6 @@ class Observation:
     """The outputs of the proposer's aux layers at these positions, each [B, L, H], right-padded."""
 
 
-class ProposerState(Protocol):
-    def prefill(self, seen: Observation) -> None:
-        """Observe a chunk of the prompts. Without aux layers, `seen.aux` is empty."""
-
-    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        """Draft what the plan asks for after each row, or the closest that this proposer can, with depth >= 1.
-
-        With `plan.stop_below`, a chain ends when the rows' mean confidence in the token `CONFIDENCE_LAG` before the
-        newest falls below it. All tokens drafted by then are kept: if a token's value decided whether it is kept,
-        sampled text would change. `positions` [B] int32 is the index of each row's first draft token in its sequence;
-        it keys the noise.
-        """
-
-    def observe(self, seen: Observation) -> None:
-        """Observe what the target has read, and the tokens that follow."""
-
-    def append(self, other: ProposerState) -> None:
-        """Append the other state's rows."""
-
-    def remove(self, row: int) -> None:
-        """Remove a row. The last row takes its place."""
-
-
 class StatePiece(Protocol):
     """A proposer's cached state for consecutive positions of a row."""
 
@@ -65,20 +45,105 @@ class StatePiece(Protocol):
         """Split into the first `at` positions and the rest. Do not use this piece afterward."""
 
 
-@runtime_checkable
-class Separable(Protocol):
-    """Methods of a state that let the prefix cache store its rows. States that read hidden states need them."""
+@dataclass(frozen=True)
+class HeadPiece:
+    """A head's cache entries for consecutive positions of a row. The disk tier can save them."""
+
+    entries: KVPiece
+    known: bytes  # for each position, 1 if it has an entry, or 0 if the head has not read it
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return self.entries.arrays
+
+    def split(self, at: int) -> tuple[HeadPiece, HeadPiece]:
+        first, second = self.entries.split(self.known.count(1, 0, at))
+        return HeadPiece(first, self.known[:at]), HeadPiece(second, self.known[at:])
+
+
+class ProposerState(ABC):
+    """What a proposer keeps of a batch's rows. Methods that are not abstract have defaults that do nothing."""
+
+    def prefill(self, seen: Observation) -> None:
+        """Observe a chunk of the prompts. Without aux layers, `seen.aux` is empty."""
+
+    @abstractmethod
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        """Draft what the plan asks for after each row, or the closest that this proposer can, with depth >= 1.
+
+        With `plan.stop_below`, a chain ends when the rows' mean confidence in the token `CONFIDENCE_LAG` before the
+        newest falls below it. All tokens drafted by then are kept: if a token's value decided whether it is kept,
+        sampled text would change. `positions` [B] int32 is the index of each row's first draft token in its sequence;
+        it keys the noise.
+        """
+
+    @abstractmethod
+    def observe(self, seen: Observation) -> None:
+        """Observe what the target has read, and the tokens that follow."""
+
+    @abstractmethod
+    def append(self, other: Self) -> None:
+        """Append the other state's rows."""
+
+    @abstractmethod
+    def remove(self, row: int) -> None:
+        """Remove a row. The last row takes its place."""
+
+    movable = False
+    """Whether `take` is defined, so that rows can move between two batches. Otherwise all stay in one."""
+
+    def take(self, row: int) -> Self:
+        """Remove a row and return its state. At least one other row remains."""
+        raise NotImplementedError
 
     def length(self, row: int) -> int:
-        """Return the number of positions that the row has read."""
+        """Return the number of positions that the row has read; 0 if the prefix cache cannot store them."""
+        return 0
 
     def piece(self, row: int, start: int, end: int) -> StatePiece:
-        """Return a copy of the state for positions `start` to `end` of a row."""
+        """Return a copy of the state for positions `start` to `end` of a row, for the prefix cache."""
+        raise NotImplementedError
+
+    @property
+    def draft_cache(self) -> RaggedCache | None:
+        """The cache of a draft model, which depends on the texts alone. The prefix cache stores `length` positions."""
+        return None
+
+    def resume(self, cache: RaggedCache) -> None:
+        """Continue from a `draft_cache` of the beginning of a single row that has read nothing."""
+
+    def can_look_up(self, drafters: Sequence[Drafter | None]) -> bool:
+        """Return whether n-grams could draft instead of a model in the next round. `drafters`: as in `may_draft`."""
+        return False
+
+    def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
+        """Return the trials that ended since the last call, of rows for which n-grams may draft."""
+        return []
+
+    def may_draft(self, drafter: Drafter | None, lookup: bool | None) -> bool:
+        """Return whether a row with this setting drafts in rounds with `Plan.lookup`. None allows any drafter."""
+        return drafter != "none"
 
 
-@runtime_checkable
-class CanJoin(Protocol):
-    """The method of a proposer that restores such states."""
+class Proposer(ABC):
+    """Drafts for all batches. Methods that are not abstract have defaults that do nothing."""
+
+    name: str
+    aux_layers: tuple[int, ...] = ()
+    """Target layers, counted from 0, whose outputs `observe` needs."""
+    abilities = Abilities()
+    """What this proposer can draft besides chains of fixed depth."""
+    is_positional = True
+    """Whether the cache of its own model, if any, can be cut at every position."""
+    head: DraftHead | None = None
+    """The head that the states depend on, if their pieces are each a `HeadPiece`."""
+
+    def bind(self, target: Target) -> None:
+        """Bind the proposer to a target when the engine is built. Raises an EagleError if the target does not fit."""
+
+    @abstractmethod
+    def open(self, prompts: Sequence[Sequence[int]]) -> ProposerState:
+        """Return a state for new rows, before the target has read them."""
 
     def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> ProposerState:
         """Return a state of one row that has read the first `length` positions of `prompt`.
@@ -86,45 +151,21 @@ class CanJoin(Protocol):
         The pieces start at position 0 and cover at least `length` positions. At least one more position is read before
         the next draft.
         """
-
-
-@runtime_checkable
-class Movable(Protocol):
-    """The method of a state that moves rows between two batches. Without it, all rows stay in one batch."""
-
-    def take(self, row: int) -> ProposerState:
-        """Remove a row and return its state. At least one other row remains."""
-
-
-@runtime_checkable
-class HasModel(Protocol):
-    """Properties of a proposer with its own model, for the memory estimate. The proposer is bound first."""
+        raise NotImplementedError
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights read in a round, without the target's."""
+        """Bytes of weights read in a round, without the target's. The proposer is bound first."""
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its weights."""
+        return self.weight_bytes
 
     def cache_size(self) -> CacheSize:
-        """Return the size of its caches."""
-
-
-class Proposer(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers, counted from 0, whose outputs `observe` needs."""
-
-    @property
-    def abilities(self) -> Abilities:
-        """What this proposer can draft besides chains of fixed depth."""
-
-    def bind(self, target: Target) -> None:
-        """Bind the proposer to a target when the engine is built. Raises an EagleError if the target does not fit."""
-
-    def open(self, prompts: Sequence[Sequence[int]]) -> ProposerState:
-        """Return a state for new rows, before the target has read them."""
+        """Return the size of its caches. The proposer is bound first."""
+        return CacheSize()
 
 
 _SUM_TOLERANCE = 1e-3

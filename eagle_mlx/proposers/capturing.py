@@ -14,7 +14,7 @@ from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.hidden_states import Bits, HiddenStates, in_16_bits
 from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.proposers.base import HasModel, Observation, Proposer, ProposerState
+from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 from eagle_mlx.target import Target
 
 _HELD = 32
@@ -33,7 +33,7 @@ class _Text:
         """Hidden states of these positions in chunks, each [L, n * H]."""
 
 
-class CapturingProposer:
+class CapturingProposer(Proposer):
     """Captures the outputs of some layers for selected requests, and drafts with another proposer.
 
     Each position is captured once, in the prefill or in the round that wrote it; rejected draft positions are not. Call
@@ -62,10 +62,10 @@ class CapturingProposer:
 
     @property
     def weight_bytes(self) -> int:
-        return self.inner.weight_bytes if isinstance(self.inner, HasModel) else 0
+        return self.inner.weight_bytes if self.inner is not None else 0
 
     def cache_size(self) -> CacheSize:
-        return self.inner.cache_size() if isinstance(self.inner, HasModel) else CacheSize()
+        return self.inner.cache_size() if self.inner is not None else CacheSize()
 
     def open(self, prompts: Sequence[Sequence[int]]) -> CapturingState:
         texts = [self._text(tuple(prompt)) for prompt in prompts]
@@ -128,7 +128,7 @@ class CapturingProposer:
                 text.states.append(copied[i, :count].copy())
 
 
-class CapturingState:
+class CapturingState(ProposerState):
     """The captured rows, and the other proposer's state."""
 
     def __init__(self, proposer: CapturingProposer, texts: list[_Text | None], inner: ProposerState | None):
@@ -150,8 +150,7 @@ class CapturingState:
         count = len(self._texts)
         return Draft(mx.zeros((count, 0), mx.int32), mx.zeros((count,), mx.int32))
 
-    def append(self, other: ProposerState) -> None:
-        assert isinstance(other, CapturingState)
+    def append(self, other: CapturingState) -> None:
         self._texts += other._texts
         if self._inner is not None and other._inner is not None:
             self._inner.append(other._inner)

@@ -17,10 +17,10 @@ from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 from eagle_mlx.proposers.chain import ChainSampler, Draws, TreeScorer
 from eagle_mlx.proposers.growth import side_branch_tree
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, nbytes_of
 
 log = logging.getLogger("eagle_mlx.proposers")
 _MOST_READ = 512
@@ -31,7 +31,7 @@ _MOST_UNREAD = 32
 plain rounds. A draft reads as many of each row in any batch."""
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """Drafts with a whole model, usually a smaller one of the target's family (Leviathan et al. 2023, section 2).
 
     `bind` raises TargetError if the models have different vocabularies, special tokens or end-of-turn tokens: the same
@@ -39,12 +39,12 @@ class DraftModelProposer:
     """
 
     name = "draft"
-    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, draft: Target):
         check_cacheable(draft.model)
         self.draft = draft
         self.abilities = Abilities(trees=True, early_exit=True, may_pad=may_pad(draft.model))
+        self.is_positional = RaggedCache.of(draft.model, 1).is_positional
         self.vocab_size = draft.vocab_size
         self._warned = False
 
@@ -65,6 +65,10 @@ class DraftModelProposer:
     def weight_bytes(self) -> int:
         return self.draft.weight_bytes
 
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.draft.model)
+
     def cache_size(self) -> CacheSize:
         cache = RaggedCache.of(self.draft.model, 1)
         self.draft.forward(mx.zeros((1, 1), mx.int32), cache)
@@ -81,7 +85,7 @@ class _RowText:
     started: bool = False  # whether a round has asked for its draft; before, the model reads nothing
 
 
-class DraftModelState:
+class DraftModelState(ProposerState):
     """The draft model's cache, and what it has read of each row.
 
     A row is read when a round first drafts for it, so a model that never drafts costs nothing. Long texts take several
@@ -92,17 +96,22 @@ class DraftModelState:
     returns to where it was before the draft, and the next draft reads the accepted tokens again in its first forward.
     """
 
+    movable = True
+
     def __init__(self, proposer: DraftModelProposer, texts: list[_RowText]):
         self.proposer, self.texts = proposer, texts
         self.cache = RaggedCache.of(proposer.draft.model, len(texts))
         self._logits: mx.array | None = None
         """[B, 1, V]: the logits after what each row had read when it last drafted; None before the first draft."""
 
-    def prefill(self, seen: Observation) -> None:
-        """Read nothing; the first draft does."""
+    @property
+    def draft_cache(self) -> RaggedCache:
+        return self.cache
+
+    def length(self, row: int) -> int:
+        return self.texts[row].read
 
     def resume(self, cache: RaggedCache) -> None:
-        """Continue from a cache of the beginning of a single row that has read nothing."""
         [text], self.cache = self.texts, cache
         text.read = cache.lengths.upper
         del text.unread[: text.read]
@@ -212,8 +221,7 @@ class DraftModelState:
         if any(text.started and len(text.unread) > _MOST_UNREAD for text in self.texts):
             self._catch_up()
 
-    def append(self, other: ProposerState) -> None:
-        assert isinstance(other, DraftModelState)
+    def append(self, other: DraftModelState) -> None:
         self._logits = joined_rows(self._logits, len(self.texts), other._logits, len(other.texts))
         self.cache.append(other.cache)
         self.texts.extend(other.texts)

@@ -9,76 +9,36 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, without_row
 from eagle_mlx.cache.lengths import swap_removed
-from eagle_mlx.cache.ragged import CacheSize, KVPiece
+from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.errors import ConfigError, HeadError
-from eagle_mlx.heads import KINDS, HeadBase, check_fit
+from eagle_mlx.errors import HeadError
+from eagle_mlx.heads import KINDS, check_fit
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.eagle3.head import PEagleHead
 from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.hooks import place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
-from eagle_mlx.proposers.base import Observation, Proposer, ProposerState, StatePiece
+from eagle_mlx.proposers.base import HeadPiece, Observation, Proposer, ProposerState, StatePiece
 from eagle_mlx.proposers.block import BlockDrafter
 from eagle_mlx.proposers.chain import ChainSampler, Draws, TreeScorer
 from eagle_mlx.proposers.growth import TreeShape, grow_tree, side_branch_tree
 from eagle_mlx.target import Target, nbytes_of
 
 
-@dataclass(frozen=True)
-class HeadPiece:
-    """The head's cache entries for consecutive positions of a row."""
-
-    entries: KVPiece
-    known: bytes  # for each position, 1 if it has an entry, or 0 if the head has not read it
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return self.entries.arrays
-
-    def split(self, at: int) -> tuple[HeadPiece, HeadPiece]:
-        first, second = self.entries.split(self.known.count(1, 0, at))
-        return HeadPiece(first, self.known[:at]), HeadPiece(second, self.known[at:])
-
-
-ProposerLike = Proposer | DraftHead
-
-
-def as_proposer(drafter: ProposerLike) -> Proposer:
-    """Return the proposer of a head, and a proposer unchanged. Raises ConfigError for anything else."""
-    if isinstance(drafter, HeadBase):
-        return HeadProposer(drafter)
-    if not hasattr(drafter, "bind"):
-        raise ConfigError(
-            f"proposer must be a head or a proposer, not {drafter!r}; load a head with em.load_head(name, target), and "
-            "use a small model with em.DraftModelProposer(em.load_target(name))"
-        )
-    return drafter
-
-
-class HeadProposer:
+class HeadProposer(Proposer):
     """Drafts with a trained head, bound to its target."""
 
     def __init__(self, head: DraftHead):
-        self.head = head
+        self.head: DraftHead = head
         """Once bound, a copy in the target's dtype if the dtypes differ."""
-        self._target: Target | None = None
-
-    @property
-    def name(self) -> str:
+        self.name = next((kind.mode for kind in KINDS.values() if isinstance(head, kind.head_class)), "eagle")
         """The name for `--spec-decode`; `eagle` for an unknown kind of head."""
-        return next((kind.mode for kind in KINDS.values() if isinstance(self.head, kind.head_class)), "eagle")
-
-    @property
-    def abilities(self) -> Abilities:
         # The target reads a whole block even if rows end early, so early exits save nothing.
-        return Abilities(trees=True, early_exit=not isinstance(self.head, BlockHead | PEagleHead))
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.head.aux_layers
+        self.abilities = Abilities(trees=True, early_exit=not isinstance(head, BlockHead | PEagleHead))
+        self.aux_layers = head.aux_layers
+        self._target: Target | None = None
 
     @property
     def target(self) -> Target:
@@ -157,7 +117,7 @@ class _Pending:
         return dropped
 
 
-class HeadState:
+class HeadState(ProposerState):
     """The head's cache, and each row's hidden state for the first draft token.
 
     Entry t combines the target's hidden state at position t and the token at t + 1, so the cache is one entry behind
@@ -167,6 +127,8 @@ class HeadState:
     If a head has not drafted for a while, it reads only the newest positions, and the gap stays in its cache. This
     saves time and costs some acceptance later; the text does not depend on it.
     """
+
+    movable = True
 
     def __init__(self, proposer: HeadProposer, rows: int):
         self.proposer, self.head, self.target = proposer, proposer.head, proposer.target
@@ -303,8 +265,7 @@ class HeadState:
             self.cache.lengths.restore(committed)
         return Draft(tokens, self._counts(nodes), tree=tree)
 
-    def append(self, other: ProposerState) -> None:
-        assert isinstance(other, HeadState)
+    def append(self, other: HeadState) -> None:
         self._read_pending()
         other._read_pending()
         self.cache.append(other.cache)

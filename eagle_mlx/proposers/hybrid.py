@@ -6,49 +6,58 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from eagle_mlx.cache.ragged import CacheSize, RaggedCache
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.plan import Plan, Trial
-from eagle_mlx.proposers.base import CanJoin, Movable, Observation, Proposer, ProposerState, Separable, StatePiece
-from eagle_mlx.proposers.draft_model import DraftModelProposer
-from eagle_mlx.proposers.head import HeadProposer
+from eagle_mlx.proposers.base import Observation, Proposer, ProposerState, StatePiece
 from eagle_mlx.proposers.ngram import NgramProposer, NgramState
 from eagle_mlx.sampling_params import Drafter
-from eagle_mlx.target import nbytes_of
+from eagle_mlx.target import Target
 
 MIN_NGRAM, MAX_NGRAM = 3, 4
 """n-gram lengths in addition to a model. A minimum of 2 was slower for SmolLM2-135M with a head (docs/decisions.md)."""
 
 
-class HybridProposer:
+class HybridProposer(Proposer):
     """Drafts with a model or with n-grams, as the plan says for each round.
 
     N-grams are available only if they match in at least half of the rows. The policy chooses by measured throughput
     (`ThroughputPolicy`). A request may exclude one of them (`SamplingParams.drafter`).
     """
 
-    def __init__(self, model: HeadProposer | DraftModelProposer, ngrams: NgramProposer | None = None):
+    def __init__(self, model: Proposer, ngrams: NgramProposer | None = None):
         self.model, self.ngrams = model, ngrams or NgramProposer(MAX_NGRAM, MIN_NGRAM)
         self.name, self.aux_layers, self.abilities = model.name, model.aux_layers, model.abilities
-        self.bind, self.cache_size = model.bind, model.cache_size
+        self.is_positional, self.head = model.is_positional, model.head
+
+    def bind(self, target: Target) -> None:
+        self.model.bind(target)
+        self.head = self.model.head
+
+    def cache_size(self) -> CacheSize:
+        return self.model.cache_size()
 
     @property
     def weight_bytes(self) -> int:
         return self.model.weight_bytes
 
+    @property
+    def nbytes(self) -> int:
+        return self.model.nbytes
+
     def open(self, prompts: Sequence[Sequence[int]]) -> HybridState:
         return HybridState(self.model.open(prompts), self.ngrams.open(prompts))
 
     def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> HybridState:
-        assert isinstance(self.model, CanJoin)
         return HybridState(self.model.join(pieces, length), self.ngrams.open([prompt]))
 
 
-class HybridState:
+class HybridState(ProposerState):
     """The model's state, and the rows' texts."""
 
     def __init__(self, model: ProposerState, ngrams: NgramState):
-        self.model, self.ngrams = model, ngrams
+        self.model, self.ngrams, self.movable = model, ngrams, model.movable
 
     def can_look_up(self, drafters: Sequence[Drafter | None]) -> bool:
         """Return whether n-grams match, and may draft, in at least half of the rows that want drafts."""
@@ -56,8 +65,10 @@ class HybridState:
         return 0 < len(rows) <= 2 * sum(each != "model" and row.match > 0 for row, each in rows)
 
     def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
-        """Return the n-grams' trials (see `NgramState.trials`)."""
         return self.ngrams.trials(drafters)
+
+    def may_draft(self, drafter: Drafter | None, lookup: bool | None) -> bool:
+        return drafter not in ("none", "model" if lookup else "ngrams")
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         return (self.ngrams if plan.lookup else self.model).draft(plan, sampling, positions)
@@ -69,8 +80,7 @@ class HybridState:
         self.model.observe(seen)
         self.ngrams.observe(seen)
 
-    def append(self, other: ProposerState) -> None:
-        assert isinstance(other, HybridState)
+    def append(self, other: HybridState) -> None:
         self.model.append(other.model)
         self.ngrams.append(other.ngrams)
 
@@ -79,26 +89,17 @@ class HybridState:
         self.ngrams.remove(row)
 
     def take(self, row: int) -> HybridState:
-        assert isinstance(self.model, Movable)
         return HybridState(self.model.take(row), self.ngrams.take(row))
 
+    @property
+    def draft_cache(self) -> RaggedCache | None:
+        return self.model.draft_cache
+
+    def resume(self, cache: RaggedCache) -> None:
+        self.model.resume(cache)
+
     def length(self, row: int) -> int:
-        assert isinstance(self.model, Separable)
         return self.model.length(row)
 
     def piece(self, row: int, start: int, end: int) -> StatePiece:
-        assert isinstance(self.model, Separable)
         return self.model.piece(row, start, end)
-
-
-def model_of(proposer: Proposer | None) -> Proposer | None:
-    """Return the proposer for rounds without n-grams."""
-    return proposer.model if isinstance(proposer, HybridProposer) else proposer
-
-
-def drafter_weights(proposer: Proposer | None) -> int:
-    """Return the bytes of the weights of a proposer's head or draft model; 0 if it has none."""
-    model = model_of(proposer)
-    if isinstance(model, DraftModelProposer):
-        return nbytes_of(model.draft.model)
-    return nbytes_of(model.head) if isinstance(model, HeadProposer) else 0

@@ -11,10 +11,9 @@ from eagle_mlx.cache.lengths import swap_removed
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.plan import Abilities, Plan, Trial
-from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.plan import Plan, Trial
+from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 from eagle_mlx.sampling_params import Drafter
-from eagle_mlx.target import Target
 
 _REACH = 16
 """The most tokens that a trial compares: the default policy's longest draft of n-grams."""
@@ -83,20 +82,15 @@ class NgramIndex:
         return True
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Drafts by looking up the last tokens in the row's own text, longest n-gram first. It needs no model."""
 
     name = "ngram"
-    aux_layers: tuple[int, ...] = ()
-    abilities = Abilities()
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, prompt_lookup: bool = True):
         if not 1 <= min_ngram <= max_ngram:
             raise ConfigError(f"min_ngram {min_ngram} and max_ngram {max_ngram} must satisfy 1 <= min <= max")
         self.max_ngram, self.min_ngram, self.prompt_lookup = max_ngram, min_ngram, prompt_lookup
-
-    def bind(self, target: Target) -> None:
-        """Accept any target."""
 
     def open(self, prompts: Sequence[Sequence[int]]) -> NgramState:
         rows = [NgramIndex(self.max_ngram, self.min_ngram) for _ in prompts]
@@ -105,7 +99,9 @@ class NgramProposer:
         return NgramState(rows)
 
 
-class NgramState:
+class NgramState(ProposerState):
+    movable = True
+
     def __init__(self, rows: list[NgramIndex]):
         self.rows = rows
 
@@ -116,19 +112,14 @@ class NgramState:
         return Draft(padded.reshape(len(found), width), mx.array([len(tokens) for tokens in found], mx.int32))
 
     def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
-        """Return the trials that ended since the last call, of rows for which n-grams may draft."""
         rows = zip(self.rows, drafters, strict=True)
         return [trial for row, drafter in rows if drafter in (None, "ngrams") for trial in row.ended()]
-
-    def prefill(self, seen: Observation) -> None:
-        """Do nothing: the prompts were indexed when the state was opened."""
 
     def observe(self, seen: Observation) -> None:
         for row, tokens in zip(self.rows, seen.tokens, strict=True):
             row.extend(tokens)
 
-    def append(self, other: ProposerState) -> None:
-        assert isinstance(other, NgramState)
+    def append(self, other: NgramState) -> None:
         self.rows.extend(other.rows)
 
     def remove(self, row: int) -> None:

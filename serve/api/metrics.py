@@ -16,7 +16,6 @@ from pydantic import ConfigDict
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.engine.disk import DiskTier
-from eagle_mlx.proposers.hybrid import drafter_weights
 from eagle_mlx.target import nbytes_of
 
 from .errors import Shape
@@ -57,7 +56,7 @@ _ENGINE: _Numbers[Engine | None] = (
     (_GAUGE, "eagle:prefix_cache_bytes", "Prefix cache", lambda e: e.snapshot().prefix_bytes if e else 0),
     (_GAUGE, "eagle:kv_bytes_max", "Limit of both together", lambda e: e.snapshot().kv_bytes if e else 0),
     (_GAUGE, "eagle:target_weight_bytes", "Target", lambda e: nbytes_of(e.target.model) if e else 0),
-    (_GAUGE, "eagle:draft_weight_bytes", "Head or draft model", lambda e: drafter_weights(e.proposer) if e else 0),
+    (_GAUGE, "eagle:draft_weight_bytes", "Head or draft model", lambda e: e.proposer.nbytes if e and e.proposer else 0),
 )
 _BY_LABEL: tuple[tuple[str, str, str, Callable[[Totals], dict[Any, int]]], ...] = (
     (

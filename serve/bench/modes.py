@@ -16,7 +16,6 @@ from eagle_mlx import DraftModelProposer, HeadProposer, HybridProposer, NgramPro
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.proposers.hybrid import drafter_weights
 from eagle_mlx.target import Target, arrays_of, nbytes_of
 
 from ..memory_options import MemoryOptions
@@ -180,7 +179,8 @@ class EngineMode(Mode):
         self.model, self.dtype = target.name, target.dtype
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=models.prior)
         self.engine = speculation.engine(target, models.proposer(name), models.memory, max_batch=batch)
-        self.weights = nbytes_of(target.model) + drafter_weights(self.engine.proposer)
+        proposer = self.engine.proposer
+        self.weights = nbytes_of(target.model) + (proposer.nbytes if proposer is not None else 0)
         self._excluded = 0.0
         """Seconds of other modes' turns, which the clock leaves out."""
         self.engine.schedule.clock = lambda: perf_counter() - self._excluded

@@ -21,8 +21,8 @@ from eagle_mlx.engine.groups import RoundReads
 from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.round import Round
-from eagle_mlx.plan import Abilities, Plan, RoundResult
-from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.plan import Plan, RoundResult
+from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 from eagle_mlx.proposers.ngram import NgramState
 from eagle_mlx.request_state import RequestState
 from tests.eagle_mlx.heads import IN_BLOCKS
@@ -45,14 +45,13 @@ class Broken(RuntimeError):
     """Raised by the proposers here."""
 
 
-class Failing:
+class Failing(Proposer):
     """A proposer that drafts at random and raises on the `nth` call of one of its methods, counted from 1.
 
     By then the method has done half of its work.
     """
 
     name = "failing"
-    abilities = Abilities()
     aux_layers = (0, 2)
 
     def __init__(self, method: str, nth: int, every: bool = False, head: em.HeadProposer | None = None):
@@ -79,7 +78,7 @@ class Failing:
         return FailingState(self, [list(prompt) for prompt in prompts], state)
 
 
-class FailingState:
+class FailingState(ProposerState):
     def __init__(self, proposer: Failing, rows: list[list[int]], head: ProposerState | None):
         self.proposer, self.rows, self.head = proposer, rows, head
 
@@ -103,8 +102,7 @@ class FailingState:
             self.head.observe(seen)
         self.proposer.called("observe")
 
-    def append(self, other: ProposerState) -> None:
-        assert isinstance(other, FailingState)
+    def append(self, other: FailingState) -> None:
         self.rows.extend(other.rows)
         if self.head is not None and other.head is not None:
             self.head.append(other.head)

@@ -21,9 +21,9 @@ from eagle_mlx.decoding.draft import Draft, Tree
 from eagle_mlx.decoding.sampling import SamplingBatch, distribution
 from eagle_mlx.errors import ProposerError
 from eagle_mlx.plan import Abilities, Context, Plan, RoundResult
-from eagle_mlx.proposers.base import Observation, ProposerState, check_draft
+from eagle_mlx.proposers.base import Observation, Proposer, check_draft
 from tests.architectures import VOCAB, sicken, tiny_model
-from tests.fakes import generate, known_text, randomize, tiny_config, tiny_target
+from tests.fakes import RowsState, generate, known_text, randomize, tiny_config, tiny_target
 from tests.full import diagonal, in_full
 from tests.hostile import HostileProposer, Manners
 
@@ -43,7 +43,7 @@ def plain(target: em.Target, params: em.SamplingParams) -> list[list[int]]:
 ALONE = {params: plain(TARGET, params) for params in (GREEDY, SEEDED)}
 
 
-class Hostile:
+class Hostile(Proposer):
     """Knows the rows' texts. It drafts a right prefix and then spoils it.
 
     Every round has a random length, random errors and, with `spoil`, other random faults.
@@ -57,14 +57,11 @@ class Hostile:
         self.texts = {tuple(p): list(text) for p, text in zip(PROMPTS, texts, strict=True)}
         self.rng, self.spoil, self.vocab = np.random.default_rng(seed), spoil, vocab
 
-    def bind(self, target: em.Target) -> None:
-        """Accept any target."""
-
     def open(self, prompts: Sequence[Sequence[int]]) -> HostileState:
         return HostileState(self, [known_text(self.texts, prompt) for prompt in prompts])
 
 
-class HostileState:
+class HostileState(RowsState):
     def __init__(self, proposer: Hostile, rows: list[tuple[list[int], int]]):
         self.proposer, self.rows = proposer, rows
 
@@ -109,14 +106,6 @@ class HostileState:
     def observe(self, seen: Observation) -> None:
         assert all(bool(mx.all(mx.isfinite(x))) for x in seen.aux)
         self.rows = [(text, at + len(new)) for (text, at), new in zip(self.rows, seen.tokens, strict=True)]
-
-    def append(self, other: ProposerState) -> None:
-        assert isinstance(other, HostileState)
-        self.rows += other.rows
-
-    def remove(self, row: int) -> None:
-        self.rows[row] = self.rows[-1]
-        self.rows.pop()
 
 
 def spoiler(seed: int, dtypes: Sequence[mx.Dtype]) -> Change:

@@ -24,8 +24,9 @@ from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, dra
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.eagle3 import PEagleHead
-from eagle_mlx.plan import Abilities, Context, Plan, RoundResult
+from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.policy import Policy
+from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 from eagle_mlx.proposers.block import BlockDrafter
 from eagle_mlx.request_state import Pending, RequestState
 from eagle_mlx.sampling_params import SamplingParams
@@ -720,22 +721,19 @@ def sick_law(params: SamplingParams) -> Array:
     return np.bincount(cells, weights=each, minlength=len(texts))
 
 
-class Certain:
+class Certain(Proposer):
     """Drafts the same tokens for any text, without probabilities."""
 
-    name, aux_layers, abilities = "certain", (), Abilities()
+    name = "certain"
 
     def __init__(self, *tokens: int):
         self.tokens = tokens
-
-    def bind(self, target: em.Target) -> None:
-        """Accept any target."""
 
     def open(self, prompts: Sequence[Sequence[int]]) -> "CertainState":
         return CertainState(self.tokens, len(prompts))
 
 
-class CertainState:
+class CertainState(ProposerState):
     def __init__(self, tokens: Sequence[int], rows: int):
         self.tokens, self.rows = tokens, rows
 
@@ -743,10 +741,8 @@ class CertainState:
         tokens = list(self.tokens[: plan.depth])
         return Draft(mx.array([tokens] * self.rows), mx.full((self.rows,), len(tokens), mx.int32))
 
-    def prefill(self, seen: Any) -> None:
+    def observe(self, seen: Observation) -> None:
         """Ignore the text."""
-
-    observe = prefill
 
     def append(self, other: "CertainState") -> None:
         self.rows += other.rows

@@ -446,7 +446,7 @@ def test_a_proposer_with_unknown_state_is_refused_at_the_start(tmp_path: Path) -
         pass
 
     class Foreign:
-        name, aux_layers = "foreign", (1,)
+        name, aux_layers, head = "foreign", (1,), None
 
     which = target("full")
     DiskTier(tmp_path, MANY, which, Other(tiny_head(which)))

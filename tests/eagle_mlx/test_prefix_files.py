@@ -14,7 +14,7 @@ from eagle_mlx.cache.ragged import KVPiece
 from eagle_mlx.engine.disk.entries import Entry
 from eagle_mlx.engine.disk.snapshot_file import Content, content_of, cut, decode, joined, piece_from
 from eagle_mlx.engine.prefix_tree import PrefixPiece
-from eagle_mlx.proposers.head import HeadPiece
+from eagle_mlx.proposers.base import HeadPiece
 
 TYPES = [mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.int8, mx.bool_]
 

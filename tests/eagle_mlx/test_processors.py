@@ -25,14 +25,14 @@ from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import PromptError
-from eagle_mlx.plan import PLAIN, Abilities, Plan
-from eagle_mlx.proposers.base import Observation, ProposerState
+from eagle_mlx.plan import PLAIN, Plan
+from eagle_mlx.proposers.base import Observation, Proposer
 from eagle_mlx.request import Request
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.text import StopStrings
 from tests import grammars
-from tests.fakes import tiny_head, tiny_target
+from tests.fakes import RowsState, tiny_head, tiny_target
 from tests.full import FULL, diagonal, mixed, some
 
 TARGET = tiny_target()
@@ -42,27 +42,21 @@ LENGTH = 20
 Array = np.ndarray[Any, Any]
 
 
-class Guess:
+class Guess(Proposer):
     """A proposer that knows some rows' text and makes random errors."""
 
     name = "guess"
-    abilities = Abilities()
-    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, texts: list[list[int]], wrong: float = 0.3, vocab: int = VOCAB):
         self.texts, self.wrong, self.vocab, self.rng = texts, wrong, vocab, np.random.default_rng(0)
 
-    def bind(self, target: em.Target) -> None: ...
-
-    def open(self, prompts: list[list[int]]) -> GuessState:
+    def open(self, prompts: Sequence[Sequence[int]]) -> GuessState:
         return GuessState(self, [list(p) for p in prompts])
 
 
-class GuessState:
+class GuessState(RowsState):
     def __init__(self, guess: Guess, rows: list[list[int]]):
         self.guess, self.rows = guess, rows
-
-    def prefill(self, seen: Observation) -> None: ...
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         rng, tokens, depth = self.guess.rng, [], plan.depth
@@ -78,14 +72,6 @@ class GuessState:
     def observe(self, seen: Observation) -> None:
         for row, new in zip(self.rows, seen.tokens, strict=True):
             row += new
-
-    def append(self, other: ProposerState) -> None:
-        assert isinstance(other, GuessState)
-        self.rows += other.rows
-
-    def remove(self, row: int) -> None:
-        self.rows[row] = self.rows[-1]
-        self.rows.pop()
 
 
 def by_hand(logits: Array, params: SamplingParams, prompt: list[int], text: list[int]) -> Array:

@@ -86,17 +86,15 @@ def test_a_proposer_that_raised_once_drafts_again_for_every_request(
     assert sum("raised" in record.message for record in caplog.records) == 1
 
 
-class Poisoned:
+class Poisoned(em.DraftModelProposer):
     """A draft model that raises while one of its rows has a certain first token."""
 
     def __init__(self, token: int):
-        self.token, self.inner = token, em.DraftModelProposer(TARGET)
+        super().__init__(TARGET)
+        self.token = token
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def open(self, prompts: Sequence[Sequence[int]]) -> PoisonedState:
-        return PoisonedState(self, [prompt[0] for prompt in prompts], self.inner.open(prompts))
+    def open(self, prompts: Sequence[Sequence[int]]) -> Any:
+        return PoisonedState(self, [prompt[0] for prompt in prompts], super().open(prompts))
 
 
 class PoisonedState:

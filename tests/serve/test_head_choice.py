@@ -15,7 +15,6 @@ from eagle_mlx.catalog.head_search import KnownHead, records, register
 from eagle_mlx.catalog.models import described_target
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
-from eagle_mlx.proposers.hybrid import model_of
 from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.serve.heads import main as heads
 from eagle_mlx.serve.speculation import AUTO, Speculation, load_proposer
@@ -59,7 +58,7 @@ def chosen(target: Target, name: Path | str, **how: object) -> tuple[Speculation
     said: list[str] = []
     speculation = Speculation(**{"head": AUTO, **how})  # type: ignore[arg-type]
     found, proposer = load_proposer(speculation, target, name, said.append)
-    return found, model_of(proposer), said  # type: ignore[return-value]
+    return found, getattr(proposer, "model", proposer), said
 
 
 def test_a_head_trained_here_drafts(models: Path, target: Target) -> None:

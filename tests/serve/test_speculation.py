@@ -19,7 +19,6 @@ from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.mtp import save_mtp
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
-from eagle_mlx.proposers.hybrid import model_of
 from eagle_mlx.serve.speculation import AUTO, Speculation, quantize
 from tests.eagle_mlx.heads import mtp
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
@@ -182,7 +181,9 @@ def test_each_mode_loads_its_proposer(tmp_path_factory: pytest.TempPathFactory) 
     assert isinstance(hybrid, em.HybridProposer)
     assert isinstance(hybrid.model, em.HeadProposer)
     assert (hybrid.name, hybrid.ngrams.max_ngram, hybrid.ngrams.min_ngram) == ("eagle", 6, 3)
-    draft = model_of(Speculation(draft_model=str(root / "draft"), draft_bits="8bit").proposer(target))
+    hybrid = Speculation(draft_model=str(root / "draft"), draft_bits="8bit").proposer(target)
+    assert isinstance(hybrid, em.HybridProposer)
+    draft = hybrid.model
     assert isinstance(draft, em.DraftModelProposer)
     draft.bind(target)
     with pytest.raises(ConfigError, match="needs a head"):

@@ -19,7 +19,6 @@ import numpy as np
 from eagle_mlx.engine.disk.entries import BLOCK
 from eagle_mlx.engine.disk.snapshot_file import FORMAT
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.proposers.hybrid import model_of
 from eagle_mlx.target import Target, arrays_of
 
 _THREADS = min(8, os.cpu_count() or 1)
@@ -32,8 +31,6 @@ def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> 
     All weights in memory are hashed, whichever files they came from; their shapes and dtypes show their quantization.
     The proposer is included if it reads hidden states, because its cache is then saved with the target's.
     """
-    model = model_of(proposer)
-    reads = model is not None and model.aux_layers
     facts = {
         "format": FORMAT,
         "block": BLOCK,
@@ -44,7 +41,7 @@ def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> 
         "adapter": target.adapter.digest if target.adapter is not None else None,
         "dtype": str(target.dtype),
         "kv_bits": kv_bits,
-        "proposer": _proposer(model) if model is not None and reads else None,
+        "proposer": _proposer(proposer) if proposer is not None and proposer.aux_layers else None,
         "device": str(mx.default_device()),
         "versions": {name: metadata.version(name) for name in ("mlx", "mlx-lm", "eagle-mlx")},
     }
@@ -52,8 +49,8 @@ def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> 
 
 
 def _proposer(proposer: Proposer) -> Sequence[Any]:
-    head = getattr(proposer, "head", None)
-    weights = hash_of_arrays(head) if isinstance(head, nn.Module) else ""
+    head = proposer.head
+    weights = hash_of_arrays(head) if head is not None else ""
     return [proposer.name, weights, _code(head), _config(head), list(proposer.aux_layers)]
 
 

@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.ragged import KVPiece
 from eagle_mlx.engine.prefix_tree import PrefixPiece
-from eagle_mlx.proposers.head import HeadPiece
+from eagle_mlx.proposers.base import HeadPiece
 
 FORMAT = "eagle-mlx-prefix-3"
 """Format version of the files. It is part of the name of a model's folder, so no other version is ever read."""
@@ -67,9 +67,9 @@ def content_of(piece: PrefixPiece) -> Content:
     parts = {"target": piece.target.layers}
     about: dict[str, Any] = {"known": ""}
     if piece.state is not None:
-        assert isinstance(piece.state, HeadPiece)
-        parts["head"] = piece.state.entries.layers
-        about["known"] = piece.state.known.hex()
+        head = cast(HeadPiece, piece.state)
+        parts["head"] = head.entries.layers
+        about["known"] = head.known.hex()
     about["layers"] = {part: list(map(len, layers)) for part, layers in parts.items()}
     named = {f"{p}.{i}.{j}": x for p, layers in parts.items() for i, of in enumerate(layers) for j, x in enumerate(of)}
     return Content.of(about, named)
@@ -93,7 +93,7 @@ def piece_from(about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Pref
 
 
 def joined(pieces: Sequence[PrefixPiece]) -> PrefixPiece:
-    heads = [piece.state for piece in pieces if isinstance(piece.state, HeadPiece)]
+    heads = [cast(HeadPiece, piece.state) for piece in pieces if piece.state is not None]
     target = KVPiece(_joined([piece.target.layers for piece in pieces]))
     if not heads:
         return PrefixPiece(target, None)

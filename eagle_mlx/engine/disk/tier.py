@@ -23,8 +23,6 @@ from eagle_mlx.engine.disk.identity import identity
 from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.proposers.head import HeadProposer
-from eagle_mlx.proposers.hybrid import model_of
 from eagle_mlx.target import Target
 
 log = logging.getLogger("eagle_mlx.prefixes")
@@ -68,11 +66,10 @@ class DiskTier:
         """
         if root.exists() and not root.is_dir():
             raise ConfigError(f"--prefix-cache-dir {root} is a file; name a folder")
-        model = model_of(proposer)
-        if model is not None and model.aux_layers and not isinstance(model, HeadProposer):
+        if proposer is not None and proposer.aux_layers and proposer.head is None:
             raise ConfigError(
-                f"the state of the proposer {model.name!r} cannot be saved to disk; omit --prefix-cache-dir, or draft "
-                "with a head, a draft model or n-grams"
+                f"the state of the proposer {proposer.name!r} cannot be saved to disk; omit --prefix-cache-dir, or "
+                "draft with a head, a draft model or n-grams"
             )
         self._target, self._kv_bits, self._say, self.limit = target, kv_bits, say, limit
         self._positional = RaggedCache.of(target.model, 1, kv_bits).is_positional
