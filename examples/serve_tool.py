@@ -29,8 +29,9 @@ def converse(client: Any) -> None:
     choice = {"tool_choice": "required", "parallel_tool_calls": False}
     message = client.chat.completions.create(model=model, messages=messages, tools=[TOOL], **choice).choices[0].message
     [call] = message.tool_calls
-    result = WEATHER[json.loads(call.function.arguments)["city"]]
-    print(f"{call.function.name}({call.function.arguments}) returned {result}")
+    arguments = json.loads(call.function.arguments)
+    result = WEATHER[arguments["city"]]
+    print(f"{call.function.name}({json.dumps(arguments)}) returned {result}")
     messages += [message, {"role": "tool", "tool_call_id": call.id, "content": result}]
     answer = client.chat.completions.create(model=model, messages=messages, tools=[TOOL], max_tokens=64)
     print(f"answer: {answer.choices[0].message.content}")

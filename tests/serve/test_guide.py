@@ -120,7 +120,8 @@ def test_the_guide_lists_the_existing_limits(serving: Live) -> None:
 def test_the_guide_names_only_existing_flags() -> None:
     others = {"--stop-timeout", "--rm", "--restart"}  # flags of docker, and one of benchmarks/prefix_reuse.py
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", GUIDE)) - others
-    assert named <= known_flags()["eagle-serve"]
+    flags = known_flags()
+    assert named <= flags["eagle-serve"] | flags["eagle-generate"]
 
 
 def test_the_unit_waits_for_the_drain() -> None:
