@@ -41,7 +41,7 @@ class Plan:
         return replace(self, depth=most, nodes=self.nodes if self.is_tree else 0) if most > 0 else PLAIN
 
     def within(self, can: Abilities) -> Plan:
-        """Return the plan without what is not possible: a chain instead of a tree, to its full depth, by the model."""
+        """Return the nearest plan that is possible: a chain instead of a tree, to its full depth, by the model."""
         return replace(
             self,
             nodes=self.nodes if can.trees or not self.is_tree else 0,

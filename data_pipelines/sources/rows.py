@@ -22,7 +22,7 @@ _ASSISTANTS = ("gpt", "chatgpt", "bing", "bard", "bot", "model")
 _TOOLS = ("function", "observation", "function_response", "tool_response")
 _ROLES = {"human": "user", **dict.fromkeys(_ASSISTANTS, "assistant"), **dict.fromkeys(_TOOLS, "tool")}
 _CALLS = ("function_call", "tool_call")
-"""Roles of LLaMA-Factory and ms-swift for an assistant's message whose content is the JSON of calls."""
+"""Roles of LLaMA-Factory and ms-swift for an assistant's message that holds calls as JSON."""
 
 
 COLUMNS = ("messages", "prompt", "completion", "system", "text", "tools")

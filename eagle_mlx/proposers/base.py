@@ -94,7 +94,7 @@ class ProposerState(ABC):
 
     def take(self, row: int) -> Self:
         """Remove a row and return its state. At least one other row remains."""
-        raise NotImplementedError
+        raise ProposerError(f"{type(self).__name__} is movable, so it needs the method take")
 
     def length(self, row: int) -> int:
         """Return the number of positions that the row has read; 0 if the prefix cache cannot store them."""
@@ -102,7 +102,7 @@ class ProposerState(ABC):
 
     def piece(self, row: int, start: int, end: int) -> StatePiece:
         """Return a copy of the state for positions `start` to `end` of a row, for the prefix cache."""
-        raise NotImplementedError
+        raise ProposerError(f"{type(self).__name__} has a length, so it needs the method piece")
 
     @property
     def draft_cache(self) -> RaggedCache | None:
@@ -151,7 +151,7 @@ class Proposer(ABC):
         The pieces start at position 0 and cover at least `length` positions. At least one more position is read before
         the next draft.
         """
-        raise NotImplementedError
+        raise ProposerError(f"the states of {type(self).__name__} have pieces, so it needs the method join")
 
     @property
     def weight_bytes(self) -> int:

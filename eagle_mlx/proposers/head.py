@@ -37,8 +37,11 @@ class HeadProposer(Proposer):
         """The name for `--spec-decode`; `eagle` for an unknown kind of head."""
         # The target reads a whole block even if rows end early, so early exits save nothing.
         self.abilities = Abilities(trees=True, early_exit=not isinstance(head, BlockHead | PEagleHead))
-        self.aux_layers = head.aux_layers
         self._target: Target | None = None
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:  # type: ignore[override]  # those of some heads depend on the target
+        return self.head.aux_layers
 
     @property
     def target(self) -> Target:

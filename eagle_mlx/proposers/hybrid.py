@@ -28,8 +28,12 @@ class HybridProposer(Proposer):
 
     def __init__(self, model: Proposer, ngrams: NgramProposer | None = None):
         self.model, self.ngrams = model, ngrams or NgramProposer(MAX_NGRAM, MIN_NGRAM)
-        self.name, self.aux_layers, self.abilities = model.name, model.aux_layers, model.abilities
+        self.name, self.abilities = model.name, model.abilities
         self.is_positional, self.head = model.is_positional, model.head
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:  # type: ignore[override]  # a model's may depend on the target
+        return self.model.aux_layers
 
     def bind(self, target: Target) -> None:
         self.model.bind(target)

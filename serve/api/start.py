@@ -81,7 +81,7 @@ _SWITCH_SECONDS = 0.001
 
 
 def _serve(configs: dict[str, LoadConfig], settings: Settings, options: ServeOptions) -> None:
-    gc.freeze()  # what was imported stays, so collections need not visit it while others wait
+    gc.freeze()  # imported modules stay, so collections need not visit them while others wait
     sys.setswitchinterval(_SWITCH_SECONDS)
     sock = listen(options.place.host, options.place.port)
     with sock:

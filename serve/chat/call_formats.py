@@ -9,6 +9,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,10 +161,8 @@ class _Literals(ast.NodeTransformer):
 
 def parse_python(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
     """Parse a call, or a list of calls, in JSON or Python."""
-    try:
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
         return parse_json(body, offer, final)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
     try:
         tree = ast.parse(body.strip(), mode="eval").body
     except SyntaxError as e:

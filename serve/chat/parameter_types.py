@@ -10,6 +10,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 Schema = Mapping[str, Any]
@@ -62,10 +63,8 @@ def typed_value(text: str, types: Types) -> Any:
 
 def _structure(text: str) -> Any:
     """Read JSON, or a Python literal of a list or dictionary; None if it is neither."""
-    try:
+    with suppress(ValueError, RecursionError):
         return json.loads(text, strict=False, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        pass
     try:
         return json.loads(json.dumps(ast.literal_eval(text), allow_nan=False)) if text[:1] in ("[", "{") else None
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -193,10 +193,6 @@ def test_an_identity_depends_on_the_bits_of_the_cache() -> None:
     assert len({identity(TARGET, None, bits) for bits in (None, 4, 8)}) == 3
 
 
-class RenamedProposer(em.HeadProposer):
-    name = "another"
-
-
 class DeeperProposer(em.HeadProposer):
     aux_layers = (0, 1, 2)
 
@@ -209,7 +205,9 @@ def test_an_identity_depends_on_each_fact_of_a_proposer_that_reads_hidden_states
     other_weights.fc.weight[-1, -1] = other_weights.fc.weight[-1, -1] + 1
     other_config.config = replace(other_config.config, rope_theta=9.0)
     proposers = [None, *map(em.HeadProposer, (head, other_weights, other_config))]
-    proposers += [RenamedProposer(head), DeeperProposer(head)]
+    renamed = em.HeadProposer(head)
+    renamed.name = "another"
+    proposers += [renamed, DeeperProposer(head)]
     identities = [identity(TARGET, proposer, None) for proposer in proposers]
     assert identity(TARGET, em.HybridProposer(em.HeadProposer(head), em.NgramProposer()), None) == identities[1]
     monkeypatch.setattr(sys.modules[type(head).__module__], "__file__", __file__)
