@@ -32,7 +32,8 @@ _ENDS = re.compile(r"</|<\|END|\[/|<channel\|", re.I)
 _OPEN, _CLOSE, _ZERO = "\ufde0", "\ufde1", 0xFDD0
 _MARK = re.compile("([\ufde0\ufde1])([\ufdd0-\ufddf]{4})")
 """The first or last character of a part, and its number in four digits of base 16."""
-MOST_PARTS = 1 << 16
+_MOST_PARTS = 16**4
+"""The numbers that four digits can hold. Parts beyond it are not marked."""
 
 
 class ChatTemplate(NamedTuple):
@@ -103,7 +104,7 @@ class Marking(NamedTuple):
             return found if plain == text else None
 
         parts = marked(messages, ())[1]
-        everything = range(min(len(parts), MOST_PARTS))
+        everything = range(min(len(parts), _MOST_PARTS))
         result = points(everything)
         clear = everything if result is not None else [part for part in everything if points([part]) is not None]
         result = points(clear) if result is None else result

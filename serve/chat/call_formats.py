@@ -183,6 +183,7 @@ _GEMMA_HEADER = re.compile(rf"{_S}call:(?P<name>[^\s{{}}<>]{{1,128}})(?=\{{)")
 _GEMMA_KEY = re.compile(r"(?P<key>[^:{}\[\],<>]{1,256}):")
 _GEMMA_SCALAR = re.compile(r"[^,{}\[\]]{0,512}")
 _DEEPEST = 64
+"""Levels of nested values in Gemma's notation, so that a text of brackets ends before Python's recursion limit."""
 
 
 def parse_gemma(quote: str) -> BodyParser:
