@@ -12,10 +12,11 @@ from eagle_mlx.text import TextStream
 
 from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer, whole_calls
 from .answer import Choices, Completed
+from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import ChatLogprobs, chat_logprobs
-from .model import Encode, Loaded, check_context, sampling
+from .model import Loaded, check_context, sampling
 from .schema import ChatRequest, Message, refuse_last_media
 from .service import Call
 from .worker import RequestEvent
@@ -70,7 +71,7 @@ class ChatAnswer(Choices):
         has_schema = forced or strict or body.response_format is not None
         await in_thread(request, loaded, lambda encode: self.encode(encode, owner_of(request)), has_schema)
 
-    def encode(self, encode: Encode, owner: Owner) -> None:
+    def encode(self, encode: Encoder, owner: Owner) -> None:
         """Render and encode the prompt, and check the request. Raises PromptError, ConfigError or ApiError."""
         body, loaded = self.body, self.loaded
         chat, prompt, offer = render_chat(body, loaded, encode)
@@ -176,7 +177,7 @@ class DeltaStream:
 
 
 def render_chat(
-    body: ChatRequest, loaded: Loaded, encode: Encode, must_fit: bool = True
+    body: ChatRequest, loaded: Loaded, encode: Encoder, must_fit: bool = True
 ) -> tuple[Chat, list[int], ToolOffer]:
     """Return the rendered conversation, its tokens, and the tools it offers.
 
@@ -196,7 +197,7 @@ def render_chat(
     if body.messages[-1].role == "user":
         refuse_last_media(body.messages[-1].content, f"messages[{len(body.messages) - 1}].content")
     messages = [message.plain() for message in body.messages]
-    chat = loaded.chat.chat(messages, offer.for_template, arguments, bool(body.continue_final_message))
+    chat = loaded.chat.chat(messages, offer.for_template, arguments, bool(body.continue_final_message), encode.check)
     tokens = chat.tokens(encode)
     if must_fit:
         check_context(len(tokens), body.most_tokens, loaded, "messages")

@@ -13,10 +13,11 @@ from eagle_mlx.request import Output, TokenLogprob
 from eagle_mlx.text import TextStream
 
 from .answer import Choices, Completed
+from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import Owner, in_thread, owner_of, read_request, respond
 from .logprobs import CompletionLogprobs, LogprobLists, score_prompt
-from .model import Encode, Loaded, check_context, sampling
+from .model import Loaded, check_context, sampling
 from .schema import CompletionRequest
 from .service import Call
 from .worker import RequestEvent
@@ -76,7 +77,7 @@ class CompletionAnswer(Choices):
                 scores = score_prompt(loaded.target, prompt.tokens, body.logprobs)
                 prompt.scores = await call.service.worker.score(scores)
 
-    def _encode(self, encode: Encode, owner: Owner) -> None:
+    def _encode(self, encode: Encoder, owner: Owner) -> None:
         """Encode and check the prompts. Raises PromptError or ApiError."""
         body, loaded = self.body, self.loaded
         self.prompts = [self._prompt(given, encode) for given in body.prompts]
@@ -88,7 +89,7 @@ class CompletionAnswer(Choices):
             for engine_request in self.requests:
                 engine_request.finish("length")
 
-    def _prompt(self, given: str | list[int], encode: Encode) -> _Prompt:
+    def _prompt(self, given: str | list[int], encode: Encoder) -> _Prompt:
         body, loaded = self.body, self.loaded
         if isinstance(given, str):
             prompt = _Prompt(given, encode(given, True))

@@ -58,6 +58,18 @@ class _Piece:
         return [self.tokens[index] for index in part], [self.position(index) for index in part]
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes the texts of one request."""
+
+    tokenizer: TokenizerWrapper
+    check: Callable[[], None]
+    """Is called between pieces of the work, where other clients may take their turns. Raises if the client left."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> list[int]:
+        return encode(self.tokenizer, text, add_special_tokens, self.check)
+
+
 def encode(tokenizer: TokenizerWrapper, text: str, add_special_tokens: bool, check: Callable[[], None]) -> list[int]:
     """Return the tokens of a text. check: is called between pieces, and may raise."""
 

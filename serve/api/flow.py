@@ -19,9 +19,10 @@ from eagle_mlx import EagleError, Output
 from ..log_once import log_once
 from . import schema
 from .answer import Answer, dumps, failure
+from .encoding import Encoder
 from .errors import ApiError, Shape, bad_request, client_gone, shortened
 from .limits import check_containers, is_long, read_body
-from .model import Encode, Loaded, check
+from .model import Loaded, check
 from .models import Models
 from .service import Call, Service
 from .validation import B, read
@@ -117,7 +118,7 @@ async def read_request(request: Request, kind: type[R]) -> tuple[R, Service]:
     return body, service
 
 
-async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T], has_schema: bool = False) -> T:
+async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encoder], T], has_schema: bool = False) -> T:
     """Run `work` in a thread, with a function that encodes texts until this is canceled.
 
     The body must have been read. Library errors become ApiError 400.
@@ -130,7 +131,7 @@ async def in_thread(request: Request, loaded: Loaded, work: Callable[[Encode], T
             if cancelled.is_set():
                 raise client_gone()
 
-        return work(lambda text, add_special_tokens: loaded.encode(text, add_special_tokens, check))
+        return work(Encoder(loaded.tokenizer, check))
 
     try:
         pools = models_of(request).pools
@@ -173,7 +174,7 @@ async def respond(
             call.close()
 
 
-async def respond_encoded(request: Request, model: str | None, work: Callable[[Loaded, Encode], Shape]) -> Response:
+async def respond_encoded(request: Request, model: str | None, work: Callable[[Loaded, Encoder], Shape]) -> Response:
     """Run `work` in a queue slot and serialize its result in the same thread, because both may be slow."""
     service = models_of(request).named(model)
 

@@ -14,6 +14,7 @@ from ..chat import Delta
 from .answer import Measured, named_event, stats
 from .chat import render_chat
 from .conversation import PartsAnswer, arguments_of
+from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, MessagesError, Shape, documented
 from .flow import body_of, in_turn, models_of, respond, respond_encoded
 from .limits import Limits
@@ -26,7 +27,7 @@ from .messages_request import (
     chat_request,
     names_of,
 )
-from .model import Encode, Loaded
+from .model import Loaded
 
 
 class MessageUsage(Shape):
@@ -173,7 +174,7 @@ async def count_tokens(request: Request) -> Response:
     body = await body_of(request, CountTokensRequest)
     chat = await in_turn(request, lambda: chat_request(body))
 
-    def count(loaded: Loaded, encode: Encode) -> TokenCount:
+    def count(loaded: Loaded, encode: Encoder) -> TokenCount:
         return TokenCount(input_tokens=len(render_chat(chat, loaded, encode, must_fit=False)[1]))
 
     with names_of(body).used():

@@ -20,15 +20,10 @@ from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
 
 from ..chat import ChatFormat, Grammars, Volatile
 from ..speculation import Speculation
-from .encoding import encode
 from .errors import ApiError, bad_request
 from .limits import Limits
 from .logprobs import TokenTexts
 from .schema import Request, SpeculationRequest
-
-Encode = Callable[[str, bool], list[int]]
-"""Maps a text, and whether to add special tokens, to token ids."""
-
 
 log = logging.getLogger("eagle_mlx.serve")
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -117,10 +112,6 @@ class Loaded:
         tokenizer = self.target.tokenizer
         assert tokenizer is not None
         return tokenizer
-
-    def encode(self, text: str, add_special_tokens: bool, check: Callable[[], None] = lambda: None) -> list[int]:
-        """Return a text's tokens. check: is called between pieces of a long text, and may raise."""
-        return encode(self.tokenizer, text, add_special_tokens, check)
 
     @cached_property
     def chat(self) -> ChatFormat:

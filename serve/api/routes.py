@@ -15,10 +15,11 @@ from fastapi import APIRouter, Request
 from prometheus_client import generate_latest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from .encoding import Encoder
 from .errors import ERRORS, ApiError, Shape, documented
 from .flow import body_of, json_response, models_of, respond_encoded, unless_disconnected
 from .metrics import SpeculationSummary, speculation_summary
-from .model import Encode, Loaded
+from .model import Loaded
 from .models import ServerState
 from .schema import AdminRequest, DetokenizeRequest, SpeculationRequest, TokenizeRequest
 from .service import Service, State
@@ -239,9 +240,9 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
 
-    def work(loaded: Loaded, encode: Encode) -> Tokens:
+    def work(loaded: Loaded, encode: Encoder) -> Tokens:
         if body.messages is not None:
-            tokens = loaded.chat.chat([message.plain() for message in body.messages]).tokens(encode)
+            tokens = loaded.chat.chat([message.plain() for message in body.messages], check=encode.check).tokens(encode)
         else:
             tokens = encode(body.prompt or "", body.add_special_tokens is not False)
         texts = [loaded.texts[token][0] for token in tokens] if body.return_token_strs else None
@@ -256,7 +257,7 @@ async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     body = await body_of(request, DetokenizeRequest)
 
-    def work(loaded: Loaded, _: Encode) -> Text:
+    def work(loaded: Loaded, _: Encoder) -> Text:
         if max(body.tokens, default=0) >= loaded.target.vocab_size:
             raise ApiError(400, f"tokens contains an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
         return Text(prompt=loaded.tokenizer.decode(body.tokens))

@@ -215,11 +215,13 @@ class ChatFormat:
         tools: Sequence[Tool] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         continued: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> Chat:
         """Render a conversation for the model to answer.
 
         messages, tools: as in OpenAI's API. template_kwargs: other arguments of the template, such as
         `enable_thinking`; unknown names have no effect. continued: whether the answer continues the last message.
+        check: is called before each rendering, and may raise.
         Raises PromptError, with the place, if a part is invalid or the template ignores messages, tools or calls.
         """
         read = read_messages(messages)
@@ -237,9 +239,9 @@ class ChatFormat:
                 "tool_parser_type in the model's tokenizer_config.json"
             )
         read = self.volatile.strip(read)
-        return self._first_rendered(read, ways_to_render(read, arguments, self.calls))
+        return self._first_rendered(read, ways_to_render(read, arguments, self.calls), check)
 
-    def _first_rendered(self, given: Sequence[Message], ways: Iterable[Way]) -> Chat:
+    def _first_rendered(self, given: Sequence[Message], ways: Iterable[Way], check: Callable[[], None]) -> Chat:
         """Return the first chat that the template takes with all its texts, tools and calls.
 
         given: the messages before `ways` changed them. Raises PromptError if there is none.
@@ -247,6 +249,7 @@ class ChatFormat:
         assert self.tokenizer is not None
         errors: list[Exception] = []
         for messages, arguments in ways:
+            check()
             try:
                 chat = Chat(self.tokenizer, messages, arguments, _render(self.tokenizer, messages, arguments))
                 chat.check_last_is_open()
