@@ -16,7 +16,7 @@ QUICK := tests/test_imports.py tests/test_mlx_lm_contract.py \
 # Each process of the tests would compile all modules again where the environment forbids to keep what is compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help model demo real test test-full check format blas clean
+.PHONY: help model demo real test test-full check docs format blas clean
 
 help:
 	@echo 'make model      fetch a real model of 135 M parameters, whose head is included (out/real)'
@@ -25,6 +25,7 @@ help:
 	@echo 'make test       run the tests'
 	@echo 'make test-full  run them with all combinations, seeds and examples; EAGLE_FULL=1 pytest FILE does so for one file'
 	@echo 'make check      run the linter, the format check, the type check and the quick tests'
+	@echo 'make docs       build the documentation as a site (build/site)'
 	@echo 'make format     write the code in the project'\''s format'
 	@echo 'make clean      remove .venv, caches and out/'
 
@@ -53,6 +54,13 @@ check: $(READY) blas
 	$(BIN)/mypy benchmarks/*.py
 	$(BIN)/mypy examples/*.py
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK)
+
+# The pages are laid out as in the repository, so that links work in both.
+docs: $(READY)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[docs]'
+	@rm -rf build/pages && mkdir -p build/pages
+	@git ls-files '*.md' '*.jsonl' docs examples CITATION.cff LICENSE | grep -v '^\.github' | tar -cf - -T - | tar -xf - -C build/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
