@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.request import Output, Request, TokenLogprob
-from eagle_mlx.sampling_params import AsyncGrammar, Grammar, StopWatcher
+from eagle_mlx.sampling_params import Grammar, StopWatcher
 from eagle_mlx.text import StopStrings
 
 
@@ -65,10 +65,6 @@ class RequestState:
         self.cached_tokens = 0
         self.read_tokens = 0
         """Prompt tokens in the KV caches, including cached ones. Updated after each chunk. Thread-safe."""
-        self.asked: list[int] | None = None
-        """The draft that an AsyncGrammar is computing masks for."""
-        self.slow = False
-        """Whether the grammar's last masks were late."""
         self.rereads = False
         """Whether a draft led to NaN. The next round drafts nothing, to see if the text itself causes NaN."""
         self.pending: Pending | None = None
@@ -86,10 +82,6 @@ class RequestState:
         """Return the state of a new request, with its own grammar and stop watcher. Raises their errors."""
         params = request.params
         grammar = params.grammar() if params.grammar else None
-        if isinstance(grammar, AsyncGrammar) and params.rule == "rejection":
-            # A draft is dropped if its masks are late, and its tokens decide how much of the next draft is judged.
-            # That would bias rejection sampling. Coupled sampling depends only on (seed, position).
-            request = replace(request, params=replace(params, acceptance="coupled", seed=request.seed))
         stops = StopStrings(params.stop, tokenizer) if params.stop and tokenizer is not None else None
         return cls(request, stops, grammar, params.stop_watcher() if params.stop_watcher else None)
 
@@ -183,24 +175,6 @@ class RequestState:
         """End because the grammar raised an error. A ConfigError means that it became too complex."""
         self.fail(f"the grammar failed: {error}", refused=isinstance(error, ConfigError))
 
-    def ask_grammar(self, draft: list[int]) -> None:
-        """Start an AsyncGrammar's computation of the masks along a draft."""
-        assert isinstance(self.grammar, AsyncGrammar)
-        self.asked = draft
-        try:
-            self.grammar.ask(draft)
-        except Exception as e:  # a grammar may raise anything, and other rows must go on
-            self.fail_by_grammar(e)
-
-    def masks_are_late(self) -> None:
-        self.slow = True
-
-    def masks_came(self, draft: list[int]) -> list[int]:
-        """Return the draft that the masks were requested for. They were late if it is not this draft."""
-        asked, self.asked = self.asked or [], None
-        self.slow = self.slow and asked != draft
-        return asked
-
     def reread(self, without_draft: bool, pending: Pending | None) -> None:
         """Record that a draft led to NaN. `without_draft`: draft nothing next round. `pending`: its unjudged tokens."""
         self.rereads, self.pending = without_draft, self.pending or pending
@@ -214,10 +188,6 @@ class RequestState:
     def finish(self, reason: str) -> None:
         """End with the tokens so far, unless it already ended."""
         self.finish_reason = self.finish_reason or reason
-
-    def close(self) -> None:
-        """Release the grammar, which may own a process."""
-        self.grammar = None
 
     def output(self, tokenizer: TokenizerWrapper | None) -> Output:
         """Return the output so far. Without a tokenizer the text is empty."""

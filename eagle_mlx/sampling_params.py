@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, get_args
 
 import mlx.core as mx
 
@@ -69,24 +69,6 @@ class Grammar(Protocol):
         """Undo the last `count` tokens."""
 
 
-@runtime_checkable
-class AsyncGrammar(Grammar, Protocol):
-    """A grammar that computes its masks in a thread or process while the target reads the draft.
-
-    A row with late masks skips the round while others continue. Between `ask` and an answer that is not None, nothing
-    else is called.
-    """
-
-    def ask(self, draft: Sequence[int]) -> None:
-        """Start computing the masks along a draft, which has no token that ends the text; do not block."""
-
-    def answer(self, seconds: float) -> list[mx.array] | None:
-        """Return the masks [V] bool at the draft's positions, up to its first illegal token, with the state unchanged.
-
-        Returns None if they are not ready within `seconds`. It may be called again in both cases.
-        """
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request. Raises ConfigError, with the field's name, if a value is out of range.
@@ -112,9 +94,6 @@ class SamplingParams:
     """Tokens that end the text, in addition to the model's own end-of-sequence tokens."""
     acceptance: Acceptance = "auto"
     """How drafts are accepted when sampling. `auto` is coupled with a seed, rejection without; both are lossless.
-
-    With an `AsyncGrammar`, rejection becomes coupled with a random seed, because drafts may be dropped while masks are
-    late. In a simulation, this accepted 7 to 9 % fewer tokens drafted by a model, and equally many n-gram drafts.
 
     `threshold` is **not** lossless: it keeps draft tokens that the target finds likely enough.
     """

@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_left_behind() -> Iterator[None]:
-    """Collect a module's garbage at its end: engines, and the processes started by grammars."""
+    """Collect a module's garbage at its end, such as engines."""
     yield
     gc.collect()
 
@@ -135,20 +135,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if not FULL:
         mx.disable_compile()
-
-
-@pytest.fixture(params=[False, True], ids=["linux", "darwin"])
-def acknowledge(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Send descriptors as `multiprocessing` does on this system: on Darwin, the receiver confirms each with a byte.
-
-    This also applies to child processes. What is tested must not depend on it.
-    """
-    on = bool(request.param)
-    setting = f"import multiprocessing.reduction\nmultiprocessing.reduction.ACKNOWLEDGE = {on}\n"
-    (tmp_path / "sitecustomize.py").write_text(setting, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr("multiprocessing.reduction.ACKNOWLEDGE", on)
-    return on
 
 
 @pytest.fixture(scope="module")

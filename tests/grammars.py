@@ -1,14 +1,8 @@
-"""Small grammars for tests, and variants with late masks."""
+"""Small grammars for tests."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import mlx.core as mx
-import numpy as np
-
-from eagle_mlx.decoding.processors import walk
 
 END = 5
 """A stop token of requests that use `Steps`."""
@@ -46,49 +40,3 @@ class Steps:
         assert 0 <= count <= len(self.taken)
         self.deepest = max(self.deepest, count)
         del self.taken[len(self.taken) - count :]
-
-
-class LateSteps(Steps):
-    """Returns its masks at the n-th request, with a random n for each draft."""
-
-    def __init__(self, seed: int | np.random.Generator = 0) -> None:
-        super().__init__()
-        self.rng = np.random.default_rng(seed)
-        self.draft: list[int] = []
-        self.waiting = False
-        self.left = 0
-        self.late = 0
-        """Number of requests without an answer."""
-
-    def delay(self, draft: Sequence[int]) -> int:
-        """Return how many requests for a draft's masks get no answer."""
-        return int(self.rng.integers(0, 4))
-
-    def ask(self, draft: Sequence[int]) -> None:
-        assert not self.waiting, "nothing else is called before the answer"
-        assert self.end not in draft
-        self.draft, self.waiting, self.left = list(draft), True, self.delay(draft)
-
-    def answer(self, seconds: float) -> list[mx.array] | None:
-        if self.left and seconds < math.inf:
-            self.left -= 1
-            self.late += 1
-            return None
-        self.waiting = False
-        return walk(self, self.draft)
-
-
-class Never(LateSteps):
-    """Knows its first mask; returns no other until it is released."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited, self.broken = 0.0, False
-
-    def answer(self, seconds: float) -> list[mx.array] | None:
-        if self.broken:
-            raise RuntimeError("it takes too long")
-        if not self.taken:
-            return super().answer(math.inf)
-        self.waited += seconds
-        return None

@@ -128,7 +128,7 @@ class HostileState(ProposerState):
 
     def observe(self, seen: Observation) -> None:
         self.proposer.fail_by_chance()
-        assert any(seen.tokens)  # rows with late masks have none
+        assert any(seen.tokens)  # rows whose logits were NaN have none
         self._take(seen)
 
     def _take(self, seen: Observation) -> None:

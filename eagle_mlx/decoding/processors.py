@@ -8,9 +8,8 @@ requests changes, and rows that request none are not modified.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from time import monotonic
 from typing import cast
 
 import mlx.core as mx
@@ -19,16 +18,7 @@ import numpy as np
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.request_state import RequestState
-from eagle_mlx.sampling_params import AsyncGrammar, Grammar
-
-PATIENCE = 0.05
-"""Seconds that a batch waits for one row's masks: a pause that is barely visible in a stream."""
-
-RequestMasks = tuple[list[mx.array], int]
-"""A row's masks, each [V] bool, and how many draft tokens they can verify; -1 if they are late."""
-
-_MOST_DRAFTS = 2**31 - 1
-"""The number of verifiable draft tokens of rows without a grammar: the largest int32."""
+from eagle_mlx.sampling_params import Grammar
 
 
 class Processors:
@@ -39,9 +29,6 @@ class Processors:
         self.biased, self.bias = _dense_bias(requests, vocab)
         self.on_host = [index for index, request in enumerate(requests) if request.params.needs_host]
         """Rows whose processors run on the host, which must read their drafts."""
-        self.reach: mx.array | None = None
-        """[B] int32, how many draft tokens of each row the last round can verify; -1 if a row's masks are late. None if
-        all can be verified."""
         self.spoiled: mx.array | None = None
         """[B, n+1] bool, where the last round's processors turned numbers into NaN; None if no row has processors."""
         self.on_device = self.penalties is not None or self.biased.size > 0
@@ -60,13 +47,10 @@ class Processors:
     def apply(self, logits: mx.array, draft: Draft) -> mx.array:
         """Return the logits with every row's changes, [B, n+1, V] float32. logits: [B, n+1, V]."""
         drafts = self._read(draft, logits) if self.on_host else []
-        for row, drafted in zip(self._rows, drafts, strict=True):
-            ask(row, drafted)
         logits = self._on_device(logits, draft.tokens)
         if self.on_host:
-            masks = collect(self._rows, drafts, logits)
-            self._note(drafts, masks)
-            before = logits
+            vocab, before = logits.shape[-1], logits
+            masks = [_masks(row, drafted, vocab) for row, drafted in zip(self._rows, drafts, strict=True)]
             logits = self._on(mx.array(self.on_host), logits, lambda x: _on_host(x, self._rows, drafts, masks))
             if any(row.params.logits_processors for row in self._rows):
                 self.spoiled = mx.any(mx.isnan(logits) & ~mx.isnan(before), axis=-1)
@@ -91,15 +75,6 @@ class Processors:
             bias = self.bias if token_ids is None else self.bias[..., token_ids]
             logits = self._on(self.biased, logits, lambda x: x + bias)
         return logits
-
-    def _note(self, drafts: Sequence[list[int]], masks: Sequence[RequestMasks]) -> None:
-        judged = [count for _, count in masks]
-        self.reach = None
-        if judged != list(map(len, drafts)):
-            reach = [_MOST_DRAFTS] * self._count
-            for place, count in zip(self.on_host, judged, strict=True):
-                reach[place] = count
-            self.reach = mx.array(reach, mx.int32)
 
     def _read(self, draft: Draft, logits: mx.array) -> list[list[int]]:
         """Return the drafts of `on_host` rows; the device runs the target's forward while the host works on them."""
@@ -190,16 +165,16 @@ def _dense_bias(requests: Sequence[RequestState], vocab: int) -> tuple[mx.array,
 
 
 def _on_host(
-    logits: mx.array, requests: Sequence[RequestState], drafts: Sequence[list[int]], masks: Sequence[RequestMasks]
+    logits: mx.array, requests: Sequence[RequestState], drafts: Sequence[list[int]], masks: Sequence[list[mx.array]]
 ) -> mx.array:
     """Apply logits processors and grammars row by row. logits: [M, n+1, V] float32; drafts: at most n tokens each."""
     out = []
-    for x, request, draft, (found, _) in zip(logits, requests, drafts, masks, strict=True):
+    for x, request, draft, allowed in zip(logits, requests, drafts, masks, strict=True):
         if request.params.logits_processors:
             x = _called(x, request, draft)
-        if found:
-            found = [*found, *[found[-1]] * (len(x) - len(found))]
-            x = mx.where(mx.stack(found[: len(x)]), x, -math.inf)
+        if allowed:
+            allowed = [*allowed, *[allowed[-1]] * (len(x) - len(allowed))]
+            x = mx.where(mx.stack(allowed), x, -math.inf)
         out.append(x)
     return mx.stack(out)
 
@@ -222,78 +197,23 @@ def _called(logits: mx.array, request: RequestState, draft: list[int]) -> mx.arr
         return logits
 
 
-# Grammar masks along a draft, computed here or asynchronously while the target reads the draft.
-
-
-def ask(request: RequestState, draft: Sequence[int]) -> None:
-    """Ask an asynchronous grammar for masks, unless some are pending."""
-    if request.finish_reason is None and request.asked is None and isinstance(request.grammar, AsyncGrammar):
-        request.ask_grammar(_before_end(request, draft))
-
-
-def collect(requests: Sequence[RequestState], drafts: Sequence[list[int]], logits: mx.array) -> list[RequestMasks]:
-    """Return the masks of some requests after `PATIENCE`; requests that were late before are not waited for.
-
-    logits: what the masks apply to, which the device may still compute.
-    """
-    if any(request.slow for request in requests):
-        mx.eval(logits)
-    until = monotonic() + PATIENCE
-    vocab = logits.shape[-1]
-    return [
-        _found(request, draft, vocab, 0.0 if request.slow else max(0.0, until - monotonic()))
-        for request, draft in zip(requests, drafts, strict=True)
-    ]
-
-
-def may_decode(requests: Sequence[RequestState], patience: float = PATIENCE) -> bool:
-    """Return whether some row need not wait for masks. If all must, wait up to `patience` seconds for the first."""
-    if any(request.finish_reason or request.asked is None for request in requests):
-        return True
-    for request in requests:
-        assert isinstance(request.grammar, AsyncGrammar)
-        try:
-            if request.grammar.answer(patience) is not None:
-                return True
-        except Exception as e:
-            request.fail_by_grammar(e)
-            return True
-        patience = 0.0
-    return False
-
-
-def _found(request: RequestState, draft: list[int], vocab: int, seconds: float) -> RequestMasks:
+def _masks(request: RequestState, draft: Sequence[int], vocab: int) -> list[mx.array]:
+    """Return a grammar's masks along a row's draft; none without a grammar, or if it fails and ends the request."""
     if request.grammar is None or request.finish_reason:
-        return [], len(draft)
-    text = _before_end(request, draft)
+        return []
+    # Grammars do not get a stop token, after which nothing matters.
+    text = takewhile(lambda token: token not in request.request.stop_ids, draft)
     try:
-        if not isinstance(request.grammar, AsyncGrammar):
-            masks = walk(request.grammar, text)
-            _check(masks, "mask()", vocab)
-            return masks, len(draft)
-        answer = request.grammar.answer(seconds)
-        if answer is not None:
-            _check(answer, "answer()", vocab)
-    except Exception as e:
+        masks = walk(request.grammar, text)
+        for mask in masks:
+            if not isinstance(mask, mx.array) or mask.shape != (vocab,):
+                raise ValueError(
+                    f"mask() returned {said(mask)} as a mask; return [{vocab}] bool, the tokens allowed next"
+                )
+        return masks
+    except Exception as e:  # a grammar may raise anything, and other rows must go on
         request.fail_by_grammar(e)
-        return [], len(draft)
-    if answer is None:
-        request.masks_are_late()
-        return [], -1
-    asked = request.masks_came(text)
-    if asked == text:
-        return answer, len(draft)
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, text, strict=False)))
-    return answer, min(same, len(answer) - 1)  # they belong to an earlier round's draft
-
-
-def _check(masks: object, by: str, vocab: int) -> None:
-    """Raise ValueError unless these are masks, at least one; with none, the row would be decoded without masks."""
-    if not isinstance(masks, list) or not masks:
-        raise ValueError(f"{by} returned {said(masks)}; return a list of masks, one per draft position")
-    for mask in masks:
-        if not isinstance(mask, mx.array) or mask.shape != (vocab,):
-            raise ValueError(f"{by} returned {said(mask)} as a mask; return [{vocab}] bool, the tokens allowed next")
+        return []
 
 
 def said(value: object) -> str:
@@ -302,17 +222,20 @@ def said(value: object) -> str:
     return f"{value!r:.80}"
 
 
-def _before_end(request: RequestState, draft: Sequence[int]) -> list[int]:
-    """Return the draft up to a stop token, which grammars do not get and after which nothing matters."""
-    return list(takewhile(lambda token: token not in request.request.stop_ids, draft))
+def walk(grammar: Grammar, draft: Iterable[int]) -> list[mx.array]:
+    """Return the masks, each [V] bool, at the positions of a draft up to its first illegal token.
 
-
-def walk(grammar: Grammar, draft: Sequence[int]) -> list[mx.array]:
-    """Return the masks, each [V] bool, at the positions of a draft up to its first illegal token."""
-    masks = [grammar.mask()]
+    If `mask` raises after a draft token, nothing is allowed there: it raises again if the text takes that token.
+    """
+    masks, taken = [grammar.mask()], 0
     for token in draft:
         if not grammar.advance(token):
             break
-        masks.append(grammar.mask())
-    grammar.rollback(len(masks) - 1)
+        taken += 1
+        try:
+            masks.append(grammar.mask())
+        except Exception:
+            masks.append(mx.zeros_like(masks[0]))
+            break
+    grammar.rollback(taken)
     return masks

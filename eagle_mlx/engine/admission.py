@@ -147,13 +147,13 @@ class Admission:
     def _pausable(self, gone: Sequence[RequestState] = ()) -> list[RequestState]:
         """Return the requests that may be paused, cheapest first.
 
-        A decoding row must have had a round since its admission, because that round checks its keys and values. A row
-        that waits for masks must be verified first. Prompts read in one batch finish within a step or two.
+        A decoding row must have had a round since its admission, because that round checks its keys and values. Prompts
+        read in one batch finish within a step or two.
         """
         alone = [each.batch.requests[0] for each in self.prefills if len(each.batch.requests) == 1]
         prefilling = set(self.prefilling)
         able = [row for row in alone if row.finish_reason is None]
-        able += [row for row in self.admitted if row not in prefilling and row.rounds_since and row.asked is None]
+        able += [row for row in self.admitted if row not in prefilling and row.rounds_since]
         return [row for row in able if row not in gone]
 
     def _held(self, gone: Sequence[RequestState] = ()) -> Counter[str]:

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.decoding.draft import Draft, Tree
-from eagle_mlx.decoding.processors import Processors, may_decode
+from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict, judge_pending, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
@@ -139,10 +139,6 @@ class Batch:
             for request in self.requests
         )
 
-    def may_decode(self, patience: float) -> bool:
-        """Return whether a round can decode. It cannot if all requests' masks are late after `patience` seconds."""
-        return self.processors is None or may_decode(self.requests, patience)
-
     def checkpoint(self) -> Checkpoint:
         return Checkpoint(self.cache.save(), self.newest, self.processors.save() if self.processors else None)
 
@@ -194,10 +190,8 @@ class Batch:
         sampling, pending = self.sampling, [request.pending for request in self.requests]
         if any(pending):
             logits, sampling = judge_pending(logits, sampling, pending)
-        reach = self.processors.reach if self.processors else None
-        lengths = draft.lengths if reach is None else mx.minimum(draft.lengths, mx.maximum(reach, 0))
-        verdict = verify(logits, draft.tokens, lengths, draft.probs, sampling, self._positions(logits.shape[1]))
-        return verdict if reach is None else replace(verdict, accepted=mx.where(reach < 0, -1, verdict.accepted))
+        positions = self._positions(logits.shape[1])
+        return verify(logits, draft.tokens, draft.lengths, draft.probs, sampling, positions)
 
     def _verify_tree(self, logits: mx.array, draft: Draft, tree: Tree) -> Verdict:
         branches = self.cache.lengths.branches
@@ -219,12 +213,9 @@ class Batch:
         """
         width = verdict.tokens.shape[1]
         self.newest = mx.take_along_axis(verdict.tokens, mx.maximum(verdict.accepted, 0)[:, None], axis=1)
-        late = self.processors is not None and self.processors.reach is not None
-        if before is not None and (late or width > 1):
+        if before is not None and width > 1:
             self.newest = mx.where(verdict.accepted[:, None] < 0, before.newest, self.newest)
-        if before is not None and late:
-            self.cache.advance_some(verdict.accepted + 1, width, before.cache)
-        elif width == 1:
+        if width == 1:
             self.cache.advance(1)
         else:
             self.cache.advance(verdict.accepted + 1, at_most=width)
@@ -295,9 +286,6 @@ class Batch:
     def release(self) -> None:
         """Remove the requests that ended or are paused. The last row fills each gap."""
         ended = [index for index, request in enumerate(self.requests) if request.leaves]
-        for index in ended:
-            if self.requests[index].finish_reason is not None:
-                self.requests[index].close()
         if len(ended) == len(self.requests):
             self.requests = []
             return

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from eagle_mlx.cache.ragged import CacheSize
-from eagle_mlx.decoding.processors import PATIENCE
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.kv_budget import GROUPS, KVBudget, Places, by_reach, split
 from eagle_mlx.proposers.base import Proposer
@@ -128,12 +127,6 @@ class Groups:
     def _after(self, number: int) -> list[Batch]:
         slots = sorted(self._numbered(), key=lambda slot: (slot[0] - number - 1) % len(self._slots))
         return [batch for _, batch in slots]
-
-    def ready(self) -> Batch | None:
-        """Return the first group in turn that can decode. Wait for late masks only if they delay every group."""
-        turn = self.in_turn()
-        seconds = [PATIENCE] if len(turn) == 1 else [0.0, PATIENCE]
-        return next((batch for patience in seconds for batch in turn if batch.may_decode(patience)), None)
 
     def serve(self, batch: Batch) -> None:
         self._served, self._rounds = self.number(batch), self._rounds + 1

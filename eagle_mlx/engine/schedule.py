@@ -67,11 +67,11 @@ class Schedule:
         return self._next_prefill(max_batch) or self.next_round()
 
     def next_round(self) -> Round | None:
-        """Return the round to collect next; None if no group can decode now."""
+        """Return the round to collect next; None if no group decodes."""
         self.arrange()
         if self._rounds:
             return self._rounds[0]
-        batch = self.groups.ready()
+        batch = next(iter(self.groups.in_turn()), None)
         return self.touch(batch.requests, self._planned, batch) if batch is not None else None
 
     def _next_prefill(self, max_batch: int) -> Prefill | None:

@@ -62,7 +62,7 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out(), speculation)
     engine.drafter = loaded.default_drafter
     with suppress(ConfigError):  # requests that need a grammar report why there is none
-        loaded.grammars.start()
+        loaded.grammars.tokenizer()
     for line in _description(config, loaded):
         say(line)
     return loaded

@@ -126,9 +126,8 @@ class Loaded:
         return TokenTexts(self.tokenizer)
 
     def close(self) -> None:
-        """End the model's processes, and write pending prefix cache files."""
+        """End the target's other ranks, and write pending prefix cache files."""
         self.target.close()
-        self.grammars.end()
         if self.disk is not None and not self.disk.close(_LAST_WRITES):
             log.warning("the newest prompts were not written to disk in time; after a restart they must be read again")
 

@@ -72,7 +72,6 @@ def _checked(name: str, config: LoadConfig) -> bool:
     try:
         return check(loaded, say)
     finally:
-        loaded.grammars.end()
         loaded.target.close()
 
 

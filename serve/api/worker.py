@@ -192,12 +192,10 @@ class Worker:
     def _give_up(self, reason: str, failure: EagleError | None = None) -> None:
         """End all requests with an error: the thread may hang."""
         self._lost, self.failure = reason, failure
-        loaded, self.loaded = self.loaded, None
+        self.loaded = None
         self._fail_slots(reason)
         while not self._commands.empty():
             self._commands.get()()  # requests not seen yet end at once, because nothing is loaded
-        if loaded is not None:
-            loaded.grammars.end()
 
     async def _ask(self, work: Callable[[], T]) -> T:
         """Queue work for the thread, and wait for its result. Nothing is done if the caller stops waiting first."""

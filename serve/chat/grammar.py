@@ -1,24 +1,18 @@
-"""The grammar of an answer, in llguidance's dialect of Lark, and the matcher that makes a request follow it.
-
-The matchers run in separate processes (`process_work.py`), one for each grammar and one for each request.
-"""
+"""The grammar of an answer, in llguidance's dialect of Lark, and the matcher that makes a request follow it."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from time import monotonic
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
+from llguidance import LLMatcher
 
 from eagle_mlx.errors import ConfigError
 
-from ..processes import Process, ProcessEnded
 from .parser import ReasoningTags
 from .tools import CallForm, Tool, ToolCallTags
 
@@ -140,118 +134,42 @@ def _thought(tags: ReasoningTags, thinking: bool, tag: TagWriter) -> list[str]:
     return [f"before: {opening}thought BREAKS {resume}", f"thought[suffix={end}]: /(.|\\n)*/", "BREAKS: /\\n{0,2}/"]
 
 
-MASK_SECONDS = 10.0
-"""The limit for the masks of one round. Beyond it, the request ends. Ordinary masks take less than 10 ms."""
-MOST_MEMORY = 256 << 20
-"""Bytes for compiling or following a grammar: about twice as much as llguidance's own limits allow."""
-_LONGEST_REASON = 400
-
-
-@dataclass(frozen=True)
-class CompiledGrammar:
-    """A compiled grammar at the beginning of a text, in its own process."""
-
-    process: Process
-    first: NDArray[np.bool_]
-    """[V], the mask of the first token."""
-    vocab_size: int
-    ends: frozenset[int]
-
-
 class MatcherGrammar:
-    """A request's own matcher. Implements `eagle_mlx.sampling_params.AsyncGrammar`.
+    """A request's own matcher. Implements `eagle_mlx.sampling_params.Grammar`.
 
-    Raises ConfigError if the grammar becomes too complex to follow. Accepted tokens are sent with the next request for
-    masks; until then, the known masks say which tokens are allowed.
+    Raises ConfigError if the text cannot follow the grammar any further.
     """
 
-    def __init__(self, compiled: CompiledGrammar):
-        self.compiled = compiled
-        self.process: Process | None = None
-        """Forked on first use, because many requests wait in a queue."""
-        self._undo = 0
-        self._taken: list[int] = []
-        """Changes not yet sent to the process: it must undo `_undo` tokens, then accept these."""
-        self._masks = [compiled.first]
-        """The known masks; the first is the next token's."""
-        self._draft: list[int] = []
-        """The draft tokens between the masks."""
-        self._asked: float | None = None
-        """When the pending masks were requested."""
-
-    def ask(self, draft: Sequence[int]) -> None:
-        if self._masks and not draft:
-            return
-        try:
-            if self.process is None:
-                self.process = self.compiled.process.fork()
-            self.process.ask("masks", self._undo, self._taken, list(draft))
-        except ProcessEnded as e:
-            raise ConfigError(_TOO_MUCH) from e
-        self._undo, self._taken, self._masks, self._draft = 0, [], [], list(draft)
-        self._asked = monotonic()
-
-    def answer(self, seconds: float) -> list[mx.array] | None:
-        if self._asked is not None and not self._receive(seconds):
-            return None
-        return [mx.array(mask) for mask in self._masks]
-
-    def _receive(self, seconds: float) -> bool:
-        assert self.process is not None
-        assert self._asked is not None
-        left = self._asked + MASK_SECONDS - monotonic()
-        try:
-            answer = self.process.answer(max(0.0, min(seconds, left)))
-        except ProcessEnded as e:
-            raise ConfigError(_TOO_MUCH) from e
-        if answer is None:
-            if seconds < left:
-                return False
-            self.process.end()
-            raise ConfigError(f"{_FAILED}: computing the allowed tokens takes more than {MASK_SECONDS:g} s")
-        masks, reason = answer
-        if reason:
-            raise ConfigError(f"{_FAILED}: {on_one_line(reason)}")
-        self._asked, self._masks = None, [unpacked(mask, self.compiled.vocab_size) for mask in masks]
-        return True
-
-    def _known(self) -> NDArray[np.bool_]:
-        if not self._masks:
-            if self._asked is None:
-                self.ask([])
-            self._receive(MASK_SECONDS)
-        if not self._masks[0].any():
-            raise ConfigError(f"{_FAILED}: no token is allowed, and the text may not end here")
-        return self._masks[0]
+    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: frozenset[int]):
+        self._matcher, self._vocab, self._ends = matcher, vocab_size, ends
 
     def mask(self) -> mx.array:
-        """Return the next token's mask, [V] bool."""
-        return mx.array(self._known())
+        ahead = self._matcher.deep_copy()  # after an error, a matcher cannot be rolled back; a copy takes 1 us
+        bits = np.frombuffer(ahead.compute_bitmask(), np.uint8)
+        _check(ahead)
+        return mx.array(np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_))
 
     def advance(self, token: int) -> bool:
-        if token in self.compiled.ends or not self._known()[token]:
+        if token in self._ends:
             return False
-        self._taken.append(token)
-        foreseen = len(self._masks) > 1 and self._draft[0] == token
-        self._masks, self._draft = (self._masks[1:], self._draft[1:]) if foreseen else ([], [])
-        return True
+        taken = self._matcher.try_consume_tokens([token]) == 1
+        _check(self._matcher)
+        return taken
 
     def rollback(self, count: int) -> None:
-        if count:
-            kept = max(0, len(self._taken) - count)
-            self._undo += count - (len(self._taken) - kept)
-            del self._taken[kept:]
-            self._masks, self._draft = [], []
+        self._matcher.rollback(count)
 
 
-_FAILED = "the text cannot follow it any further"
-_TOO_MUCH = f"{_FAILED}: it takes more than {MOST_MEMORY >> 20} MB of memory"
+def _check(matcher: LLMatcher) -> None:
+    """Raise ConfigError if a matcher is in an error state: the text is at a dead end, or exceeds a limit."""
+    if matcher.is_error():
+        reason = on_one_line(matcher.get_error())
+        dead_end = "no token is allowed, and the text may not end here"
+        reason = dead_end if reason.startswith("NoExtension") else reason
+        raise ConfigError(f"the text cannot follow it any further: {reason}")
 
 
-def unpacked(bits: bytes, count: int) -> NDArray[np.bool_]:
-    """Unpack a bit mask to [count] bool."""
-    packed = np.frombuffer(bits, np.uint8)
-    return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
+_LONGEST_REASON = 400
 
 
 def on_one_line(reason: str) -> str:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from threading import Lock
+from functools import cache, cached_property, lru_cache
 from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.target import Target
 
 from ..log_once import log_once
-from ..processes import Process, ProcessEnded
 from . import grammar as lark
-from .process_work import MatcherProcess, Places
+from . import vetting
 from .template import ChatFormat
 from .tools import Tool, ToolOffer, tool_names, without
 
 COMPILE_SECONDS = 5.0
 """The limit for compiling. Ordinary schemas take less than 0.1 s and those of 256 KiB up to 2 s, on an idle machine."""
-_TOKENIZER_SECONDS = 60.0
-"""The limit for reading the tokenizer. It takes 1 s for 49,152 tokens."""
+MOST_MEMORY = 256 << 20
+"""Bytes for compiling a grammar: about twice as much as llguidance's own limits allow."""
 MOST_SCHEMA_BYTES = 256 * 1024
 """The limit for all schemas of one request, as JSON text. Agents offer 45 tools of 75 KB."""
 _MOST_KEPT = 16
@@ -34,7 +37,7 @@ class TooComplex(ConfigError):
 
 
 class Grammars:
-    """Compiles grammars for one target in separate processes, which are started once.
+    """Compiles grammars for one target, after a process that can be killed has tried them (`vetting.py`).
 
     May be used from any thread while the target decodes in its own.
     """
@@ -42,14 +45,8 @@ class Grammars:
     def __init__(self, format: ChatFormat, vocab_size: int, eos_token_ids: Iterable[int]):
         self._format, self._vocab, self._ends = format, vocab_size, frozenset(eos_token_ids)
         self._tokenizer: Any = format.tokenizer
-        self._starting = Lock()
-        self._process: Process | None = None
-        """The first process, which holds the tokenizer. It is forked for each grammar."""
-        self._special: frozenset[int] = frozenset()
-        """Special tokens. No text allows them; grammars name them by their ids."""
-        self._partial: frozenset[int] = frozenset()
-        """Tokens with parts of non-ASCII characters. A grammar's text allows them only as parts of whole characters."""
-        self._compiled = lru_cache(_MOST_KEPT)(self._compile)
+        self.tokenizer = cache(self._read_tokenizer)
+        self._vetted = lru_cache(_MOST_KEPT)(self._vet)
 
     @classmethod
     def of(cls, target: Target, format: ChatFormat | None = None) -> Grammars:
@@ -68,7 +65,7 @@ class Grammars:
         model must call one, the answer consists of calls only. If it may call one and there is a response format, the
         answer is either calls or that format. If it may call one and a tool is strict, the text is free until a call
         begins. The model may think first; the grammar begins after the thought. namespace: only requests of the same
-        one share a compiled grammar, because the time of an answer tells whether it was compiled before.
+        one share a vetted grammar, because the time of an answer tells whether it was vetted before.
 
         Tools that are not strict follow their schemas as far as a grammar can enforce them, in its limits. If the
         model does not write calls as JSON, optional strict tools do not follow theirs.
@@ -92,83 +89,65 @@ class Grammars:
         if is_free:
             tools = _without_loose_schemas(tools)
 
-        def compile_with(tools: tuple[Tool, ...]) -> lark.CompiledGrammar:
+        def vetted(tools: tuple[Tool, ...]) -> str:
             places = _places(schema, response_format, tools, offer)
             if is_free:
                 assert calls is not None
                 text = lark.free_text_grammar(tools, calls, self._free_tokens(calls.start), self._tag)
             else:
                 text = lark.grammar_text(schema, tools, calls, offer.several, thoughts, starts_in_reasoning, self._tag)
-            return self._running(text, places, namespace)
+            self._vetted(text, places, namespace)
+            return text
 
         try:
-            compiled = compile_with(tools)
+            text = vetted(tools)
         except TooComplex as e:
             if (bare := _without_loose_schemas(tools)) == tools:
                 raise
             log_once(f"tools are not held to their schemas: {e}")
-            compiled = compile_with(bare)
-        return lambda: lark.MatcherGrammar(compiled)
+            text = vetted(bare)
+        return lambda: lark.MatcherGrammar(self._matcher(text), self._vocab, self._ends)
 
-    def _running(self, grammar: str, schemas: Places, namespace: str) -> lark.CompiledGrammar:
-        """Return a compiled grammar, again if its process was killed."""
-        compiled = self._compiled(grammar, schemas, namespace)
-        if not compiled.process.alive:
-            self._compiled.cache_clear()
-            compiled = self._compiled(grammar, schemas, namespace)
-        return compiled
-
-    def start(self) -> Process:
-        """Return the first process. Starting it takes a second.
-
-        Raises ConfigError if there is no tokenizer of the `tokenizers` library, llguidance cannot read it, or no token
-        ends a text.
-        """
-        with self._starting:
-            if self._process is None or not self._process.alive:  # or it was killed
-                process = Process.start(MatcherProcess, lark.MOST_MEMORY)
-                process.ask("open", *_opening_arguments(self._tokenizer, self._vocab, self._ends))
-                answer = process.answer(_TOKENIZER_SECONDS)
-                if answer is None or answer[1]:
-                    slow = f"reading it takes more than {_TOKENIZER_SECONDS:g} s"
-                    reason = lark.on_one_line(answer[1]) if answer else slow
-                    raise ConfigError(f"grammars are not possible with this model's tokenizer: {reason}")
-                self._special, self._partial = map(frozenset, answer[0])
-                self._process = process
-            return self._process
-
-    def end(self) -> None:
-        """Kill the processes; requests that follow a grammar end with an error."""
-        with self._starting:
-            if self._process is not None:
-                self._process.end()
-            self._compiled.cache_clear()
-
-    def _compile(self, grammar: str, schemas: Places, _: str) -> lark.CompiledGrammar:
-        """Compile a grammar. schemas: the grammar's schemas. Raises ConfigError with the place and the reason."""
-        where = _named(schemas)
+    def _read_tokenizer(self) -> LLTokenizer:
+        """Return the tokenizer for llguidance. This takes a second. Raises ConfigError if grammars cannot use it."""
+        if self._tokenizer is None:
+            raise ConfigError("grammars need a tokenizer, and this model has none")
+        backend = copy.copy(getattr(self._tokenizer, "backend_tokenizer", None))
+        if backend is None:
+            raise ConfigError("grammars need a fast tokenizer (tokenizer.json); this model has a slow one")
+        backend.no_padding()
+        backend.no_truncation()
+        ends = sorted(token for token in self._ends if 0 <= token < self._vocab)
+        if not ends:
+            raise ConfigError("grammars need a token that ends the text, and this model has none")
+        size = max(self._vocab, backend.get_vocab_size(with_added_tokens=True))
         try:
-            process = self.start().fork()
-            process.ask("compile", grammar, schemas)
-            answer = process.answer(COMPILE_SECONDS)
-        except ProcessEnded as e:
-            raise TooComplex(
-                f"{where}: too complex: compiling it needs more than {lark.MOST_MEMORY >> 20} MB of memory; simplify it"
-            ) from e
-        if answer is None:
-            process.end()
-            raise TooComplex(f"{where}: too complex: compiling it takes more than {COMPILE_SECONDS:g} s; simplify it")
-        first, reason = answer
-        if reason:
+            return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=ends)
+        except ValueError as e:
+            reason = lark.on_one_line(str(e))
+            raise ConfigError(f"grammars are not possible with this model's tokenizer: {reason}") from e
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        return vetting.matcher(self.tokenizer(), grammar)
+
+    def _vet(self, grammar: str, schemas: vetting.Places, _: str) -> None:
+        """Raise ConfigError, with the place and the reason, if a grammar cannot be compiled within the limits."""
+        work = json.dumps([grammar, schemas, self.tokenizer().vocab_size, COMPILE_SECONDS, MOST_MEMORY])
+        program = [sys.executable, "-P", vetting.__file__]  # -P: import nothing from the program's folder
+        done = subprocess.run(program, input=work, capture_output=True, text=True)
+        if done.returncode:
+            why = f"needs more than {MOST_MEMORY >> 20} MB of memory"
+            if done.returncode == -signal.SIGALRM:
+                why = f"takes more than {COMPILE_SECONDS:g} s"
+            raise TooComplex(f"{_named(schemas)}: too complex: compiling it {why}; simplify it")
+        if reason := json.loads(done.stdout) or vetting.refusal(self._matcher(grammar), schemas):
             raise ConfigError(lark.on_one_line(reason))
-        return lark.CompiledGrammar(process, lark.unpacked(first, self._vocab), self._vocab, self._ends)
 
     def _tag(self, tag: str) -> str:
         """Return a text for a grammar: special tokens as ids, other text as it is."""
-        self.start()
-        parts, rest = [], tag
+        tokenizer, parts, rest = self.tokenizer(), [], tag
         for token in self._tokenizer.encode(tag, add_special_tokens=False):
-            if token in self._special:
+            if tokenizer.is_special_token(token):
                 before, _, rest = rest.partition(self._tokenizer.convert_ids_to_tokens(token))
                 parts += [*([json.dumps(before, ensure_ascii=False)] if before else []), f"<[{token}]>"]
         if rest or not parts:
@@ -176,28 +155,21 @@ class Grammars:
         return " ".join(parts)
 
     def _free_tokens(self, start: str) -> str:
-        """Return a set of tokens that a grammar's text does not allow, and that neither end a text nor begin a call.
+        """Return a set of tokens that a grammar's text does not allow, and that neither end a text nor begin a call."""
+        opening = self._tokenizer.encode(start, add_special_tokens=False)
+        return _token_set(self._not_text - self._ends - {opening[0]})
+
+    @cached_property
+    def _not_text(self) -> frozenset[int]:
+        """Special tokens, and parts of non-ASCII characters, which a grammar's text allows only in whole characters.
 
         None of them holds a character of a tag, so they cannot spell one.
         """
-        self.start()
-        opening = self._tokenizer.encode(start, add_special_tokens=False)
-        return _token_set((self._special | self._partial) - self._ends - {opening[0]})
-
-
-def _opening_arguments(tokenizer: Any, vocab_size: int, ends: Iterable[int]) -> tuple[str, int, list[int]]:
-    """Return the arguments of `MatcherProcess.open`. Raises ConfigError if grammars cannot use the tokenizer."""
-    if tokenizer is None:
-        raise ConfigError("grammars need a tokenizer, and this model has none")
-    backend = copy.copy(getattr(tokenizer, "backend_tokenizer", None))
-    if backend is None:
-        raise ConfigError("grammars need a fast tokenizer (tokenizer.json); this model has a slow one")
-    backend.no_padding()
-    backend.no_truncation()
-    known = sorted(token for token in ends if 0 <= token < vocab_size)
-    if not known:
-        raise ConfigError("grammars need a token that ends the text, and this model has none")
-    return backend.to_str(), max(vocab_size, backend.get_vocab_size(with_added_tokens=True)), known
+        tokenizer = self.tokenizer()
+        texts = {token: tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)}
+        return frozenset(
+            token for token, text in texts.items() if tokenizer.is_special_token(token) or (text and min(text) >= 0x80)
+        )
 
 
 def _token_set(tokens: Iterable[int]) -> str:
@@ -242,7 +214,7 @@ def _named(schemas: Sequence[tuple[str, str, bool]]) -> str:
 
 def _places(
     schema: lark.Schema | None, response_format: Mapping[str, Any] | None, tools: Sequence[Tool], offer: ToolOffer
-) -> Places:
+) -> vetting.Places:
     """Return the schemas of a request. Raises ConfigError that names the place."""
     sources: list[tuple[str, Tool | None]] = []
     if schema is not None and response_format is not None:

@@ -33,7 +33,7 @@ from tests.eagle_mlx.heads import WITH_HEADS
 from tests.fakes import randomize
 from tests.fresh_forwards import Judge, judge, untouched
 from tests.full import in_full, in_turn
-from tests.grammars import LateSteps
+from tests.grammars import Steps
 from tests.hostile import HostileProposer, Manners, ProposerRaised, RandomPolicy
 
 ROUNDS = int(os.environ.get("EAGLE_FUZZ_ROUNDS", "1"))
@@ -134,11 +134,8 @@ def forbids(text: list[int], logits: mx.array) -> mx.array:
     return mx.where(mx.array(allowed), logits, -mx.inf)
 
 
-class LateMasks(LateSteps):
-    """Allows half of the vocabulary, depending on its last token.
-
-    Sampled rows are coupled, so that their text depends only on the seed.
-    """
+class HalfMasks(Steps):
+    """Allows half of the vocabulary, depending on its last token."""
 
     vocab, end = VOCAB, None
 
@@ -315,7 +312,7 @@ class History:
             stop_token_ids=tuple(stops),
             max_tokens=most,
             logits_processors=(forbids,) if processed else (),
-            grammar=(lambda: LateMasks(self.rng)) if guided and not processed else None,
+            grammar=HalfMasks if guided and not processed else None,
             logprobs=self._chance(0.1),
             num_speculative_tokens=int(self.rng.integers(0, 4)) if self._chance(0.1) else None,
         )

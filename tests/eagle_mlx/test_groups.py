@@ -25,10 +25,8 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter
 from tests.architectures import VOCAB, tiny_model
 from tests.eagle_mlx.heads import PROPOSERS
-from tests.eagle_mlx.test_masks import params_of
 from tests.fakes import Oracle, randomize, steps_of, tiny_config, tiny_target
 from tests.full import diagonal, in_full, in_turn, mixed
-from tests.grammars import Never
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(0)
@@ -128,13 +126,6 @@ SICK = 95
 """A token that `sickly` targets read as NaN."""
 
 
-class Silent(Never):
-    """Never returns a mask."""
-
-    def answer(self, seconds: float) -> None:
-        """Return None, so that the mask stays late."""
-
-
 def sickly(cache: str) -> em.Target:
     if cache == "quantized":
         config = tiny_config(vocab=VOCAB) | {"head_dim": 32, "tie_word_embeddings": False}
@@ -146,10 +137,8 @@ def sickly(cache: str) -> em.Target:
     return em.Target(made)
 
 
-@pytest.mark.parametrize(
-    ("cache", "why", "drafts"), diagonal(CACHES, ["masks", "turn"], ["none", "head", "draft model"])
-)
-def test_3_an_unchecked_row_leaves_clean_slots(cache: str, why: str, drafts: str) -> None:
+@pytest.mark.parametrize(("cache", "drafts"), diagonal(CACHES, ["none", "head", "draft model"]))
+def test_3_an_unchecked_row_leaves_clean_slots(cache: str, drafts: str) -> None:
     """Its keys are NaN, and it is cancelled before a round notices. A shorter row gets its place.
 
     One of eight rows can leave without a copy of the others, so its place remains.
@@ -166,15 +155,14 @@ def test_3_an_unchecked_row_leaves_clean_slots(cache: str, why: str, drafts: str
     engine = em.Engine(
         target, PROPOSERS[drafts](target), policy=em.FixedPolicy(2), max_batch=9, prefill_chunk=2000, kv_bits=bits
     )
-    engine = grouped(engine, ALWAYS if why == "turn" else NEVER)
+    engine = grouped(engine, ALWAYS)
     rows = [engine.prepare(prompt, params) for prompt in (*[long] * 7, short)]
     for row in rows:
         engine.submit(row)
     while not all(row.tokens for row in rows):
         engine.step()
-    never = Silent if why == "masks" else None
     for attempt in range(6):  # the group that is next when it joins is not known
-        bad = engine.prepare(sick, em.SamplingParams(max_tokens=60, grammar=never))
+        bad = engine.prepare(sick, em.SamplingParams(max_tokens=60))
         engine.submit(bad)
         while bad in engine.admission.waiting or bad in engine.admission.prefilling:
             engine.step()
@@ -311,27 +299,6 @@ def test_groups_take_turns_a_round_each() -> None:
         assert max(new) - min(new) <= 1
     assert new == [20] * 3
     assert engine.active == 3
-
-
-def test_a_group_with_late_masks_does_not_delay_the_other() -> None:
-    stuck = Never()
-    engine = grouped(em.Engine(tiny_target(vocab=VOCAB), em.NgramProposer(), policy=em.FixedPolicy(2), max_batch=4))
-    late = engine.prepare(PROMPTS[1], params_of(lambda: stuck, "greedy"))
-    free = engine.prepare(PROMPTS[0], em.SamplingParams(max_tokens=60, ignore_eos=True))
-    for row in (late, free):
-        engine.submit(row)
-    while not stuck.waited:
-        engine.step()
-    assert len(engine.snapshot().groups) == 2
-    waited = stuck.waited
-    while free.finish_reason is None:
-        before = len(free.tokens)
-        engine.step()
-        assert len(free.tokens) > before
-    assert stuck.waited == waited
-    assert len(free.tokens) == 60
-    assert not engine.step()
-    assert stuck.waited > waited
 
 
 @pytest.mark.parametrize("drafts", ["none", "n-grams"])

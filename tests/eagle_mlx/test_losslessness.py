@@ -29,12 +29,12 @@ from eagle_mlx.policy import Policy
 from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 from eagle_mlx.proposers.block import BlockDrafter
 from eagle_mlx.request_state import Pending, RequestState
-from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.sampling_params import Acceptance, SamplingParams
 from tests.eagle_mlx.heads import dflash2, dspark, peagle
 from tests.eagle_mlx.test_filters import one_step_short
 from tests.fakes import randomize, tiny_config, tiny_target
-from tests.full import diagonal, in_full, in_turn
-from tests.grammars import LateSteps
+from tests.full import diagonal, in_full
+from tests.grammars import Steps
 
 Array = np.ndarray[Any, Any]
 Verify = Callable[[mx.array, mx.array, mx.array, mx.array | None, SamplingBatch, mx.array], Verdict]
@@ -137,13 +137,11 @@ def decode(
     ragged: bool = False,
     rule: Verify = verify,
     loses_bonus: bool = False,
-    redrafts: bool = False,
     ends: Callable[[mx.array], mx.array] | None = None,
 ) -> tuple[Array, int]:
     """Decode `length` tokens per row, [B, length], in rounds of up to `depth` drafts; also return the number of rounds.
 
-    `ends`: how many drafts [B] of [B, depth] count. `redrafts`: first make a certain draft whose masks are late; then
-    judge another as far as it equals the first.
+    `ends`: how many drafts [B] of [B, depth] count.
     """
     rows = batch.temperature.shape[0]
     last = position = written = mx.zeros((rows,), mx.int32)
@@ -155,9 +153,6 @@ def decode(
         rounds += 1
         drafts, q = toy.propose(last, depth, batch, position, certain)
         lengths = lengths if ends is None else ends(drafts)
-        if redrafts:
-            first, _ = toy.propose(last, depth, batch, position, certain=True)
-            lengths = mx.sum(mx.cumprod((first == drafts).astype(mx.int32), axis=1), axis=1)
         logits = toy.target[mx.concatenate([last[:, None], drafts], axis=1)]
         steps = mx.arange(depth + 1, dtype=mx.int32)
         verdict = rule(logits, drafts, lengths, q, batch, position[:, None] + steps)
@@ -549,33 +544,26 @@ def test_pure_functions_of_the_noise_given() -> None:
     assert mx.array_equal(once.tokens, each.tokens)
 
 
-# Through the engine: grammars with late masks, so that one draft is made and then another is judged.
+# Through the engine: a grammar, with drafts by n-grams and by a model.
 
 SMALL = 8
 """Vocabulary size, small enough to list every text."""
-LATE_PROMPT = [2, 4, 1, 2, 4, 1, 2, 4]
-LATE_LENGTH = 2
-LATE_DRAWS, LATE_ROWS = in_full(12_000, 1_200), 200
-SHARP = SamplingParams(temperature=0.7, max_tokens=LATE_LENGTH, ignore_eos=True)
+GUIDED_PROMPT = [2, 4, 1, 2, 4, 1, 2, 4]
+GUIDED_LENGTH = 2
+ENGINE_DRAWS, ENGINE_ROWS = in_full(12_000, 1_200), 200
+SHARP = SamplingParams(temperature=0.7, max_tokens=GUIDED_LENGTH, ignore_eos=True)
 
 
-class Late(LateSteps):
-    """Forbids the token that is three above the last one. For some drafts its masks are late, once each."""
+class Forbids(Steps):
+    """Forbids the token that is three above the last one."""
 
     vocab, end = SMALL, None
-
-    def __init__(self, is_late: Callable[[Sequence[int]], bool]):
-        super().__init__()
-        self.is_late = is_late
 
     def mask(self) -> mx.array:
         return allowed_after(self.taken)
 
     def allowed(self, token: int) -> bool:
         return token < self.vocab and bool(np.array(self.mask())[token])
-
-    def delay(self, draft: Sequence[int]) -> int:
-        return int(self.is_late(draft))
 
 
 @cache
@@ -584,7 +572,7 @@ def allowed_by_last(last: int) -> mx.array:
 
 
 def allowed_after(taken: Sequence[int]) -> mx.array:
-    return allowed_by_last(taken[-1] if taken else LATE_PROMPT[-1])
+    return allowed_by_last(taken[-1] if taken else GUIDED_PROMPT[-1])
 
 
 class Alternating:
@@ -602,89 +590,56 @@ class Alternating:
         self.lookup = not self.lookup
 
 
-LATE_FOR: dict[str, Callable[[Sequence[int]], bool]] = {
-    "all drafts": bool,
-    "some drafts": lambda draft: bool(draft) and draft[0] in (1, 5),
-}
-
-
 @cache
 def small_target(seed: int) -> em.Target:
     return tiny_target(seed, layers=1, hidden=16, vocab=SMALL)
 
 
 @cache
-def late_law() -> Array:
-    """Return the probability of every text of `LATE_LENGTH` tokens after the prompt, [SMALL ** LATE_LENGTH]."""
-    texts = np.stack(np.meshgrid(*[np.arange(SMALL)] * LATE_LENGTH, indexing="ij"), axis=-1).reshape(-1, LATE_LENGTH)
-    whole = np.concatenate([np.tile(LATE_PROMPT, (len(texts), 1)), texts], axis=1)
-    logits = small_target(0).forward(mx.array(whole)).logits[:, len(LATE_PROMPT) - 1 : -1]
-    masks = mx.stack([mx.stack([allowed_after(text[:at]) for at in range(LATE_LENGTH)]) for text in texts.tolist()])
+def guided_law() -> Array:
+    """Return the probability of every text of `GUIDED_LENGTH` tokens after the prompt, [SMALL ** GUIDED_LENGTH]."""
+    length = GUIDED_LENGTH
+    texts = np.stack(np.meshgrid(*[np.arange(SMALL)] * length, indexing="ij"), axis=-1).reshape(-1, length)
+    whole = np.concatenate([np.tile(GUIDED_PROMPT, (len(texts), 1)), texts], axis=1)
+    logits = small_target(0).forward(mx.array(whole)).logits[:, len(GUIDED_PROMPT) - 1 : -1]
+    masks = mx.stack([mx.stack([allowed_after(text[:at]) for at in range(length)]) for text in texts.tolist()])
     batch = SamplingBatch.of([SHARP] * len(texts), [0] * len(texts))
     p = np.array(distribution(mx.where(masks, logits, -math.inf), batch), np.float64)
     p /= p.sum(axis=-1, keepdims=True)
     return np.asarray(np.take_along_axis(p, texts[..., None], axis=-1)[..., 0].prod(axis=1))
 
 
-def late_texts(
-    policy: Callable[[], Policy],
-    is_late: Callable[[Sequence[int]], bool],
-    change: Callable[[SamplingParams], SamplingParams],
-) -> tuple[Array, int]:
-    """Return texts by the engine, [N, LATE_LENGTH], and how many draft tokens were accepted.
-
-    change: changes a request's parameters after it is prepared.
-    """
+def guided_texts(policy: Callable[[], Policy], acceptance: Acceptance) -> tuple[Array, int]:
+    """Return texts by the engine, [N, GUIDED_LENGTH], and how many draft tokens were accepted."""
     drafter = em.HybridProposer(em.DraftModelProposer(small_target(1)), em.NgramProposer(3, 1))
-    params, rows = replace(SHARP, grammar=lambda: Late(is_late)), list[RequestState]()
-    for _ in range(LATE_DRAWS // LATE_ROWS):  # rows that start together are drafted for together
+    params, outputs = replace(SHARP, grammar=Forbids, acceptance=acceptance), list[em.Output]()
+    for _ in range(ENGINE_DRAWS // ENGINE_ROWS):  # rows that start together are drafted for together
         engine = em.Engine(
             small_target(0),
             drafter,
             policy=policy(),
-            max_batch=LATE_ROWS,
-            prefill_chunk=LATE_ROWS * len(LATE_PROMPT),
+            max_batch=ENGINE_ROWS,
+            prefill_chunk=ENGINE_ROWS * len(GUIDED_PROMPT),
             groups=1,
         )
-        for _ in range(LATE_ROWS):
-            row = engine.prepare(LATE_PROMPT, params)
-            row = RequestState(replace(row.request, params=change(row.params)), grammar=row.grammar)
-            engine.submit(row)
-            rows.append(row)
-        while not engine.idle:
-            engine.step()
-    assert [row.error for row in rows if row.error] == []
-    return np.array([row.tokens for row in rows]), sum(sum(row.accepted_by_position) for row in rows)
+        outputs += engine.generate([GUIDED_PROMPT] * ENGINE_ROWS, params)
+    assert [output.error for output in outputs if output.error] == []
+    return np.array([output.tokens for output in outputs]), sum(output.accepted for output in outputs)
 
 
-LATE_POLICIES: dict[str, Callable[[], Policy]] = {
+GUIDED_POLICIES: dict[str, Callable[[], Policy]] = {
     "n-grams, then a model": lambda: Alternating(True),
     "a model, then n-grams": lambda: Alternating(False),
     "default": cache(em.HybridPolicy),  # one for all engines, so that it learns
 }
 
 
-@pytest.mark.parametrize(("policy", "late"), diagonal(LATE_POLICIES, LATE_FOR))
-def test_1_texts_follow_the_target_even_if_masks_are_late(policy: str, late: str) -> None:
-    texts, kept = late_texts(LATE_POLICIES[policy], LATE_FOR[late], lambda params: params)
-    assert not misses(texts, late_law(), SMALL)
-    assert not misses(texts[:, :1], late_law().reshape(SMALL, -1).sum(axis=1), SMALL)
-    assert kept > 0
-
-
-@pytest.mark.parametrize(("policy", "late"), in_turn(zip(LATE_POLICIES, LATE_FOR, strict=False)))
-def test_1_a_late_row_that_is_not_coupled_misses_the_bar(policy: str, late: str) -> None:
-    """Its draft is dropped and another is judged, so accepting a token depends on the token."""
-    texts, _ = late_texts(LATE_POLICIES[policy], LATE_FOR[late], lambda params: replace(params, acceptance="rejection"))
-    assert misses(texts[:, :1], late_law().reshape(SMALL, -1).sum(axis=1), SMALL)
-
-
-@pytest.mark.parametrize(("params", "sound"), [(COUPLED, True), (REJECTION, False)])
-def test_1_only_coupled_rows_may_drop_a_draft_because_of_its_tokens(params: SamplingParams, sound: bool) -> None:
-    """The same with only the acceptance rules: a second draft is judged as far as it equals the first."""
-    toy = Toy.random(64)
-    texts = chain_texts(toy, params, FEW, redrafts=True)
-    assert chain_misses(texts, toy.law(params, 3), 64) != sound
+@pytest.mark.parametrize(("policy", "acceptance"), diagonal(GUIDED_POLICIES, ["rejection", "coupled"]))
+def test_1_texts_with_a_grammar_follow_the_target(policy: str, acceptance: Acceptance) -> None:
+    texts, accepted = guided_texts(GUIDED_POLICIES[policy], acceptance)
+    assert not misses(texts, guided_law(), SMALL)
+    assert not misses(texts[:, :1], guided_law().reshape(SMALL, -1).sum(axis=1), SMALL)
+    assert accepted > 0
 
 
 # Through the engine: a draft token that reads as NaN, so that nothing before it can be judged either.
@@ -776,16 +731,16 @@ SICK_DRAFTS: dict[str, Callable[[], Any]] = {
 def sick_texts(drafts: str, params: SamplingParams) -> tuple[Array, list[RequestState]]:
     """Return texts by the engine, [N, SICK_LENGTH]; some rows are paused. SICK stands for all that follows it."""
     rows = list[RequestState]()
-    for _ in range(LATE_DRAWS // LATE_ROWS):
+    for _ in range(ENGINE_DRAWS // ENGINE_ROWS):
         engine = em.Engine(
             sick_target(True),
             SICK_DRAFTS[drafts](),
             policy=EveryThird(),
-            max_batch=LATE_ROWS,
-            prefill_chunk=LATE_ROWS * 8,
+            max_batch=ENGINE_ROWS,
+            prefill_chunk=ENGINE_ROWS * 8,
             groups=1,
         )
-        asked = [engine.prepare(HEALTHY_PROMPT, params) for _ in range(LATE_ROWS)]
+        asked = [engine.prepare(HEALTHY_PROMPT, params) for _ in range(ENGINE_ROWS)]
         for row in asked:
             engine.submit(row)
         while not engine.idle:

@@ -20,7 +20,7 @@ from tests.eagle_mlx.heads import PROPOSERS
 from tests.eagle_mlx.test_losslessness import misses
 from tests.fakes import generate, steps_of, tiny_head, tiny_target
 from tests.full import diagonal, in_full, some
-from tests.grammars import END, LateSteps, Steps
+from tests.grammars import END, Steps
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(0)
@@ -31,10 +31,6 @@ COUNT = 12
 
 
 class WideSteps(Steps):
-    vocab = 128
-
-
-class LateWideSteps(LateSteps):
     vocab = 128
 
 
@@ -49,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
     "callable": {"logits_processors": (halve_repeats,)},
     "grammar": {"grammar": WideSteps, "stop_token_ids": (END,)},
-    "late grammar": {"grammar": LateWideSteps, "stop_token_ids": (END,), "temperature": 0.9, "seed": 5},
+    "seeded grammar": {"grammar": WideSteps, "stop_token_ids": (END,), "temperature": 0.9, "seed": 5},
     "logprobs": {"top_logprobs": 2},
 }
 PARAMS = [em.SamplingParams(max_tokens=COUNT, **kind) for kind in KINDS.values()]

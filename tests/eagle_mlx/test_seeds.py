@@ -16,7 +16,7 @@ from eagle_mlx.sampling_params import Drafter
 from tests.eagle_mlx.heads import BLOCKS, IN_BLOCKS, PROPOSERS
 from tests.fakes import generate, tiny_head, tiny_target
 from tests.full import diagonal, in_full, in_turn
-from tests.grammars import END, LateSteps, Steps
+from tests.grammars import END, Steps
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(1)
@@ -103,48 +103,26 @@ def mask_behind(last: int | None) -> mx.array:
     return mx.array([last is None or 1 <= (token - last) % 128 <= 9 for token in range(128)])
 
 
-class OnTime(Steps):
+class WideSteps(Steps):
     vocab = 128
 
     def mask(self) -> mx.array:
         return mask_behind(self.taken[-1] if self.taken else None)
 
 
-class Late(OnTime, LateSteps):
-    """The same, with masks some rounds later."""
-
-
 @cache
-def expected_of_grammars(seeds: tuple[int, ...]) -> list[list[int]]:
+def expected_of_grammars() -> list[list[int]]:
     plain = em.Engine(TARGET, max_batch=1)
-    asked = [
-        replace(each, grammar=OnTime, stop_token_ids=(END,), seed=seed)
-        for each, seed in zip(PARAMS, seeds, strict=True)
-    ]
-    return [plain.generate([p], each)[0].tokens for p, each in zip(PROMPTS, asked, strict=True)]
+    return [plain.generate([p], each)[0].tokens for p, each in zip(PROMPTS, GUIDED, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("proposer", "depth", "seeded", "exact"),
-    diagonal(in_turn(DRAFTS), [3, 5], [True, False, False], [False, True]),
-)
-def test_1_the_same_tokens_even_if_masks_are_late(proposer: str, depth: int, seeded: bool, exact: bool) -> None:
-    """A request without a seed follows the seed that it gets when it is prepared."""
-    made: list[Late] = []
+GUIDED = [replace(each, grammar=WideSteps, stop_token_ids=(END,)) for each in PARAMS]
 
-    def late() -> Late:
-        made.append(Late(len(made)))
-        return made[-1]
 
+@pytest.mark.parametrize(("proposer", "depth", "exact"), diagonal(in_turn(DRAFTS), [3, 5], [False, True]))
+def test_1_the_same_tokens_with_a_grammar(proposer: str, depth: int, exact: bool) -> None:
     engine = em.Engine(TARGET, DRAFTS[proposer](TARGET), policy=em.FixedPolicy(depth), max_batch=4, exact=exact)
-    asked = [replace(each, grammar=late, stop_token_ids=(END,), seed=each.seed if seeded else None) for each in PARAMS]
-    rows = [engine.prepare(prompt, each) for prompt, each in zip(PROMPTS, asked, strict=True)]
-    for row in rows:
-        engine.submit(row)
-    while not engine.idle:
-        engine.step()
-    assert [row.tokens for row in rows] == expected_of_grammars(tuple(row.request.seed for row in rows))
-    assert sum(each.late for each in made) > 0
+    assert [output.tokens for output in engine.generate(PROMPTS, GUIDED)] == expected_of_grammars()
 
 
 def test_another_seed_gives_another_text() -> None:

@@ -25,7 +25,7 @@ from tests import disk_tier
 from tests.eagle_mlx.heads import PROPOSERS
 from tests.fakes import tiny_target
 from tests.full import diagonal
-from tests.grammars import END, LateSteps
+from tests.grammars import END, Steps
 
 TARGET = tiny_target()
 RNG = np.random.default_rng(0)
@@ -34,7 +34,7 @@ GREEDY = em.SamplingParams(max_tokens=12, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.8, seed=3)
 
 
-class LateWideSteps(LateSteps):
+class WideSteps(Steps):
     vocab = 128
 
 
@@ -121,17 +121,17 @@ class PoisonedState:
         self.inner.remove(row)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("grammar", [False, True])
 def test_a_request_for_which_the_proposer_always_raises_decodes_plainly_to_its_end(
-    late: bool, caplog: pytest.LogCaptureFixture
+    grammar: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Requests that join while it decodes draft. `late`: the masks of another request's grammar are late."""
+    """Requests that join while it decodes draft. `grammar`: another request follows a grammar."""
     engine = em.Engine(TARGET, Poisoned(126), policy=em.FixedPolicy(3), max_batch=3)  # type: ignore[arg-type]
     long = replace(GREEDY, max_tokens=80)
     poisoned = engine.prepare([126, *PROMPTS[0]], long)
-    guided = engine.prepare(PROMPTS[2], replace(GREEDY, grammar=LateWideSteps, stop_token_ids=(END,)))
+    guided = engine.prepare(PROMPTS[2], replace(GREEDY, grammar=WideSteps, stop_token_ids=(END,)))
     rows = [engine.prepare(prompt, GREEDY) for prompt in PROMPTS]
-    for row in [poisoned, *([guided] if late else []), *rows]:
+    for row in [poisoned, *([guided] if grammar else []), *rows]:
         engine.submit(row)
     while not engine.idle:
         engine.step()
@@ -142,7 +142,7 @@ def test_a_request_for_which_the_proposer_always_raises_decodes_plainly_to_its_e
     assert [output.drafted > 0 for output in outputs[4:]] == [True] * 8
     assert max(output.draft_failures for output in outputs[4:]) == 0
     assert sum("raised" in record.message for record in caplog.records) <= 3
-    if late:
+    if grammar:
         plain = em.Engine(TARGET).generate([guided.prompt], guided.params)[0]
         assert (guided.error, guided.tokens) == (None, plain.tokens)
 

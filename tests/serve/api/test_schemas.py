@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -14,7 +13,6 @@ from eagle_mlx.serve.api import chat
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.server import Server, address, create_app, listen
 from eagle_mlx.serve.chat import structured
-from eagle_mlx.serve.processes import Process
 from tests.serve.api.live import DEPTH, Live, engine, live, one_model, wide
 from tests.serve.chat.formats import by_schema
 
@@ -105,14 +103,3 @@ def test_a_server_with_hanging_threads_ends_in_time(monkeypatch: pytest.MonkeyPa
         server.http.close()
         server.openai.close()
         sock.close()
-
-
-def test_no_process_outlives_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Process] = []
-    fork, start = Process.fork, Process.start
-    monkeypatch.setattr(Process, "fork", lambda self: started.append(fork(self)) or started[-1])  # type: ignore[func-returns-value]
-    monkeypatch.setattr(Process, "start", lambda *how: started.append(start(*how)) or started[-1])  # type: ignore[func-returns-value]
-    with live() as server:
-        assert server.http.post(CHAT, json=asking({"type": "string", "maxLength": 5})).status_code == 200
-        assert len(started) == 3
-    server.until(lambda: not any(Path(f"/proc/{each.pid}").exists() for each in started))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +13,6 @@ from eagle_mlx.policy import FixedPolicy
 from eagle_mlx.proposers.ngram import NgramProposer
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Grammars, ToolOffer
-from tests.fakes import tiny_target
 from tests.full import diagonal, in_full
 from tests.serve.chat.formats import (
     ANSWER,
@@ -24,11 +21,9 @@ from tests.serve.chat.formats import (
     HELLO,
     SCHEMA,
     WEATHER,
-    WIDE,
     by_schema,
     target_of,
     tokenizer_of,
-    wide_tokenizer,
 )
 
 CASES = {
@@ -123,36 +118,6 @@ def test_schemas_that_are_too_complex_to_follow_fail_alone() -> None:
         engine.step()
     assert [row.finish_reason for row in rows] == ["error", "length"]
     assert "the grammar failed: the text cannot follow it any further" in (rows[0].error or "")
-
-
-def test_a_slow_mask_does_not_delay_other_rows() -> None:
-    """The process that computes it is paused, as if busy, and continues when the other row has ended."""
-    target = em.Target(tiny_target(layers=2, vocab=WIDE).model, wide_tokenizer(), name="wide")
-    grammars = Grammars(ChatFormat.of(target), WIDE, [2])
-    params = SamplingParams(max_tokens=400, temperature=1.0, seed=4, grammar=grammars.grammar(by_schema(SCHEMA)))
-    wanted = em.Engine(target).generate([[5, 6]], params)[0]
-    assert wanted.finish_reason == "stop"
-    assert by_the_schema(wanted.text)
-    engine = em.Engine(target, NgramProposer(), policy=FixedPolicy(2))
-    rows = [engine.prepare([5, 6], params), engine.prepare([7, 8], SamplingParams(max_tokens=30))]
-    for row in rows:
-        engine.submit(row)
-    while len(rows[0].tokens) < 3:
-        engine.step()
-    process = rows[0].grammar.process.pid  # type: ignore[union-attr]
-    os.kill(process, signal.SIGSTOP)
-    stopped_at = len(rows[0].tokens)
-    while not rows[1].finish_reason:
-        before = len(rows[1].tokens)
-        engine.step()
-        assert len(rows[1].tokens) > before
-    assert rows[0].slow
-    assert len(rows[0].tokens) <= stopped_at + 3
-    os.kill(process, signal.SIGCONT)
-    while not engine.idle:
-        engine.step()
-    assert rows[0].tokens == wanted.tokens
-    assert rows[1].tokens == em.Engine(target).generate([[7, 8]], SamplingParams(max_tokens=30))[0].tokens
 
 
 MARKED = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "a<tool_call>b</tool_call>", "<", "e\u0301", "\u1112\u1161")

@@ -1,0 +1,99 @@
+"""Compiles grammars. As a program, tries one in a process that time and memory limits end (`structured.py`).
+
+The program runs this file by its path, so this file imports no module of the project.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import llguidance
+
+# Masks are computed in the engine's thread, where all rows wait for them. By llguidance's own figures, 200,000 units of
+# lexer fuel take 14 ms and 50,000 items 2.5 ms, so a mask takes at most about 20 ms. 50,000 states of a lexer take
+# about 100 MB. A text that exceeds one of these ends with an error.
+LIMITS = llguidance.LLParserLimits(
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_items_in_row=2_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    precompute_large_lexemes=False,
+    verbose_errors=False,
+)
+# Without a choice, llguidance would compute all forced text at once, without a limit: a pattern can force gigabytes.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_DEEP_STACK = 64 << 20
+"""Bytes; a schema of 64 KiB that has only references takes half."""
+
+Places = tuple[tuple[str, str, bool], ...]
+"""For each schema: its place in the request, its JSON text, and whether keywords that are not supported are ignored."""
+
+
+def matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    """Compile a grammar in llguidance's dialect of Lark. A grammar that is refused makes a matcher in an error state.
+
+    The matcher shares nothing with others: a lexer that has reached its limit would end all texts that share it.
+    """
+    # llguidance follows a schema's references by recursion: a long chain would overflow an ordinary stack.
+    threading.stack_size(_DEEP_STACK)
+    with ThreadPoolExecutor(1) as pool:
+        text = llguidance.LLMatcher.grammar_from_lark(_OPTIONS + grammar)
+        made = pool.submit(llguidance.LLMatcher, tokenizer, text, log_level=0, limits=LIMITS)
+        threading.stack_size(0)
+        return made.result()
+
+
+class _Bytes:
+    """A vocabulary of bytes, followed by tokens without text, so that a grammar may name any token by its id."""
+
+    eos_token_id, bos_token_id = 0, None
+    special_token_ids: Sequence[int] = ()
+
+    def __init__(self, size: int):
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b""] * (size - 256)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def refusal(made: llguidance.LLMatcher, schemas: Places) -> str:
+    """Return why a grammar's matcher cannot be used, with the place of the schema; empty if it can be."""
+    made.compute_bitmask()  # some schemas fail only here, because they allow nothing or too much
+    if not made.is_error():
+        return ""
+    for where, schema, lenient in schemas:
+        try:
+            alone = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": lenient})
+        except ValueError as e:
+            return f"{where}: {e}"
+        if reason := llguidance.LLMatcher.validate_grammar(alone, limits=LIMITS):
+            return f"{where}: {reason}"
+    return f"{', '.join(where for where, *_ in schemas)}: no text fits this ({made.get_error()})"
+
+
+def main() -> None:
+    """Read a grammar and limits from the standard input, and print why it is refused, as JSON; "" if it is not."""
+    grammar, schemas, vocab_size, seconds, memory = json.load(sys.stdin)
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # even without the server, the process ends
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if sys.platform == "linux":  # macOS does not enforce it; there, time is the limit
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + memory, resource.RLIM_INFINITY))
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(vocab_size)), slices=[])
+    try:
+        reason = refusal(matcher(tokenizer, grammar), schemas)
+    except ValueError as e:  # of text that is not Unicode
+        reason = str(e)
+    print(json.dumps(reason))
+
+
+if __name__ == "__main__":
+    main()
