@@ -220,25 +220,26 @@ class _Reading:
 
     def _parsed(self, source: Source) -> Iterator[Conversation]:
         """Yield the usable rows of a source as conversations."""
-        for origin, row in self._rows(source):
+        seed = self.config.seed
+        if self.config.stream:
+            yield from self._usable(shuffled(stream_rows(source), seed), source)
+            return
+        count, read = open_rows(source)
+        order = list(range(count))
+        if seed is not None:
+            random.Random(seed).shuffle(order)
+        if self._lenient(source) or is_table(source):
+            yield from self._usable(map(read, order), source)
+        else:
+            conversations = list(self._usable(map(read, range(count)), source))  # errors must not appear hours later
+            yield from map(conversations.__getitem__, order)
+
+    def _usable(self, rows: Iterable[Found], source: Source) -> Iterator[Conversation]:
+        for origin, row in rows:
             try:
                 yield parse_row(decoded(row, origin), origin, source.fields)
             except DataError as e:
                 self._leave_out(e, source)
-
-    def _rows(self, source: Source) -> Iterator[Found]:
-        seed = self.config.seed
-        if self.config.stream:
-            yield from shuffled(stream_rows(source), seed)
-            return
-        count, read = open_rows(source)
-        order = list(range(count))
-        if not self._lenient(source) and not is_table(source):  # so that errors do not appear hours later
-            for origin, row in map(read, order):
-                parse_row(decoded(row, origin), origin, source.fields)
-        if seed is not None:
-            random.Random(seed).shuffle(order)
-        yield from map(read, order)
 
     def _lenient(self, source: Source) -> bool:
         return self.config.skip_bad or source.uneven

@@ -20,8 +20,8 @@ from .rows import SHAPES
 from .spec import Source
 
 Row = dict[str, Any]
-Found = tuple[str, Row | bytes]
-"""A row, or its JSON, after its origin."""
+Found = tuple[str, object]
+"""A row, or its JSON as bytes, after its origin."""
 PIECE_CHARS = 1500
 """Characters of a piece of text, about 400 tokens."""
 _HEAD = 8000
@@ -32,7 +32,7 @@ def open_rows(source: Source) -> tuple[int, Callable[[int], Found]]:
     """Return the number of rows, and a function that reads one. Raises DataError if there are none to read."""
     if is_table(source):
         rows = _load(source)
-        return len(rows), lambda index: (f"{source.spec}:{index + 1}", rows[index])
+        return len(rows), lambda index: (f"{source.spec}:{index + 1}", _without_nulls(rows[index]))
     found = list(_json_rows(source))
     return len(found), found.__getitem__
 
@@ -59,9 +59,12 @@ def is_table(source: Source) -> bool:
     return source.kind != "file" or source.name.endswith(".parquet")
 
 
-def decoded(row: Row | bytes, origin: str) -> Row:
-    """Return a row without the nulls that a table adds. Raises DataError if it is not a JSON object."""
-    return _object(row, origin) if isinstance(row, bytes) else _without_nulls(row)
+def decoded(row: object, origin: str) -> Row:
+    """Return a row that may still be JSON. Raises DataError if it is not a JSON object."""
+    row = _parsed(row, origin) if isinstance(row, bytes) else row
+    if not isinstance(row, dict):
+        raise DataError(f"{origin}: a row must be an object, not {type(row).__name__}")
+    return row
 
 
 def _json_rows(source: Source) -> Iterator[Found]:
@@ -78,17 +81,18 @@ def _json_rows(source: Source) -> Iterator[Found]:
         raise DataError(f"{path} cannot be read: {e}") from e
 
 
-def _items(text: bytes, path: Path) -> list[bytes]:
+def _items(text: bytes, path: Path) -> list[object]:
     try:
-        items = json.loads(text)
+        items: list[object] = json.loads(text)
     except ValueError as e:
         raise DataError(f"{path} is not valid JSON: {e}") from e
     if not items:
         raise DataError(f"{path} is an empty list; each row must be one of\n{SHAPES}")
-    return [json.dumps(item).encode() for item in items]
+    return items
 
 
 def _without_nulls(value: Any) -> Any:
+    """Return a row without the nulls that a table adds."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -100,7 +104,7 @@ def _shard(source: Source, found: Any, number: int) -> Iterator[Found]:
     place = f"{source.spec}:part {number + 1}:" if count > 1 else f"{source.spec}:"
     try:
         for index, row in enumerate(found.shard(num_shards=count, index=number), 1):
-            yield f"{place}{index}", row
+            yield f"{place}{index}", _without_nulls(row)
     except Exception as e:  # from the network or any reader
         raise DataError(f"{source.spec}: the stream ended early: {_cause(e)}; start again") from e
 
@@ -146,21 +150,18 @@ def _failure(source: Source, cause: str) -> str:
     return f"{source.spec}: {source.name} ({source.split!r}) cannot be {how}: {cause}; {advice}"
 
 
-def _object(line: bytes, origin: str) -> Row:
+def _parsed(line: bytes, origin: str) -> object:
     text = line.strip()
     if not text:
         raise DataError(f"{origin}: the line is empty; remove it, since every line must be a row")
     if b"\r" in text:
         raise DataError(f"{origin}: the line has a carriage return in it; write it as \\r, or remove it")
     try:
-        row = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as e:
         raise DataError(f"{origin}: not valid JSON: {e.msg} at column {e.colno}") from e
     except UnicodeDecodeError as e:
         raise DataError(f"{origin}: not UTF-8: {e.reason} at byte {e.start}") from e
-    if not isinstance(row, dict):
-        raise DataError(f"{origin}: a row must be an object, not {type(row).__name__}")
-    return row
 
 
 def _cause(error: BaseException) -> str:
