@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.request import Output, Request, TokenLogprob
 from eagle_mlx.sampling_params import Grammar, StopWatcher
-from eagle_mlx.text import StopStrings
+from eagle_mlx.text import IncrementalText, StopStrings
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,12 @@ class RequestState:
         grammar: Grammar | None = None,
         watcher: StopWatcher | None = None,
         tokens: Sequence[int] = (),
+        decoder: IncrementalText | None = None,
     ):
-        """`stops`, `grammar` and `watcher` are stateful and must not be shared with other requests."""
+        """`stops`, `grammar`, `watcher` and `decoder` are stateful and must not be shared with other requests."""
         self.request, self.prompt, self.client = request, request.prompt, request.client
         self.params, self.limit = request.params, request.limit
-        self.stops, self.grammar, self.watcher = stops, grammar, watcher
+        self.stops, self.grammar, self.watcher, self.decoder = stops, grammar, watcher, decoder
         self.tokens = list(tokens)
         self.from_draft = bytearray(len(self.tokens))
         """A byte for each token: 1 if it is an accepted draft token."""
@@ -82,8 +83,10 @@ class RequestState:
         """Return the state of a new request, with its own grammar and stop watcher. Raises their errors."""
         params = request.params
         grammar = params.grammar() if params.grammar else None
-        stops = StopStrings(params.stop, tokenizer) if params.stop and tokenizer is not None else None
-        return cls(request, stops, grammar, params.stop_watcher() if params.stop_watcher else None)
+        stops = StopStrings(params.stop) if params.stop and tokenizer is not None else None
+        watcher = params.stop_watcher() if params.stop_watcher else None
+        decoder = IncrementalText(tokenizer) if tokenizer is not None and (stops or watcher) else None
+        return cls(request, stops, grammar, watcher, decoder=decoder)
 
     @property
     def length(self) -> int:
@@ -220,15 +223,17 @@ class RequestState:
         if self.grammar is not None and not self._allowed(self.grammar, token, ends):
             return
         self.tokens.append(token)
-        if ends or (self.stops is not None and self.stops.complete(token)) or self._is_last(token):
+        certain, open_end = self.decoder.add([token]) if self.decoder is not None else ("", "")
+        is_stop = self.stops is not None and self.stops.complete(certain, open_end)
+        if ends or is_stop or self._is_last(token, certain):
             self.finish_reason = self.finish_reason or "stop"
         elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"
 
-    def _is_last(self, token: int) -> bool:
+    def _is_last(self, token: int, text: str) -> bool:
         """Return whether the watcher ends the text here. If the watcher raises, only this request fails."""
         try:
-            return self.watcher is not None and self.watcher(token)
+            return self.watcher is not None and self.watcher(token, text)
         except Exception as e:  # a watcher is the caller's code and may raise anything
             self.fail(f"the stop watcher failed: {e}")
             return True

@@ -48,8 +48,8 @@ It must neither keep nor change the list.
 """
 
 
-StopWatcher = Callable[[int], bool]
-"""Called with each accepted token in turn; returning true ends the text with this token."""
+StopWatcher = Callable[[int, str], bool]
+"""Called with each accepted token in turn, and the text that is certain with it; returning true ends the text."""
 
 
 class Grammar(Protocol):

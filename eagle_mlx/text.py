@@ -94,18 +94,16 @@ def held_back(text: str, stop: Sequence[str]) -> int:
 
 
 class StopStrings:
-    """Searches a text for stop strings, token by token; the work per token does not grow with the text."""
+    """Searches a text for stop strings, piece by piece; the work per piece does not grow with the text."""
 
-    def __init__(self, strings: Sequence[str], tokenizer: TokenizerWrapper):
+    def __init__(self, strings: Sequence[str]):
         self.strings = strings
-        self.texts = IncrementalText(tokenizer)
         self._reach = max(map(len, strings)) - 1
         self._tail = ""
         """The end of the text, long enough to contain any incomplete string."""
 
-    def complete(self, token: int) -> bool:
-        """Add a token; return whether the text now contains a string."""
-        certain, open_end = self.texts.add([token])
+    def complete(self, certain: str, open_end: str) -> bool:
+        """Add what `IncrementalText.add` returned; return whether the text now contains a string."""
         seen = self._tail + certain
         self._tail = seen[len(seen) - min(self._reach, len(seen)) :]
         return any(text in seen + open_end for text in self.strings)

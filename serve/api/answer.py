@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, starmap
 from time import perf_counter
 from typing import Any, Literal
 
@@ -272,8 +272,8 @@ class Choices(Answer):
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         """Return a complete choice."""
 
-    def thought_tokens(self, output: Output) -> int:
-        """Count the tokens of an answer's reasoning."""
+    def thought_tokens(self, index: int, output: Output) -> int:
+        """Count the tokens of an answer's reasoning, after it was parsed."""
         return 0
 
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -336,5 +336,5 @@ class Choices(Answer):
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(o.cached_tokens for o in firsts)},
-            "completion_tokens_details": {"reasoning_tokens": sum(map(self.thought_tokens, outputs))},
+            "completion_tokens_details": {"reasoning_tokens": sum(starmap(self.thought_tokens, enumerate(outputs)))},
         }

@@ -57,7 +57,8 @@ class ChatAnswer(Choices):
     continued = False
     enforced = False
     """Whether a grammar enforces calls. With a schema for the answer, only the end tells that there is a call."""
-    _streams: list[DeltaStream]
+    streams: list[DeltaStream]
+    """For each request, its answer's parser."""
 
     def __init__(self, body: ChatRequest, at_most: int | None = None):
         """at_most: a bound on answer tokens if the body sets no limit; context and memory may allow fewer."""
@@ -86,36 +87,21 @@ class ChatAnswer(Choices):
         top = (body.top_logprobs or 0) if body.logprobs else None
         # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.
         is_single = offer.tools and not offer.several and not offer.forced
-        only_call = (lambda: FirstCall(loaded.tokenizer, self.reader())) if is_single else None
+        only_call = (lambda: FirstCall(self.reader())) if is_single else None
         params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
         shared = chat.boundaries(prompt, encode) if loaded.engine.wants_boundaries else ()
         self.requests = [loaded.engine.prepare(prompt, each, shared, *owner, self._at_most) for each in params]
+        self.streams = [DeltaStream(self) for _ in params]
 
     def reader(self) -> AnswerParser:
         format, offer = self.loaded.chat, self.offer
         return AnswerParser(format, offer.tools, self.starts_in_reasoning, offer.several, self.continued, self.enforced)
 
-    def deltas(self, output: Output) -> list[Delta]:
-        """Split a complete answer into deltas."""
-        return DeltaStream(self).push(RequestEvent(0, [], [], output))
-
-    def thought_tokens(self, output: Output) -> int:
-        """Count the tokens of an answer's reasoning, including its end tag."""
-        format, tokenizer = self.loaded.chat, self.loaded.tokenizer
-        if not format.has_thinking:
-            return 0
-        deltas, tokens = self.deltas(output), output.tokens
-        thoughts = "".join(delta.reasoning for delta in deltas)
-        if thoughts and all(delta.reasoning for delta in deltas):
-            return len(tokens)
-        end = format.thoughts.think_end
-        tag = tokenizer.encode(end, add_special_tokens=False) if thoughts and end else []
-        ends = (at + len(tag) for at in range(len(tokens)) if tag and tokens[at : at + len(tag)] == tag)
-        # Without an end tag, the reasoning ends at the end of its text.
-        return next(ends, None) or len(tokenizer.encode(thoughts, add_special_tokens=False))
+    def thought_tokens(self, index: int, output: Output) -> int:
+        return self.streams[index].thought_tokens(output)
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
-        stream = DeltaStream(self)
+        stream = self.streams[index]
         deltas = stream.push(RequestEvent(0, [], [], output))
         calls = list(map(_call, whole_calls(delta.tool_call for delta in deltas)))
         content = "".join(delta.content for delta in deltas)
@@ -130,12 +116,11 @@ class ChatAnswer(Choices):
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def open(self) -> str:
-        self._streams = [DeltaStream(self) for _ in self.requests]
         begun = {"delta": {"role": "assistant", "content": "", "refusal": None}}
         return "".join(self.chunk(index, begun) for index in range(len(self.requests)))
 
     def extend(self, event: RequestEvent) -> str:
-        index, deltas = event.index, self._streams[event.index].push(event)
+        index, deltas = event.index, self.streams[event.index].push(event)
         pieces = list(map(_piece, deltas))
         logprobs = chat_logprobs(self.loaded.texts, event.logprobs) if self.body.logprobs and event.logprobs else None
         if not pieces and event.tokens and (logprobs or self.per_token):  # the token's text is held back
@@ -144,16 +129,19 @@ class ChatAnswer(Choices):
         return "".join([*firsts, *(self.chunk(index, piece) for piece in pieces[1:])])
 
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
-        return self.chunk(index, {"delta": {}}, finish=self._streams[index].finish_reason(output), **more)
+        return self.chunk(index, {"delta": {}}, finish=self.streams[index].finish_reason(output), **more)
 
 
 class DeltaStream:
     """Parses an answer into deltas as its events arrive."""
 
     def __init__(self, answer: ChatAnswer):
+        self._loaded, self._reader = answer.loaded, answer.reader()
         self._text = TextStream(answer.loaded.tokenizer, answer.body.stops)
-        self._reader = answer.reader()
         self._has_calls = False
+        self._has_answer = False
+        """Whether a part was not reasoning."""
+        self._thoughts: list[str] = []
 
     def push(self, event: RequestEvent) -> list[Delta]:
         output = event.output
@@ -163,7 +151,20 @@ class DeltaStream:
             deltas = self._reader.push(self._text.finish(output.text))
             deltas += self._reader.finish(output.finish_reason == "stop" and not output.stop)
         self._has_calls |= any(delta.tool_call is not None for delta in deltas)
+        self._has_answer |= not all(delta.reasoning for delta in deltas)
+        self._thoughts += [delta.reasoning for delta in deltas]
         return deltas
+
+    def thought_tokens(self, output: Output) -> int:
+        """Count the tokens of the answer's reasoning, including its end tag, once the answer has ended."""
+        tokens, thoughts = output.tokens, "".join(self._thoughts)
+        if not thoughts or not self._has_answer:
+            return len(tokens) if thoughts else 0
+        tokenizer, end = self._loaded.tokenizer, self._loaded.chat.thoughts.think_end
+        tag = tokenizer.encode(end, add_special_tokens=False) if end else []
+        ends = (at + len(tag) for at in range(len(tokens)) if tag and tokens[at : at + len(tag)] == tag)
+        # Without an end tag, the reasoning ends at the end of its text.
+        return next(ends, None) or len(tokenizer.encode(thoughts, add_special_tokens=False))
 
     @property
     def is_cut(self) -> bool:
@@ -197,7 +198,7 @@ def render_chat(
     if body.messages[-1].role == "user":
         refuse_last_media(body.messages[-1].content, f"messages[{len(body.messages) - 1}].content")
     messages = [message.plain() for message in body.messages]
-    chat = loaded.chat.chat(messages, offer.for_template, arguments, bool(body.continue_final_message), encode.check)
+    chat = loaded.chat.chat(messages, offer.tools, arguments, bool(body.continue_final_message), encode.check)
     tokens = chat.tokens(encode)
     if must_fit:
         check_context(len(tokens), body.most_tokens, loaded, "messages")

@@ -165,8 +165,6 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
 class PartsAnswer(Answer):
     """A chat's answer in parts. Its stream starts, extends and ends each part before the next."""
 
-    chat: ChatAnswer
-
     def __init__(self, chat: ChatRequest, at_most: int | None, names: Names, limits: Limits):
         """at_most: a bound on answer tokens. names: renames the fields in errors. Raises ApiError 400."""
         with names.used():
@@ -183,7 +181,7 @@ class PartsAnswer(Answer):
 
     def begin(self, chat: ChatAnswer) -> None:
         """Take the requests of a chat that is prepared."""
-        self.chat, self.call, self.requests, self._deltas = chat, chat.call, chat.requests, DeltaStream(chat)
+        self.call, self.requests, self._deltas = chat.call, chat.requests, DeltaStream(chat)
 
     @abstractmethod
     def start(self) -> str:

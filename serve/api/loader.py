@@ -113,7 +113,7 @@ def _try_out(target: Target, proposer: Proposer | None, depth: int) -> None:
 def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
     target, chat = loaded.target, loaded.chat
     template = "chat template" if chat.has_chat_template else "no chat template (completions only)"
-    chats = f"{template}{', tools' * chat.has_tool_calling}{', reasoning' * chat.has_thinking}"
+    chats = f"{template}{', tools' if chat.calls else ''}{', reasoning' if chat.thoughts.think_start else ''}"
     budget, prefixes, disk = loaded.engine.kv_budget, loaded.engine.prefixes, loaded.disk
     cache = "no prefix cache"
     if prefixes is not None:

@@ -136,7 +136,7 @@ class MessageAnswer(PartsAnswer):
 
     def _usage(self, output: Output | None) -> dict[str, Any]:
         """Count tokens, before the answer begins only those of the prompt."""
-        cached, thoughts = (output.cached_tokens, self.chat.thought_tokens(output)) if output else (0, 0)
+        cached, thoughts = (output.cached_tokens, self._deltas.thought_tokens(output)) if output else (0, 0)
         return {
             "input_tokens": len(self.requests[0].prompt) - cached,
             "cache_creation_input_tokens": 0,

@@ -267,7 +267,7 @@ class ResponseAnswer(PartsAnswer):
             "input_tokens": output.prompt_tokens,
             "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": len(output.tokens),
-            "output_tokens_details": {"reasoning_tokens": self.chat.thought_tokens(output)},
+            "output_tokens_details": {"reasoning_tokens": self._deltas.thought_tokens(output)},
             "total_tokens": output.prompt_tokens + len(output.tokens),
         }
 

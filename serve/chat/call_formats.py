@@ -21,28 +21,23 @@ from .call_markup import (
     MINIMAX,
     MUSE,
     QWEN_XML,
+    SPACE,
     BodyParser,
     Call,
     OpenBodyError,
     glm_markup,
 )
-from .parameter_types import Offer
-
-_S = r"\s{0,64}"
+from .parameter_types import Offer, refuse_constant
 
 
 def json_value(text: str, start: int) -> tuple[Any, int]:
     """Return the JSON value at a position of a text, and where it ends. Raises OpenBodyError inside a string."""
     try:
-        return json.JSONDecoder(strict=False, parse_constant=_refuse).raw_decode(text, start)
+        return json.JSONDecoder(strict=False, parse_constant=refuse_constant).raw_decode(text, start)
     except json.JSONDecodeError as e:
         if e.msg.startswith("Unterminated string"):
             raise OpenBodyError("the text ends in a string") from e
         raise
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def skip_space(text: str, at: int) -> int:
@@ -71,7 +66,7 @@ def json_call(call: dict[str, Any]) -> Call:
 
 
 _KIMI_HEADER = re.compile(
-    rf"(?:<\|tool_call_begin\|>)?{_S}(?P<id>(?:functions\.)?(?P<name>[^\s<>:]{{1,128}}):\d{{1,9}}){_S}"
+    rf"(?:<\|tool_call_begin\|>)?{SPACE}(?P<id>(?:functions\.)?(?P<name>[^\s<>:]{{1,128}}):\d{{1,9}}){SPACE}"
     r"<\|tool_call_argument_begin\|>"
 )
 _KIMI_CALL_END = "<|tool_call_end|>"
@@ -94,7 +89,7 @@ def parse_kimi_k2(body: str, offer: Offer, final: bool) -> tuple[list[Call], int
 
 
 _MISTRAL_HEADER = re.compile(
-    rf"{_S}(?P<name>[^\s\[\]]{{1,128}}){_S}(?:\[CALL_ID\](?P<id>[^\s\[\]]{{1,64}}))?{_S}\[ARGS\]{_S}"
+    rf"{SPACE}(?P<name>[^\s\[\]]{{1,128}}){SPACE}(?:\[CALL_ID\](?P<id>[^\s\[\]]{{1,64}}))?{SPACE}\[ARGS\]{SPACE}"
 )
 
 
@@ -129,10 +124,10 @@ def deepseek_tag(name: str) -> str:
 
 
 _DEEPSEEK_HEADER = re.compile(
-    rf"{_S}{deepseek_tag('call▁begin')}(?:function{deepseek_tag('sep')}(?P<name>[^\n<>]{{1,128}})\n```json\n|"
+    rf"{SPACE}{deepseek_tag('call▁begin')}(?:function{deepseek_tag('sep')}(?P<name>[^\n<>]{{1,128}})\n```json\n|"
     rf"(?P<bare>[^\n<>]{{1,128}}){deepseek_tag('sep')})"
 )
-_DEEPSEEK_END = re.compile(rf"{_S}(?:```)?{_S}(?:{deepseek_tag('call▁end')}|\Z){_S}")
+_DEEPSEEK_END = re.compile(rf"{SPACE}(?:```)?{SPACE}(?:{deepseek_tag('call▁end')}|\Z){SPACE}")
 
 
 def parse_deepseek(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
@@ -179,7 +174,7 @@ def _python_call(call: ast.expr) -> Call:
     return {"name": ast.unparse(call.func), "arguments": values}
 
 
-_GEMMA_HEADER = re.compile(rf"{_S}call:(?P<name>[^\s{{}}<>]{{1,128}})(?=\{{)")
+_GEMMA_HEADER = re.compile(rf"{SPACE}call:(?P<name>[^\s{{}}<>]{{1,128}})(?=\{{)")
 _GEMMA_KEY = re.compile(r"(?P<key>[^:{}\[\],<>]{1,256}):")
 _GEMMA_SCALAR = re.compile(r"[^,{}\[\]]{0,512}")
 _DEEPEST = 64
@@ -220,7 +215,7 @@ def _gemma_value(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
     if not match[0].strip() or quote in match[0]:
         raise ValueError("no value")
     try:
-        return json.loads(match[0], parse_constant=_refuse), match.end()
+        return json.loads(match[0], parse_constant=refuse_constant), match.end()
     except ValueError:
         return match[0].strip(), match.end()
 

@@ -231,7 +231,7 @@ def _unescape(text: str) -> str:
     return text.replace("&quot;", '"').replace("&amp;", "&")
 
 
-_S = r"\s{0,64}"
+SPACE = r"\s{0,64}"
 _NAME = r"""["']?(?P<name>[^"'<>\n]{1,128})["']?"""
 _KEY = r"""["']?(?P<key>[^"'<>\n]{1,256})["']?"""
 QWEN_XML = Markup(
@@ -239,30 +239,26 @@ QWEN_XML = Markup(
     "</function>",
     r"<parameter=(?P<key>[^<>\n]{1,256})>",
     "</parameter>",
-    f"</tool_call>{_S}<tool_call>",
+    f"</tool_call>{SPACE}<tool_call>",
     has_lines=True,
 )
-MINIMAX = Markup(
-    f"<invoke name={_NAME}>",
-    "</invoke>",
-    f"<parameter name={_KEY}>",
-    "</parameter>",
-    f"</minimax:tool_call>{_S}<minimax:tool_call>",
-)
-MUSE = Markup(
-    f"<atem:invoke name={_NAME}>",
-    "</atem:invoke>",
-    f"<atem:parameter name={_KEY}>",
-    "</atem:parameter>",
-    f"</atem:function_calls>{_S}<atem:function_calls>",
-    value=lambda text, kind, types: _json_or_text(text),
-)
+
+
+def _invokes(prefix: str, section: str, **more: Any) -> Markup:
+    """Return a notation of `<invoke name=…>` and `<parameter name=…>`. prefix: what the names of tags begin with."""
+    function, parameter = f"<{prefix}invoke name={_NAME}>", f"<{prefix}parameter name={_KEY}>"
+    again = f"</{section}>{SPACE}<{section}>"
+    return Markup(function, f"</{prefix}invoke>", parameter, f"</{prefix}parameter>", again, **more)
+
+
+MINIMAX = _invokes("", "minimax:tool_call")
+MUSE = _invokes("atem:", "atem:function_calls", value=lambda text, kind, types: _json_or_text(text))
 MINICPM = Markup(
     f"<function name={_NAME}>",
     "</function>",
     f"<param name={_KEY}>",
     "</param>",
-    f"</function>{_S}<function name=",
+    f"</function>{SPACE}<function name=",
     value=_with_cdata,
 )
 DSML_BAR = "\uff5cDSML\uff5c"
@@ -271,7 +267,7 @@ DSML = Markup(
     f"</{DSML_BAR} ?invoke>",
     f'<{DSML_BAR} ?parameter name="(?P<key>[^"\\n]{{1,256}})"(?: string="(?P<kind>true|false)")?>',
     f"</{DSML_BAR} ?parameter>",
-    f"</{DSML_BAR} ?(?:function_|tool_)?calls>{_S}<{DSML_BAR} ?(?:function_|tool_)?calls>",
+    f"</{DSML_BAR} ?(?:function_|tool_)?calls>{SPACE}<{DSML_BAR} ?(?:function_|tool_)?calls>",
     value=_by_kind,
 )
 KIMI_K3 = Markup(
@@ -279,7 +275,7 @@ KIMI_K3 = Markup(
     r"<\|close\|>call<\|sep\|>",
     r'<\|open\|>(?:argument key="(?P<key>[^"\n]{1,256})"(?: type="(?P<kind>\w{1,32})")?|json[^<>\n]{0,64})<\|sep\|>',
     r"<\|close\|>(?:argument|json)<\|sep\|>",
-    rf"<\|close\|>tools<\|sep\|>{_S}<\|open\|>tools<\|sep\|>",
+    rf"<\|close\|>tools<\|sep\|>{SPACE}<\|open\|>tools<\|sep\|>",
     value=_by_kind,
     unescape=_unescape,
 )
@@ -290,7 +286,7 @@ def glm_markup(prefix: str = "") -> Markup:
     return Markup(
         "",
         "",
-        f"<{prefix}arg_key>(?P<key>[^<>\\n]{{1,256}})</{prefix}arg_key>{_S}<{prefix}arg_value>",
+        f"<{prefix}arg_key>(?P<key>[^<>\\n]{{1,256}})</{prefix}arg_key>{SPACE}<{prefix}arg_value>",
         f"</{prefix}arg_value>",
-        f"</{prefix}tool_call>{_S}<{prefix}tool_call>",
+        f"</{prefix}tool_call>{SPACE}<{prefix}tool_call>",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,19 +12,18 @@ import regex
 
 from eagle_mlx.text import held_back
 
-from .call_formats import NOTATIONS, skip_space
+from .call_formats import NOTATIONS
 from .call_markup import Call, OpenBodyError
 from .call_pieces import Brackets, CallPieces
 from .parameter_types import offered_types
 from .tools import Tool, ToolCall, ToolCallTags
 
-_ALPHANUMERIC = string.ascii_letters + string.digits
 _MOST_MALFORMED = 64
 """Failed calls after which an answer is plain text: each may cost another pass over the rest."""
 _MOST_PARSED = 1 << 24
 """Characters to parse in an answer, about a second: a body with many end tags in its values is parsed at each."""
 _REACH = 64
-"""Characters of white space that may precede an end tag."""
+"""Characters of white space that may precede a tag."""
 
 
 class ToolCallParser:
@@ -39,7 +37,9 @@ class ToolCallParser:
     def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = "", enforced: bool = False):
         """enforced: whether a grammar enforces calls, so that they are returned in pieces."""
         self._tags, self._offer = tags, offered_types(tools)
-        self._pieces = CallPieces(tags.form, tags.start, self._offer) if enforced and tags.form else None
+        names = "|".join(map(re.escape, sorted(self._offer, key=len, reverse=True)))
+        self._names = f"(?:{names})"
+        self._pieces = CallPieces(tags.form, tags.start, self._names) if enforced and tags.form else None
         self._notation = NOTATIONS[tags.parser]
         bare = tags.bare if tags.bare and tags.bare[0] != tags.start else None
         self._bare = tuple(f"{bare[0]}{name}>" for name in self._offer) if bare else ()
@@ -50,8 +50,6 @@ class ToolCallParser:
         for start, end in ((tags.start, tags.end or tags.start), *tags.variants):
             self._ends[start] = (*self._ends.get(start, ()), end)
         self._think_end = "" if think_end in self._ends[tags.start] else think_end
-        names = "|".join(map(re.escape, sorted(self._offer, key=len, reverse=True)))
-        self._names = f"(?:{names})"
         self._text = ""
         self._body: int | None = None
         """The start of the open call's body in the text; None outside of calls."""
@@ -88,8 +86,10 @@ class ToolCallParser:
         return self._outside(thinking, final, complete)
 
     def _outside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
-        if self._follows_bare and self._skip_end(final) is None:
-            return None
+        if self._follows_bare:  # an end tag may follow a function without an opening tag
+            if (read := leading_tag(self._text, self._tags.end, final)) is None:
+                return None
+            self._text, self._follows_bare = self._text[read:], False
         tags = () if self._is_tired else [tag for tag in self._ends if not thinking or tag not in self._bare]
         if (opening := self._opening(tags)) is None:
             return self._take(len(self._text) if final else safe_length(self._text, tags))
@@ -105,21 +105,9 @@ class ToolCallParser:
         if not tags:
             return None
         for match in re.finditer("|".join(map(re.escape, tags)), self._text):
-            before = self._text[max(0, match.start() - _REACH) : match.start()].rstrip(" \t")
-            begins_line = before.endswith("\n") or (not before and match.start() <= _REACH and self._begins_line)
-            if match[0] not in self._bare or begins_line:
+            if match[0] not in self._bare or begins_line(self._text, match.start(), self._begins_line):
                 return match.start(), match[0]
         return None
-
-    def _skip_end(self, final: bool) -> bool | None:
-        """Drop an end tag after a function without an opening tag. Return None if it may still come."""
-        at = skip_space(self._text, 0)
-        if self._text.startswith(self._tags.end, at):
-            self._text = self._text[at + len(self._tags.end) :]
-        elif self._tags.end.startswith(self._text[at:]) and not final:
-            return None
-        self._follows_bare = False
-        return True
 
     def _inside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
         assert self._body is not None
@@ -271,7 +259,7 @@ class ToolCallParser:
 
     def _new_id(self) -> str:
         if self._tags.parser == "mistral":  # its templates only accept ids of nine letters and digits
-            return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+            return secrets.token_hex(5)[:9]
         return f"call_{secrets.token_hex(12)}"
 
 
@@ -282,6 +270,23 @@ def _json(arguments: dict[str, Any]) -> str:
     except UnicodeEncodeError:  # half a surrogate pair has no UTF-8
         return json.dumps(arguments, allow_nan=False)
     return text
+
+
+def leading_tag(text: str, tag: str, final: bool) -> int | None:
+    """Return the length of a tag at the beginning, and of the white space before it: 0 if there is none.
+
+    None if more text may complete the tag. final: no more text follows.
+    """
+    bare = text.lstrip()
+    if bare.startswith(tag):
+        return len(text) - len(bare) + len(tag)
+    return None if tag.startswith(bare) and not final else 0
+
+
+def begins_line(text: str, at: int, is_start: bool) -> bool:
+    """Return whether only blanks precede a position on its line. is_start: whether the text itself begins a line."""
+    before = text[max(0, at - _REACH) : at].rstrip(" \t")
+    return before.endswith("\n") or (not before and at <= _REACH and is_start)
 
 
 def safe_length(text: str, tags: Sequence[str]) -> int:
@@ -319,7 +324,6 @@ class BareCallParser(ToolCallParser):
         listed = rf"(?:\[{_S})?{_JSON}{name}\"|\[{_S}{name}\("
         self._unfenced = rf"{_FENCE}(?P<body>{listed}|{name}\()|{_LINE}(?P<body>{listed})"
         self._fenced = rf"(?:{_FENCE}|{_LINE})(?P<body>{listed}|{name}\()"
-        self._begins_line = True
         self._fence = ""
         """The beginning of the fence of the last call, if it is still open."""
         self._brackets = Brackets()
@@ -346,7 +350,8 @@ class BareCallParser(ToolCallParser):
 
     def _read_body(self, thinking: bool, final: bool, complete: bool) -> tuple[list[ToolCall] | None, int] | None:
         assert self._body is not None
-        end = self._end()
+        self._searched, is_closed = self._brackets.read(self._text, self._searched)
+        end = self._searched if is_closed else -1
         thought_end = self._text.find(self._think_end, self._body) if thinking and self._think_end else -1
         if end < 0 <= thought_end or 0 <= thought_end < end or (end < 0 and final and complete):
             return None, self._body + 1
@@ -354,11 +359,6 @@ class BareCallParser(ToolCallParser):
         if end < 0:
             return None
         return (calls, end) if calls else (None, self._body + 1)
-
-    def _end(self) -> int:
-        """Return where the open call's brackets are closed; -1 if they are not yet."""
-        self._searched, is_closed = self._brackets.read(self._text, self._searched)
-        return self._searched if is_closed else -1
 
     def _take(self, count: int) -> str | None:
         taken = super()._take(count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import regex
@@ -38,11 +37,10 @@ class Brackets:
 class CallPieces:
     """Reads the calls of one body: names, and arguments as the model writes them."""
 
-    def __init__(self, form: CallForm, tag: str, names: Iterable[str]):
-        """tag: the opening tag that precedes a body."""
+    def __init__(self, form: CallForm, tag: str, names: str):
+        """tag: the opening tag that precedes a body. names: a pattern of the functions' names, longest first."""
         lead = form.start + form.name
-        longest_first = "|".join(map(regex.escape, sorted(names, key=len, reverse=True)))
-        header = rf"(?P<name>{longest_first}){regex.escape(form.arguments)}(?=\{{)"
+        header = rf"(?P<name>{names}){regex.escape(form.arguments)}(?=\{{)"
         inner = ("(?!)" if form.inner is None else regex.escape(form.inner + form.name)) + header
         self._first: Any = regex.compile(regex.escape(lead[lead.find(tag) + len(tag) :]) + header)
         self._next: Any = regex.compile(f"{regex.escape(form.end)}(?:{inner}|{regex.escape(form.last)})")

@@ -8,8 +8,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .call_formats import deepseek_tag
 from .call_markup import DSML_BAR
-from .parser import ReasoningTags
-from .tools import CallForm, ToolCallTags
+from .tools import AnswerStates, CallForm, ToolCallTags
 
 JSON_TOOLS = CallForm('\n{"name": "', '", "arguments": ', "}\n", "<tool_call>", "</tool_call>", outer="\n")
 """The form of mlx-lm's parser `json_tools`."""
@@ -22,7 +21,7 @@ _BUILT_IN = tuple(
     f"<|channel|>{name} to={tool}" for name in ("commentary", "analysis") for tool in ("python", "browser")
 )
 """Messages to tools that the server does not have. They are no content."""
-_HARMONY_THOUGHTS = ReasoningTags(
+_HARMONY_THOUGHTS = AnswerStates(
     f"{_ANALYSIS}<|message|>",
     "<|end|>",
     {
@@ -58,20 +57,12 @@ _V31 = CallForm(_CALL, _SEP, _CALL_END, _CALLS, _CALLS_END, "")
 _PLAIN = CallForm('{"name": "', '", "parameters": ', "}", outer="; ")
 
 
-def _deepseek(form: CallForm) -> ToolCallTags:
-    return ToolCallTags(_CALLS, _CALLS_END, "deepseek", form, rewrites=True)
-
-
-def _bare(name: str) -> ToolCallTags:
-    return ToolCallTags("", "", name, _PLAIN, one_by_one=True, rewrites=True)
-
-
 _MARKS: Mapping[tuple[str, ...], ToolCallTags] = {
     ("<|channel|>commentary",): _HARMONY,
-    (_CALLS, "```json"): _deepseek(_V3),
-    (_CALLS,): _deepseek(_V31),
-    ('"parameters": dictionary',): _bare("llama"),
-    ("<start_of_turn>",): _bare("gemma"),
+    (_CALLS, "```json"): ToolCallTags(_CALLS, _CALLS_END, "deepseek", _V3, rewrites=True),
+    (_CALLS,): ToolCallTags(_CALLS, _CALLS_END, "deepseek", _V31, rewrites=True),
+    ('"parameters": dictionary',): ToolCallTags("", "", "llama", _PLAIN, one_by_one=True, rewrites=True),
+    ("<start_of_turn>",): ToolCallTags("", "", "gemma", _PLAIN, one_by_one=True, rewrites=True),
 }
 """For each family, the parts that its chat templates have. The first that fits counts."""
 
@@ -112,8 +103,8 @@ def _templates(tokenizer: TokenizerWrapper) -> str:
     return "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
 
 
-def reasoning_tags(tokenizer: TokenizerWrapper) -> ReasoningTags:
-    """Return the tags of thoughts, other tags that are dropped from answers, and the states of the template."""
+def answer_states(tokenizer: TokenizerWrapper) -> AnswerStates:
+    """Return the states of a model's answers: reasoning, content, and those of its template. All tags are dropped."""
     if call_tags(tokenizer) is _HARMONY:
         return _HARMONY_THOUGHTS
     names = {"normal": "content"}
@@ -129,4 +120,4 @@ def reasoning_tags(tokenizer: TokenizerWrapper) -> ReasoningTags:
     for state, leads in tokenizer.response_transitions.items():
         known = edges.setdefault(names.get(state, state), [])
         known += [(tag, names.get(to, to)) for tag, to in leads if to != "tool"]
-    return ReasoningTags(start, end, edges, names.get(i := tokenizer.response_initial_state or "", i))
+    return AnswerStates(start, end, edges, names.get(i := tokenizer.response_initial_state or "", i))

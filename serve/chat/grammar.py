@@ -13,8 +13,7 @@ from llguidance import LLMatcher
 
 from eagle_mlx.errors import ConfigError
 
-from .parser import ReasoningTags
-from .tools import CallForm, Tool, ToolCallTags
+from .tools import AnswerStates, CallForm, Tool, ToolCallTags
 
 Schema = Mapping[str, Any]
 TagWriter = Callable[[str], str]
@@ -29,7 +28,7 @@ def grammar_text(
     tools: Sequence[Tool],
     calls: ToolCallTags | None,
     several: bool,
-    thoughts: ReasoningTags,
+    thoughts: AnswerStates,
     thinking: bool,
     tag: TagWriter,
 ) -> str:
@@ -124,7 +123,7 @@ def _is_beyond(key: str, value: Any) -> bool:
     return key in _BOUNDS and isinstance(value, int | float) and abs(value) >= _MOST_BOUND
 
 
-def _thought(tags: ReasoningTags, thinking: bool, tag: TagWriter) -> list[str]:
+def _thought(tags: AnswerStates, thinking: bool, tag: TagWriter) -> list[str]:
     if not tags.think_start:
         return ['before: ""']
     end, resume = tag(tags.think_end), tag(tags.resume)

@@ -29,7 +29,6 @@ _ALIASES = {
 _INTEGER = re.compile(r"-?\d{1,4000}(?:\.0{1,40})?")
 """Python refuses to read integers of more than 4,300 digits."""
 _CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-_TYPES_OF_CONSTANTS = {True: "boolean", False: "boolean", None: "null"}
 
 
 def offered_types(tools: Sequence[Mapping[str, Any]]) -> Offer:
@@ -44,34 +43,28 @@ def typed_value(text: str, types: Types) -> Any:
     the types are unknown, objects and arrays are read, and other texts stay text.
     """
     bare = text.strip()
-    if bare in _CONSTANTS and _TYPES_OF_CONSTANTS[_CONSTANTS[bare]] in types - {"string"}:
+    if bare in _CONSTANTS and ("null" if _CONSTANTS[bare] is None else "boolean") in types - {"string"}:
         return _CONSTANTS[bare]
     if "string" in types:
         return text
     if types & {"integer", "number"} and _INTEGER.fullmatch(bare):
         return int(bare.partition(".")[0])
-    if "number" in types or not types or types & {"object", "array"}:
-        value = _structure(bare)
-        if isinstance(value, float) and "number" in types:
-            return value
-        if isinstance(value, dict) and (not types or "object" in types):
-            return value
-        if isinstance(value, list) and (not types or "array" in types):
-            return value
-    return text
+    readable = types & {"number", "object", "array"} if types else {"object", "array"}
+    value = _structure(bare) if readable else None
+    return value if isinstance(value, float | dict | list) and _NAMES[type(value)] in readable else text
 
 
 def _structure(text: str) -> Any:
     """Read JSON, or a Python literal of a list or dictionary; None if it is neither."""
     with suppress(ValueError, RecursionError):
-        return json.loads(text, strict=False, parse_constant=_refuse)
+        return json.loads(text, strict=False, parse_constant=refuse_constant)
     try:
         return json.loads(json.dumps(ast.literal_eval(text), allow_nan=False)) if text[:1] in ("[", "{") else None
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
 
 
-def _refuse(name: str) -> Any:
+def refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 

@@ -5,41 +5,21 @@ The tags of a model's vocabulary or template separate reasoning from content. `c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from eagle_mlx.text import held_back
 
-from eagle_mlx.text import IncrementalText, held_back
-
-from .call_parser import BareCallParser, ToolCallParser, safe_length
-from .tools import Tool, ToolCall
-
-if TYPE_CHECKING:
-    from .template import ChatFormat  # it imports this module's tags
+from .call_parser import BareCallParser, ToolCallParser, begins_line, leading_tag, safe_length
+from .template import ChatFormat
+from .tools import AnswerStates, Tool, ToolCall
 
 Kind = Literal["content", "reasoning"]
 _OPENING = "opening"
 """The state before the first word."""
-_REACH = 64
-"""Blanks that may precede the tag of a thought on its line."""
-
-
-@dataclass(frozen=True)
-class ReasoningTags:
-    """A model's reasoning tags, as a state machine: each tag leads from one state to another."""
-
-    think_start: str = ""
-    think_end: str = ""
-    edges: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
-    """For each state (`content`, `reasoning`, or a state of the template's own): tags, and the states they lead to."""
-    initial: str = ""
-    """The state in which an answer begins, if it is not content or reasoning."""
-    resume: str = ""
-    """The text that follows a thought, before content or calls."""
-    answer: str = ""
-    """The text before content, with a grammar."""
 
 
 class ReasoningParser:
@@ -48,7 +28,7 @@ class ReasoningParser:
     The tags are dropped, and so are the line breaks around them.
     """
 
-    def __init__(self, tags: ReasoningTags, starts_in_reasoning: bool = False, continued: bool = False):
+    def __init__(self, tags: AnswerStates, starts_in_reasoning: bool = False, continued: bool = False):
         self._tags = tags
         self._state = "reasoning" if starts_in_reasoning else "content" if continued else tags.initial or _OPENING
         self._fresh = starts_in_reasoning and not continued
@@ -83,8 +63,7 @@ class ReasoningParser:
                 parts.append(("reasoning" if self.thinking else "content", text))
             if found is None:
                 self._text = "" if final else self._text[at:]
-                line = text.rpartition("\n")
-                self._begins_line = not line[2].strip(" \t") and (bool(line[1]) or self._begins_line)
+                self._begins_line = begins_line(text, len(text), self._begins_line)
                 return parts
             self._go(tags.get(found[1], "reasoning"), found[0] + len(found[1]))
         return parts
@@ -99,11 +78,10 @@ class ReasoningParser:
 
     def _skip_end(self, final: bool) -> bool:
         """Drop the end tag of an interrupted thought. Return whether that is done, or no such tag follows."""
-        end, text = self._tags.think_end, self._text.lstrip()
-        if text.startswith(end):
-            self._go("content", len(self._text) - len(text) + len(end))
-        elif end.startswith(text) and not final:
+        if (read := leading_tag(self._text, self._tags.think_end, final)) is None:
             return False
+        if read:
+            self._go("content", read)
         self._is_interrupted = False
         return True
 
@@ -111,20 +89,17 @@ class ReasoningParser:
         """Return whether a tag counts. In content, one that opens a thought must begin a line or follow a tag."""
         if self._state != "content" or tag != self._tags.think_start:
             return True
-        before = self._text[max(0, at - _REACH) : at]
-        line = before.rpartition("\n")
-        return not line[2].strip(" \t") and (bool(line[1]) or (at <= _REACH and self._begins_line))
+        return begins_line(self._text, at, self._begins_line)
 
     def _open(self, final: bool) -> bool:
         """Leave the opening state as soon as the next state is certain."""
-        start, text = self._tags.think_start, self._text.lstrip()
-        if start and text.startswith(start):
-            self._go("reasoning", len(self._text) - len(text) + len(start))
-        elif start and start.startswith(text) and not final:
-            return False
-        else:
+        start = self._tags.think_start
+        read = leading_tag(self._text, start, final) if start else 0
+        if read:
+            self._go("reasoning", read)
+        elif read == 0:
             self._state = "content"
-        return True
+        return read is not None
 
     def _go(self, state: str, read: int) -> None:
         self._state, self._text, self._fresh, self._begins_line = state, self._text[read:], True, True
@@ -135,18 +110,11 @@ def next_tag(text: str, tags: Sequence[str], final: bool, counts: Callable[[str,
 
     None if there is none, or if another may begin before it, or be longer.
     """
-    places = (next((at for at in _places(text, tag) if counts(tag, at)), -1) for tag in tags)
-    marks = ((at, tag) for at, tag in zip(places, tags, strict=True) if at >= 0)
+    finds = {tag: (mark.start() for mark in re.finditer(f"(?={re.escape(tag)})", text)) for tag in tags}
+    marks = [(at, tag) for tag, places in finds.items() for at in islice((at for at in places if counts(tag, at)), 1)]
     first = min(marks, key=lambda mark: (mark[0], -len(mark[1])), default=None)
     waiting = 0 if final else held_back(text, tags)
     return None if first is None or (waiting and len(text) - waiting <= first[0]) else first
-
-
-def _places(text: str, tag: str) -> Iterator[int]:
-    at = text.find(tag)
-    while at >= 0:
-        yield at
-        at = text.find(tag, at + 1)
 
 
 @dataclass(frozen=True)
@@ -222,13 +190,12 @@ class AnswerParser:
 class FirstCall:
     """Stops a request as soon as its answer holds one complete call (`SamplingParams.stop_watcher`)."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, parser: AnswerParser):
+    def __init__(self, parser: AnswerParser):
         """parser: must have been made with `several` false."""
-        self._text, self._parser = IncrementalText(tokenizer), parser
+        self._parser = parser
 
-    def __call__(self, token: int) -> bool:
-        certain, _ = self._text.add([token])
-        self._parser.push(certain)
+    def __call__(self, token: int, text: str) -> bool:
+        self._parser.push(text)
         return self._parser.has_ended
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -216,21 +216,22 @@ def _places(
     schema: lark.Schema | None, response_format: Mapping[str, Any] | None, tools: Sequence[Tool], offer: ToolOffer
 ) -> vetting.Places:
     """Return the schemas of a request. Raises ConfigError that names the place."""
-    sources: list[tuple[str, Tool | None]] = []
+    schemas: list[tuple[str, Callable[[], lark.Schema], bool]] = []
     if schema is not None and response_format is not None:
-        older = response_format["type"] == "json_object"
-        sources.append(("response_format.schema" if older else "response_format.json_schema.schema", None))
+        field = "schema" if response_format["type"] == "json_object" else "json_schema.schema"
+        schemas.append((f"response_format.{field}", lambda: schema, False))
     for tool in tools:
-        sources.append((f"tools[{tool_names(offer.tools).index(tool['function']['name'])}].function.parameters", tool))
+        where = f"tools[{tool_names(offer.tools).index(tool['function']['name'])}].function.parameters"
+        schemas.append((where, partial(lark.parameters_of, tool), lark.is_loose(tool)))
     places = []
-    for where, source in sources:
+    for where, read, is_loose in schemas:
         try:
-            text = json.dumps(found := schema or {} if source is None else lark.parameters_of(source))
+            text = json.dumps(found := read())
         except RecursionError as e:
             raise ConfigError(f"{where}: nested too deeply") from e
         if "x-guidance" in found:
             raise ConfigError(f"{where}: unknown key 'x-guidance'")
-        places.append((where, text, source is not None and lark.is_loose(source)))
+        places.append((where, text, is_loose))
     size = sum(len(text) for _, text, _ in places)
     if size > MOST_SCHEMA_BYTES:
         raise TooComplex(

@@ -15,10 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.target import Target
 
-from .families import call_tags, reasoning_tags
+from .families import answer_states, call_tags
 from .history import Message, Way, lost_message, read_messages, text_of, ways_to_render, with_typed_parts
-from .parser import ReasoningTags
-from .tools import Tool, ToolCallTags
+from .tools import AnswerStates, Tool, ToolCallTags, without
 
 Encode = Callable[[str, bool], list[int]]
 """Maps a text, and whether to add special tokens that begin or end it, to token ids."""
@@ -185,7 +184,7 @@ class ChatFormat:
     """How a model's chats are written, and how it tags reasoning and calls."""
 
     tokenizer: TokenizerWrapper | None
-    thoughts: ReasoningTags
+    thoughts: AnswerStates
     calls: ToolCallTags | None
     """None if there is no parser for the model's calls."""
     volatile: Volatile = Volatile()
@@ -194,20 +193,12 @@ class ChatFormat:
     def of(cls, target: Target, volatile: Volatile = Volatile()) -> ChatFormat:
         """Read a target's tokenizer. Without one, `has_chat_template` is false."""
         if (tokenizer := target.tokenizer) is None:
-            return cls(None, ReasoningTags(), None, volatile)
-        return cls(tokenizer, reasoning_tags(tokenizer), call_tags(tokenizer), volatile)
+            return cls(None, AnswerStates(), None, volatile)
+        return cls(tokenizer, answer_states(tokenizer), call_tags(tokenizer), volatile)
 
     @property
     def has_chat_template(self) -> bool:
         return self.tokenizer is not None and bool(self.tokenizer.has_chat_template)
-
-    @property
-    def has_tool_calling(self) -> bool:
-        return self.calls is not None
-
-    @property
-    def has_thinking(self) -> bool:
-        return bool(self.thoughts.think_start)
 
     def chat(
         self,
@@ -230,7 +221,7 @@ class ChatFormat:
             if arguments["add_generation_prompt"]:
                 raise PromptError(f"add_generation_prompt must be false with {CONTINUED}")
             arguments[CONTINUED] = _field_to_continue(read)
-        arguments["tools"] = [dict(tool) for tool in tools] or None
+        arguments["tools"] = [without(tool, "strict") for tool in tools] or None  # only the server uses `strict`
         if self.tokenizer is None or not self.has_chat_template:
             raise PromptError("messages: this model has no chat template; give it text through /v1/completions")
         if tools and self.calls is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_mlx.errors import PromptError
@@ -26,11 +26,6 @@ class ToolOffer:
     def strict(self) -> tuple[Tool, ...]:
         """Optional tools with strict schemas: a call of one must fit its schema."""
         return () if self.forced else tuple(tool for tool in self.tools if tool["function"].get("strict") is True)
-
-    @property
-    def for_template(self) -> list[Tool]:
-        """The tools without `strict`, which only the server uses."""
-        return [without(tool, "strict") for tool in self.tools]
 
     @classmethod
     def of(
@@ -143,3 +138,19 @@ class ToolCallTags:
     """Other tags of the same notation: start and end."""
     bare: tuple[str, str] | None = None
     """The beginning of a function and its end, if it has no tags around it, or models forget them."""
+
+
+@dataclass(frozen=True)
+class AnswerStates:
+    """The states of an answer, such as content and reasoning, and the tags that lead from one to another."""
+
+    think_start: str = ""
+    think_end: str = ""
+    edges: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    """For each state (`content`, `reasoning`, or a state of the template's own): tags, and the states they lead to."""
+    initial: str = ""
+    """The state in which an answer begins, if it is not content or reasoning."""
+    resume: str = ""
+    """The text that follows a thought, before content or calls."""
+    answer: str = ""
+    """The text before content, with a grammar."""

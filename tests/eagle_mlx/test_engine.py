@@ -662,11 +662,11 @@ def test_17_a_watcher_ends_the_text_with_its_token(depth: int) -> None:
     engine = em.Engine(TARGET, Oracle(texts, 0.3) if depth else None, policy=em.FixedPolicy(depth), max_batch=3)
     seen: list[int] = []
 
-    def fifth(token: int) -> bool:
+    def fifth(token: int, text: str) -> bool:
         seen.append(token)
         return len(seen) == 5
 
-    def raising(token: int) -> bool:
+    def raising(token: int, text: str) -> bool:
         raise ValueError("no")
 
     watchers = [lambda: fifth, lambda: raising, None]

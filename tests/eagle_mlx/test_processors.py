@@ -30,7 +30,7 @@ from eagle_mlx.proposers.base import Observation, Proposer
 from eagle_mlx.request import Request
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.text import StopStrings
+from eagle_mlx.text import IncrementalText, StopStrings
 from tests import grammars
 from tests.fakes import RowsState, tiny_head, tiny_target
 from tests.full import FULL, diagonal, some
@@ -414,18 +414,17 @@ def test_a_string_is_found_with_the_token_that_completes_it(text: str, start: in
     tokens += [int(t) for t in np.random.default_rng(noise).integers(0, 4096, noise)]
     start %= len(text)
     stop = (text[start : start + length],)
-    watch, ended = StopStrings(stop, tokenizer), len(tokens)
+    watch, decoder, ended = StopStrings(stop), IncrementalText(tokenizer), len(tokens)
     for count, token in enumerate(tokens, 1):
-        if watch.complete(token):
+        if watch.complete(*decoder.add([token])):
             ended = count
             break
-        assert len(watch.texts.window) < 30
+        assert len(decoder.window) < 30
     assert ended == first_end(tokens, stop)
 
 
 def test_the_earliest_stop_string_cuts_the_text() -> None:
-    assert WORDED.tokenizer is not None
-    stops = StopStrings(("cd", "bcde", "x"), WORDED.tokenizer)
+    stops = StopStrings(("cd", "bcde", "x"))
     assert stops.cut("abcdef") == ("a", "bcde")
     assert stops.cut("none") == ("none", None)
 

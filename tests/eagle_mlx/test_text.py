@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.text import StopStrings, TextStream, held_back
+from eagle_mlx.text import IncrementalText, StopStrings, TextStream, held_back
 from tests.fakes import tiny_target
 from tests.full import some
 
@@ -69,8 +69,8 @@ def test_streams_equal_the_text_and_stop_at_every_stop_string(
     assume(whole)
     stop = (whole[start % len(whole) :][:length], "\x00never")
     end = next(count for count, text in enumerate(texts) if stop[0] in text)
-    watch = StopStrings(stop, TOKENIZER)
-    assert [watch.complete(token) for token in tokens[:end]] == [False] * (end - 1) + [True]
+    watch, decoder = StopStrings(stop), IncrementalText(TOKENIZER)
+    assert [watch.complete(*decoder.add([token])) for token in tokens[:end]] == [False] * (end - 1) + [True]
     stream, shown, at = TextStream(TOKENIZER, stop), "", 0
     final, _ = watch.cut(texts[end])
     while at < end:
@@ -91,10 +91,10 @@ def test_invalid_bytes_are_shown_and_not_decoded_again() -> None:
     rng = np.random.default_rng(0)
     tail = [token for token in BYTES if TOKENIZER.decode([token]) == "\ufffd"]
     tokens = [int(token) for token in rng.choice(tail, 400)]
-    stream, watch, shown = TextStream(TOKENIZER), StopStrings(("never",), TOKENIZER), ""
+    stream, decoder, shown = TextStream(TOKENIZER), IncrementalText(TOKENIZER), ""
     for count, token in enumerate(tokens, 1):
         shown += stream.push([token])
-        assert not watch.complete(token)
-        assert len(watch.texts.window) < 20
+        decoder.add([token])
+        assert len(decoder.window) < 20
         assert len(TOKENIZER.decode(tokens[:count])) - len(shown) < 8
     assert TOKENIZER.decode(tokens).startswith(shown)

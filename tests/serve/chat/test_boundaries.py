@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.serve.chat import ChatFormat
-from eagle_mlx.serve.chat.parser import ReasoningTags
+from eagle_mlx.serve.chat.tools import AnswerStates
 from tests.serve.chat.formats import HELLO, WEATHER, format_of, tokenizer_of
 
 SYSTEM = {"role": "system", "content": "You are of few words. " * 5}
@@ -30,7 +30,7 @@ FORGETS = """
 def format_with(template: str) -> ChatFormat:
     tokenizer = deepcopy(tokenizer_of("plain"))
     tokenizer._tokenizer.chat_template = template
-    return ChatFormat(tokenizer, ReasoningTags(), None)
+    return ChatFormat(tokenizer, AnswerStates(), None)
 
 
 def beginnings(format: ChatFormat, messages: list[dict[str, Any]]) -> list[str]:

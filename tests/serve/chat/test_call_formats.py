@@ -23,6 +23,7 @@ from mlx_lm.chat_templates import deepseek_v32
 import eagle_mlx as em
 from eagle_mlx.errors import PromptError
 from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta, FirstCall
+from eagle_mlx.text import IncrementalText
 from tests.fakes import tiny_target
 from tests.full import some
 from tests.serve.chat.formats import HELLO, format_with_parser, format_with_template
@@ -395,9 +396,9 @@ def test_17_an_answer_ends_with_its_only_call_in_every_format(name: str, writer:
     assert tokenizer is not None
     after = "" if writer is old_mistral else "\nDone."  # its list of calls lasts until the answer ends
     text = "I look.\n" + writer([("get_weather", {"city": "Oslo", "days": 1}), ("clock", {})]) + after
-    ends = FirstCall(tokenizer, AnswerParser(format, TOOLS, several=False))
+    ends, decoder = FirstCall(AnswerParser(format, TOOLS, several=False)), IncrementalText(tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    last = next((at for at, token in enumerate(tokens) if ends(token)), len(tokens))
+    last = next((at for at, token in enumerate(tokens) if ends(token, decoder.add([token])[0])), len(tokens))
     reader = AnswerParser(format, TOOLS, several=False)
     deltas = [*reader.push(tokenizer.decode(tokens[: last + 1])), *reader.finish()]
     assert [delta.content for delta in deltas if delta.content] == ["I look."]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta
-from eagle_mlx.serve.chat.parser import ReasoningTags
+from eagle_mlx.serve.chat.tools import AnswerStates
 from tests.serve.chat.formats import CLOCK, WEATHER, format_of, format_with_parser, format_with_template, target_of
 
 TOOLS = [WEATHER, CLOCK]
@@ -423,7 +423,7 @@ def test_a_call_ends_a_thought_and_the_end_of_a_thought_ends_a_call() -> None:
 
 def test_templates_with_their_own_states() -> None:
     """Headers and tags that only structure an answer are dropped."""
-    marks = ReasoningTags(
+    marks = AnswerStates(
         edges={
             "header": [("to=self|", "reasoning"), ("to=user|", "content")],
             "reasoning": [("|eom|", "header")],

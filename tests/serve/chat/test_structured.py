@@ -18,8 +18,8 @@ from eagle_mlx.decoding.processors import walk
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.serve.chat import ChatFormat, Grammars, ToolOffer
-from eagle_mlx.serve.chat.parser import ReasoningTags
 from eagle_mlx.serve.chat.structured import MOST_SCHEMA_BYTES
+from eagle_mlx.serve.chat.tools import AnswerStates
 from tests.fakes import tiny_target
 from tests.full import diagonal, in_full, some
 from tests.serve.chat.formats import (
@@ -165,7 +165,7 @@ def test_17_bytes_that_are_not_text_are_free_too() -> None:
 def test_17_tags_that_are_plain_text_begin_calls_too() -> None:
     tags = format_of("qwen").calls
     assert tags is not None
-    format = ChatFormat(tokenizer_of("plain"), ReasoningTags(), tags)
+    format = ChatFormat(tokenizer_of("plain"), AnswerStates(), tags)
     grammars = Grammars(format, VOCAB, [END])
     make = grammars.grammar(None, ToolOffer.of([strict(WEATHER)]))
     assert allows(make, f"I see.\n{CALL}\nDone.{CALL}")

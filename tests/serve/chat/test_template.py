@@ -39,7 +39,8 @@ def called(arguments: Any = '{"city": "Oslo"}', **call: Any) -> dict[str, Any]:
 )
 def test_a_format_knows_the_abilities_of_its_model(name: str, template: bool, tools: bool, thinking: bool) -> None:
     format = format_of(name)
-    assert (format.has_chat_template, format.has_tool_calling, format.has_thinking) == (template, tools, thinking)
+    has_tools, has_thoughts = format.calls is not None, bool(format.thoughts.think_start)
+    assert (format.has_chat_template, has_tools, has_thoughts) == (template, tools, thinking)
 
 
 def test_a_target_without_a_tokenizer_has_no_format() -> None:
