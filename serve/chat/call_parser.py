@@ -41,6 +41,7 @@ class ToolCallParser:
         self._names = f"(?:{names})"
         self._pieces = CallPieces(tags.form, tags.start, self._names) if enforced and tags.form else None
         self._notation = NOTATIONS[tags.parser]
+        self._lead: Any = regex.compile(self._notation.lead.replace("NAMES", self._names))
         bare = tags.bare if tags.bare and tags.bare[0] != tags.start else None
         self._bare = tuple(f"{bare[0]}{name}>" for name in self._offer) if bare else ()
         self._inner = {tags.start} if tags.bare and not bare else set(self._bare)
@@ -55,8 +56,6 @@ class ToolCallParser:
         """The start of the open call's body in the text; None outside of calls."""
         self._begin = ""
         """The opening tag of the open call."""
-        self._is_likely = False
-        """Whether the open call's body begins like a call."""
         self._searched = 0
         self._malformed, self._parsed = 0, 0
         self._count = 0
@@ -96,7 +95,7 @@ class ToolCallParser:
         start, self._begin = opening
         taken = len(self._text[:start].rstrip("\n"))
         before = self._take(taken)
-        self._searched, self._is_likely = start - taken + len(self._begin), False
+        self._searched = start - taken + len(self._begin)
         self._body = start - taken if self._begin in self._inner else self._searched
         return before or self._inside(thinking, final, complete)
 
@@ -153,7 +152,7 @@ class ToolCallParser:
         None if more text is needed, or, if final, if the body was cut short.
         """
         assert self._body is not None
-        if not self._may_be_call():
+        if not self._lead.match(self._text, pos=self._body, partial=True):
             return None, max(self._body, self._searched)
         thought_end = self._text.find(self._think_end, self._body) if thinking and self._think_end else -1
         if (found := self._at_end_tags(thought_end)) is not None:
@@ -165,16 +164,6 @@ class ToolCallParser:
         if not final:
             return None
         return self._at_the_end() if complete else self._complete_part()
-
-    def _may_be_call(self) -> bool:
-        """Return whether the body begins like a call of an offered function, or may still do so."""
-        if not self._is_likely:
-            lead = self._notation.lead.replace("NAMES", self._names)
-            match = regex.match(lead, self._text, pos=self._body, partial=True)
-            if match is None:
-                return False
-            self._is_likely = not match.partial
-        return True
 
     def _at_end_tags(self, thought_end: int) -> tuple[list[ToolCall] | None, int] | None:
         """Parse the body at each end tag, until it is not open any more. None if it is always open."""

@@ -31,7 +31,9 @@ LIMITS = llguidance.LLParserLimits(
 # Without a choice, llguidance would compute all forced text at once, without a limit: a pattern can force gigabytes.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _DEEP_STACK = 64 << 20
-"""Bytes; a schema of 64 KiB that has only references takes half."""
+"""Bytes. llguidance follows references by recursion: a schema of 64 KiB that has only references takes half."""
+_SIZING = threading.Lock()
+"""Held while threads start with another stack, because the setting is the whole process's."""
 
 Places = tuple[tuple[str, str, bool], ...]
 """For each schema: its place in the request, its JSON text, and whether keywords that are not supported are ignored."""
@@ -42,12 +44,12 @@ def matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMat
 
     The matcher shares nothing with others: a lexer that has reached its limit would end all texts that share it.
     """
-    # llguidance follows a schema's references by recursion: a long chain would overflow an ordinary stack.
-    threading.stack_size(_DEEP_STACK)
+    text = llguidance.LLMatcher.grammar_from_lark(_OPTIONS + grammar)
     with ThreadPoolExecutor(1) as pool:
-        text = llguidance.LLMatcher.grammar_from_lark(_OPTIONS + grammar)
-        made = pool.submit(llguidance.LLMatcher, tokenizer, text, log_level=0, limits=LIMITS)
-        threading.stack_size(0)
+        with _SIZING:
+            threading.stack_size(_DEEP_STACK)
+            made = pool.submit(llguidance.LLMatcher, tokenizer, text, log_level=0, limits=LIMITS)
+            threading.stack_size(0)
         return made.result()
 
 
