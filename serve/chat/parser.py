@@ -6,7 +6,7 @@ The tags of a model's vocabulary or template separate reasoning from content. `c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -54,18 +54,18 @@ class ReasoningParser:
             if self._fresh:
                 self._text = self._text.lstrip("\n")
                 self._fresh = not self._text
-            start = self._tags.think_start if self._state == "content" else ""
-            found = next_tag(self._text, [*tags, start] if start else list(tags), final, self._reopens)
-            waiting = safe_length(self._text, [*tags, start] if start else list(tags))
-            at = len(self._text[: found[0]].rstrip("\n")) if found else waiting
-            text = self._text[: len(self._text) if final and not found else at]
+            if self._tags.think_start and self._state == "content":
+                tags.setdefault(self._tags.think_start, "reasoning")
+            match = self._next_tag(list(tags), final)
+            at = len(self._text[: match[0]].rstrip("\n")) if match else safe_length(self._text, list(tags))
+            text = self._text[: len(self._text) if final and not match else at]
             if text and self._state in ("content", "reasoning"):
                 parts.append(("reasoning" if self.thinking else "content", text))
-            if found is None:
+            if match is None:
                 self._text = "" if final else self._text[at:]
                 self._begins_line = begins_line(text, len(text), self._begins_line)
                 return parts
-            self._go(tags.get(found[1], "reasoning"), found[0] + len(found[1]))
+            self._go(tags[match[1]], match[0] + len(match[1]))
         return parts
 
     def interrupt(self) -> list[tuple[Kind, str]]:
@@ -85,11 +85,21 @@ class ReasoningParser:
         self._is_interrupted = False
         return True
 
-    def _reopens(self, tag: str, at: int) -> bool:
-        """Return whether a tag counts. In content, one that opens a thought must begin a line or follow a tag."""
-        if self._state != "content" or tag != self._tags.think_start:
-            return True
-        return begins_line(self._text, at, self._begins_line)
+    def _next_tag(self, tags: Sequence[str], final: bool) -> tuple[int, str] | None:
+        """Return the position of the first tag that counts, and the tag; of several at one place, the longest.
+
+        In content, a tag that opens a thought must begin a line or follow a tag. None if there is no tag, or if another
+        may begin before it, or be longer.
+        """
+        marks = []
+        for tag in tags:
+            places = (match.start() for match in re.finditer(f"(?={re.escape(tag)})", self._text))
+            if self._state == "content" and tag == self._tags.think_start:
+                places = (at for at in places if begins_line(self._text, at, self._begins_line))
+            marks += [(at, -len(tag), tag) for at in islice(places, 1)]
+        at, _, tag = min(marks, default=(-1, 0, ""))
+        waiting = 0 if final else held_back(self._text, tags)
+        return None if not tag or (waiting and len(self._text) - waiting <= at) else (at, tag)
 
     def _open(self, final: bool) -> bool:
         """Leave the opening state as soon as the next state is certain."""
@@ -103,18 +113,6 @@ class ReasoningParser:
 
     def _go(self, state: str, read: int) -> None:
         self._state, self._text, self._fresh, self._begins_line = state, self._text[read:], True, True
-
-
-def next_tag(text: str, tags: Sequence[str], final: bool, counts: Callable[[str, int], bool]) -> tuple[int, str] | None:
-    """Return the position of the first tag that counts, and the tag; of several at one place, the longest.
-
-    None if there is none, or if another may begin before it, or be longer.
-    """
-    finds = {tag: (mark.start() for mark in re.finditer(f"(?={re.escape(tag)})", text)) for tag in tags}
-    marks = [(at, tag) for tag, places in finds.items() for at in islice((at for at in places if counts(tag, at)), 1)]
-    first = min(marks, key=lambda mark: (mark[0], -len(mark[1])), default=None)
-    waiting = 0 if final else held_back(text, tags)
-    return None if first is None or (waiting and len(text) - waiting <= first[0]) else first
 
 
 @dataclass(frozen=True)
