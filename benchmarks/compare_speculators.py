@@ -33,7 +33,7 @@ from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import Batches, TrainData, training_data
 from eagle_mlx.train.evaluation import Acceptance, Evaluator
-from eagle_mlx.train.kinds import resolved
+from eagle_mlx.train.kinds import resolve
 
 # isort: split
 # After eagle_mlx, which must be imported before MLX so that MLX gets OpenBLAS.
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     target = load_target(args.target)
     limits = {"minutes": 0.0, "epochs": 1, "max_steps": args.max_steps, "seed": args.seed}
     settings = {"target": str(args.target), "shards": str(args.shards), **limits}
-    config = resolved(load_config(args.config, settings), target)
+    config = resolve(load_config(args.config, settings), target.hidden_size)
     data = training_data(target, config)
     args.work.mkdir(parents=True, exist_ok=True)
     ratio = convert(args.python, args.shards, args.work)

@@ -28,14 +28,14 @@ from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.serve.doctor.measure import Step, take_turns
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.kinds import KINDS, aux_layers_of, resolved
+from eagle_mlx.train.kinds import KINDS, aux_layers_of, resolve
 
 BASE = "eagle3:1"
 
 
 def new_head(target: em.Target, kind: str, layers: int, draft_vocab: int, most: int) -> em.HeadProposer:
     """Return an untrained head that drafts up to `most` of the `draft_vocab` first tokens, bound to its target."""
-    config = resolved(TrainConfig().changed(head=kind, layers=layers, unroll=most), target)
+    config = resolve(TrainConfig().changed(head=kind, layers=layers, unroll=most), target.hidden_size)
     size = min(draft_vocab, target.vocab_size)
     kept = None if size == target.vocab_size or "draft_vocab" in KINDS[kind].foreign else np.arange(size)
     proposer = em.HeadProposer(KINDS[kind].new(target, config, kept, aux_layers_of(target, config)))

@@ -27,7 +27,7 @@ from eagle_mlx.machine import describe
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.data import Batches, Rows, TrainData, training_data
-from eagle_mlx.train.kinds import KINDS, resolved
+from eagle_mlx.train.kinds import KINDS, resolve
 from eagle_mlx.train.step import Stepper
 
 # isort: split
@@ -141,7 +141,9 @@ def main() -> int:
     tune_process()
     try:
         target = load_target(args.target)
-        config = resolved(load_config(args.config, {"target": str(args.target), "shards": str(args.shards)}), target)
+        config = resolve(
+            load_config(args.config, {"target": str(args.target), "shards": str(args.shards)}), target.hidden_size
+        )
         data = training_data(target, config)
         rounds = online(target, data, config, args.steps)
         found = {"online": summary(rounds), "offline": offline(target, data, config, args.steps)}

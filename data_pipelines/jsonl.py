@@ -53,7 +53,7 @@ def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = Fals
     return len(rows)
 
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Done(NamedTuple):
@@ -61,8 +61,8 @@ class Done(NamedTuple):
 
     key: int
     """Key of the source conversation."""
-    counts: tuple[int, ...]
-    """What the row adds to the report's counts."""
+    counts: dict[str, int]
+    """What the row adds to the report's counts, by name."""
     at: int
     """Offset of the row's text in the file, in bytes."""
     size: int
@@ -73,8 +73,8 @@ class Done(NamedTuple):
 class PartialFile:
     """`NAME.partial`, next to the output file: a line of settings, then a line for each row, in any order.
 
-    A row's line is `[index, key, crc32, counts…]`, a tab and the row's text. No row is lost if the process dies; a
-    power failure may lose those that the system has not written yet.
+    A row's line is `[index, key, crc32, {name: count}]`, a tab and the row's text. No row is lost if the process dies;
+    a power failure may lose those that the system has not written yet.
     """
 
     path: Path
@@ -93,9 +93,9 @@ class PartialFile:
             )
         return found is not None
 
-    def add(self, index: int, key: int, counts: tuple[int, ...], row: bytes) -> None:
+    def add(self, index: int, key: int, counts: dict[str, int], row: bytes) -> None:
         """Write a row: a line with its line end, or nothing. Raises OSError, for `open_partial` to report."""
-        head = json.dumps([index, key, zlib.crc32(row), *counts]).encode()
+        head = json.dumps([index, key, zlib.crc32(row), counts]).encode()
         start = self._file.tell() + len(head) + 1
         self._file.write(head + b"\t" + (row or b"\n"))
         self._file.flush()
@@ -180,10 +180,10 @@ def _row(line: bytes, at: int) -> tuple[int, Done] | None:
     head, _, row = line.partition(b"\t")
     row = b"" if row == b"\n" else row
     try:
-        index, key, crc, *counts = json.loads(head)
+        index, key, crc, counts = json.loads(head)
     except (ValueError, TypeError):
         return None
-    done = Done(key, tuple(counts), at + len(head) + 1, len(row))
+    done = Done(key, counts, at + len(head) + 1, len(row))
     return (index, done) if zlib.crc32(row) == crc else None
 
 

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.setting import REQUIRED, Group, Setting, flag, groups_of, settings_of
@@ -230,8 +230,8 @@ class Subcommands:
 
 def default_text(known: Setting) -> str:
     """Return the default for a flag's help; "" for None, False and required settings."""
-    is_hidden = any(known.default is each for each in (None, False, REQUIRED))
-    return "" if is_hidden else shown(known.default)
+    default = known.written(known.default)
+    return "" if any(default is each for each in (None, False, REQUIRED)) else shown(default)
 
 
 def add_flags(
@@ -280,8 +280,8 @@ def _argument(known: Setting) -> dict[str, Any]:
     several = typing.get_origin(known.type) is tuple
     kind = typing.get_args(known.type)[0] if several else known.type
     how: dict[str, Any] = {}
-    if typing.get_origin(kind) is Literal:
-        usual = f"{{{','.join(map(str, typing.get_args(kind)))}}}"
+    if known.choices:
+        usual = f"{{{','.join(known.choices)}}}"
     else:
         item = kind if kind in _METAVARS else typing.get_args(kind)[0]
         usual = known.name if known.positional else "TEXT" if several and item is str else _METAVARS[item]

@@ -43,7 +43,7 @@ def describe() -> Machine:
         mlx=version("mlx"),
         mlx_lm=version("mlx-lm"),
         device="cpu" if on_cpu else str(mx.device_info().get("device_name", "gpu")),
-        blas=str(blas.activate()),
+        blas=blas.activate().public,
         blas_threads=blas.blas_threads(),
     )
 

@@ -70,6 +70,8 @@ class Setting:
     """The value if the flag is given without one."""
     shown: str | None = None
     """Replaces the default in the help; "" hides it."""
+    unset: Any = None
+    """How None is written on the command line and in files, such as 0 or auto."""
     path: tuple[str, ...] = ()
     """Field names from the outermost group to this setting."""
     type: Any = None
@@ -85,19 +87,32 @@ class Setting:
         """Its name on the command line, for messages."""
         return self.name if self.positional else flag(self.name)
 
+    @property
+    def choices(self) -> list[str]:
+        """The words that the setting takes, on the command line; empty if others are possible."""
+        words = typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
+        return list(map(str, (self.unset, *words) if words and self.unset is not None else words))
+
+    def written(self, value: Any) -> Any:
+        """Return a value as in files and on the command line."""
+        return self.unset if value is None else value
+
     def convert(self, value: Any) -> Any:
-        """Convert a value to the setting's type, if this is unambiguous.
+        """Convert a value to the setting's type, if this is unambiguous; `unset` is None.
 
         Raises ConfigError, with the flag, if it cannot be converted or is outside the limit.
         """
-        if value is None and self.optional:
+        if self.optional and (value is None or (isinstance(value, str) and value == self.unset)):
             return None
         if self.metavar == "JSON" and isinstance(value, dict):
             value = json.dumps(value)
         try:
             converted = _convert(value, self.type)
         except (LookupError, TypeError, ValueError):
-            raise ConfigError(f"{self.title} must be {_described(self.type)}, not {value!r}") from None
+            described = f"one of {', '.join(self.choices)}" if self.choices else _described(self.type)
+            raise ConfigError(f"{self.title} must be {described}, not {value!r}") from None
+        if self.optional and converted == self.unset:
+            return None
         for each in converted if isinstance(converted, tuple) else (converted,):
             if isinstance(each, float) and not math.isfinite(each):
                 raise ConfigError(f"{self.title} must be a finite number, not {each}")
@@ -148,7 +163,7 @@ class Group:
 
     def flat(self) -> dict[str, Any]:
         """Return all settings by name, as in files and saved runs; `of` reads them back."""
-        return {name: self.value(name) for name in settings_of(type(self))}
+        return {name: known.written(self.value(name)) for name, known in settings_of(type(self)).items()}
 
 
 def groups_of(group: type[Group]) -> Mapping[str, type[Group]]:
@@ -235,8 +250,6 @@ def _convert(value: Any, type_: Any) -> Any:
 def _described(type_: Any) -> str:
     if typing.get_origin(type_) is tuple:
         return f"a list, each {_described(typing.get_args(type_)[0])}"
-    if typing.get_origin(type_) is Literal:
-        return f"one of {', '.join(map(str, typing.get_args(type_)))}"
     if typing.get_origin(type_) in _UNIONS:
         return _described(typing.get_args(type_)[0])
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}[type_]

@@ -111,6 +111,16 @@ def room(module: str) -> str | None:
     return parts[1] if parts[0] == "eagle_mlx" and len(parts) > 1 and parts[1] not in APPLICATIONS else None
 
 
+def modules(sources: Iterable[tuple[Path, str]]) -> dict[str, set[str]]:
+    """Return all modules, each with its imports among them, those under TYPE_CHECKING too."""
+    trees = {module_name(path): (path, ast.parse(source)) for path, source in sources}
+    found = {}
+    for me, (path, tree) in trees.items():
+        names = ((module, f"{module}.{name}") for module, name, _ in imported(path, tree))
+        found[me] = {whole if whole in trees else module for module, whole in names} & trees.keys() - {me}
+    return found
+
+
 def circle(arrows: dict[str, set[str]]) -> list[str]:
     """Return names that import one another in a cycle; empty if there is none."""
     left = {name: set(others) for name, others in arrows.items()}
@@ -152,6 +162,15 @@ def test_the_rooms_of_the_library_import_one_another_in_one_direction() -> None:
     assert circle(rooms(library)) == []
     backwards = (Path("eagle_mlx/cache/full.py"), "from eagle_mlx.proposers.base import Proposer")
     assert {"cache", "proposers"} <= set(circle(rooms([*library, backwards])))
+
+
+def test_no_modules_import_one_another() -> None:
+    files = sources("eagle_mlx", *APPLICATIONS)
+    assert circle(modules(files)) == []
+    hidden = "if TYPE_CHECKING:\n    from .loop import Run"
+    assert {"eagle_mlx.train.run.loop", "eagle_mlx.train.run.x"} <= set(
+        circle(modules([*files, (Path("train/run/x.py"), hidden), (Path("train/run/loop.py"), "from .x import X")]))
+    )
 
 
 def test_the_table_of_imports_in_the_documents_is_that_of_the_code() -> None:

@@ -161,7 +161,8 @@ def _default(known: Setting) -> str:
     kinds: dict[Any, list[str]] = {}
     for kind in KINDS.values():
         if known.name not in kind.foreign:
-            kinds.setdefault(kind.defaults.get(known.name, known.default), []).append(kind.name)
+            value = kind.defaults.get(known.name, known.written(known.default))
+            kinds.setdefault(value, []).append(kind.name)
     if len(kinds) == 1:
         return shown(next(iter(kinds)))
     return "; ".join(f"{shown(value) or 'none'} for {', '.join(names)}" for value, names in kinds.items())

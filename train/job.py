@@ -22,7 +22,7 @@ from eagle_mlx.files import check_writable
 from eagle_mlx.progress import counted
 from eagle_mlx.target import Target, fingerprint
 
-from .config import TrainConfig
+from .config import TrainConfig, TrainSettings
 from .data import (
     TrainData,
     check_data,
@@ -34,10 +34,20 @@ from .data import (
     with_warmup_tokens,
 )
 from .distributed import SINGLE_PROCESS, World
-from .hours import HoursPhases
-from .kinds import KINDS, parameters_of, resolved
+from .hours import FINGERPRINT, train_for_hours
+from .kinds import KINDS, check_supported, parameters_of
 from .plan import Plan, batches_for, bound_of, probe, typical
-from .run import BEST, PlainPhases, check_incomplete, check_wandb, claim, existing_head, run_worker, train
+from .run import (
+    BEST,
+    check_incomplete,
+    check_wandb,
+    claim,
+    existing_head,
+    fingerprint_of,
+    run_worker,
+    set_up,
+    train,
+)
 
 
 def run(
@@ -52,7 +62,7 @@ def run(
         raise ConfigError("no target: name the model with --target")
     if config.data.cache_dir:
         check_writable(Path(config.data.cache_dir))
-    config = resolved(config)
+    check_supported(config)
     if config.optimization.hours and world.size > 1:
         raise ConfigError("--hours works with one process only: start it without mlx.launch")
     if config.run.wandb and world.is_rank_zero:
@@ -68,11 +78,13 @@ def run(
 
 
 def _run(
-    config: TrainConfig, stop: Stop, resume: Path | None, world: World, folder: Path | None
+    given: TrainConfig, stop: Stop, resume: Path | None, world: World, folder: Path | None
 ) -> tuple[Target, Mapping[str, Any]] | None:
     """Load the target, get the data and train in a claimed folder. Return target and report; None on other ranks."""
-    check_data(config)
-    bound_of(config).check()
+    check_data(given)
+    bound = bound_of(given)
+    bound.check()
+    config = bound.config
     target = config.loading.load(config.head.target)
     config.loading.wire_active()
     head = existing_head(target, config)
@@ -85,14 +97,14 @@ def _run(
         print(f"measured: {measured}", file=sys.stderr)
     check_warmup(target, config)
     if config.optimization.hours:
-        config = _chosen(batches_for(config, config.data.self_tokens, speed=measured), world)
+        config = _chosen(batches_for(config, given, config.data.self_tokens, speed=measured), world)
         config = with_warmup_tokens(config, 0, measured.read, world)
-        over_time = HoursPhases(measured.learned, measured.read)
-        return target, train(target, over_time, config, head, resume, stop, claimed=folder)
+        with set_up(target, config, FINGERPRINT, head, resume, stop, claimed=folder) as setup:
+            return target, train_for_hours(setup, measured.learned, measured.read)
     _prepare(target, config, world)
     data = world.in_turn(lambda: training_data(target, config, world.is_rank_zero, head, measured.memory))
     lengths = data.samples.lengths
-    plan = batches_for(config, sum(lengths), typical(lengths), measured, world.size)
+    plan = batches_for(config, given, sum(lengths), typical(lengths), measured, world.size)
     config = with_warmup_tokens(_chosen(plan, world), sum(lengths), measured.read, world)
     warmup = world.in_turn(lambda: warmup_data(target, config, data))
     if not world.is_rank_zero:
@@ -101,15 +113,15 @@ def _run(
     config = config if config.data.shards else config.changed(states=data.place)  # for resumed runs too
     data, prompts = _with_prompts(target, config, data, warmup)
     print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
-    phases = PlainPhases(data, prompts, warmup, plan.seen / measured.learned)
-    return target, train(target, phases, config, head, resume, stop, world, claimed=folder)
+    with set_up(target, config, fingerprint_of(data, warmup), head, resume, stop, world, claimed=folder) as setup:
+        return target, train(setup, data, prompts, warmup, plan.seen / measured.learned)
 
 
-def _chosen(plan: Plan, world: World) -> TrainConfig:
+def _chosen(plan: Plan, world: World) -> TrainSettings:
     """Print what a plan has chosen, and return rank 0's settings, since measured speeds differ between machines."""
     if plan.about and world.is_rank_zero:
         print(f"chosen: {plan.about}", file=sys.stderr)
-    return TrainConfig.of(**world.broadcast(plan.config.flat()))
+    return TrainSettings.of(**world.broadcast(plan.config.flat()))
 
 
 def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mapping[str, Any]) -> None:
@@ -134,7 +146,7 @@ def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mappi
         print(f"eagle-serve --target {config.head.target}{adapter} finds it", file=sys.stderr)
 
 
-def _prepare(target: Target, config: TrainConfig, world: World) -> None:
+def _prepare(target: Target, config: TrainSettings, world: World) -> None:
     """Let the target make up its data if needed.
 
     Raises the errors of reading prompts for acceptance measurements before work that takes hours.
@@ -148,7 +160,7 @@ def _prepare(target: Target, config: TrainConfig, world: World) -> None:
 
 
 def _with_prompts(
-    target: Target, config: TrainConfig, data: TrainData, warmup: TrainData | None
+    target: Target, config: TrainSettings, data: TrainData, warmup: TrainData | None
 ) -> tuple[TrainData, list[list[int]]]:
     """Return the data, with a report on the prompts, and prompts that are not trained on."""
     trained = data.samples.keys | (warmup.samples.keys if warmup is not None else frozenset())

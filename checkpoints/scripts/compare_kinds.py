@@ -37,11 +37,11 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.target import Target, load_target
 from eagle_mlx.text import is_loop
-from eagle_mlx.train.config import TrainConfig, load_config
+from eagle_mlx.train.config import TrainSettings, load_config
 from eagle_mlx.train.data import Batches, InMemory, TrainData, training_data
 from eagle_mlx.train.evaluation import Acceptance, Evaluator
-from eagle_mlx.train.kinds import KINDS, aux_layers_of, resolved
-from eagle_mlx.train.run import LAST, PlainPhases, train
+from eagle_mlx.train.kinds import KINDS, aux_layers_of, resolve
+from eagle_mlx.train.run import LAST, fingerprint_of, set_up, train
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 RECIPES = {
@@ -79,15 +79,18 @@ class Row:
     best_depth: int = 0
 
 
-def config_of(kind: str, args: argparse.Namespace, budget: str, output: Path, steps: int) -> TrainConfig:
+def config_of(
+    kind: str, args: argparse.Namespace, budget: str, output: Path, steps: int, target: Target
+) -> TrainSettings:
     """Return a kind's recipe with one of the two budgets."""
     spans = {"time": {"minutes": args.minutes}, "tokens": {"minutes": 0.0, "max_steps": steps}}
     common = {"target": str(args.target), "output": str(output), "seed": args.seed, "limit": args.conversations}
     judged = {"eval_depth": args.depths[-1], "eval_tokens": args.max_tokens, "eval_steps": NEVER}
-    return resolved(load_config(args.recipes / RECIPES[kind], {**common, **judged, **spans[budget], "head": kind}))
+    settings = {**common, **judged, **spans[budget], "head": kind}
+    return resolve(load_config(args.recipes / RECIPES[kind], settings), target.hidden_size)
 
 
-def data_of(config: TrainConfig, captured: TrainData, target: Target) -> TrainData:
+def data_of(config: TrainSettings, captured: TrainData, target: Target) -> TrainData:
     """Return the same conversations with the states that a kind reads, and its draft vocabulary."""
     layers = aux_layers_of(target, config)
     samples = captured.samples
@@ -103,7 +106,7 @@ def data_of(config: TrainConfig, captured: TrainData, target: Target) -> TrainDa
     return TrainData(InMemory(narrow), layers, None, report)
 
 
-def steps_for(tokens: int, captured: TrainData, config: TrainConfig) -> int:
+def steps_for(tokens: int, captured: TrainData, config: TrainSettings) -> int:
     """Return how many optimizer steps see about this many tokens. Batches are the same for every kind."""
     per_epoch = Batches(
         captured.samples, config.optimization.rows, config.optimization.length, config.run.seed
@@ -116,8 +119,8 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
     target = load_target(args.target)
     questions = read_questions(args.prompts, args.limit)
     prompts = [question.encode(target, max_tokens=args.max_tokens) for question in questions]
-    first = config_of("eagle3", args, "time", folder / "none", 0)
-    configs = [config_of(kind, args, "time", folder / "none", 0) for kind in args.kinds]
+    first = config_of("eagle3", args, "time", folder / "none", 0, target)
+    configs = [config_of(kind, args, "time", folder / "none", 0, target) for kind in args.kinds]
     layers = sorted({layer for config in configs for layer in aux_layers_of(target, config)})
     captured = training_data(target, first.changed(aux_layers=tuple(layers), cache_gb=1e3), progress=True)
     steps = steps_for(args.tokens, captured, first)
@@ -127,8 +130,10 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
         for kind in args.kinds if amount else ():
             output = folder / f"{kind}-{budget}"
             print(f"\n== {KINDS[kind].title}, equal {budget}", flush=True)
-            config = config_of(kind, args, budget, output, steps)
-            report = train(target, PlainPhases(data_of(config, captured, target), prompts), config)
+            config = config_of(kind, args, budget, output, steps, target)
+            data = data_of(config, captured, target)
+            with set_up(target, config, fingerprint_of(data)) as setup:
+                report = train(setup, data, prompts)
             heads.append(head := load_head(output / LAST, target))
             found = {depth: measure(target, head, prompts, depth, args.max_tokens) for depth in args.depths}
             size = sum(weight.size for weight in weights_of(head).values())

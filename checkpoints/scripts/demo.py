@@ -9,112 +9,74 @@ the new one is complete.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
-import numpy as np
 
 import eagle_mlx as em
-from eagle_mlx.cpu import blas
+from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import EagleError, OutputError
 from eagle_mlx.files import new_folder
-from eagle_mlx.heads.eagle3 import Eagle3Head
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import Models, build_modes
 from eagle_mlx.serve.bench.report import Run
-from eagle_mlx.serve.prompts import read_questions
+from eagle_mlx.serve.prompts import Question, read_questions
 from eagle_mlx.text import is_loop
-from eagle_mlx.train.kinds import KINDS
+from eagle_mlx.train.config import load_config
+from eagle_mlx.train.data import training_data
+from eagle_mlx.train.kinds import resolve
+from eagle_mlx.train.run import fingerprint_of, set_up, train
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
-TAU_BATCH = 8
-"""Rows decoded at a time to measure acceptance lengths, which do not depend on it."""
 
 
-@dataclass(frozen=True)
-class Taus:
-    """Acceptance lengths of three heads on the same prompts."""
-
-    untrained: float
-    demo: float
-    shipped: float
-
-
-def train(target: Path, config: Path, minutes: float | None, output: Path) -> float:
-    """Run eagle-train in a separate process; return its seconds. Raises EagleError if it fails."""
-    command = [sys.executable, "-m", "eagle_mlx.train.cli", "--target", str(target), "--output", str(output)]
-    command += ["-c", str(config), *(["--minutes", str(minutes)] if minutes is not None else [])]
-    start = time.perf_counter()
-    status = subprocess.run(command, check=False).returncode
-    if status:
-        raise EagleError(f"training ended with exit status {status}; its own message stands above")
-    return time.perf_counter() - start
-
-
-def untrained_like(head: Eagle3Head, target: em.Target) -> Eagle3Head:
-    """Return an untrained head with the shape and draft vocabulary of the given one."""
-    kept = None if head.token_ids is None else np.array(head.token_ids, np.int64)
-    return KINDS["eagle3"].untrained(target, head.config, kept, seed=0)
-
-
-def tau(target: em.Target, head: Eagle3Head, prompts: list[list[int]], config: BenchConfig, depth: int) -> float:
-    """Return a head's τ over the continuations that do not loop."""
-    engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(depth), max_batch=TAU_BATCH)
-    said = engine.generate(prompts, config.params(len(prompts), config.max_tokens), progress=True)
-    kept = [one for one in said if not is_loop(one.tokens, config.least_distinct)]
-    return sum(len(one.tokens) for one in kept) / max(1, sum(one.rounds for one in kept))
-
-
-def trained_head(folder: Path) -> Path:
-    """Return the best checkpoint in an eagle-train output folder."""
-    for candidate in (folder / "best", folder):
-        if (candidate / "config.json").is_file():
-            return candidate
-    raise EagleError(f"training left no head in {folder}")
+def train_head(args: argparse.Namespace, target: em.Target, prompts: list[list[int]], output: Path) -> dict[str, Any]:
+    """Train a head by the recipe, measured on the demo's prompts; return the run's report. Raises EagleError."""
+    own = {"target": str(args.target), "output": str(output), "eval_depth": args.depth, "eval_tokens": args.max_tokens}
+    limit = {} if args.minutes is None else {"minutes": args.minutes}
+    config = resolve(load_config(args.config, {**own, **limit}), target.hidden_size)
+    data = training_data(target, config, progress=True)
+    with set_up(target, config, fingerprint_of(data)) as setup:
+        return train(setup, data, prompts)
 
 
 def run(args: argparse.Namespace, folder: Path) -> None:
     began = time.perf_counter()
-    title("1 of 3: train an EAGLE-3 head from scratch")
-    train_seconds = train(args.target, args.config, args.minutes, folder / "head")
-
-    title("2 of 3: decode held-out prompts, plainly and with the head that ships")
     target = em.load_target(args.target)
     shipped = em.load_head(args.head, target)
-    demo = em.load_head(trained_head(folder / "head"), target)
     config = BenchConfig(max_tokens=args.max_tokens, repeats=1)
     questions = read_questions(args.prompts, args.limit)
-    runs = measure(
-        target, build_modes(Models(target, shipped), ["mlx-lm", "eagle"], [1], [args.depth]), questions, config
-    )
-    plain, eagle = runs
-    print("\n" + report.table(runs))
-
     prompts = [question.encode(target, max_tokens=config.max_tokens) for question in questions]
-    title("3 of 3: acceptance length of an untrained head, of this demo's and of the one that ships")
-    taus = Taus(
-        untrained=tau(target, untrained_like(demo, target), prompts, config, args.depth),
-        demo=tau(target, demo, prompts, config, args.depth),
-        shipped=eagle.acceptance_length,
-    )
-    prompt, sample = longest_answer(target, shipped, prompts[:16], config, args.depth)
+    title("1 of 2: train an EAGLE-3 head from scratch, and measure it on held-out prompts")
+    trained = train_head(args, target, prompts, folder / "head")
+    train_seconds = time.perf_counter() - began
+
+    title("2 of 2: decode the same prompts, plainly and with the head that ships")
+    models, modes = Models(target, shipped), ["mlx-lm", "eagle"]
+    plain, eagle = runs = measure(target, build_modes(models, modes, [1], [args.depth]), questions, config)
+    print("\n" + report.table(runs))
+    taus = {
+        "untrained": trained["untrained_acceptance_length"],
+        "this demo": trained["acceptance_length"],
+        "shipped": eagle.acceptance_length,
+    }
+    question, sample = longest_answer(target, shipped, questions[:16], config, args.depth)
     figures = {
         "plain_tokens_per_s": plain.tokens_per_second,
         "eagle_tokens_per_s": eagle.tokens_per_second,
         "speedup": eagle.ratio_to_mlx_lm,
-        "acceptance_length": taus.shipped,
+        "acceptance_length": eagle.acceptance_length,
         "acceptance_by_position": eagle.acceptance_by_position,
         "identical": eagle.identical,
         "identical_count": eagle.identical_count,
         "excused": eagle.excused,
-        "demo_acceptance_length": taus.demo,
-        "untrained_acceptance_length": taus.untrained,
+        "demo_acceptance_length": taus["this demo"],
+        "untrained_acceptance_length": taus["untrained"],
         "train_seconds": train_seconds,
         "total_seconds": time.perf_counter() - began,
         "depth": args.depth,
@@ -125,39 +87,37 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     }
     report.write_json(figures, folder / "report.json")
     draw(taus, runs, folder / "summary.png")
-    show(taus, runs, train_seconds, sample, decode(target, prompt))
+    show(taus, runs, train_seconds, question, sample)
 
 
 def longest_answer(
-    target: em.Target, head: Eagle3Head, prompts: list[list[int]], config: BenchConfig, depth: int
-) -> tuple[list[int], em.Output]:
-    """Return a prompt and its continuation, the longest one that does not loop, as an example to show."""
+    target: em.Target, head: Any, questions: list[Question], config: BenchConfig, depth: int
+) -> tuple[str, em.Output]:
+    """Return a question and its continuation, the longest one that does not loop, as an example to show."""
     engine = em.Engine(target, em.HeadProposer(head), policy=em.FixedPolicy(depth))
-    said = list(zip(prompts, engine.generate(prompts, config.params(len(prompts), config.max_tokens)), strict=True))
-    fit = [pair for pair in said if not is_loop(pair[1].tokens, config.least_distinct)]
-    return max(fit, key=lambda pair: len(pair[1].tokens), default=said[0])
+    prompts = [question.encode(target) for question in questions]
+    outputs = engine.generate(prompts, config.params(len(prompts), config.max_tokens))
+    pairs = list(zip(questions, outputs, strict=True))
+    fit = [pair for pair in pairs if not is_loop(pair[1].tokens, config.least_distinct)]
+    question, output = max(fit, key=lambda pair: len(pair[1].tokens), default=pairs[0])
+    return "\n\n".join(str(message["content"]) for message in question.content), output
 
 
 def title(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def decode(target: em.Target, tokens: list[int]) -> str:
-    assert target.tokenizer is not None
-    return str(target.tokenizer.decode(tokens))
-
-
-def show(taus: Taus, runs: list[Run], train_seconds: float, sample: em.Output, prompt: str) -> None:
+def show(taus: dict[str, float], runs: list[Run], train_seconds: float, question: str, sample: em.Output) -> None:
     """Print the end of the demo: a text and the table."""
     plain, eagle = runs
     total = eagle.prompts + eagle.left_out_looping
-    title(f"a sample, {sample.acceptance_length:.2f} tokens per forward of the target")
-    print(prompt + sample.text)
+    title(f"a sample with the head that ships, {sample.acceptance_length:.2f} tokens per forward of the target")
+    print(f"{question}\n\n{sample.text}")
     title("what was gained")
     rows = [
-        ("tau, untrained head", f"{taus.untrained:.2f}"),
-        (f"tau, trained here for {train_seconds / 60:.1f} minutes", f"{taus.demo:.2f}"),
-        ("tau, the head that ships", f"{taus.shipped:.2f}"),
+        ("tau, untrained head (its linear start)", f"{taus['untrained']:.2f}"),
+        (f"tau, trained here for {train_seconds / 60:.1f} minutes", f"{taus['this demo']:.2f}"),
+        ("tau, the head that ships", f"{taus['shipped']:.2f}"),
         ("mlx-lm, plain", f"{plain.tokens_per_second:.1f} tokens/s"),
         ("with the head that ships", f"{eagle.tokens_per_second:.1f} tokens/s"),
         ("speedup", f"{eagle.ratio_to_mlx_lm or 0:.2f} x"),
@@ -172,24 +132,24 @@ def show(taus: Taus, runs: list[Run], train_seconds: float, sample: em.Output, p
     )
 
 
-def draw(taus: Taus, runs: list[Run], path: Path) -> None:
+def draw(taus: dict[str, float], runs: list[Run], path: Path) -> None:
     """Draw two bar charts: acceptance length of the three heads, and tokens per second."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     plain, eagle = runs
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    bars = left.bar(["untrained", "this demo", "shipped"], [taus.untrained, taus.demo, taus.shipped], color="#56b4e9")
+    bars = left.bar(list(taus), list(taus.values()), color="#56b4e9")
     left.bar_label(bars, fmt="%.2f", padding=2)
     left.set_title(f"acceptance length (depth {eagle.depth}, greedy)")
     left.set_ylabel("tokens per target forward")
     bars = right.bar(
-        ["mlx-lm", "EAGLE-MLX"],
+        ["mlx-lm", "EAGLE-MLX, shipped head"],
         [plain.tokens_per_second, eagle.tokens_per_second],
         color=["#999999", "#009e73"],
     )
     right.bar_label(bars, fmt="%.0f", padding=2)
-    right.set_title(f"speed, the same text: x {eagle.ratio_to_mlx_lm or 0:.2f}")
+    right.set_title(f"speed of the shipped head, the same text: x {eagle.ratio_to_mlx_lm or 0:.2f}")
     right.set_ylabel("tokens per second")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -215,6 +175,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     print(f"blas: {blas.activate()}")
+    tune_process()
     try:
         if args.output.exists() and any(args.output.iterdir()) and not (args.output / "report.json").is_file():
             raise OutputError(f"{args.output} exists and holds no demo; move it away or give another --output")

@@ -69,6 +69,16 @@ def parse(text: str) -> Source:
     return replace(_parse(found["name"]), weight=weight)
 
 
+def public_source(text: str) -> str:
+    """Return a source's name for files that others get: of a local path, the last part."""
+    try:
+        source = parse(text)
+    except (ConfigError, DataError):
+        return text
+    is_local = source.kind in ("file", "folder", "text")
+    return text.replace(source.name, Path(source.name).name) if is_local else text
+
+
 def _parse(text: str) -> Source:
     if text == "self":
         raise DataError(

@@ -103,9 +103,9 @@ class Selection:
             self.report.heldout + sum(report.heldout for report in coming),
         )
 
-    def add(self, number: int, key: int, counts: tuple[int, ...], kept: bool) -> None:
+    def add(self, number: int, key: int, counts: dict[str, int], kept: bool) -> None:
         """Add a try that has ended. Raises DataError if too many tries have failed."""
-        self._ended[number] = key, MakeReport(*counts), kept
+        self._ended[number] = key, MakeReport(**counts), kept
         while not self.full and self.settled in self._ended:
             self._settle(*self._ended.pop(self.settled))
 

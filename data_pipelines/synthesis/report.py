@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from eagle_mlx.progress import counted
@@ -67,13 +67,14 @@ def why_no_answer(text: str, tokens: Sequence[int], special: Collection[int]) ->
 class Counts:
     """Base of a dataclass of counters, with conversion to plain values."""
 
-    def add(self, counts: Sequence[int]) -> None:
-        """Add another report's counts, in field order."""
-        for own, count in zip(fields(self), counts, strict=True):  # type: ignore[arg-type]
-            setattr(self, own.name, getattr(self, own.name) + count)
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add another report's counts."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
 
-    def counts(self) -> tuple[int, ...]:
-        return tuple(getattr(self, own.name) for own in fields(self))  # type: ignore[arg-type]
+    def counts(self) -> dict[str, int]:
+        """Return the counts above 0 by name, as in a partial file."""
+        return {name: count for name, count in vars(self).items() if count}
 
 
 def _failure(why: str) -> int:

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +29,11 @@ class Blas:
 
     def __str__(self) -> str:
         return self.kind + (f" for {self.kernels}" if self.kernels else "") + (f" ({self.path})" if self.path else "")
+
+    @property
+    def public(self) -> str:
+        """The same without the library's folder, for files that others get."""
+        return str(replace(self, path=Path(self.path).name))
 
 
 @functools.cache

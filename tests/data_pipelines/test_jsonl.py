@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx.data_pipelines import Conversation, DataConfig, Message, read_conversations
-from eagle_mlx.data_pipelines.jsonl import as_line, write_lines
+from eagle_mlx.data_pipelines.jsonl import as_line, open_partial, write_lines
+from eagle_mlx.data_pipelines.synthesis.report import MakeReport
 from eagle_mlx.errors import DataError, OutputError
 
 CHATS = [Conversation((Message("user", "a\nü"), Message("assistant", "b"))), Conversation(text="c")]
@@ -50,3 +52,13 @@ def test_nothing_is_left_of_a_failure(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OutputError, match=r"x.jsonl could not be written: No space left on device"):
         write_lines(tmp_path / "x.jsonl", map(as_line, CHATS))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_partial_file_has_a_rows_counts_by_name(tmp_path: Path) -> None:
+    report = MakeReport(tries=1, tokens=9, markup=1)
+    with open_partial(tmp_path / "a.jsonl", {}) as part:
+        part.add(0, 7, report.counts(), b"")
+    _, line = part.path.read_bytes().splitlines()
+    assert json.loads(line.partition(b"\t")[0])[3] == {"tries": 1, "tokens": 9, "markup": 1}
+    with open_partial(tmp_path / "a.jsonl", {}) as part:
+        assert MakeReport(**part.done[0].counts) == report

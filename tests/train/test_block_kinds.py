@@ -19,7 +19,7 @@ from tests.eagle_mlx.heads import GEMMA, PARALLEL, block_config
 from tests.fakes import randomize, tiny_target
 from train.config import TrainConfig
 from train.data import Rows
-from train.kinds import KINDS, resolved
+from train.kinds import KINDS, resolve
 from train.kinds.block import unroll_blocks, with_latents
 from train.kinds.peagle import share_of, unroll_masks
 from train.step.inputs import ANCHORS, make_anchor_plan
@@ -215,7 +215,7 @@ def test_a_head_with_a_draft_vocabulary_is_saved_and_loaded(name: str, tmp_path:
 @pytest.mark.parametrize("name", ["dflash", "dspark", "peagle"])
 def test_a_new_head_has_the_blocks_and_layers_that_the_settings_ask_for(name: str, layers: int) -> None:
     model, kind = target(), KINDS[name]
-    config = resolved(TrainConfig().changed(head=name, unroll=3, layers=layers))
+    config = resolve(TrainConfig().changed(head=name, unroll=3, layers=layers), model.hidden_size)
     head = kind.new(model, config, None, kind.aux_layers(model, config))
     assert name == "peagle" or head.config.drafts == 3
     assert head.config.num_hidden_layers == layers

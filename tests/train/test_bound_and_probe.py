@@ -18,7 +18,7 @@ from eagle_mlx.memory import device_memory
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
-from eagle_mlx.train.kinds import KINDS, resolved
+from eagle_mlx.train.kinds import KINDS, resolve
 from eagle_mlx.train.plan import memory
 from eagle_mlx.train.plan.memory import PROGRAM, Bound, Probe, bound_of, check_memory, probe
 from eagle_mlx.train.plan.recipe import load_recipe
@@ -83,7 +83,7 @@ def test_a_linear_start_counts_if_it_takes_more_than_learning() -> None:
 @pytest.mark.parametrize("head", in_full(list(KINDS), ["eagle3"]))
 def test_a_probe_measures_and_leaves_no_trace(head: str) -> None:
     target = tiny_target()
-    config = resolved(CONFIG.changed(head=head, **({} if head == "eagle3" else {"draft_vocab": 0})))
+    config = resolve(CONFIG.changed(head=head, **({} if head == "eagle3" else {"draft_vocab": 0})), target.hidden_size)
     existing = KINDS[head].new(target, config, np.arange(64) if head == "eagle3" else None, (0, 2, 3))
     before = {name: np.array(value) for name, value in weights_of(existing).items()}
     for found in (probe(target, config), probe(target, config, existing)):
@@ -95,7 +95,7 @@ def test_a_probe_measures_and_leaves_no_trace(head: str) -> None:
 
 
 def test_more_rows_need_more_memory_and_more_parts_less() -> None:
-    wide, config = tiny_target(vocab=2048), CONFIG.changed(length=128, unroll=4)
+    wide, config = tiny_target(vocab=2048), resolve(CONFIG.changed(length=128, unroll=4), 32)
     few, many, parts = (
         probe(wide, config.changed(**how)).memory for how in ({}, {"rows": 8}, {"rows": 8, "accumulate": 8})
     )
@@ -104,7 +104,7 @@ def test_more_rows_need_more_memory_and_more_parts_less() -> None:
 
 
 def test_a_step_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = resolved(CONFIG.changed(rows=8))
+    config = resolve(CONFIG.changed(rows=8), 32)
     check_memory(config, 1000, 100, 2000)
     with pytest.raises(ConfigError, match=r"use --accumulate 3 or --grad-checkpoint or a shorter --length"):
         check_memory(config, 1000, 100, 1400)

@@ -20,7 +20,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig, file_type, pass_type
 from eagle_mlx.train.data.batches import Rows
-from eagle_mlx.train.kinds import KINDS, resolved
+from eagle_mlx.train.kinds import KINDS, resolve
 from eagle_mlx.train.run import state
 from eagle_mlx.train.step.inputs import make_plan
 from eagle_mlx.train.step.step import Stepper, in_pass_type, objective_of, part_arrays, part_loss
@@ -44,7 +44,7 @@ def random_rows(target: Target, layers: int) -> Rows:
 
 
 def begun(target: Target, kind: str, **changes: Any) -> tuple[TrainConfig, Any, Rows]:
-    config = resolved(CONFIG.changed(head=kind, **changes))
+    config = resolve(CONFIG.changed(head=kind, **changes), target.hidden_size)
     layers = KINDS[kind].aux_layers(target, config)
     head: Any = KINDS[kind].new(target, config, None, layers)
     head.attach(target)

@@ -11,7 +11,8 @@ from eagle_mlx.request import Output
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import InMemory, TrainData
 from eagle_mlx.train.evaluation import Evaluator, affordable, summarize
-from eagle_mlx.train.run import PlainPhases, train
+from eagle_mlx.train.kinds import resolve
+from eagle_mlx.train.run import fingerprint_of, set_up, train
 from tests.fakes import tiny_head, tiny_target
 from tests.train.test_step import conversations
 
@@ -91,8 +92,9 @@ def test_a_head_that_training_made_worse_is_not_the_best(tmp_path: Path, start: 
     learned = InMemory(list(capture(target, (0, 2, 3), conversations(target, 40))))
     data = TrainData(learned, (0, 2, 3), None, {})
     more = {"max_steps": 12, "eval_steps": 12, "eval_tokens": 16, "lr": lr, "start": start, "output": str(out)}
-    config = TrainConfig.of(target="tiny", rows=4, length=32, unroll=2, lanes=1, dtype="float32", **more)
-    report = train(target, PlainPhases(data, prompts), config)
+    given = TrainConfig.of(target="tiny", rows=4, length=32, unroll=2, lanes=1, dtype="float32", **more)
+    with set_up(target, resolve(given, target.hidden_size), fingerprint_of(data)) as setup:
+        report = train(setup, data, prompts)
     begun, last = (report["acceptance"][name]["acceptance_length"] for name in ("untrained", "last"))
     assert (last >= begun) == improves
     assert report["better_than_start"] == improves

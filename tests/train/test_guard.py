@@ -18,11 +18,11 @@ from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Batches
 from eagle_mlx.train.data.examples import InMemory
-from eagle_mlx.train.kinds import KINDS, resolved
+from eagle_mlx.train.kinds import KINDS, resolve
 from eagle_mlx.train.step.step import NotFiniteError, Stepper
 from tests.fakes import tiny_target, tiny_target_folder
 
-CONFIG = resolved(TrainConfig.of(rows=3, length=16, unroll=2, lr=1e-3, draft_vocab=64))
+CONFIG = resolve(TrainConfig.of(rows=3, length=16, unroll=2, lr=1e-3, draft_vocab=64), 32)
 
 NAN = np.uint16(0x7FC0)
 """The bits of bfloat16's NaN."""

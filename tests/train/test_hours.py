@@ -29,12 +29,14 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import CheckpointError, ConfigError, DataError
 from eagle_mlx.shards.format import bytes_per_token
 from eagle_mlx.target import Target, fingerprint, load_target
+from eagle_mlx.train import hours
 from eagle_mlx.train.cli import main, new_run
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.evaluation import Evaluator
-from eagle_mlx.train.hours import HoursPhases, portions
+from eagle_mlx.train.hours import FINGERPRINT, portions
 from eagle_mlx.train.hours.phases import Rates, next_portion, seconds_to_learn
-from eagle_mlx.train.run import Stopwatch, loop, train
+from eagle_mlx.train.kinds import resolve
+from eagle_mlx.train.run import Stopwatch, loop, set_up
 from eagle_mlx.train.step import Stepper, WarmupStableDecay
 from tests.fakes import talking_target_folder
 from tests.full import in_full, some
@@ -44,8 +46,9 @@ HOURS = 0.012
 SHORT = partial(MakeConfig, user_tokens=30, max_tokens=12)
 
 
-def train_for_hours(target: Target, config: TrainConfig, **how: Any) -> dict[str, Any]:
-    return train(target, HoursPhases(), config, **how)
+def train_for_hours(target: Target, config: TrainConfig, *speeds: float, **how: Any) -> dict[str, Any]:
+    with set_up(target, resolve(config, target.hidden_size), FINGERPRINT, **how) as setup:
+        return hours.train_for_hours(setup, *speeds)
 
 
 class Clock:
@@ -432,5 +435,5 @@ def test_without_a_faster_way_to_read_there_is_no_warmup(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path / "head", hours=HOURS / 4, warmup_data=("builtin:python",), warmup_tokens=900)
-    report = train(target, HoursPhases(150.0, 0.1), config, watch=Stopwatch(Clock(monkeypatch)))
+    report = train_for_hours(target, config, 150.0, 0.1, watch=Stopwatch(Clock(monkeypatch)))
     assert "warmup_tokens" not in report["data"]

@@ -24,7 +24,7 @@ from eagle_mlx.train.data.batches import Batches, Rows
 from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.data.sources import capture_rows
 from eagle_mlx.train.evaluation import Evaluator
-from eagle_mlx.train.kinds import KINDS, Head, kind_of, resolved
+from eagle_mlx.train.kinds import KINDS, Head, kind_of, resolve
 from eagle_mlx.train.kinds.base import layer_shape
 from eagle_mlx.train.step.inputs import make_plan, noise_of
 from eagle_mlx.train.step.losses import Objective, feature_losses
@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {"target": "tiny", "rows": 4, "length": 32, "lr": 3e-3, 
 
 
 def config_of(name: str, **more: Any) -> TrainConfig:
-    return resolved(TrainConfig.of(**{**SMALL, "head": name, **more}))
+    return resolve(TrainConfig.of(**{**SMALL, "head": name, **more}), 32)
 
 
 @pytest.fixture(scope="module")
@@ -274,29 +274,30 @@ def test_a_quantized_target(name: str) -> None:
 )
 def test_settings_of_another_kind_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolved(TrainConfig.of(**values))
+        resolve(TrainConfig.of(**values), 32)
 
 
 def test_defaults_depend_on_the_kind() -> None:
-    assert (resolved(TrainConfig()).optimization.unroll, resolved(TrainConfig()).head.draft_vocab) == (7, 32000)
+    usual = resolve(TrainConfig(), 32)
+    assert (usual.optimization.unroll, usual.head.draft_vocab) == (7, 32000)
     mtp = config_of("mtp")
     weights = [mtp.optimization.decay**j for j in range(mtp.optimization.unroll)]
     assert [round(weight / sum(weights), 2) for weight in weights] == [0.51, 0.31, 0.18]
     assert config_of("eagle").optimization.loss_weights == (1.0, 0.1)
     assert config_of("eagle", feature_noise=0).optimization.feature_noise == 0.0
-    assert resolved(mtp) == mtp
+    assert resolve(TrainConfig.of(**mtp.flat()), 64) == mtp, "a resumed run keeps its settings"
     by_hand = config_of("mtp", step_weights=[0.5, 0.5])
-    assert (by_hand.optimization.unroll, by_hand.optimization.decay) == (2, 0.0)
-    assert resolved(by_hand) == by_hand
+    assert (by_hand.optimization.unroll, by_hand.optimization.decay) == (2, None)
+    assert resolve(TrainConfig.of(**by_hand.flat()), 64) == by_hand
     assert by_hand.changed(seed=1).optimization.step_weights == (0.5, 0.5)
 
 
 def test_the_learning_rate_follows_the_targets_width_unless_it_is_given(target: Target) -> None:
     open_, given = TrainConfig.of(target="tiny"), TrainConfig.of(target="tiny", lr=3e-3)
-    assert resolved(open_, target).optimization.lr == pytest.approx(1e-4 * 4096 / target.hidden_size)
-    assert resolved(resolved(open_, target), target) == resolved(open_, target)
-    assert resolved(given, target).optimization.lr == 3e-3
-    assert resolved(open_).optimization.lr == 0, "no target was there to tell by"
+    assert resolve(open_, target.hidden_size).optimization.lr == pytest.approx(1e-4 * 4096 / target.hidden_size)
+    assert resolve(given, target.hidden_size).optimization.lr == 3e-3
+    for written in ({"lr": 0}, {"lr": "0.0"}, {"lr": None}, {}):
+        assert TrainConfig.of(**written).optimization.lr is None, "all mean: not given"
 
 
 def test_the_default_learning_rate_depends_on_the_target(target: Target) -> None:

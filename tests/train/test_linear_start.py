@@ -19,7 +19,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import TrainData
 from eagle_mlx.train.data.examples import InMemory
-from eagle_mlx.train.kinds import resolved
+from eagle_mlx.train.kinds import resolve
 from eagle_mlx.train.kinds.block import unroll_blocks
 from eagle_mlx.train.kinds.least_squares import Moments, best_map, bytes_of, error, factors
 from eagle_mlx.train.run import new_head
@@ -36,7 +36,7 @@ def target() -> Target:
 
 
 def config_of(**more: Any) -> TrainConfig:
-    return resolved(TrainConfig.of(**{"target": "tiny", "rows": 4, "length": 32, "lanes": 1, **more}))
+    return resolve(TrainConfig.of(**{"target": "tiny", "rows": 4, "length": 32, "lanes": 1, **more}), 32)
 
 
 @pytest.fixture(scope="module")

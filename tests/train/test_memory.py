@@ -14,7 +14,7 @@ from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
-from eagle_mlx.train.kinds import KINDS, Head, resolved
+from eagle_mlx.train.kinds import KINDS, Head, resolve
 from eagle_mlx.train.step.inputs import make_anchor_plan, make_plan
 from eagle_mlx.train.step.losses import LOSSES, ChunkedLoss, soft_labels, step_loss
 from eagle_mlx.train.step.step import Stepper, StepResult, objective_of, part_arrays, part_loss
@@ -42,12 +42,16 @@ def target() -> Target:
 
 
 def new(target: Target, config: TrainConfig) -> Head:
-    config = resolved(config)
     return KINDS[config.head.kind].new(target, config, None, (0, 2, 3))
 
 
+def stepper_of(target: Target, config: TrainConfig) -> Stepper:
+    settings = resolve(config, target.hidden_size)
+    return Stepper(new(target, settings), target, settings)
+
+
 def after(target: Target, config: TrainConfig, rows: Rows, steps: int = 3) -> tuple[list[StepResult], dict[str, Any]]:
-    stepper = Stepper(new(target, config), target, config)
+    stepper = stepper_of(target, config)
     results = [stepper(rows, 1.0) for _ in range(steps)]
     return [result for result in results if result is not None], weights_of(stepper.head)
 
@@ -77,7 +81,7 @@ def test_a_compiled_step_is_the_same(target: Target) -> None:
     """Compiled only in full, because there are 26 kernels."""
     plain, rows = CONFIG.changed(unroll=2), random_rows(4, 16)
     config = plain.changed(accumulate=2, grad_checkpoint=True)
-    stepper = Stepper(new(target, config), target, config)
+    stepper = stepper_of(target, config)
     stepper.compile()
     results = [result for result in (stepper(rows, 1.0) for _ in range(2)) if result is not None]
     assert_same(after(target, plain, rows, steps=2), (results, weights_of(stepper.head)))
@@ -92,7 +96,7 @@ def test_more_parts_than_rows_and_parts_without_loss(target: Target) -> None:
 
 @pytest.mark.parametrize(("head", "loss"), diagonal(HEADS, [*LOSSES]))
 def test_gradients_agree(target: Target, head: str, loss: str) -> None:
-    config = resolved(CONFIG.changed(head=head, loss=loss))
+    config = resolve(CONFIG.changed(head=head, loss=loss), target.hidden_size)
     trained, rows = new(target, config), random_rows(3, 24)
     trained.attach(target)
     kind = KINDS[head]
@@ -149,7 +153,7 @@ def test_a_recomputed_step_leaves_the_module_as_it_was() -> None:
 
 def peak(target: Target, config: TrainConfig, rows: Rows) -> int:
     """Return the memory that a step adds."""
-    stepper = Stepper(new(target, config), target, config)
+    stepper = stepper_of(target, config)
     stepper(rows, 1.0)
     mx.clear_cache()
     before = mx.get_active_memory()

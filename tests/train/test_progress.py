@@ -15,7 +15,7 @@ RESULT = StepResult(
 
 def test_the_bar_shows_the_remaining_time(capsys: Any) -> None:
     with Bar(0, steps=40) as bar:
-        bar.show(Progress(step=30, tokens=3000, train_seconds=3.0), 3.0, [RESULT])
+        bar.show(3.0, Progress(step=30, tokens=3000, train_seconds=3.0), [RESULT])
     shown = capsys.readouterr().err
     assert "30/40 steps" in shown
     assert re.search(r"\[\d\d:\d\d<\d\d:\d\d", shown), "elapsed and left"
@@ -26,12 +26,12 @@ def test_the_bar_shows_the_remaining_time(capsys: Any) -> None:
 def test_the_remaining_time_ignores_steps_before_a_resume(span: dict[str, Any], capsys: Any) -> None:
     with Bar(**span, done=500) as bar:
         bar.bar.start_t -= 100  # 100 steps or seconds took 100 seconds since then
-        bar.show(Progress(step=600), 600.0, [RESULT])
+        bar.show(600.0, Progress(step=600), [RESULT])
     assert "600/1000" in (shown := capsys.readouterr().err)
     assert "<06:4" in shown or "<06:3" in shown, "400 more at the same rate"
 
 
 def test_the_bar_does_not_exceed_the_time_limit(capsys: Any) -> None:
     with Bar(60.0) as bar:
-        bar.show(Progress(step=1), 75.0, [])
+        bar.show(75.0)
     assert "60/60 s" in capsys.readouterr().err

@@ -13,8 +13,6 @@ from typing import Any, get_args
 import mlx.core as mx
 import pytest
 from huggingface_hub import ModelCard
-from hypothesis import given
-from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 import eagle_mlx as em
@@ -32,8 +30,9 @@ from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import flags_parser as train_parser
 from eagle_mlx.train.cli import main as train
 from eagle_mlx.train.config import TrainConfig, load_config
-from eagle_mlx.train.publish.bundle import public, public_command, read_source
-from eagle_mlx.train.publish.card import data_sets, of_bench, of_training, train_command
+from eagle_mlx.train.data import public_settings
+from eagle_mlx.train.publish.bundle import read_source
+from eagle_mlx.train.publish.card import bench_command, data_sets, of_bench, of_training, train_command
 from eagle_mlx.train.publish.cli import main
 from eagle_mlx.train.run import loop
 from tests import hub_server
@@ -133,7 +132,7 @@ def test_a_published_run_loads_by_its_id(
 
 
 def test_local_paths_are_not_published(made: Made, online: hub_server.Hub) -> None:
-    assert str(made.root) in (made.run / "report.json").read_text()
+    assert str(made.root) in (made.run / "run.json").read_text()
     assert main([str(made.run), *GOES_UP, "--figures", str(made.figures)]) == 0
     texts = {n: c.decode() for n, c in online.repos[REPO].files.items() if not n.endswith((".png", ".safetensors"))}
     for name, text in texts.items():
@@ -572,7 +571,7 @@ def test_the_command_of_a_run_makes_the_same_settings(made: Made) -> None:
 
 
 def test_the_command_of_a_run_from_shards_names_no_other_data() -> None:
-    config = json.loads(json.dumps({**TrainConfig().flat(), "shards": ["/home/me/a", "b"]}))
+    config = json.loads(json.dumps(public_settings(TrainConfig.of(shards=["/home/me/a", "b"]))))
     assert train_command(config, "owner/tiny") == "eagle-train --target owner/tiny --shards a --shards b"
     again = load_config(None, vars(train_parser().parse_args(["--shards", "a", "--shards", "b"])))
     assert again.data.shards == ("a", "b")
@@ -586,41 +585,26 @@ def test_data_sets_of_the_hub_are_named(made: Made) -> None:
     assert data_sets(replace(source, report={"config": {"data": data, "shards": "x"}})) == []
 
 
-names = st.from_regex(r"[A-Za-z0-9_][\w.-]{0,8}", fullmatch=True)
-
-
-@given(st.lists(names, min_size=2, max_size=5), st.sampled_from(["/", "~/", "./", "../", "C:\\"]))
-def test_paths_are_reduced_to_their_last_component(parts: list[str], begin: str) -> None:
-    path = begin + ("\\" if begin == "C:\\" else "/").join(parts)
-    last = parts[-1]
-    assert public(path) == last
-    assert public({"a": [path, 3, None]}) == {"a": [last, 3, None]}
-    assert public(f"shards {path} (of {path})") == f"shards {last} (of {last})"
-    shown = public_command(f"eagle-bench --prompts {shlex.quote(path)} --x={shlex.quote(path)}", {})
-    assert shlex.split(shown) == ["eagle-bench", "--prompts", last, f"--x={last}"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Qwen/Qwen3-4B",
-        "builtin:python",
-        "user/data:train",
-        "3,275 tokens/s",
-        "https://example.org/a/b",
-        "</s>",
-        "/",
-        "",
-    ],
-)
-def test_other_texts_do_not_change(text: str) -> None:
-    assert public(text) == text
+def test_a_report_names_no_folder_of_this_machine() -> None:
+    models = {"target": "/home/me/tiny", "init_from": "you/head", "adapter_path": "/home/me/adapters"}
+    data = ["/home/me/a.jsonl=0.5", "user/name:train=0.5"]
+    more = {"map": ["/home/me/a.jsonl:prompt=q"], "warmup_data": ["text:/home/me/notes"], "eval_data": "~/b.parquet"}
+    found = public_settings(TrainConfig.of(**models, **more, data=data, output="/home/me/out", cache_dir="x/y"))
+    assert (found["target"], found["init_from"], found["adapter_path"]) == ("tiny", "you/head", "adapters")
+    assert found["data"] == ("a.jsonl=0.5", "user/name:train=0.5")
+    assert (found["map"], found["warmup_data"]) == (("a.jsonl:prompt=q",), ("text:notes",))
+    assert (found["eval_data"], found["output"], found["cache_dir"]) == ("b.parquet", "out", "y")
+    assert public_settings(TrainConfig()) == TrainConfig().flat()
 
 
 def test_commands_are_shown_with_public_names() -> None:
     command = "/usr/bin/eagle-bench --head out/x --depth 1 2 --json f.json --quiet --target=/m/t --batch 4"
-    shown = public_command(command, {"--target": "o/t", "--head": "u/h"}, ("--json", "--quiet"))
-    assert shown == "eagle-bench --target o/t --head u/h --depth 1 2 --batch 4"
+    more = " --prompts '/my chats/a.jsonl' --adapter-path=/m/b --draft-model you/small"
+    shown = bench_command(command + more, "o/t", "u/h")
+    assert shown == (
+        "eagle-bench --target o/t --head u/h --depth 1 2 --batch 4 --prompts a.jsonl --adapter-path=b "
+        "--draft-model you/small"
+    )
 
 
 def test_a_folder_without_a_head_is_an_error(tmp_path: Path) -> None:

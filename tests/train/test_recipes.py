@@ -19,7 +19,7 @@ from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import Target
 from eagle_mlx.train.cli import flags_parser, main, new_run
 from eagle_mlx.train.config import TrainConfig, load_config
-from eagle_mlx.train.kinds import KINDS, resolved
+from eagle_mlx.train.kinds import KINDS, resolve
 from eagle_mlx.train.plan.dry_run import as_text, assumed
 from eagle_mlx.train.plan.memory import FLOAT, bound_of, probe
 from eagle_mlx.train.plan.recipe import FOLDER, load_recipe, recipe_names
@@ -88,7 +88,7 @@ def test_a_dspark_recipe_takes_steps_with_a_tiny_model_of_its_family(name: str) 
     recipe = load_recipe(name)
     target = Target(tiny_model(recipe.model["model_type"]), name="tiny")
     small = {"draft_vocab": 64, "intermediate_size": 32, "rows": 1, "length": 16, "accumulate": 1}
-    config = resolved(TrainConfig.of(**{**recipe.settings, **small}), target)
+    config = resolve(TrainConfig.of(**{**recipe.settings, **small}), target.hidden_size)
     assert config.optimization.unroll == 7
     assert config.optimization.lr == 6e-4
     assert probe(target, config).learned > 0
@@ -267,8 +267,9 @@ def test_recipes_and_the_card_template_are_packaged() -> None:
 @pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-8b", "llama3.1-8b"])
 def test_the_bytes_of_heads_in_few_bits_are_those_of_the_guide(name: str) -> None:
     recipe = load_recipe(name)
-    target, config = described_target(name, recipe.model), resolved(TrainConfig.of(**recipe.settings))
-    whole = bound_of(config, target).weights
+    target = described_target(name, recipe.model)
+    bound = bound_of(TrainConfig.of(**recipe.settings), target)
+    config, whole = bound.config, bound.weights
     cells = [f"`{name}`", f"{whole / 1e9:.2f} GB"]
     for bits in (16, 8, 4):
         head = KINDS[config.head.kind].blank(target, config)

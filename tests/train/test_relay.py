@@ -18,7 +18,7 @@ from eagle_mlx.train import unroll
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Rows
 from eagle_mlx.train.kinds import KINDS as TRAINED
-from eagle_mlx.train.kinds import choose_trained, kind_of, resolved
+from eagle_mlx.train.kinds import choose_trained, kind_of, resolve
 from eagle_mlx.train.step.inputs import make_plan
 from eagle_mlx.train.step.losses import Objective
 from eagle_mlx.train.step.step import Stepper, part_arrays, part_loss
@@ -73,7 +73,7 @@ def test_the_gradients_of_draft_steps_are_not_kept(kind: str, again: bool, monke
     gradients are kept. The latter are compared too, so that a head that is too small cannot meet the bound.
     """
     wide = tiny_target(hidden=512, vocab=512)
-    config = resolved(TrainConfig.of(target="tiny", head=kind))
+    config = resolve(TrainConfig.of(target="tiny", head=kind), wide.hidden_size)
     layers = TRAINED[kind].aux_layers(wide, config)
     head: Any = TRAINED[kind].new(wide, config, None, layers)
     head.attach(wide)
@@ -99,7 +99,7 @@ def test_the_gradients_of_draft_steps_are_not_kept(kind: str, again: bool, monke
 def test_an_update_takes_little_besides_the_gradient() -> None:
     """The optimizer's intermediate values exist for one weight at a time: with all at once, 2.9 W were measured."""
     wide = tiny_target(hidden=512, vocab=512)
-    config = resolved(TrainConfig.of(target="tiny", head="eagle", lanes=1, rows=1, length=12))
+    config = resolve(TrainConfig.of(target="tiny", head="eagle", lanes=1, rows=1, length=12), wide.hidden_size)
     stepper = Stepper(TRAINED["eagle"].new(wide, config, None, ()), wide, config)
     weights = sum(weight.nbytes for _, weight in tree_flatten(stepper.head.trainable_parameters()))
     rows = random_rows(wide, 1, 1, 12)

@@ -27,7 +27,7 @@ from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.sources import training_data
 from eagle_mlx.train.evaluation import Evaluator
-from eagle_mlx.train.kinds import KINDS, kind_of, merged, resolved
+from eagle_mlx.train.kinds import KINDS, kind_of, merged, resolve
 from eagle_mlx.train.kinds.base import projection
 from eagle_mlx.train.run.start import existing_head, with_vocabulary
 from eagle_mlx.train.step.step import Stepper
@@ -66,7 +66,7 @@ def written(head: Any, folder: Path) -> Path:
 
 def config_of(head: str, folder: Path, **more: Any) -> TrainConfig:
     values = {"target": "tiny", "rows": 4, "length": 32, "lanes": 1, "unroll": 2, "lr": 1e-2}
-    return resolved(TrainConfig.of(**{**values, "head": head, "init_from": str(folder), **more}))
+    return resolve(TrainConfig.of(**{**values, "head": head, "init_from": str(folder), **more}), TARGET.hidden_size)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_matching_settings_are_accepted(tmp_path: Path) -> None:
     whole = written(SHAPES["eagle3.1"](), tmp_path / "whole")
     assert existing_head(TARGET, config_of("eagle3", whole, draft_vocab=32000)) is not None
     assert existing_head(TARGET, config_of("eagle3", folder, draft_vocab=64)) is not None, "the data chooses them"
-    assert existing_head(TARGET, resolved(TrainConfig())) is None
+    assert existing_head(TARGET, resolve(TrainConfig(), TARGET.hidden_size)) is None
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3.1", "eagle3, two layers", "p-eagle"])
@@ -293,7 +293,8 @@ def test_a_head_reads_any_layers_of_several_folders_of_shards(tmp_path: Path) ->
     for name, layers, count in (("a", (0, 1), 2), ("b", (1, 2, 0), 1)):
         capture_to_shards(TARGET, layers, [CONVERSATION] * count, tmp_path / name)
     shards = [str(tmp_path / name) for name in "ab"]
-    data = training_data(TARGET, resolved(TrainConfig.of(shards=tuple(shards), aux_layers=(3, 0, 1))))
+    given = TrainConfig.of(shards=tuple(shards), aux_layers=(3, 0, 1))
+    data = training_data(TARGET, resolve(given, TARGET.hidden_size))
     assert data.aux_layers == (3, 0, 1)
     assert data.report["tokens"] == 60
     states = mx.concatenate(TARGET.forward(mx.array([CONVERSATION[0]]), aux_layers=data.aux_layers).aux, axis=-1)[0]
@@ -302,10 +303,10 @@ def test_a_head_reads_any_layers_of_several_folders_of_shards(tmp_path: Path) ->
         assert sample.states is not None
         np.testing.assert_allclose(widened(sample.states.features), np.array(states), rtol=1e-2, atol=2e-3)
         np.testing.assert_array_equal(sample.states.last, sample.states.features[:, : TARGET.hidden_size])
-    held = training_data(TARGET, resolved(TrainConfig.of(shards=tuple(shards))))
+    held = training_data(TARGET, resolve(TrainConfig.of(shards=tuple(shards)), TARGET.hidden_size))
     assert held.aux_layers == (0, 1)
     with pytest.raises(ShardError, match=r"a has the layers 0, 1, 3, but the head reads 2"):
-        training_data(TARGET, resolved(TrainConfig.of(shards=tuple(shards), aux_layers=(2,))))
+        training_data(TARGET, resolve(TrainConfig.of(shards=tuple(shards), aux_layers=(2,)), TARGET.hidden_size))
 
 
 def run(target: Path, chats: Path, output: Path, *more: str) -> int:
@@ -327,7 +328,7 @@ def test_a_run_continues_the_head_of_another(target: Path, chats: Path, tmp_path
     assert len(logged[0]["loss_by_step"]) == report["config"]["unroll"]
     assert run(target, chats, second, "--head", kind, "--init-from", str(first / "last"), *more) == 0
     went_on = json.loads((second / "report.json").read_text())
-    assert went_on["started_from"] == str(first / "last")
+    assert went_on["started_from"] == "last"
     before, began = report["acceptance"]["last"], went_on["acceptance"]["untrained"]
     assert began["acceptance_length"] == pytest.approx(before["acceptance_length"], rel=0.2)
     assert f"{first / 'last'} had" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data.batches import Batches, Rows
 from eagle_mlx.train.data.examples import InMemory
-from eagle_mlx.train.kinds import KINDS
+from eagle_mlx.train.kinds import KINDS, resolve
 from eagle_mlx.train.step.inputs import make_plan
 from eagle_mlx.train.step.optimizers import Optimizers, is_inner_matrix
 from eagle_mlx.train.step.step import Stepper, part_arrays, part_loss
@@ -27,7 +27,8 @@ from tests.eagle_mlx.heads import ALL
 from tests.fakes import tiny_head, tiny_target
 from tests.full import in_full, some
 
-CONFIG = TrainConfig.of(target="tiny", rows=4, length=32, unroll=3, lr=3e-3, lanes=1)
+PLAIN = {"feature_norm": "none", "recycle": "output"}
+CONFIG = resolve(TrainConfig.of(target="tiny", rows=4, length=32, unroll=3, lr=3e-3, lanes=1, **PLAIN), 32)
 
 
 def conversations(target: Target, count: int = 12) -> list[tuple[list[int], list[int]]]:

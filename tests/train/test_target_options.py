@@ -70,7 +70,7 @@ def test_a_head_for_a_target_with_adapters(
     monkeypatch.setattr("eagle_mlx.train.job.LEAST", 0.0)  # a head of two steps gains nothing
     assert main(["--resume", str(out)]) == 0
     assert f"eagle-serve --target {target} --adapter-path {adapters} finds it" in capsys.readouterr().err
-    assert json.loads((out / "report.json").read_text())["config"]["adapter_path"] == str(adapters)
+    assert json.loads((out / "report.json").read_text())["config"]["adapter_path"] == adapters.name
 
     goes = ["--repo", "you/head", "--license", "mit", "--base-model", "owner/tiny", "--dry-run"]
     assert publish([str(out), *goes]) == 0

@@ -20,13 +20,12 @@ from eagle_mlx.train.data.batches import Batches
 from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.data.sources import TrainData
 from eagle_mlx.train.distributed import World
-from eagle_mlx.train.kinds import KINDS, resolved
-from eagle_mlx.train.run import PlainPhases, train
-from eagle_mlx.train.run.phases import run_worker
+from eagle_mlx.train.kinds import KINDS, resolve
+from eagle_mlx.train.run import fingerprint_of, run_worker, set_up, train
 from eagle_mlx.train.step.step import Stepper
 from tests.fakes import tiny_target
 
-CONFIG = resolved(TrainConfig.of(target="tiny", head="eagle", rows=2, length=24, unroll=2, lr=3e-3, lanes=1))
+CONFIG = resolve(TrainConfig.of(target="tiny", head="eagle", rows=2, length=24, unroll=2, lr=3e-3, lanes=1), 32)
 
 
 def conversations(silent: int = 1) -> list[Example]:
@@ -88,8 +87,9 @@ def whole_run(
     if not world.is_rank_zero:
         run_worker(target, data, config, None, world, stop)
         return []
-    phases = PlainPhases(data, [[1, 2, 3], [4, 5, 6]])
-    train(target, phases, config, resume=out if out.exists() else None, stop=stop, world=world)
+    resume = out if out.exists() else None
+    with set_up(target, config, fingerprint_of(data), resume=resume, stop=stop, world=world) as setup:
+        train(setup, data, [[1, 2, 3], [4, 5, 6]])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == "train"]
 

@@ -14,12 +14,9 @@ from .groups import (
     MOST_PROMPTS,
     NOT_WITH_HOURS,
     SELF,
-    DataConfig,
-    EvaluationConfig,
-    HeadConfig,
-    OptimizationConfig,
-    RunConfig,
+    ChosenOptimization,
     TrainConfig,
+    TrainSettings,
 )
 
 
@@ -51,17 +48,16 @@ _NAMED = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 def pass_type(config: TrainConfig, device: mx.Device | None = None) -> mx.Dtype:
     """Return the dtype of the forward and backward pass on a device, by default the default device.
 
-    On a GPU, `auto` is bfloat16, as in other trainers: it halves the memory for gradients with the same result
+    On a GPU, the default is bfloat16, as in other trainers: it halves the memory for gradients with the same result
     (karpathy/nanochat#793, on MPS: 26 % less memory, 0.04 % of the loss). MLX's float32 products on an M5 keep 11 bits
     anyway (ml-explore/mlx#4411). On a CPU only float32 uses BLAS, which is ten times faster.
     """
-    asked = config.optimization.dtype
-    if asked != "auto":
-        return _NAMED[asked]
+    if config.optimization.dtype is not None:
+        return _NAMED[config.optimization.dtype]
     on_gpu = (device or mx.default_device()).type == mx.DeviceType.gpu
     return mx.bfloat16 if on_gpu else mx.float32
 
 
 def file_type(config: TrainConfig) -> mx.Dtype:
     """Return the dtype of the saved head: as configured, else bfloat16, as is usual for published heads."""
-    return _NAMED.get(config.optimization.dtype, mx.bfloat16)
+    return _NAMED[config.optimization.dtype or "bfloat16"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from eagle_mlx.data_pipelines import FilterOptions
 from eagle_mlx.errors import ConfigError
@@ -22,6 +22,11 @@ _KNOWN = Limit(
 _CACHE_BITS = Limit(BITS.__contains__, f"must be {' or '.join(map(str, BITS))}, not {{}}")
 
 
+def open_number(help: str, unset: float = 0, **more: Any) -> Any:
+    """Return a number of at least 0 that a user need not give; `unset`, a zero, is the same as leaving it out."""
+    return setting(None, help, AT_LEAST_0, unset=unset, **more)
+
+
 @dataclass(frozen=True)
 class HeadConfig(Group):
     """The head: its target, its kind, its shape. By default, the shape follows the target."""
@@ -35,38 +40,36 @@ class HeadConfig(Group):
         metavar=f"{{{','.join(_TRAINED)}}}",
     )
     init_from: str = setting("", "folder or hub id of a head of this kind to continue from; it sets the shape")
-    lora_rank: int = setting(
-        0,
-        "with --init-from: train only LoRA adapters of this rank, merged into the written head; 0 for all",
-        AT_LEAST_0,
+    lora_rank: int | None = open_number(
+        "with --init-from: train only LoRA adapters of this rank, merged into the written head; 0 for all"
     )
-    draft_vocab: int = setting(
-        0,
+    draft_vocab: int | None = open_number(
         "size of the draft vocabulary, the most frequent tokens; with --init-from, 0 keeps the head's, another number "
-        "chooses one for the data",
-        AT_LEAST_0,
+        "chooses one for the data"
     )
-    aux_layers: tuple[int, ...] = setting(
-        (),
+    aux_layers: tuple[int, ...] | None = setting(
+        None,
         "target layers that the head reads, from 0 (default: a low, a middle and a high one, or those of --shards)",
         AT_LEAST_0,
+        unset=(),
     )
-    layers: int = setting(
-        0,
+    layers: int | None = open_number(
         "decoder layers; more draft better but slower; all but the first start as copies of the target's; with "
-        "--init-from, EAGLE-3 heads get more layers that add nothing at first",
-        AT_LEAST_0,
+        "--init-from, EAGLE-3 heads get more layers that add nothing at first"
     )
-    intermediate_size: int = setting(0, "width of the head's MLP; 0 for the target's width, if it has one", AT_LEAST_0)
-    heads: int = setting(0, "attention heads; 0 for the target's number", AT_LEAST_0)
-    kv_heads: int = setting(0, "key and value heads; 0 for the target's number", AT_LEAST_0)
-    feature_norm: Literal["auto", "each", "all", "none"] = setting(
-        "auto", "norm of the layers read: one per layer (EAGLE-3.1's fc_norm), one over all (norm_before_fc), or none"
+    intermediate_size: int | None = open_number("width of the head's MLP; 0 for the target's width, if it has one")
+    heads: int | None = open_number("attention heads; 0 for the target's number")
+    kv_heads: int | None = open_number("key and value heads; 0 for the target's number")
+    feature_norm: Literal["each", "all", "none"] | None = setting(
+        None,
+        "norm of the layers read: one per layer (EAGLE-3.1's fc_norm), one over all (norm_before_fc), or none",
+        unset="auto",
     )
-    feedback: Literal["auto", "normed", "output"] = setting(
-        "auto",
+    feedback: Literal["normed", "output"] | None = setting(
+        None,
         "what each draft step passes to the next: its output before or after the final norm (EAGLE-3.1's norm_output)",
         name="recycle",
+        unset="auto",
     )
     norm_before_residual: bool = setting(False, "use the normed feature as the residual; otherwise the feature itself")
     start: Literal["linear", "random"] = setting(
@@ -97,18 +100,20 @@ class DataConfig(Group):
         "with --warmup-data: its share of the training; with --hours, its maximum share of the time",
         Limit(lambda value: 0 < value < 1, "must be above 0 and below 1, not {}"),
     )
-    warmup_tokens: int = setting(
-        0, "with --warmup-data: maximum number of its tokens; 0 for as many as its share needs", AT_LEAST_0
+    warmup_tokens: int | None = open_number(
+        "with --warmup-data: maximum number of its tokens; 0 for as many as its share needs"
     )
     shards: tuple[str, ...] = setting(
         (),
         "folders of hidden states from `eagle-data`, instead of --data; a head may read any of their layers",
         metavar="DIR",
     )
-    limit: int = setting(0, "maximum number of conversations from all sources; 0 for all", AT_LEAST_0)
+    limit: int | None = open_number("maximum number of conversations from all sources; 0 for all")
     max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
-    states: Literal["auto", "memory", "disk", "online"] = setting(
-        "auto", "hidden states: kept in memory or on disk, or captured for each batch (online); auto follows --cache-gb"
+    states: Literal["memory", "disk", "online"] | None = setting(
+        None,
+        "hidden states: kept in memory or on disk, or captured for each batch (online); auto follows --cache-gb",
+        unset="auto",
     )
     cache_gb: float = setting(4.0, "gigabytes for hidden states; those that need more are captured online", AT_LEAST_0)
     cache_bits: int = setting(16, "bits per value on disk, 16 or 8", _CACHE_BITS)
@@ -136,56 +141,67 @@ class DataConfig(Group):
 class OptimizationConfig(Group):
     """The loss, the batches and the updates. Open settings follow the kind of head."""
 
-    unroll: int = setting(0, "draft steps in the loss", AT_LEAST_0)
-    decay: float = setting(0.0, "weight of a draft step's loss relative to the one before", SHARE)
-    step_weights: tuple[float, ...] = setting((), "weight of each draft step's loss, instead of --decay", ABOVE_0)
-    loss: Literal["auto", "soft", "hard", "tv", "lk"] = setting(
-        "auto",
+    unroll: int | None = open_number("draft steps in the loss")
+    decay: float | None = setting(None, "weight of a draft step's loss relative to the one before", SHARE, unset=0.0)
+    step_weights: tuple[float, ...] | None = setting(
+        None, "weight of each draft step's loss, instead of --decay", ABOVE_0, unset=()
+    )
+    loss: Literal["soft", "hard", "tv", "lk"] | None = setting(
+        None,
         "cross-entropy with the target's distribution (soft) or its most likely token (hard), total variation (tv), "
         "or lk: soft for poor drafts, tv for good ones",
+        unset="auto",
     )
-    loss_weights: tuple[float, ...] = setting(
-        (), "weights of the distance between features (eagle) or distributions (dspark), and of --loss", AT_LEAST_0
+    loss_weights: tuple[float, ...] | None = setting(
+        None,
+        "weights of the distance between features (eagle) or distributions (dspark), and of --loss",
+        AT_LEAST_0,
+        unset=(),
     )
-    feature_noise: float = setting(
-        -1.0,
+    feature_noise: float | None = setting(
+        None,
         "maximum uniform noise on the head's features; less in conversations of more than 512 tokens",
-        Limit(lambda noise: noise >= 0 or noise == -1, "must be at least 0, not {}"),
+        AT_LEAST_0,
+        unset=-1.0,
     )
-    rows: int = setting(0, "rows of a batch, per process of mlx.launch; 0 to choose by the data", AT_LEAST_0)
-    length: int = setting(
-        0, "tokens of a row, which short conversations share and long ones exceed; 0 to choose by the data", AT_LEAST_0
+    rows: int | None = open_number("rows of a batch, per process of mlx.launch; 0 to choose by the data")
+    length: int | None = open_number(
+        "tokens of a row, which short conversations share and long ones exceed; 0 to choose by the data"
     )
     accumulate: int = setting(1, "parts of a batch, one after another: the same update in less memory", AT_LEAST_1)
-    dtype: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto",
+    dtype: Literal["float32", "bfloat16"] | None = setting(
+        None,
         "dtype of steps and of the saved head; weights and moments stay in float32. auto: bfloat16, but float32 for "
         "steps on a CPU",
+        unset="auto",
     )
     grad_checkpoint: bool = setting(False, "recompute draft steps for the gradient: less memory, slightly more time")
-    epochs: int = setting(0, "passes over the data, without another limit; 0 to choose 1 to 4 by the data", AT_LEAST_0)
-    max_steps: int = setting(0, "number of optimizer steps; 0: as in --minutes or --epochs", AT_LEAST_0)
-    minutes: float = setting(0.0, "time limit of the training, which also sets the schedule; 0 for none", AT_LEAST_0)
-    hours: float = setting(
-        0.0,
+    epochs: int | None = open_number("passes over the data, without another limit; 0 to choose 1 to 4 by the data")
+    max_steps: int | None = open_number("number of optimizer steps; 0: as in --minutes or --epochs")
+    minutes: float | None = open_number(
+        "time limit of the training, which also sets the schedule; 0 for none", unset=0.0
+    )
+    hours: float | None = open_number(
         "time limit of the whole run: making data and training alternate, and each phase's head drafts the next data; "
         "each token is learned --epochs times; 0 to have all data before training",
-        AT_LEAST_0,
+        unset=0.0,
     )
     optimizer: Literal["adamw", "muon"] = setting("adamw", "for all weights, or muon for the head's inner matrices")
-    lr: float = setting(
-        0.0, "peak learning rate of AdamW; 0: 1e-4 for targets 4,096 wide, 2e-4 for 2,048, and so on", AT_LEAST_0
+    lr: float | None = open_number(
+        "peak learning rate of AdamW; 0: 1e-4 for targets 4,096 wide, 2e-4 for 2,048, and so on", unset=0.0
     )
-    muon_lr: float = setting(0.0, "peak learning rate of Muon; 0 for updates as large as AdamW's at --lr", AT_LEAST_0)
+    muon_lr: float | None = open_number(
+        "peak learning rate of Muon; 0 for updates as large as AdamW's at --lr", unset=0.0
+    )
     warmup: float = setting(0.015, "share of the run in which the learning rate rises", SHARE)
     final_lr: float = setting(0.0, "final learning rate, as a share of the peak", SHARE)
     weight_decay: float = setting(0.0, "weight decay of AdamW", AT_LEAST_0)
     clip: float = setting(0.5, "maximum norm of the gradient", ABOVE_0)
 
     def _check(self) -> None:
-        if 0 < self.length < self.unroll + 2:
-            raise ConfigError(f"--length {self.length} is too short for {self.unroll} draft steps; make it longer")
-        if self.step_weights and self.unroll not in (0, len(self.step_weights)):
+        if self.length and self.length < (self.unroll or 0) + 2:
+            raise ConfigError(f"--length {self.length} is too short for {self.unroll or 0} draft steps; make it longer")
+        if self.step_weights and self.unroll not in (None, len(self.step_weights)):
             raise ConfigError(
                 f"--step-weights has {len(self.step_weights)} draft steps, but --unroll is {self.unroll}; leave out "
                 "--unroll"
@@ -211,22 +227,17 @@ class EvaluationConfig(Group):
     data: str = setting(
         "", "source of held-out prompts (default: the held-out parts of all --data, in turn)", name="eval_data"
     )
-    prompts: int = setting(
-        0, "held-out prompts per measurement; 0 for 48 to 100, in a tenth of the time", AT_LEAST_0, name="eval_prompts"
+    prompts: int | None = open_number(
+        "held-out prompts per measurement; 0 for 48 to 100, in a tenth of the time", name="eval_prompts"
     )
     tokens: int = setting(128, "tokens decoded per prompt", AT_LEAST_1, name="eval_tokens")
     depth: int = setting(4, "draft tokens per round in measurements", between(1, 20), name="eval_depth")
     batch: int = setting(8, "prompts decoded together", AT_LEAST_1, name="eval_batch")
-    steps: int = setting(
-        0, "measure acceptance and save a checkpoint every N steps", AT_LEAST_0, name="eval_steps", metavar="N"
+    steps: int | None = open_number(
+        "measure acceptance and save a checkpoint every N steps", name="eval_steps", metavar="N"
     )
-    minutes: float = setting(
-        0.0,
-        "the same every N minutes (default: ten times per run)",
-        AT_LEAST_0,
-        name="eval_minutes",
-        metavar="N",
-        shown="",
+    minutes: float | None = open_number(
+        "the same every N minutes (default: ten times per run)", name="eval_minutes", metavar="N", shown="", unset=0.0
     )
 
 
@@ -238,23 +249,27 @@ class RunConfig(Group):
     overwrite: bool = setting(False, "replace an existing output; it stays until the new one is complete")
     seed: int = setting(0, "seed of everything random", SEED)
     checkpoints: int = setting(2, "checkpoints to keep for --resume, each three times as large as a head", AT_LEAST_1)
-    checkpoint_minutes: float = setting(
-        10.0, "save a checkpoint every N minutes and after measurements; 0 for only those", AT_LEAST_0, metavar="N"
+    checkpoint_minutes: float | None = setting(
+        10.0,
+        "save a checkpoint every N minutes and after measurements; 0 for only those",
+        AT_LEAST_0,
+        metavar="N",
+        unset=0.0,
     )
     log_steps: int = setting(10, "steps between lines of metrics.jsonl", AT_LEAST_1)
     wandb: bool = setting(False, "also log to Weights & Biases; WANDB_MODE=offline works without a network")
     wandb_project: str = setting("eagle-mlx", "project in Weights & Biases")
-    streams: int = setting(
-        0, "MLX streams that compute a batch; 0 for one per core on a Linux CPU, else one", AT_LEAST_0, name="lanes"
+    streams: int | None = open_number(
+        "MLX streams that compute a batch; 0 for one per core on a Linux CPU, else one", name="lanes"
     )
 
 
 @dataclass(frozen=True)
 class TrainConfig(Group):
-    """How a head is trained. The defaults are common ones for targets of 1 to 30 billion parameters.
+    """What a user gives of how a head is trained; None is not given. `kinds.resolve` makes TrainSettings of it.
 
     In code, settings are grouped; flags, YAML files and saved runs use unique names: `config.evaluation.depth` is
-    `--eval-depth` and `eval_depth`. If a default depends on the kind of head, `kinds.resolved` sets it.
+    `--eval-depth` and `eval_depth`. The defaults are common ones for targets of 1 to 30 billion parameters.
     """
 
     head: HeadConfig = HeadConfig()
@@ -277,6 +292,24 @@ class TrainConfig(Group):
     def prompts_are_heldout(self) -> bool:
         """Whether acceptance is measured on held-out parts of the data."""
         return self.evaluation.data in ("", *self.data.sources[:1])
+
+
+class ChosenOptimization(OptimizationConfig):
+    """The same settings, with the choices of the kind of head, the target and the data."""
+
+    unroll: int
+    loss: Literal["soft", "hard", "tv", "lk"]
+    feature_noise: float
+    rows: int
+    length: int
+    epochs: int
+    lr: float
+
+
+class TrainSettings(TrainConfig):
+    """What a run uses. None that is left means none: no limit, or what target and head have."""
+
+    optimization: ChosenOptimization
 
 
 NOT_WITH_HOURS = (

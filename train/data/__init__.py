@@ -16,4 +16,13 @@ from .sources import (
     warmup_data,
     with_warmup_tokens,
 )
-from .storage import check_data, choose_states, data_config, free_disk, make_data, self_file, sources_of
+from .storage import (
+    check_data,
+    choose_states,
+    data_config,
+    free_disk,
+    make_data,
+    public_settings,
+    self_file,
+    sources_of,
+)

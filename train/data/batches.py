@@ -66,7 +66,8 @@ class Batches:
     """
 
     def __init__(self, samples: Examples, rows: int, length: int, seed: int, world: World = SINGLE_PROCESS):
-        self._samples, self._rows, self._length, self._seed, self._world = samples, rows, length, seed, world
+        self.samples = samples
+        self._rows, self._length, self._seed, self._world = rows, length, seed, world
         self._packed: tuple[int, list[Batch]] | None = None
         self._first = 0, 0
 
@@ -104,7 +105,7 @@ class Batches:
 
         In epoch `begin`, the samples from index `first` on came first.
         """
-        lengths, (epoch, batch) = self._samples.lengths[:count], until
+        lengths, (epoch, batch) = self.samples.lengths[:count], until
         if epoch > begin:
             every = (cut_into_pieces(sample, tokens, self._length) for sample, tokens in enumerate(lengths))
             return {piece for pieces in every for piece in pieces}
@@ -123,33 +124,33 @@ class Batches:
         )
         with contextlib.closing(prefetch(iter(stream), 4)) as batches:
             for batch in batches:
-                states = batch["states"].view(np.uint16) if self._samples.has_states else None
+                states = batch["states"].view(np.uint16) if self.samples.has_states else None
                 yield Rows(batch["tokens"], batch["loss_mask"], batch["segments"], states)
 
     def _texts(self, rows: Sequence[Row]) -> tuple[tuple[NDArray[np.int32], ...], ...]:
         """Return what the target must read of these rows' conversations; nothing if their states are captured."""
-        if self._samples.has_states:
+        if self.samples.has_states:
             return ()
-        return tuple(tuple(self._samples[piece.sample].tokens[: piece.stop] for piece in row) for row in rows)
+        return tuple(tuple(self.samples[piece.sample].tokens[: piece.stop] for piece in row) for row in rows)
 
     def _batches(self, epoch: int) -> list[Batch]:
         """Return the epoch's batches. The last result is cached."""
         if self._packed is None or self._packed[0] != epoch:
             first = self._first[1] if epoch == self._first[0] else 0
             rows = self._rows * self._world.size
-            batches = batches_of(self._samples.lengths, rows, self._length, self._seed, epoch, first)
+            batches = batches_of(self.samples.lengths, rows, self._length, self._seed, epoch, first)
             self._packed = epoch, batches
         return self._packed[1]
 
     def _read(self, pieces: Row, width: int) -> dict[str, NDArray[Any]]:
         """Return one row for mlx-data. Hidden states travel as bytes, since mlx-data has no 16-bit numbers."""
-        samples = [(self._samples[piece.sample], slice(piece.start, piece.stop)) for piece in pieces]
+        samples = [(self.samples[piece.sample], slice(piece.start, piece.stop)) for piece in pieces]
         row: dict[str, NDArray[Any]] = {
             "tokens": _joined([sample.tokens[at] for sample, at in samples], width),
             "loss_mask": _joined([sample.loss_mask[at] for sample, at in samples], width),
             "segments": _joined([np.full(len(p), i, np.int32) for i, p in enumerate(pieces, 1)], width),
         }
-        if self._samples.has_states:
+        if self.samples.has_states:
             parts = [one.states[at].whole for one, at in samples if one.states is not None]
             row["states"] = _joined(parts, width).view(np.uint8)
         return row

@@ -20,7 +20,7 @@ from eagle_mlx.hidden_states import Example
 from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig
+from ..config import TrainSettings
 
 
 class InMemory:
@@ -176,7 +176,7 @@ def special_token_ids(tokenizer: TokenizerWrapper) -> frozenset[int]:
 
 
 def draft_vocabulary(
-    target: Target, config: TrainConfig, counts: NDArray[np.int64], head: DraftHead | None
+    target: Target, config: TrainSettings, counts: NDArray[np.int64], head: DraftHead | None
 ) -> tuple[NDArray[np.int64] | None, dict[str, Any]]:
     """Return the kept ids (None for all), and their number and coverage for the run's report.
 
@@ -186,7 +186,7 @@ def draft_vocabulary(
     had = None if head is None or head.token_ids is None else np.array(head.token_ids, np.int64)
     if head is not None and (config.head.lora_rank or not config.head.draft_vocab):
         kept = had
-    elif 0 < config.head.draft_vocab < target.vocab_size:
+    elif config.head.draft_vocab and config.head.draft_vocab < target.vocab_size:
         always = special_token_ids(target.tokenizer) if target.tokenizer is not None else frozenset[int]()
         kept = choose_draft_vocab(counts, config.head.draft_vocab, always, had)
     if kept is None:

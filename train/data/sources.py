@@ -30,9 +30,9 @@ from eagle_mlx.hidden_states import Example, read_states
 from eagle_mlx.shards import ShardReader
 from eagle_mlx.target import Target
 
-from ..config import MOST_PROMPTS, TrainConfig
+from ..config import MOST_PROMPTS, TrainSettings
 from ..distributed import SINGLE_PROCESS, World
-from ..kinds import aux_layers_of, resolved
+from ..kinds import aux_layers_of
 from .batches import Rows
 from .examples import Examples, InMemory, Joined, OnDisk, count_tokens, draft_vocabulary
 from .storage import IN_WORDS, Place, cache_folder, choose_states, data_config, sources_of
@@ -51,7 +51,7 @@ class TrainData:
 
 
 def training_data(
-    target: Target, config: TrainConfig, progress: bool = False, head: DraftHead | None = None, reserve: int = 0
+    target: Target, config: TrainSettings, progress: bool = False, head: DraftHead | None = None, reserve: int = 0
 ) -> TrainData:
     """Load shards if given, else conversations, with captured hidden states if there is room for them.
 
@@ -59,7 +59,6 @@ def training_data(
     memory that training needs, in bytes. Raises DataError, ShardError, OutputError or ConfigError if data cannot be
     used or stored.
     """
-    config = resolved(config)
     if config.data.shards:
         return _from_shards(target, config, head)
     rendered, left_out = _render(target, config, progress)
@@ -74,7 +73,7 @@ def training_data(
         "left_out": left_out,
         "tokens": tokens,
         "loss_tokens": sum(sum(one.loss_mask) for one in rendered),
-        "states": f"shards {cache_folder(config)}" if choice.place == "disk" else IN_WORDS[choice.place],
+        "states": f"shards {cache_folder(config).name}" if choice.place == "disk" else IN_WORDS[choice.place],
         **vocabulary,
     }
     samples = _samples(target, config, choice.place, aux_layers, rendered, progress)
@@ -83,7 +82,7 @@ def training_data(
 
 def _samples(
     target: Target,
-    config: TrainConfig,
+    config: TrainSettings,
     place: Place,
     aux_layers: tuple[int, ...],
     rendered: list[Sample],
@@ -120,7 +119,7 @@ class EvalPrompts:
         return {"prompts_held_out": held_out, "prompts_left_out": self.left_out}
 
 
-def heldout_prompts(target: Target, config: TrainConfig, trained: Collection[int] = (), most: int = 0) -> EvalPrompts:
+def heldout_prompts(target: Target, config: TrainSettings, trained: Collection[int] = (), most: int = 0) -> EvalPrompts:
     """Return prompts to measure acceptance: held-out conversations up to the last answer, or beginnings of texts.
 
     They come from all sources in turn, or from the one in `eval_data`. Conversations whose keys are in `trained` are
@@ -147,7 +146,7 @@ def heldout_prompts(target: Target, config: TrainConfig, trained: Collection[int
 
 
 def _prompts_of(
-    target: Target, config: TrainConfig, learned: DataConfig, source: str, trained: Collection[int]
+    target: Target, config: TrainSettings, learned: DataConfig, source: str, trained: Collection[int]
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield keys and prompts; no tokens if the conversation is trained on."""
     wanted = learned.alone(source)
@@ -161,7 +160,7 @@ def _prompts_of(
             yield key, prompt
 
 
-def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[Sample], int]:
+def _render(target: Target, config: TrainSettings, progress: bool) -> tuple[list[Sample], int]:
     """Render the conversations and count those left out; with `progress`, print what the template drops."""
     if target.tokenizer is None:
         raise TargetError("the target has no tokenizer, so it cannot read conversations; train from shards instead")
@@ -180,7 +179,7 @@ def _render(target: Target, config: TrainConfig, progress: bool) -> tuple[list[S
     return rendered, left_out.left_out + report.unusable + report.empty
 
 
-def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) -> TrainData:
+def _from_shards(target: Target, config: TrainSettings, head: DraftHead | None) -> TrainData:
     readers = [ShardReader(folder) for folder in config.data.shards]
     for reader in readers:
         meta = reader.meta
@@ -201,7 +200,7 @@ def _from_shards(target: Target, config: TrainConfig, head: DraftHead | None) ->
 
 
 def data_on_disk(
-    target: Target, config: TrainConfig, parts: Sequence[OnDisk], aux_layers: tuple[int, ...], head: DraftHead | None
+    target: Target, config: TrainSettings, parts: Sequence[OnDisk], aux_layers: tuple[int, ...], head: DraftHead | None
 ) -> TrainData:
     """Return samples on disk, with the draft vocabulary of `head`, or of a new head."""
     counts = sum((part.count_tokens(target.vocab_size) for part in parts), np.zeros(target.vocab_size, np.int64))
@@ -211,13 +210,13 @@ def data_on_disk(
         "conversations": len(samples.lengths),
         "tokens": sum(samples.lengths),
         "loss_tokens": int(counts.sum()),
-        "states": f"shards {', '.join(str(part.folder) for part in parts)}",
+        "states": f"shards {', '.join(part.folder.name for part in parts)}",
         **vocabulary,
     }
     return TrainData(samples, aux_layers, kept, report, "disk")
 
 
-def _check_adapter(target: Target, config: TrainConfig, reader: ShardReader) -> None:
+def _check_adapter(target: Target, config: TrainSettings, reader: ShardReader) -> None:
     """Raise ShardError if shards and target have different adapters."""
     captured = reader.meta.adapter
     now = "" if target.adapter is None else target.adapter.digest
@@ -304,32 +303,32 @@ def reading_share(most: float, reading: float, writing: float) -> float:
     return 0.0 if reading <= writing else max(0.0, most - (1 - most) * writing / (reading - writing))
 
 
-def tokens_to_read(config: TrainConfig, own: int, rate: float, processes: int = 1) -> int:
+def tokens_to_read(config: TrainSettings, own: int, rate: float, processes: int = 1) -> int:
     """Return the tokens of text that the warm-up of a run can use.
 
     `own`: tokens of the run's own data. `rate`: tokens of text per second that are read and learned.
     """
     how, share = config.optimization, config.data.warmup_share
     if how.hours or how.minutes:
-        return round(share * (3600 * how.hours or 60 * how.minutes) * rate * processes)
+        return round(share * (3600 * (how.hours or 0) or 60 * (how.minutes or 0)) * rate * processes)
     if how.max_steps:
         return round(share * how.max_steps) * how.rows * how.length * processes
     return round(share / (1 - share) * how.epochs * own)
 
 
-def with_warmup_tokens(config: TrainConfig, own: int, rate: float, world: World = SINGLE_PROCESS) -> TrainConfig:
+def with_warmup_tokens(config: TrainSettings, own: int, rate: float, world: World = SINGLE_PROCESS) -> TrainSettings:
     """Return the settings with `warmup_tokens` as in `tokens_to_read`, so that a resumed run reads the same text."""
     if not config.data.warmup_data or config.data.warmup_tokens:
         return config
     return config.changed(warmup_tokens=world.broadcast(tokens_to_read(config, own, rate, world.size)))
 
 
-def _reading(config: TrainConfig) -> DataConfig:
+def _reading(config: TrainSettings) -> DataConfig:
     data, filters = config.data, config.data.filters
     return DataConfig(data.warmup_data, seed=config.run.seed, stream=filters.stream, skip_bad=filters.skip_bad)
 
 
-def check_warmup(target: Target, config: TrainConfig) -> None:
+def check_warmup(target: Target, config: TrainSettings) -> None:
     """Raise the errors of reading the warm-up's text, if there is one, before hours of other work."""
     if not config.data.warmup_data:
         return
@@ -339,7 +338,9 @@ def check_warmup(target: Target, config: TrainConfig) -> None:
         raise DataError(f"no text in {', '.join(config.data.warmup_data)}; check --warmup-data")
 
 
-def warmup_data(target: Target, config: TrainConfig, own: TrainData, without: Collection[int] = ()) -> TrainData | None:
+def warmup_data(
+    target: Target, config: TrainSettings, own: TrainData, without: Collection[int] = ()
+) -> TrainData | None:
     """Return about `config.data.warmup_tokens` tokens of text for a head with the layers and vocabulary of `own`.
 
     Return None without a warm-up. Texts whose keys are in `without` are left out. Hidden states are captured for each
@@ -352,7 +353,7 @@ def warmup_data(target: Target, config: TrainConfig, own: TrainData, without: Co
     found = read_conversations(_reading(config), "train", tokenizer)
     examples: list[Example] = []
     tokens = 0
-    while tokens < config.data.warmup_tokens and (block := list(islice(found, 256))):
+    while tokens < (config.data.warmup_tokens or 0) and (block := list(islice(found, 256))):
         rendered, _ = render_all(tokenizer, block, length, config.data.filters.skip_bad)
         rendered = [one for one in rendered if one.key not in without]
         examples += [Example.of(*one) for one in rendered]

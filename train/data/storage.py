@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 
-from eagle_mlx.data_pipelines import DataConfig, MakeConfig, Wanted, check_conversations, make_once
+from eagle_mlx.data_pipelines import (
+    DataConfig,
+    MakeConfig,
+    Wanted,
+    check_conversations,
+    make_once,
+    place_of,
+    public_source,
+)
 from eagle_mlx.errors import ConfigError, OutputError
 from eagle_mlx.files import write_output
+from eagle_mlx.hub import public_name
 from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.shards import ShardMeta, bytes_per_token, unfinished_folder
 from eagle_mlx.target import Target
@@ -61,9 +71,9 @@ def choose_states(
 ) -> CacheChoice:
     """Choose where to keep the hidden states of `tokens` tokens, with an estimate in words.
 
-    `auto` is memory if the 16-bit states fit, else disk if they fit in `meta.bits`, else online. `reserve` is the
-    memory that training needs, in bytes; `free` defaults to this machine's free memory. Raises ConfigError or
-    OutputError if the place in `config.data.states` does not have enough room.
+    Without `config.data.states`, it is memory if the 16-bit states fit, else disk if they fit in `meta.bits`, else
+    online. `reserve` is the memory that training needs, in bytes; `free` defaults to this machine's free memory.
+    Raises ConfigError or OutputError if the place in `config.data.states` does not have enough room.
     """
     folder, asked = cache_folder(config), config.data.states
     memory = max(0.0, _MEMORY_SHARE * ((free_memory() if free is None else free) - reserve))
@@ -71,7 +81,7 @@ def choose_states(
     held = [file for place in (folder, unfinished_folder(folder)) for file in place.glob("*") if file.is_file()]
     disk = _DISK_SHARE * free_disk(folder) + sum(file.stat().st_size for file in held)
     in_memory, on_disk = _choice("memory", tokens, meta), _choice("disk", tokens, meta)
-    if asked == "auto":
+    if asked is None:
         cache = config.data.cache_gb * 1e9
         if in_memory.size <= min(cache, memory):
             return in_memory
@@ -148,7 +158,28 @@ def check_data(config: TrainConfig) -> None:
         check_conversations(replace(learned, sources=data.warmup_data, map=(), limit=0), "train", answers=True)
 
 
+def public_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings for files that others get: models by their public names, other paths by their last part."""
+
+    def public_map(text: str) -> str:
+        place = place_of(text)
+        return f"{public_source(place)}:{text[len(place) + 1 :]}" if place else text
+
+    def changed(value: str | tuple[str, ...], change: Callable[[str], str]) -> str | tuple[str, ...]:
+        return change(value) if isinstance(value, str) else tuple(map(change, value))
+
+    changes: dict[str, Callable[[str], str]] = {
+        **dict.fromkeys(("target", "init_from"), public_name),
+        **dict.fromkeys(("data", "warmup_data", "eval_data"), public_source),
+        **dict.fromkeys(("output", "shards", "cache_dir", "adapter_path"), lambda path: Path(path).name),
+        "map": public_map,
+        "chat_template": lambda text: text if "{" in text else Path(text).name,
+    }
+    values = config.flat()
+    return values | {name: changed(values[name], change) for name, change in changes.items() if values[name]}
+
+
 def data_config(config: TrainConfig) -> DataConfig:
     """Return what to read and keep."""
     data = config.data
-    return DataConfig(sources_of(config), data.map, data.limit, config.run.seed, **data.filters.flat())
+    return DataConfig(sources_of(config), data.map, data.limit or 0, config.run.seed, **data.filters.flat())

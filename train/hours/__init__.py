@@ -1,3 +1,3 @@
 """Runs with a time limit (`--hours`), which alternate between making data with the current head and learning."""
 
-from .phases import HoursPhases
+from .phases import FINGERPRINT, train_for_hours

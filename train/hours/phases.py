@@ -1,4 +1,4 @@
-"""The phases of a run with a time limit: each makes a portion of data, then learns from all data so far.
+"""A run with a time limit: each phase makes a portion of data, then learns from all data so far.
 
 The division of time between the two is computed from measured speeds.
 """
@@ -6,7 +6,6 @@ The division of time between the two is computed from measured speeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ from typing import Any
 from tqdm import tqdm
 
 from eagle_mlx.catalog.head_search import register
+from eagle_mlx.command import Stopped
 from eagle_mlx.data_pipelines import Limits
 from eagle_mlx.errors import DataError
 from eagle_mlx.target import fingerprint
 
-from ..data import Piece, reading_share, warmup_data
-from ..run import BEST, Bar, Phase, Phases, Run
+from ..data import Piece, TrainData, reading_share, warmup_data
+from ..run import BEST, Bar, Phase, Result, Run, Setup
 from ..step import WarmupStableDecay
 from .portions import Journal, Portion, Portions, Warmup
 
@@ -33,6 +33,8 @@ LONGEST = 1 / 4
 COOLDOWN = 1 / 2
 """Minimum length of the last phase, as a share of all earlier learning. The learning rate falls over 0.4 of that phase,
 which is a fifth of the earlier learning, as in Haegele et al. (2024, arXiv 2405.18392)."""
+FINGERPRINT = "made in the run"
+"""Stands for the fingerprint of the data, which a resumed run continues."""
 _BEAT = 30.0
 """Seconds between writes of the elapsed time while data is made."""
 
@@ -67,67 +69,85 @@ def next_portion(
     return (max(1, round(most)), True) if most < 2 * made else (made, False)
 
 
-class HoursPhases(Phases):
-    """Makes data, trains a head, and lets it draft the next data, within `config.optimization.hours`.
+def train_for_hours(setup: Setup, learning: float = 0.0, reading: float = math.inf) -> dict[str, Any]:
+    """Make data, train a head, and let it draft the next data, within `hours`; return the report.
 
-    The folder `config.run.output` also gets the conversations in `made`. After each portion, acceptance is measured,
-    and the best head is saved and registered for the target. A resumed run continues in its current phase with its
-    remaining time. `train` also raises DataError if the target writes nothing usable.
+    The run's folder also gets the conversations in `made`. After each portion, acceptance is measured, and the best
+    head is saved and registered for the target. A resumed run continues in its current phase with its remaining time.
+
+    `learning`, `reading`: tokens per second of learning, until the run has timed a step, and of learning text once.
+    Raises as `train`, and DataError if the target writes nothing usable.
     """
+    journal, folder, watch = Journal.read(setup.folder), setup.folder, setup.watch
+    watch.restart(journal.elapsed)
+    result: Result | None = None
+    try:
+        with Bar(3600 * (setup.config.optimization.hours or 0.0), done=watch.elapsed) as bar:
+            hours = Hours(setup, journal, bar, learning, reading)
+            while (number := hours.following()) is not None:
+                hours.make(number)
+                if not number:
+                    hours.warm_up()
+                result = hours.run.learn(hours.phase(number))
+                hours.end_phase(number, result)
+            return hours.finish(result)
+    except Stopped:
+        journal.elapsed = watch.elapsed
+        journal.write(folder)
+        there = f"the best head so far is in {folder / BEST}; " if (folder / BEST).exists() else ""
+        tqdm.write(f"{there}the data is kept; continue with: eagle-train --resume {folder}")
+        raise
 
-    fingerprint = "made in the run"
 
-    def __init__(self, rate: float = 0.0, reading: float = math.inf):
-        """Tokens per second: `rate` of learning, until the run has timed a step; `reading` of learning text once."""
-        self._rate, self._reading = rate, reading
+class Hours:
+    """A run's portions of data, and the division of its time between making and learning them."""
 
-    def of(self, run: Run) -> Generator[Phase, None, None]:
-        self._run, self._config, self._folder = run, run.config, run.folder
-        self._watch = run.watch
-        self._total = 3600 * run.config.optimization.hours
-        self._journal = Journal.read(run.folder)
-        self._portions = Portions(run.target, run.config, run.folder, run.existing)
+    def __init__(self, setup: Setup, journal: Journal, bar: Bar, learning: float, reading: float):
+        """Make prompts and the first portion unless they exist, and start or restore training."""
+        self._setup, self._journal, self._bar = setup, journal, bar
+        self._learning, self._reading = learning, reading
+        self._config, self._watch = setup.config, setup.watch
+        self._total = 3600 * (setup.config.optimization.hours or 0.0)
+        self._portions = Portions(setup.target, setup.config, setup.folder, setup.head)
         self._evaluation = EVALUATION * self._total
         """Seconds of the last measurement of acceptance; before the first, its limit."""
-        self._watch.restart(self._journal.elapsed)
         self._write()
         begun = self._watch.elapsed
-        with Bar(self._total, done=begun) as self._bar:
-            self._portions.make_prompts(lambda *_: self._beat() >= begun + self._total / 100)
-            if self._journal.made:
-                self._begin()
-            while (number := self._next()) is not None:
-                self._make(number)
-                if not run.begun:
-                    self._begin()
-                if not number:
-                    yield from self._warm_up()
-                yield self._phase(number)
-                self._end_phase(number)
-
-    def summary(self, run: Run) -> tuple[Mapping[str, Any], set[Piece]]:
-        names = ("tokens", "made_seconds", "acceptance_length")
-        portions = [{name: getattr(one, name) for name in names} for one in self._journal.portions]
-        hours = round(self._watch.elapsed / 3600, 4)
-        found = {**run.data.report, **self._facts(), "portions": portions, "hours": hours}
-        if self._journal.warmup is not None:
-            found["warmup_tokens"] = self._journal.warmup.tokens
-        return found, self._learned()
-
-    def ended(self, report: Mapping[str, Any] | None) -> None:
-        if report is None:
+        self._portions.make_prompts(lambda *_: self._beat() >= begun + self._total / 100)
+        if not journal.portions:
+            journal.portions.append(Portion(self._watch.elapsed))
             self._write()
-            best = self._folder / BEST
-            there = f"the best head so far is in {best}; " if best.exists() else ""
-            tqdm.write(f"{there}the data is kept; continue with: eagle-train --resume {self._folder}")
-            return
-        made, learned = report["data"]["tokens"], report["data"]["learned_tokens"]
-        if learned < made:
+        self._make(0, self._first_limits(journal.portions[0]), setup.config.head.init_from or None)
+        begun = self._watch.elapsed
+        self.run = Run(setup, self._data(), self._portions.prompts.tokens, self._total, times=6)
+        if setup.saved is None:
+            self._evaluation = self._watch.elapsed - begun
+        else:
+            self._watch.restart(max(begun, setup.saved.state.elapsed))
+
+    def finish(self, last: Result | None) -> dict[str, Any]:
+        """Write the report, delete the hidden states, and tell if not all data was learned."""
+        data, portions = self._data(), self._journal.portions
+        names = ("tokens", "made_seconds", "acceptance_length")
+        made = [{name: getattr(portion, name) for name in names} for portion in portions]
+        hours = round(self._watch.elapsed / 3600, 4)
+        facts = {**data.report, **self._facts(), "portions": made, "hours": hours}
+        if self._journal.warmup is not None:
+            facts["warmup_tokens"] = self._journal.warmup.tokens
+        batches, learned = self._setup.batches(data), set[Piece]()
+        for number, portion in enumerate(portions):  # each from the data available at the time
+            count = self._portions.conversations(number + bool(portion.tokens))
+            first = self._portions.conversations(portion.fresh)
+            learned |= batches.learned(portion.epoch, portion.until, count, first)
+        report = self.run.finish(last.acceptance if last else None, batches, facts, learned)
+        whole, used = report["data"]["tokens"], report["data"]["learned_tokens"]
+        if used < whole:
             tqdm.write(
-                f"the time was over before {made - learned:,} of the {made:,} tokens were learned; the report and "
+                f"the time was over before {whole - used:,} of the {whole:,} tokens were learned; the report and "
                 "the card count only the others"
             )
-        self._portions.remove_states(len(self._journal.portions))
+        self._portions.remove_states(len(portions))
+        return report
 
     @property
     def _end(self) -> float:
@@ -139,20 +159,13 @@ class HoursPhases(Phases):
         """Seconds until `_end`."""
         return self._end - self._watch.elapsed
 
-    def _begin(self) -> None:
-        """Start or restore training, once there is a portion."""
-        saved = self._run.saved
-        whole = sum(1 for portion in self._journal.portions if portion.tokens)
-        begin = self._watch.elapsed
-        self._run.begin(self._portions.data(whole), self._portions.prompts.tokens, self._total, times=6)
-        if saved is None:
-            self._evaluation = self._watch.elapsed - begin
-        else:
-            self._watch.restart(max(begin, saved.state.elapsed))
+    def _data(self) -> TrainData:
+        """Return the data of all complete portions."""
+        return self._portions.data(sum(1 for portion in self._journal.portions if portion.tokens))
 
-    def _warm_up(self) -> Generator[Phase, None, None]:
-        """Yield the phase on the warm-up's text, unless it is complete or has no time."""
-        run, warmup, passes = self._run, self._journal.warmup, self._config.optimization.epochs
+    def warm_up(self) -> None:
+        """Learn the warm-up's text, unless that is complete or has no time."""
+        run, warmup, passes = self.run, self._journal.warmup, self._config.optimization.epochs
         rates = self._rates()
         writing = 1 / (1 / rates.made + passes / rates.learned)
         share = reading_share(self._config.data.warmup_share, self._reading, writing)
@@ -162,42 +175,41 @@ class HoursPhases(Phases):
                     "--warmup-data gets no time: the target writes and learns about as fast as it reads and learns"
                 )
             return
-        data = warmup_data(run.target, self._config, self._portions.data(1), self._portions.prompts.keys)
+        data = warmup_data(self._setup.target, self._config, self._portions.data(1), self._portions.prompts.keys)
         if data is None:
             return
-        run.learn_from(data)
+        batches = self._setup.batches(data)
         if warmup is None:
-            now, steps = self._watch.elapsed, passes * run.batches.steps_per_epoch()
+            now, steps = self._watch.elapsed, passes * batches.steps_per_epoch()
             warmup = Warmup(WarmupStableDecay(now, now + share * self._left, steps, total=self._total))
             self._journal.warmup = warmup
             self._write()
         self._bar.bar.set_description_str("warm-up learns", refresh=False)
-        yield Phase(warmup.schedule, self._bar)
+        result = run.learn(Phase(batches, warmup.schedule, self._bar))
         run.save_state()
-        warmup.tokens, warmup.acceptance_length = run.progress.tokens, run.latest.acceptance_length
+        warmup.tokens, warmup.acceptance_length = run.progress.tokens, result.acceptance.acceptance_length
         self._write()
         self._register()
 
     @property
     def _learned_tokens(self) -> int:
         """Tokens learned of the portions, including repetitions."""
-        return self._run.progress.tokens - (self._journal.warmup.tokens if self._journal.warmup else 0)
+        return self.run.progress.tokens - (self._journal.warmup.tokens if self._journal.warmup else 0)
 
-    def _next(self) -> int | None:
+    def following(self) -> int | None:
         """Return the number of the portion to continue with, or None after the last phase."""
         portions, now = self._journal.portions, self._watch.elapsed
-        if portions and portions[-1].acceptance_length is None:
-            return len(portions) - 1
-        if portions and portions[-1].last:
-            return None
-        wanted, last = self._following(self._left) if portions else (0, False)
-        portions.append(Portion(now, wanted, last, 0 if portions and not wanted else None))
-        self._write()
+        if portions[-1].acceptance_length is not None:
+            if portions[-1].last:
+                return None
+            wanted, last = self._next_portion(self._left)
+            portions.append(Portion(now, wanted, last, None if wanted else 0))
+            self._write()
         return len(portions) - 1
 
-    def _following(self, left: float, learning: float = 0.0) -> tuple[int, bool]:
+    def _next_portion(self, left: float, learning: float = 0.0) -> tuple[int, bool]:
         """Return the `next_portion` if `left` seconds remain after `learning` more seconds of learning."""
-        rates, progress = self._rates(), self._run.progress
+        rates, progress = self._rates(), self.run.progress
         return next_portion(
             left,
             self._journal.made,
@@ -212,32 +224,31 @@ class HoursPhases(Phases):
         latest = self._journal.portions[::-1]
         made = next(one for one in latest if one.tokens)
         rates = (one.learned / max(one.learned_seconds, 1e-9) for one in latest if one.learned)
-        learned = next(rates, self._rate) or max(self._run.progress.tokens_per_second, 1e-3)
+        learned = next(rates, self._learning) or max(self.run.progress.tokens_per_second, 1e-3)
         return Rates((made.tokens or 0) / max(made.made_seconds, 1e-9), learned)
 
-    def _make(self, number: int) -> None:
-        portion = self._journal.portions[number]
-        if portion.tokens is not None:
-            return
-        head = self._folder / BEST if number else self._config.head.init_from or None
-        wanted = 0 if portion.last else portion.wanted
+    def make(self, number: int) -> None:
+        """Make a portion, or the rest of it."""
         try:
-            portion.tokens = self._portions.make(number, wanted, portion.wanted, self._limits(number, portion), head)
-            portion.made_seconds = self._watch.elapsed - portion.begun
+            self._make(number, self._limits(number), self._setup.folder / BEST)
         except DataError as e:
-            if not number:
-                raise
             tqdm.write(f"{e}; the rest of the time goes to learning from the existing data")
-            portion.tokens, portion.last = 0, True
-        self._write()
+            self._journal.portions[number].tokens, self._journal.portions[number].last = 0, True
+            self._write()
 
-    def _limits(self, number: int, portion: Portion) -> Limits:
+    def _make(self, number: int, limits: Limits, head: Path | str | None) -> None:
+        portion = self._journal.portions[number]
+        if portion.tokens is None:
+            wanted = 0 if portion.last else portion.wanted
+            portion.tokens = self._portions.make(number, wanted, portion.wanted, limits, head)
+            portion.made_seconds = self._watch.elapsed - portion.begun
+            self._write()
+
+    def _limits(self, number: int) -> Limits:
         """Return the limits for making a portion, so that enough time remains to learn its tokens."""
-        if not number:
-            return self._first_limits(portion)
         rates = self._rates()
         learned, passes = self._learned_tokens, self._config.optimization.epochs
-        cooldown = max(COOLDOWN * self._run.progress.train_seconds, EVALUATION * self._total)
+        cooldown = max(COOLDOWN * self.run.progress.train_seconds, EVALUATION * self._total)
         fresh = sum(one.tokens or 0 for one in self._journal.portions[self._fresh(number) : number])
 
         def left(tokens: int) -> float:
@@ -265,46 +276,45 @@ class HoursPhases(Phases):
     def _show_making(self, number: int, tokens: int, now: float) -> None:
         self._bar.bar.set_description_str(f"phase {number + 1} makes", refresh=False)
         self._bar.bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
-        self._bar.show(self._run.progress, now, [])
+        self._bar.show(now)
 
-    def _phase(self, number: int) -> Phase:
+    def phase(self, number: int) -> Phase:
         """Return the learning phase after a portion, over all data so far. The journal records it before it begins."""
-        run, portion = self._run, self._journal.portions[number]
-        run.learn_from(self._portions.data(number + bool(portion.tokens)))
+        run, portion = self.run, self._journal.portions[number]
+        batches = self._setup.batches(self._portions.data(number + bool(portion.tokens)))
         if portion.schedule is None:
-            portion.schedule = self._schedule(number)
+            portion.schedule = self._schedule(number, batches.steps_per_epoch())
             portion.epoch = run.progress.epoch + bool(number or self._journal.warmup)
             portion.fresh, portion.last = self._fresh(number), portion.schedule.last
             self._write()
         fresh = self._portions.conversations(portion.fresh)
         self._bar.bar.set_description_str(f"phase {number + 1} learns", refresh=False)
-        return Phase(portion.schedule, self._bar, portion.epoch, fresh)
+        return Phase(batches, portion.schedule, self._bar, portion.epoch, fresh)
 
-    def _end_phase(self, number: int) -> None:
+    def end_phase(self, number: int, result: Result) -> None:
         """Save the state after a measured phase, and register the best head so far."""
-        run, portion = self._run, self._journal.portions[number]
+        run, portion = self.run, self._journal.portions[number]
         assert portion.schedule is not None
-        self._evaluation = self._watch.elapsed - run.learned_until
+        self._evaluation = self._watch.elapsed - result.until
         run.save_state()
         portion.learned = self._learned_tokens - sum(one.learned for one in self._journal.portions[:number])
-        portion.learned_seconds = run.learned_until - portion.schedule.begins
+        portion.learned_seconds = result.until - portion.schedule.begins
         portion.until = run.progress.epoch, run.progress.batch
-        portion.acceptance_length = run.latest.acceptance_length
+        portion.acceptance_length = result.acceptance.acceptance_length
         self._write()
         self._register()
 
     def _register(self) -> None:
         """Register the best head so far for the commands that serve the target."""
-        run = self._run
-        if self._folder.resolve() == Path(self._config.run.output).resolve():
-            name, mark, best = self._config.head.target, fingerprint(run.target), run.best[1]
+        folder = self._setup.folder
+        if folder.resolve() == Path(self._config.run.output).resolve():
+            name, mark, best = self._config.head.target, fingerprint(self._setup.target), self.run.best[1]
             tau = best.acceptance_length if self._facts()["prompts_held_out"] else None
-            register(self._folder / BEST, name, "trained", mark, tau, best.prompts)
+            register(folder / BEST, name, "trained", mark, tau, best.prompts)
 
     def _facts(self) -> dict[str, Any]:
         """Return the report's facts about the prompts."""
-        whole = sum(1 for portion in self._journal.portions if portion.tokens)
-        return self._portions.prompts.facts(self._portions.data(whole).samples.keys)
+        return self._portions.prompts.facts(self._data().samples.keys)
 
     def _fresh(self, number: int) -> int:
         """Return the first portion that may not be completely learned before the phase of portion `number`."""
@@ -314,14 +324,14 @@ class HoursPhases(Phases):
         fresh = sum(one.tokens or 0 for one in self._journal.portions[before.fresh : number])
         return number if before.learned >= fresh else before.fresh
 
-    def _schedule(self, number: int) -> WarmupStableDecay:
+    def _schedule(self, number: int, steps_per_epoch: int) -> WarmupStableDecay:
         """Return the schedule of the phase after a portion, long enough for its share of the passes."""
-        run, passes, now = self._run, self._config.optimization.epochs, self._watch.elapsed
+        run, passes, now = self.run, self._config.optimization.epochs, self._watch.elapsed
         made, learned, left = self._journal.made, self._learned_tokens, max(0.0, self._left)
         last = self._journal.portions[number].last or self._is_last(number, left)
         # The learning rate always falls at the end, if necessary in the extra time of one measurement.
         longest = max(left, EVALUATION * self._total) if last else LONGEST * left
-        count = max(1, round(max(0, passes * made - learned) / made * run.batches.steps_per_epoch()))
+        count = max(1, round(max(0, passes * made - learned) / made * steps_per_epoch))
         return WarmupStableDecay(
             begins=now,
             seconds=now + longest,
@@ -337,16 +347,7 @@ class HoursPhases(Phases):
             return left * (1 - LONGEST) <= 2 * self._evaluation
         made, learned, passes = self._journal.made, self._learned_tokens, self._config.optimization.epochs
         seconds = min(seconds_to_learn(made, learned, passes, self._rates().learned), LONGEST * left)
-        return not self._following(left - seconds - self._evaluation, seconds)[0]
-
-    def _learned(self) -> set[Piece]:
-        """Return the pieces that the phases learned, each from the data available at the time."""
-        found: set[Piece] = set()
-        for number, portion in enumerate(self._journal.portions):
-            count = self._portions.conversations(number + bool(portion.tokens))
-            first = self._portions.conversations(portion.fresh)
-            found |= self._run.batches.learned(portion.epoch, portion.until, count, first)
-        return found
+        return not self._next_portion(left - seconds - self._evaluation, seconds)[0]
 
     def _beat(self) -> float:
         """Return the elapsed seconds, and write them to the journal every `_BEAT` seconds."""
@@ -357,4 +358,4 @@ class HoursPhases(Phases):
 
     def _write(self) -> None:
         self._journal.elapsed = self._watch.elapsed
-        self._journal.write(self._folder)
+        self._journal.write(self._setup.folder)

@@ -35,7 +35,7 @@ from eagle_mlx.progress import counted
 from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, bytes_per_token
 from eagle_mlx.target import Target
 
-from ..config import MOST_PROMPTS, TrainConfig
+from ..config import MOST_PROMPTS, TrainSettings
 from ..data import EvalPrompts, InMemory, Joined, OnDisk, TrainData, data_on_disk, free_disk, heldout_prompts
 from ..kinds import Head, aux_layers_of
 from ..run import MADE
@@ -125,7 +125,7 @@ _ALL = 1 << 40
 class Portions:
     """Makes and reads the portions in a run's folder, and continues interrupted ones."""
 
-    def __init__(self, target: Target, config: TrainConfig, run: Path, head: Head | None = None):
+    def __init__(self, target: Target, config: TrainSettings, run: Path, head: Head | None = None):
         """`head`: the head to continue from, which determines captured layers and draft vocabulary."""
         self._target, self._config, self._head = target, config, head
         self._aux_layers = aux_layers_of(target, config, head)

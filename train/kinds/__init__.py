@@ -6,9 +6,10 @@ from typing import Any
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads import kind_of as known_kind
+from eagle_mlx.setting import find
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig, flag
+from ..config import TrainConfig, TrainSettings, flag
 from .base import Head, Kind, choose_trained, merged, parameters_of
 from .block import DFlashKind, DSparkKind
 from .eagle3 import Eagle3Kind
@@ -18,9 +19,7 @@ from .peagle import PEagleKind
 KINDS: dict[str, Kind[Any]] = {
     kind.name: kind for kind in (PEagleKind(), Eagle3Kind(), EagleKind(), MTPKind(), DFlashKind(), DSparkKind())
 }
-OPEN = TrainConfig().flat()
-"""Default values of all settings. A setting with its default value counts as open."""
-_RATE, _RATE_WIDTH = 1e-4, 4096
+_RATE, USUAL_WIDTH = 1e-4, 4096
 """Peak learning rate of AdamW for heads of targets with this hidden size."""
 _LARGEST = {"rows": 4, "length": 1024, "epochs": 1}
 """The open settings of batches that suit the most data; `plan.batches_for` chooses those for less."""
@@ -36,39 +35,42 @@ def kind_of(head: Head) -> Kind[Any]:
     raise ConfigError(f"{known.title} heads cannot be trained or adapted; the kinds that can are {', '.join(KINDS)}")
 
 
-def aux_layers_of(target: Target, config: TrainConfig, head: Head | None = None) -> tuple[int, ...]:
+def aux_layers_of(target: Target, config: TrainSettings, head: Head | None = None) -> tuple[int, ...]:
     """Return the target layers that `head`, or else a new head with these settings, reads, without the last."""
     return KINDS[config.head.kind].aux_layers(target, config) if head is None else head.named_layers
 
 
-def resolved(config: TrainConfig, target: Target | None = None) -> TrainConfig:
-    """Return the config with the kind's defaults for open settings. A resolved config does not change.
-
-    The learning rate depends on the target's hidden size, and stays open without a target. Adam's best learning rate is
-    inversely proportional to a network's width (Yang et al. 2022, arXiv 2203.03466, table 3). The usual rate is 1e-4
-    for heads of targets with 8 billion parameters, which are 4,096 wide (SpecForge's scripts). Batches stay open too;
-    with a target they are those for much data, unless `plan.batches_for` has chosen others.
-
-    Raises ConfigError if the kind does not support a setting.
-    """
+def check_supported(config: TrainConfig) -> None:
+    """Raise ConfigError if the kind of head does not support a setting."""
     kind = KINDS[config.head.kind]
     for name, reason in kind.foreign.items():
-        if config.value(name) != OPEN[name]:
+        if config.value(name) != find(TrainConfig, name).default:
             raise ConfigError(f"{flag(name)} cannot be used with --head {kind.name}: {reason}; leave {flag(name)} out")
     if config.head.lora_rank and not config.head.init_from:
         raise ConfigError("--lora-rank adapts an existing head: name it with --init-from, or leave --lora-rank out")
-    own = {name: value for name, value in kind.defaults.items() if config.value(name) == OPEN[name]}
-    if config.optimization.step_weights:
+
+
+def resolve(given: TrainConfig, width: int) -> TrainSettings:
+    """Return what a run uses: the user's settings, else the kind's. `width`: the target's hidden size.
+
+    Adam's best learning rate is inversely proportional to a network's width (Yang et al. 2022, arXiv 2203.03466, table
+    3). The usual rate is 1e-4 for heads of targets with 8 billion parameters, which are 4,096 wide (SpecForge's
+    scripts). Batches are those for much data, unless `plan.batches_for` chooses others.
+
+    Raises ConfigError as `check_supported` does.
+    """
+    check_supported(given)
+    kind = KINDS[given.head.kind]
+    usual = {"lr": _RATE * USUAL_WIDTH / width, **_LARGEST, **kind.defaults}
+    own = {name: value for name, value in usual.items() if given.value(name) is None}
+    if given.optimization.step_weights:
         own.pop("decay", None)
-        own["unroll"] = len(config.optimization.step_weights)
-    if config.head.init_from:
+        own["unroll"] = len(given.optimization.step_weights)
+    if given.head.init_from:
         for name in ("draft_vocab", "layers", "feature_norm", "recycle"):  # the loaded head determines these
             own.pop(name, None)
-    if config.head.layers > 1 and "recycle" in own:
+    if (given.head.layers or 1) > 1 and "recycle" in own:
         own["recycle"] = "output"  # its scale is what the copies of the target's layers expect
-    if config.optimization.hours:
+    if given.optimization.hours:
         own["states"] = "disk"  # hidden states are saved while data is made
-    if target is not None:
-        own |= {name: value for name, value in _LARGEST.items() if not config.value(name)}
-        own["lr"] = config.optimization.lr or _RATE * _RATE_WIDTH / target.hidden_size
-    return config.changed(**own)
+    return TrainSettings.of(**{**given.flat(), **own})

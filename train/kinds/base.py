@@ -25,7 +25,7 @@ from eagle_mlx.heads import KINDS, HeadBase, kind_of
 from eagle_mlx.hidden_states import features_of, last_of
 from eagle_mlx.target import Target, arrays_of
 
-from ..config import TrainConfig, pass_type
+from ..config import TrainSettings, pass_type
 from ..unroll import unroll_feedback
 from .least_squares import Matrix, Moments
 
@@ -75,11 +75,11 @@ class Kind(ABC, Generic[H]):
 
     @abstractmethod
     def head_config(
-        self, target: Target, config: TrainConfig, draft_vocab_size: int, aux_layers: tuple[int, ...]
+        self, target: Target, config: TrainSettings, draft_vocab_size: int, aux_layers: tuple[int, ...]
     ) -> Any:
         """Return the config of a new head. Raises ConfigError if the target cannot have such a head."""
 
-    def blank(self, target: Target, config: TrainConfig) -> H:
+    def blank(self, target: Target, config: TrainSettings) -> H:
         """Return a head with the configured shape and without meaningful weights.
 
         Its draft vocabulary has the configured size; for a head to continue from, which is not loaded yet, the default
@@ -90,19 +90,19 @@ class Kind(ABC, Generic[H]):
         shape = self.head_config(target, config, size, self.aux_layers(target, config))
         return self.made(shape, mx.zeros(size, mx.int32) if size < target.vocab_size else None)
 
-    def check(self, target: Target, config: TrainConfig) -> None:
+    def check(self, target: Target, config: TrainSettings) -> None:
         """Raise ConfigError if no such head can be made for the target. Called before any states are captured."""
         layers = self.aux_layers(target, config)
         if not all(0 <= layer < target.num_layers for layer in layers):
             raise ConfigError(f"aux_layers {layers}: the target has layers 0 to {target.num_layers - 1}")
         self.blank(target, config)
 
-    def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
+    def aux_layers(self, target: Target, config: TrainSettings) -> tuple[int, ...]:
         """Return the target layers that a new head reads, without the last."""
         return ()
 
     def new(
-        self, target: Target, config: TrainConfig, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
+        self, target: Target, config: TrainSettings, kept: NDArray[np.int64] | None, aux_layers: tuple[int, ...]
     ) -> H:
         """Return an untrained head with the configured shape. Arguments as in `untrained`."""
         size = target.vocab_size if kept is None else len(kept)
@@ -163,13 +163,13 @@ class Kind(ABC, Generic[H]):
         """Return a head with this config and draft vocabulary."""
         return self.head_class(config) if d2t is None else self.head_class(config, d2t)
 
-    def mismatches(self, head: H, config: TrainConfig) -> Mapping[str, Any]:
+    def mismatches(self, head: H, config: TrainSettings) -> Mapping[str, Any]:
         """Return a loaded head's values of the settings that determine a new head's shape."""
         shape = head.config
         found = {name: getattr(shape, field) for name, field in _SHAPE.items() if hasattr(shape, field)}
         if "lm_head" in head and not config.head.lora_rank:
             found.pop("draft_vocab", None)  # the data may choose another
-        elif found.get("draft_vocab") == shape.vocab_size <= config.head.draft_vocab:
+        elif found.get("draft_vocab") == shape.vocab_size <= (config.head.draft_vocab or 0):
             found["draft_vocab"] = config.head.draft_vocab
         return found
 
@@ -212,7 +212,7 @@ def plain_weights(module: nn.Module) -> dict[str, mx.array]:
     return plain
 
 
-def layer_shape(target: Target, config: TrainConfig) -> dict[str, Any]:
+def layer_shape(target: Target, config: TrainSettings) -> dict[str, Any]:
     """Return the sizes of a decoder layer, with the names of head configs; by default the target's sizes."""
     args = getattr(target.model, "args", None)
     args = getattr(args, "text_config", None) or args
@@ -270,7 +270,7 @@ def final_norm(target: Target) -> mx.array:
     return target.norm(mx.ones((1, target.hidden_size), target.dtype))[0].astype(mx.float32)
 
 
-def choose_trained(head: Head, config: TrainConfig) -> None:
+def choose_trained(head: Head, config: TrainSettings) -> None:
     """Choose which weights of an existing head are trained: all but its own embedding.
 
     With a rank, only additions, which begin at zero, to the matrices of its layers and to the one in front of them are

@@ -23,7 +23,7 @@ from eagle_mlx.heads.block.config import BlockAttention
 from eagle_mlx.heads.block.layers import BlockLayer
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig
+from ..config import TrainSettings
 from ..unroll import HIDDEN, Inputs, Step, recomputed, take_rows
 from .base import SPREAD, Head, Kind, final_norm, layer_shape, projection
 from .eagle3 import attend_to_itself
@@ -244,7 +244,7 @@ class BlockKind(Kind[B]):
     }
 
     def head_config(
-        self, target: Target, config: TrainConfig, draft_vocab_size: int, aux_layers: tuple[int, ...]
+        self, target: Target, config: TrainSettings, draft_vocab_size: int, aux_layers: tuple[int, ...]
     ) -> BlockConfig:
         """Return the config of a new head for `config.optimization.unroll` drafts.
 
@@ -260,7 +260,7 @@ class BlockKind(Kind[B]):
             mask_token_id=mask_token(target),
         )
 
-    def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
+    def aux_layers(self, target: Target, config: TrainSettings) -> tuple[int, ...]:
         return config.head.aux_layers or spread_layers(target.num_layers)
 
     def guess(
@@ -272,7 +272,7 @@ class BlockKind(Kind[B]):
     def begin_as(self, head: B, guess: Matrix, by: Moments) -> None:
         begin_linear(head, guess, by)
 
-    def mismatches(self, head: B, config: TrainConfig) -> Mapping[str, Any]:
+    def mismatches(self, head: B, config: TrainSettings) -> Mapping[str, Any]:
         shape = head.config
         if shape.markov_head == "rnn" and not shape.first_slot_drafts:
             raise ConfigError(
@@ -292,7 +292,7 @@ class DFlashKind(BlockKind[DFlashHead]):
 
     head_class = DFlashHead
 
-    def head_config(self, target: Target, config: TrainConfig, *rest: Any) -> BlockConfig:
+    def head_config(self, target: Target, config: TrainSettings, *rest: Any) -> BlockConfig:
         plain = super().head_config(target, config, *rest)
         return dataclasses.replace(plain, block_size=config.optimization.unroll + 1)
 
@@ -304,7 +304,7 @@ class DSparkKind(BlockKind[DSparkHead]):
     defaults: ClassVar[Mapping[str, Any]] = {**BlockKind.defaults, "loss_weights": (0.9, 0.1)}
     confidence_weight = 1.0
 
-    def head_config(self, target: Target, config: TrainConfig, *rest: Any) -> BlockConfig:
+    def head_config(self, target: Target, config: TrainSettings, *rest: Any) -> BlockConfig:
         return dataclasses.replace(
             super().head_config(target, config, *rest),
             first_slot_drafts=True,

@@ -22,7 +22,7 @@ from eagle_mlx.heads.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers
 from eagle_mlx.heads.layers import Attention
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig
+from ..config import TrainSettings
 from ..unroll import HIDDEN, Inputs, run_steps, take_rows, unroll_feedback
 from .base import SPREAD, Kind, layer_shape, plain_weights
 from .least_squares import Matrix, Moments, factors
@@ -223,7 +223,7 @@ class Eagle3Kind(Kind[Eagle3Head]):
     foreign: ClassVar[Mapping[str, str]] = {"loss_weights": "--loss is its only loss"}
 
     def head_config(
-        self, target: Target, config: TrainConfig, draft_vocab_size: int, aux_layers: tuple[int, ...]
+        self, target: Target, config: TrainSettings, draft_vocab_size: int, aux_layers: tuple[int, ...]
     ) -> Eagle3Config:
         layers = config.head.layers or self.defaults["layers"]
         return Eagle3Config(
@@ -239,8 +239,8 @@ class Eagle3Kind(Kind[Eagle3Head]):
             **(layer_flags(target) if layers > 1 else {}),
         )
 
-    def check(self, target: Target, config: TrainConfig) -> None:
-        layers = config.head.layers
+    def check(self, target: Target, config: TrainSettings) -> None:
+        layers = config.head.layers or 1
         check_reads_front(target.num_layers, layers, self.aux_layers(target, config))
         super().check(target, config)
         if config.head.norm_before_residual and layers > 1:
@@ -251,8 +251,8 @@ class Eagle3Kind(Kind[Eagle3Head]):
         if layers > 1:
             last_layers(self.blank(target, config), target)
 
-    def aux_layers(self, target: Target, config: TrainConfig) -> tuple[int, ...]:
-        return config.head.aux_layers or aux_layers_for(target.num_layers, config.head.layers)
+    def aux_layers(self, target: Target, config: TrainSettings) -> tuple[int, ...]:
+        return config.head.aux_layers or aux_layers_for(target.num_layers, config.head.layers or 1)
 
     def untrained(self, target: Target, shape: Eagle3Config, kept: NDArray[np.int64] | None, seed: int) -> Eagle3Head:
         """Return a head that starts as a projection of its feature, before copies of the target's last layers."""
@@ -285,10 +285,10 @@ class Eagle3Kind(Kind[Eagle3Head]):
             of_embedding = of_embedding / by.root_mean_square(of_states)
         attend_to_itself(head.midlayer.self_attn, of_embedding)
 
-    def mismatches(self, head: Eagle3Head, config: TrainConfig) -> Mapping[str, Any]:
+    def mismatches(self, head: Eagle3Head, config: TrainSettings) -> Mapping[str, Any]:
         shape = head.config
         found = dict(super().mismatches(head, config))
-        if config.head.layers > shape.num_hidden_layers and not config.head.lora_rank:
+        if (config.head.layers or 0) > shape.num_hidden_layers and not config.head.lora_rank:
             found["layers"] = config.head.layers  # it gets more
         return {
             **found,

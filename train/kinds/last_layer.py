@@ -13,7 +13,7 @@ from eagle_mlx.heads.eagle import EagleConfig, EagleHead
 from eagle_mlx.heads.mtp import MTPConfig, MTPHead
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig
+from ..config import TrainSettings
 from .base import Kind, layer_shape
 from .least_squares import Matrix, Moments
 
@@ -41,7 +41,7 @@ class EagleKind(Kind[EagleHead]):
     }
     foreign: ClassVar[Mapping[str, str]] = _FOREIGN
 
-    def head_config(self, target: Target, config: TrainConfig, *_: Any) -> EagleConfig:
+    def head_config(self, target: Target, config: TrainSettings, *_: Any) -> EagleConfig:
         return EagleConfig(**layer_shape(target, config))
 
     def guess(
@@ -69,7 +69,7 @@ class MTPKind(Kind[MTPHead]):
         "loss_weights": "--loss is its only loss",
     }
 
-    def head_config(self, target: Target, config: TrainConfig, *_: Any) -> MTPConfig:
+    def head_config(self, target: Target, config: TrainSettings, *_: Any) -> MTPConfig:
         model = target.model
         model_type = type(model).__module__.rsplit(".", 1)[-1]
         args = getattr(getattr(model, "language_model", None), "args", None) or getattr(model, "args", None)

@@ -18,7 +18,7 @@ from eagle_mlx.heads.eagle3.head import DecoderLayer
 from eagle_mlx.heads.layers import PlainLayer
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig
+from ..config import TrainSettings
 from ..unroll import Inputs, Step, UnrolledCache, recomputed, take_rows
 from .block import mask_token
 from .eagle3 import Eagle3Kind, attend, causal_mask, project_each
@@ -111,7 +111,7 @@ class PEagleKind(Eagle3Kind):
     def share(self, slot: int) -> float:
         return share_of(slot)
 
-    def head_config(self, target: Target, config: TrainConfig, *rest: Any) -> PEagleConfig:
+    def head_config(self, target: Target, config: TrainSettings, *rest: Any) -> PEagleConfig:
         plain = super().head_config(target, config, *rest)
         return PEagleConfig(**asdict(plain), mask_token_id=mask_token(target))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..config import TrainConfig, flag
+from ..config import TrainConfig, TrainSettings, flag
 from ..kinds import LARGEST_STEP
 from .memory import Probe
 
@@ -32,7 +32,7 @@ _REPEATS = 15.4
 
 @dataclass(frozen=True)
 class Plan:
-    config: TrainConfig
+    config: TrainSettings
     tokens: int
     """Tokens of training data, measured or planned."""
     seen: int
@@ -42,14 +42,19 @@ class Plan:
 
 
 def batches_for(
-    config: TrainConfig, tokens: int, long: int = LONGEST_ROW, speed: Probe | None = None, processes: int = 1
+    config: TrainSettings,
+    given: TrainConfig,
+    tokens: int,
+    long: int = LONGEST_ROW,
+    speed: Probe | None = None,
+    processes: int = 1,
 ) -> Plan:
-    """Return the settings with rows, length and passes for this much data, unless the user set them.
+    """Return the settings with rows, length and passes for this much data, unless they are `given` by the user.
 
     `tokens`: of training data; for a run with `hours`, they are planned from `speed` instead. `long`: a length that
     nine of ten conversations do not exceed. A time limit without a known `speed` counts as no limit.
     """
-    how = config.optimization
+    how = given.optimization
     passes = how.epochs or min(PASSES, max(1, math.ceil(2 * UPDATES * LARGEST_STEP / tokens)))
     seen = passes * tokens
     if speed is not None and how.hours:
@@ -64,7 +69,7 @@ def batches_for(
     chosen = {"rows": rows, "length": length, "epochs": passes}
     updates = how.max_steps or max(1, round(seen / step))
     limited = {"epochs"} if how.max_steps or how.minutes else set()  # passes do not limit such a run
-    opened = [f"{flag(name)} {n}" for name, n in chosen.items() if not config.value(name) and name not in limited]
+    opened = [f"{flag(name)} {n}" for name, n in chosen.items() if given.value(name) is None and name not in limited]
     wanted = f"; {UPDATES:,} to {2 * UPDATES:,} are best" if not how.max_steps else ""
     about = f"{' '.join(opened)}: about {updates:,} updates from {tokens:,} tokens{wanted}"
     return Plan(config.changed(**chosen), tokens, updates * step, about if opened else "")
@@ -75,8 +80,8 @@ def typical(lengths: Sequence[int]) -> int:
     return math.ceil(np.quantile(lengths, 0.9))
 
 
-def shape(room: int, long: int, rows: int = 0, length: int = 0) -> tuple[int, int]:
-    """Return rows and length of a step of at most `room` tokens, with those that are given (not 0).
+def shape(room: int, long: int, rows: int | None = None, length: int | None = None) -> tuple[int, int]:
+    """Return rows and length of a step of at most `room` tokens, with those that are given.
 
     Both are powers of two. A row is as long as most conversations (`long`), but a step has at least two rows, which are
     computed in parallel, unless it is the smallest one.

@@ -19,9 +19,9 @@ from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.progress import counted, tokens_per_second
 from eagle_mlx.shards import ShardReader
 
-from ..config import TrainConfig, pass_type
+from ..config import TrainConfig, TrainSettings, pass_type
 from ..data import choose_states, free_disk, reading_share, self_file, tokens_to_read
-from ..kinds import KINDS, resolved
+from ..kinds import KINDS, USUAL_WIDTH, resolve
 from .batch_size import batches_for
 from .memory import PROGRAM, Bound, Probe, bound_of, probe
 from .recipe import Recipe, described_by_name
@@ -41,7 +41,7 @@ def assumed(config: TrainConfig, tokens_each: int = _EACH) -> Tokens:
     count = config.data.limit or _COUNT
     each = min(tokens_each, config.data.max_length)
     if config.data.is_self:
-        most = min(config.data.self_tokens, config.data.limit * each or config.data.self_tokens)
+        most = min(config.data.self_tokens, (config.data.limit or 0) * each or config.data.self_tokens)
         return most, f"conversations that the target writes first, in {self_file(config)}; set by --self-tokens"
     more = "" if config.data.limit else "; set by --limit"
     return count * each, f"{counted(count, 'conversation')} of {counted(each, 'token')}, assumed{more}"
@@ -60,10 +60,10 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
     try:
         bound, here = _bound(config, recipe)
     except hub.UnreachableError as e:
-        return _unknown(resolved(config), tokens, e)
+        return _unknown(config, tokens, e)
     try:
         bound.check()
-        planned = batches_for(config, tokens[0]).config
+        planned = batches_for(bound.config, config, tokens[0]).config
         measured = probe(config.loading.load(config.head.target), planned) if here else None
     except EagleError as e:
         return f"{as_text(bound, tokens)}\nhere        {e}"
@@ -74,7 +74,7 @@ def plan_of(config: TrainConfig, recipe: Recipe | None = None) -> str:
 def as_text(bound: Bound, tokens: Tokens, measured: Probe | None = None, free: int | None = None) -> str:
     """Return the plan as text, one line per topic. `free` is in bytes and defaults to this machine's free memory."""
     target, head = bound.target, bound.head
-    plan = batches_for(bound.config, tokens[0], speed=measured)
+    plan = batches_for(bound.config, bound.given, tokens[0], speed=measured)
     config = plan.config
     if plan.tokens != tokens[0]:
         tokens = plan.tokens, f"what {config.optimization.hours:g} hours allow at the measured speeds"
@@ -110,7 +110,7 @@ def _lines(rows: Mapping[str, str]) -> str:
     return "\n".join(f"{name:<10}  {text}" for name, text in rows.items())
 
 
-def _run_rows(config: TrainConfig, tokens: Tokens) -> dict[str, str]:
+def _run_rows(config: TrainSettings, tokens: Tokens) -> dict[str, str]:
     """Describe the data and the length of a run, which do not depend on the target."""
     how = config.optimization
     steps = counted(max(1, round(tokens[0] / (how.rows * how.length))), "step")
@@ -139,7 +139,7 @@ def _states(bound: Bound, tokens: int, measured: Probe | None, free: int) -> tup
     try:
         choice = choose_states(config, tokens, meta, measured.memory if measured else bound.memory, free)
     except EagleError as e:
-        return config.data.states, str(e), 0
+        return config.data.states or "online", str(e), 0
     return choice.place, choice.text, choice.size if choice.place == "disk" else 0
 
 
@@ -156,7 +156,7 @@ def _memory(bound: Bound, measured: Probe | None) -> str:
     )
 
 
-def _warmup(config: TrainConfig, own: int, measured: Probe | None) -> str:
+def _warmup(config: TrainSettings, own: int, measured: Probe | None) -> str:
     """Describe the text that is learned first, and how a time limit is split between reading and writing."""
     how = config.optimization
     source = ", ".join(config.data.warmup_data)
@@ -175,7 +175,7 @@ def _warmup(config: TrainConfig, own: int, measured: Probe | None) -> str:
     return f"{hours:.1f} of {how.hours:g} hours to read and learn {amount}; the rest for {writes}"
 
 
-def _time(config: TrainConfig, tokens: Tokens, measured: Probe | None, online: bool) -> str:
+def _time(config: TrainSettings, tokens: Tokens, measured: Probe | None, online: bool) -> str:
     if measured is None:
         return "measured by a probe when the target is loaded"
     seconds = measured.seconds(tokens[0], config.optimization.epochs, online)
@@ -214,9 +214,9 @@ def _published(repo: str) -> Mapping[str, Any]:
     return {**model, "quantization": {key: how[key] for key in ("group_size", "bits", "mode") if key in how}}
 
 
-def _unknown(config: TrainConfig, tokens: Tokens, error: EagleError) -> str:
-    """Return the plan for a target if only its name is known."""
-    config = batches_for(config, tokens[0]).config
+def _unknown(given: TrainConfig, tokens: Tokens, error: EagleError) -> str:
+    """Return the plan for a target if only its name is known. Nothing in it depends on the target's width."""
+    config = batches_for(resolve(given, USUAL_WIDTH), given, tokens[0]).config
     return _lines(
         {
             "target": f"{hub.hub_id(config.head.target)}, which is not known here: {error}",

@@ -23,9 +23,9 @@ from eagle_mlx.progress import tokens_per_second
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target, arrays_of, compute_dtype, nbytes_of
 
-from ..config import TrainConfig, flag
+from ..config import TrainConfig, TrainSettings, flag
 from ..data import Rows, capture_rows, free_disk
-from ..kinds import KINDS, Head, choose_trained, resolved
+from ..kinds import KINDS, Head, choose_trained, resolve
 from ..kinds.least_squares import bytes_of
 from ..step import NotFiniteError, Stepper
 
@@ -41,8 +41,8 @@ MOST = 0.95
 class Bound:
     """Lower bound of a run's memory and disk. Activations come on top; `probe` measures them."""
 
-    config: TrainConfig
-    """The resolved settings."""
+    given: TrainConfig
+    config: TrainSettings
     target: Target
     """The target without weights; do not compute with it."""
     head: Head
@@ -124,15 +124,15 @@ class Bound:
         return " or ".join([*own, "a smaller or more strongly quantized --target"])
 
 
-def bound_of(config: TrainConfig, target: Target | None = None) -> Bound:
-    """Return the lower bound for a run with these settings.
+def bound_of(given: TrainConfig, target: Target | None = None) -> Bound:
+    """Resolve a run's settings, and return them with the run's lower bound.
 
     `target` has no weights; by default, it is created from the headers of its files, which are fetched if necessary.
     Raises ConfigError if the head does not fit the target, TargetError if the target cannot make up the data as
     configured, and EagleError if the target cannot be found.
     """
-    config = resolved(config)
-    target = target or config.loading.load(config.head.target, lazy=True)
+    target = target or given.loading.load(given.head.target, lazy=True)
+    config = resolve(given, target.hidden_size)
     kind = KINDS[config.head.kind]
     kind.check(target, config)
     if config.data.is_self and target.tokenizer is not None:
@@ -142,7 +142,7 @@ def bound_of(config: TrainConfig, target: Target | None = None) -> Bound:
             beginning(target.tokenizer, target.name)
     head = kind.blank(target, config)
     choose_trained(head, config)
-    return Bound(config, target, head)
+    return Bound(given, config, target, head)
 
 
 LONG = 1.0
@@ -179,14 +179,13 @@ class Probe:
         )
 
 
-def probe(target: Target, config: TrainConfig, head: Head | None = None, free: int | None = None) -> Probe:
+def probe(target: Target, config: TrainSettings, head: Head | None = None, free: int | None = None) -> Probe:
     """Measure a few steps with a temporary head.
 
     A `head` to continue from gives the shape. The number of rows grows until it reaches those computed at once or a
     step takes a second; the memory for more rows is extrapolated. Raises ConfigError, with settings that fit, if that
     exceeds `free` bytes, by default this machine's free memory.
     """
-    config = resolved(config, target)
     free = free_memory() if free is None else free
     kind: Any = KINDS[config.head.kind]
     trained = kind.blank(target, config) if head is None else kind.made(head.config, head.d2t)
@@ -223,7 +222,7 @@ def probe(target: Target, config: TrainConfig, head: Head | None = None, free: i
     return Probe(tokens / reading, tokens / learning, max(reading_peak, fixed + at_once * each), written)
 
 
-def check_memory(config: TrainConfig, fixed: int, each: int, free: int) -> None:
+def check_memory(config: TrainSettings, fixed: int, each: int, free: int) -> None:
     """Raise ConfigError, with settings that fit, if a step needs too much of `free` bytes.
 
     `fixed` is in bytes and independent of the number of rows; `each` is per row.
@@ -273,7 +272,7 @@ def _written(target: Target) -> float:
     return written / seconds
 
 
-def _random_rows(target: Target, config: TrainConfig, count: int) -> Rows:
+def _random_rows(target: Target, config: TrainSettings, count: int) -> Rows:
     """Return `count` rows of the run's length, in which every token is learned."""
     shape = (count, config.optimization.length)
     most = min(config.data.max_length, target.context_length)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import re
-import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -136,7 +135,7 @@ LICENSES = ("LICENSE*", "NOTICE*")
 
 
 def write_bundle(folder: Path, source: Source, card: ModelCard, base: str) -> None:
-    """Make a folder with weights, config, card, plots and report, without local paths.
+    """Make a folder with weights, config, card, plots and report. Runs write reports without local paths.
 
     Weights are links to the head's own files. Raises OutputError if the folder cannot be made.
     """
@@ -148,7 +147,7 @@ def write_bundle(folder: Path, source: Source, card: ModelCard, base: str) -> No
         _write_config(folder, source, base)
         (folder / CARD).write_text(str(card), encoding="utf-8")
         if source.report is not None:
-            _write_json(folder / REPORT, public(source.report))
+            _write_json(folder / REPORT, source.report)
         for plot in source.plots:
             shutil.copyfile(plot, folder / PLOTS / plot.name)
     except OSError as e:
@@ -157,7 +156,9 @@ def write_bundle(folder: Path, source: Source, card: ModelCard, base: str) -> No
 
 def _write_config(folder: Path, source: Source, base: str) -> None:
     """Write the config without local paths, and with `base` as the base model."""
-    config = public(source.config)
+    config = copy.deepcopy(dict(source.config))
+    if not hub.full_id(str(config.get("_name_or_path", ""))):
+        config.pop("_name_or_path", None)
     noted = config.get("eagle_mlx")
     if isinstance(noted, dict):
         if source.trained_on is None:
@@ -180,64 +181,3 @@ def listing(folder: Path) -> str:
     rows.append(("total", sum(size for _, size in rows)))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:{width}}  {size:>14,} bytes" for name, size in rows)
-
-
-_BEGINS_AS_PATH = re.compile(r"(~[\w.-]*|\.{1,2})?[/\\]|[A-Za-z]:[/\\]")
-_WORD = re.compile(r"[^\s'\"(),;=\[\]]+")
-
-
-def public(value: Any, key: str = "") -> Any:
-    """Replace local paths in a JSON value by their last component; `key` is the field's name."""
-    if isinstance(value, Mapping):
-        return {name: public(item, name) for name, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [public(item, key) for item in value]
-    return _text(value, key) if isinstance(value, str) else value
-
-
-def _text(text: str, key: str) -> str:
-    always_a_path = key in ("output", "shards", "adapter_path")
-    if "\n" not in text and (always_a_path or _is_path(text)):
-        return last_name(text)
-    return _WORD.sub(lambda found: last_name(found[0]) if _is_path(found[0]) else found[0], text)
-
-
-def _is_path(text: str) -> bool:
-    """Return whether a text can only be a path. Hub ids may look similar."""
-    if "://" in text:
-        return False
-    if (
-        _BEGINS_AS_PATH.match(text)
-        or text.endswith((".jsonl", ".json", ".parquet"))
-        or (text.count("/") > 1 and " " not in text)
-    ):
-        return True
-    try:
-        return "/" in text and Path(text).exists()
-    except (OSError, ValueError):  # too long, or invalid characters
-        return False
-
-
-def last_name(path: str) -> str:
-    """Return a path's last component, for any operating system."""
-    return re.split(r"[/\\]", path.rstrip("/\\"))[-1] or path
-
-
-def public_command(command: str, instead: Mapping[str, str], without: Sequence[str] = ()) -> str:
-    """Return a command line without local paths. `instead` sets flags; those in `without` go with their values."""
-    try:
-        words = shlex.split(command)
-    except ValueError:
-        words = command.split()
-    shown = [last_name(words[0])] if words else []
-    for flag, value in instead.items():
-        shown += [flag, value]
-    skip = False
-    for word in words[1:]:
-        flag, _, value = word.partition("=")
-        if word.startswith("--"):
-            skip = flag in instead or flag in without
-            shown += [] if skip else [f"{flag}={public(value)}" if value else flag]
-        elif not skip:
-            shown.append(public(word))
-    return shlex.join(shown)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # matplotlib takes half a second to import, and is needed only at the end
     from matplotlib.axes import Axes
 
-    from .runs import Row
+Row = dict[str, Any]
+"""A line of metrics: its `kind` (train or eval), the `step` after which it was recorded, and the values."""
 
 
 def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -16,12 +16,9 @@ from eagle_mlx.files import check_file, name_of, write_output, write_whole
 from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 
 from ..config import flag
-from .plots import write_comparison
+from .plots import Row, write_comparison
 
 METRICS = "metrics.jsonl"
-Row = dict[str, Any]
-"""A line of metrics: its `kind` (train or eval), the `step` after which it was recorded, and the values."""
-
 _REPORT, _ABOUT, _STATES = "report.json", "run.json", "checkpoints"
 _IN_EVALUATIONS = ("step", "tokens", "train_seconds", "acceptance_length", "acceptance_by_position")
 _NO_SETTINGS = frozenset(

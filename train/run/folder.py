@@ -1,4 +1,4 @@
-"""A run's folder, locked for one process, and the run's identity.
+"""A run's folder, locked for one process; the run's identity; and what it has before its first data.
 
 A run can only continue with the same settings, target and data.
 """
@@ -19,14 +19,21 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from eagle_mlx.errors import CheckpointError, ConfigError, OutputError
+from eagle_mlx.command import Stop
+from eagle_mlx.errors import CheckpointError, ConfigError, DataError, OutputError
 from eagle_mlx.files import check_free, locked, swap, write_whole
+from eagle_mlx.target import Target, digest_of, fingerprint
 
-from ..config import TrainConfig, flag
-from ..data import Examples, sources_of
+from ..config import TrainConfig, TrainSettings, flag
+from ..data import Batches, Examples, Joined, TrainData, sources_of
+from ..distributed import SINGLE_PROCESS, World
+from ..kinds import Head
 from . import state
+from .state import Checkpoint, Stopwatch
+from .tracker import Tracker
+from .workers import Workers
 
-RUN_FILE = "run.json"
+RUN_FILE, REPORT = "run.json", "report.json"
 BEST, LAST = "best", "last"
 """Subfolders for heads. They appear when they are complete."""
 MUTABLE = (
@@ -55,8 +62,9 @@ class Identity:
     """Hash of the head that the run adapts; empty if all weights are trained, which the saved states then hold."""
 
 
-def fingerprint_of(samples: Examples) -> str:
+def fingerprint_of(data: TrainData, warmup: TrainData | None = None) -> str:
     """Return a hex digest of the lengths of all samples and of the tokens and masks of 256, evenly spread."""
+    samples: Examples = data.samples if warmup is None else Joined([warmup.samples, data.samples])
     lengths = np.array(samples.lengths, np.int64)
     digest = hashlib.blake2s(lengths.tobytes())
     for index in np.unique(np.linspace(0, len(lengths) - 1, min(256, len(lengths))).astype(int)):
@@ -95,7 +103,7 @@ def resumed_config(folder: Path, changes: Mapping[str, Any]) -> TrainConfig:
     began = read_identity(folder).config
     config = TrainConfig.of(**{**began.flat(), **changes})
     for name in changes:
-        before, now = began.value(name), config.value(name)
+        before, now = began.flat()[name], config.flat()[name]
         if before != now and name not in MUTABLE:
             raise ConfigError(
                 f"{flag(name)} is {now!r}, but the run in {folder} began with {before!r}; leave {flag(name)} out, "
@@ -212,3 +220,73 @@ def _replaces(resume: Path, output: Path) -> bool:
 
 def _prefix(path: Path) -> str:
     return f".{path.name}.new."
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run has before its first data."""
+
+    target: Target
+    config: TrainSettings
+    head: Head | None
+    """The head to continue from."""
+    folder: Path
+    tracker: Tracker
+    stop: Stop
+    workers: Workers
+    watch: Stopwatch
+    saved: Checkpoint | None
+    """The state of an interrupted run, which continues."""
+
+    def batches(self, data: TrainData) -> Batches:
+        """Return the batches of this data. Raises DataError if there are none."""
+        step = self.config.optimization
+        batches = Batches(data.samples, step.rows, step.length, self.config.run.seed, self.workers.world)
+        if not batches.steps_per_epoch():
+            raise DataError("no conversation is long enough to learn from; check the data")
+        return batches
+
+
+@contextlib.contextmanager
+def set_up(
+    target: Target,
+    config: TrainSettings,
+    data: str,
+    head: Head | None = None,
+    resume: Path | None = None,
+    stop: Stop | None = None,
+    world: World = SINGLE_PROCESS,
+    watch: Stopwatch | None = None,
+    claimed: Path | None = None,
+) -> Iterator[Setup]:
+    """Yield what a run needs that writes to `config.run.output`.
+
+    `data`: its fingerprint. `head`: to continue from. `resume`: folder of an interrupted run, which continues from its
+    newest intact state as if it had never stopped. `watch`: the run's stopwatch. `claimed`: the folder, if the caller
+    has already created and locked it (`claim`).
+
+    Raises OutputError if the folder exists or cannot be written; ConfigError if a resumed run has another target or
+    other data; CheckpointError if it is complete. In a `world`, rank 0 calls this, and the others `run_worker`.
+    """
+    stop = stop or Stop()
+    check_incomplete(resume)
+    place = run_folder(config.run.output, config.run.overwrite, resume, claimed)
+    with stop.listening(), place as folder:
+        adapted = digest_of(head) if head is not None and config.head.lora_rank else ""
+        who = Identity(config, fingerprint(target), data, world.size, adapted)
+        if resume:
+            check_same(folder, who)
+        write_identity(folder, who)
+        saved = state.newest(folder, tqdm.write) if resume else None
+        tracking = Tracker(folder, config, saved.state.progress.step if saved else None)
+        with tracking as tracker, contextlib.closing(Workers(world, stop)) as workers:
+            yield Setup(target, config, head, folder, tracker, stop, workers, watch or Stopwatch(), saved)
+
+
+def check_incomplete(resume: Path | None) -> None:
+    """Raise CheckpointError if the run is complete."""
+    if resume and (resume / REPORT).exists():
+        raise CheckpointError(
+            f"the run in {resume} is complete; to train its head further, start another run with --init-from "
+            f"{resume}/{BEST}"
+        )

@@ -4,167 +4,134 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import math
-from collections.abc import Generator
-from pathlib import Path
+import platform
+from collections.abc import Collection, Generator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 from mlx.utils import tree_unflatten
 from tqdm import tqdm
 
-from eagle_mlx.command import Stop, Stopped
-from eagle_mlx.errors import CheckpointError, DataError, EagleError
+from eagle_mlx.command import Stopped
+from eagle_mlx.cpu import blas
+from eagle_mlx.errors import EagleError
 from eagle_mlx.files import write_whole
 from eagle_mlx.hub import public_name
 from eagle_mlx.progress import counted
-from eagle_mlx.target import Target, arrays_of, digest_of, fingerprint
+from eagle_mlx.target import arrays_of
 
-from ..config import TrainConfig, file_type
-from ..data import Batches, Rows, TrainData, count_learned
-from ..distributed import SINGLE_PROCESS, World
+from ..config import file_type, pass_type
+from ..data import Batches, Piece, Rows, TrainData, count_learned, public_settings
 from ..evaluation import SHARE, TIMES, Acceptance, Evaluator
-from ..kinds import Head, kind_of, merged, resolved
+from ..kinds import kind_of, merged
 from ..report import write_plots
-from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of
+from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of, with_warmup
 from . import state
-from .folder import BEST, LAST, Identity, check_same, read_identity, run_folder, write_identity
-from .phases import Phase, Phases, Workers
+from .folder import BEST, LAST, REPORT, Setup, read_identity, write_identity
 from .start import new_head, with_vocabulary
-from .state import Checkpoint, Progress, RunState, Stopwatch, mean, means
-from .tracker import Tracker, outcome
+from .state import Bar, Checkpoint, Progress, RunState, mean, means
+from .workers import first_epoch
 
-REPORT = "report.json"
+
+@dataclass(frozen=True)
+class Phase:
+    """Training on some batches until a schedule is over."""
+
+    batches: Batches
+    schedule: Schedule
+    bar: Bar
+    epoch: int = 0
+    """The first epoch, unless the run is already in a later one."""
+    fresh: int = 0
+    """In that epoch, samples from this index on come first."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a phase gave."""
+
+    acceptance: Acceptance
+    until: float
+    """Second of the run at which its steps ended."""
 
 
 def train(
-    target: Target,
-    phases: Phases,
-    config: TrainConfig,
-    head: Head | None = None,
-    resume: Path | None = None,
-    stop: Stop | None = None,
-    world: World = SINGLE_PROCESS,
-    watch: Stopwatch | None = None,
-    claimed: Path | None = None,
+    setup: Setup,
+    data: TrainData,
+    prompts: list[list[int]],
+    warmup: TrainData | None = None,
+    seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """Train `head`, or a new head, write the results to `config.run.output`, and return the report.
+    """Train on all data until time, steps or epochs are over, first on the warm-up's text; return the report.
 
     The folder gets the heads `best` (highest τ) and `last` in the layout of their kind, metrics.jsonl, report.json and
-    plots. `resume`: folder of an interrupted run, which continues from its newest intact state as if it had never
-    stopped. Ctrl-C and SIGTERM save the state and raise Stopped.
+    plots. Ctrl-C and SIGTERM save the state and raise Stopped.
 
-    `watch`: the run's stopwatch. `claimed`: the folder, if the caller has already created and locked it (`claim`).
-
-    Raises OutputError if the folder exists or cannot be written; ConfigError if a resumed run has another target or
-    other data; CheckpointError if it is complete; EagleError if the loss is not finite. In a `world`, rank 0 calls
-    this, and the other ranks call `run_worker`.
+    `prompts`: tokens of the prompts for acceptance. `seconds`: expected for training, 0 if unknown. Raises DataError if
+    there is nothing to learn, EagleError if the loss is not finite.
     """
-    config, stop = resolved(config, target), stop or Stop()
-    check_incomplete(resume)
-    place = run_folder(config.run.output, config.run.overwrite, resume, claimed)
-    with stop.listening(), place as folder:
-        adapted = digest_of(head) if head is not None and config.head.lora_rank else ""
-        who = Identity(config, fingerprint(target), phases.fingerprint, world.size, adapted)
-        if resume:
-            check_same(folder, who)
-        write_identity(folder, who)
-        saved = state.newest(folder, tqdm.write) if resume else None
-        with Tracker(folder, config, saved.state.progress.step if saved else None) as tracker:
-            run = Run(target, config, head, folder, tracker, stop, world, watch or Stopwatch(), saved)
-            return run.run(phases)
-
-
-def check_incomplete(resume: Path | None) -> None:
-    """Raise CheckpointError if the run is complete."""
-    if resume and (resume / REPORT).exists():
-        raise CheckpointError(
-            f"the run in {resume} is complete; to train its head further, start another run with --init-from "
-            f"{resume}/{BEST}"
-        )
+    run = Run(setup, data, prompts, seconds)
+    if setup.saved is None:
+        run.watch.restart()
+    schedule, begin = span_of(run.config, run.batches.steps_per_epoch()), first_epoch(run.config)
+    facts = data.report
+    if warmup is not None:
+        text, facts = setup.batches(warmup), {**facts, **warmup.report}
+        before, schedule = with_warmup(schedule, run.config, text.steps_per_epoch())
+    with Bar(schedule.seconds, schedule.steps, run.watch.elapsed if schedule.seconds else run.progress.step) as bar:
+        if warmup is not None and run.progress.epoch < begin:
+            run.learn(Phase(text, before, bar))
+        result = run.learn(Phase(run.batches, schedule, bar, begin))
+    learned = run.batches.learned(begin, (run.progress.epoch, run.progress.batch))
+    return run.finish(result.acceptance, run.batches, facts, learned)
 
 
 class Run:
-    """The state of a run between its steps."""
+    """A head in training: what a saved state holds, and what the next step needs."""
 
-    head: Head
-    data: TrainData
-    batches: Batches
-    stepper: Stepper
-    evaluator: Evaluator
-    schedule: Schedule
-    untrained: Acceptance
-    best: tuple[int, Acceptance]
-    """The step of the head with the largest τ, 0 for the start, and its measurement."""
-    latest: Acceptance
-    """The latest measurement after a step."""
-
-    def __init__(
-        self,
-        target: Target,
-        config: TrainConfig,
-        head: Head | None,
-        folder: Path,
-        tracker: Tracker,
-        stop: Stop,
-        world: World,
-        watch: Stopwatch,
-        saved: Checkpoint | None = None,
-    ):
-        """`head`: a head to continue from. `saved`: the state of a resumed run."""
-        self.target, self.config, self.folder, self.tracker, self.stop = target, config, folder, tracker, stop
-        self.existing, self.watch, self.saved = head, watch, saved
-        self.progress = saved.state.progress if saved else Progress()
-        self.begun = False
-        self.learned_until = 0.0
-        """Second of the run at which the steps of the latest phase ended."""
-        self._world, self._workers = world, Workers(world, stop)
-        self._recent: list[StepResult] = []
-        self._next_eval: float | None = None
-        self._next_save = math.inf
-
-    def run(self, phases: Phases) -> dict[str, Any]:
-        """Train phase by phase and return the report."""
-        last: Acceptance | None = None
-        try:
-            with contextlib.closing(phases.of(self)) as coming:
-                for phase in coming:
-                    with self._interruptible():
-                        self._learn(phase)
-                        last = self.evaluate()
-            with self._interruptible():
-                report = self.finish(last or self.evaluate(), phases)
-        except Stopped:
-            phases.ended(None)
-            raise
-        finally:
-            self._workers.end()
-        phases.ended(report)
-        return report
-
-    def begin(self, data: TrainData, prompts: list[list[int]], seconds: float = 0.0, times: int = 0) -> None:
+    def __init__(self, setup: Setup, data: TrainData, prompts: list[list[int]], seconds: float = 0.0, times: int = 0):
         """Create the head for this data and measure it, or restore the saved state.
 
         `prompts`: tokens of the prompts for acceptance. `seconds`: expected for the run, to choose the number of
-        prompts; 0 for all. `times`: number of measurements, if it is fixed. Raises DataError as `learn_from` does.
+        prompts; 0 for all. `times`: number of measurements, if it is fixed. Raises DataError if there are no batches.
         """
-        self.begun = True
-        self.learn_from(data)
-        if self.existing is None:
-            self.head = new_head(self.target, data, self.config, begin=self.saved is None)
+        self.config, self.watch, self._setup = setup.config, setup.watch, setup
+        self.batches = setup.batches(data)
+        saved, target, how = setup.saved, setup.target, setup.config.evaluation
+        if setup.head is None:
+            self.head = new_head(target, data, self.config, begin=saved is None)
         else:
-            self.head = with_vocabulary(self.existing, self.target, data.kept, self.config)
-        how = self.config.evaluation
-        self.evaluator = Evaluator(self.target, prompts, how.depth, how.tokens, how.batch)
-        self.stepper = Stepper(self.head, self.target, self.config, self._world)
-        if self.saved:
-            self._restore(self.saved)
-        else:
-            if seconds and not how.prompts:
-                self._choose_evaluations(seconds, times)
-            self.untrained = self._measure()
-            self.best = (self.progress.step, self.untrained)
-            self._save_head(BEST, self.untrained)
+            self.head = with_vocabulary(setup.head, target, data.kept, self.config)
+        self._evaluator = Evaluator(target, prompts, how.depth, how.tokens, how.batch)
+        self._stepper = Stepper(self.head, target, self.config, setup.workers.world)
+        self.progress = Progress()
+        self._recent: list[StepResult] = []
+        self._next_eval: float | None = None
+        self._next_save = math.inf
+        # `best`: the step and the measurement of the head with the largest τ; step 0 for the start
+        self.untrained, self.best = self._restore(saved) if saved else self._begin(seconds, times)
+
+    def _begin(self, seconds: float, times: int) -> tuple[Acceptance, tuple[int, Acceptance]]:
+        """Measure and save the start."""
+        if seconds and not self.config.evaluation.prompts:
+            self._choose_evaluations(seconds, times)
+        untrained = self._measure()
+        self._save_head(BEST, untrained)
+        return untrained, (0, untrained)
+
+    def _restore(self, saved: Checkpoint) -> tuple[Acceptance, tuple[int, Acceptance]]:
+        self.head.update(tree_unflatten(list(saved.head.items())))
+        self._stepper.restore(saved.stepper)
+        self._setup.workers.sync(self._stepper)
+        now = saved.state
+        self.progress, self._recent, self._next_eval = now.progress, now.recent, now.next_eval
+        self.watch.restart(now.elapsed)
+        tqdm.write(f"resuming after step {self.progress.step}")
+        return now.untrained, (now.best_step, now.best)
 
     def _choose_evaluations(self, seconds: float, times: int) -> None:
         """Choose the number of prompts and of measurements by their measured cost, and record both for resumed runs."""
@@ -173,76 +140,72 @@ class Run:
             times = math.ceil(seconds / 60 / how.minutes)
         elif how.steps:
             times = math.ceil(span.steps / how.steps)
-        with self.stop.immediate():
-            prompts, chosen = self.evaluator.fit(merged(self.head), SHARE * seconds, times)
+        with self._setup.stop.immediate():
+            prompts, chosen = self._evaluator.fit(merged(self.head), SHARE * seconds, times)
         every: dict[str, float] = {}
         if not times:
             minutes = self.config.optimization.minutes
             every = {"eval_minutes": minutes / chosen} if minutes else {"eval_steps": math.ceil(span.steps / chosen)}
         self.config = self.config.changed(eval_prompts=prompts, **every)
-        write_identity(self.folder, dataclasses.replace(read_identity(self.folder), config=self.config))
-
-    def learn_from(self, data: TrainData) -> None:
-        """Take batches from this data from now on. Raises DataError if it has no batches."""
-        step = self.config.optimization
-        self.data = data
-        self.batches = Batches(data.samples, step.rows, step.length, self.config.run.seed, self._world)
-        if not self.batches.steps_per_epoch():
-            raise DataError("no conversation is long enough to learn from; check the data")
+        write_identity(self._setup.folder, dataclasses.replace(read_identity(self._setup.folder), config=self.config))
 
     @contextlib.contextmanager
     def _interruptible(self) -> Generator[None, None, None]:
         """Return a context manager in which a signal waits for the end of a step, and the state is saved."""
-        with self.stop.deferred():
+        with self._setup.stop.deferred():
             try:
                 yield
             except Stopped:
                 self._save_interrupted()
                 raise
 
-    def _learn(self, phase: Phase) -> None:
-        """Take steps until the phase's schedule is over."""
-        self.schedule = phase.schedule
-        if phase.fresh:
-            self.batches.put_first(phase.epoch, phase.fresh)
-        if self.progress.epoch < phase.epoch:
-            self.progress.epoch, self.progress.batch = phase.epoch, 0
-        if self._next_eval is None:
-            self._next_eval = sum(self._eval_clock())
-        self._plan_next_save()
-        with contextlib.closing(self._all_batches()) as stream:
-            for rows in stream:
-                if self.schedule.is_over(self.progress.step, self.watch.elapsed):
-                    break
-                self.stop.check()
-                if self._eval_clock()[0] >= (self._next_eval or 0.0):
-                    self.evaluate()
-                    self._next_eval = sum(self._eval_clock())
-                    self.save_state()
-                elif self.watch.elapsed >= self._next_save:
-                    self.save_state()
-                result = self._step(rows)
-                latest = [] if result is None else [result]
-                phase.bar.show(self.progress, self.watch.elapsed, self._recent or latest)
-        self._log_recent()
-        self.learned_until = self.watch.elapsed
+    def learn(self, phase: Phase) -> Result:
+        """Take steps until the phase's schedule is over, and measure the head. A signal saves the state."""
+        with self._interruptible():
+            if phase.fresh:
+                phase.batches.put_first(phase.epoch, phase.fresh)
+            if self.progress.epoch < phase.epoch:
+                self.progress.epoch, self.progress.batch = phase.epoch, 0
+            if self._next_eval is None:
+                self._next_eval = sum(self._eval_clock(phase.schedule))
+            self._plan_next_save()
+            with contextlib.closing(self._all_batches(phase.batches)) as stream:
+                for rows in stream:
+                    if phase.schedule.is_over(self.progress.step, self.watch.elapsed):
+                        break
+                    self._setup.stop.check()
+                    self._save_if_due(phase.schedule)
+                    result = self._step(phase, rows)
+                    phase.bar.show(self.watch.elapsed, self.progress, self._recent or ([result] if result else []))
+            self._log_recent(phase.schedule)
+            until = self.watch.elapsed
+            return Result(self.evaluate(), until)
 
-    def _all_batches(self) -> Generator[Rows, None, None]:
+    def _save_if_due(self, schedule: Schedule) -> None:
+        """Measure and save the state, or only save it, if it is time."""
+        if self._eval_clock(schedule)[0] >= (self._next_eval or 0.0):
+            self.evaluate()
+            self._next_eval = sum(self._eval_clock(schedule))
+            self.save_state()
+        elif self.watch.elapsed >= self._next_save:
+            self.save_state()
+
+    def _all_batches(self, batches: Batches) -> Generator[Rows, None, None]:
         """Yield batches over epochs without end."""
         while True:
-            with contextlib.closing(self.batches.epoch(self.progress.epoch, self.progress.batch)) as stream:
+            with contextlib.closing(batches.epoch(self.progress.epoch, self.progress.batch)) as stream:
                 yield from stream
             self.progress.epoch += 1
             self.progress.batch = 0
 
-    def _step(self, rows: Rows) -> StepResult | None:
+    def _step(self, phase: Phase, rows: Rows) -> StepResult | None:
         begin = self.watch.elapsed
-        factor = self._rate_factor(self.progress.step)
-        self._workers.step(self.progress.epoch, self.progress.batch, factor)
+        factor = self._rate_factor(phase.schedule, self.progress.step)
+        self._setup.workers.step(self.progress.epoch, self.progress.batch, factor)
         try:
-            result = self.stepper(rows, factor)
+            result = self._stepper(rows, factor)
         except NotFiniteError as e:
-            raise self._explained(e, rows) from e
+            raise self._explained(e, phase.batches, rows) from e
         self.progress.step += 1
         self.progress.batch += 1
         self.progress.train_seconds += self.watch.elapsed - begin
@@ -251,25 +214,25 @@ class Run:
         self.progress.tokens += result.tokens
         self._recent.append(result)
         if len(self._recent) == self.config.run.log_steps:
-            self._log_recent()
+            self._log_recent(phase.schedule)
         return result
 
-    def _rate_factor(self, step: int) -> float:
+    def _rate_factor(self, schedule: Schedule, step: int) -> float:
         """Return the share of the peak learning rates at a step and the current time."""
         how = self.config.optimization
-        return self.schedule.factor(step, self.watch.elapsed, how.warmup, how.final_lr)
+        return schedule.factor(step, self.watch.elapsed, how.warmup, how.final_lr)
 
-    def _explained(self, error: NotFiniteError, rows: Rows) -> EagleError:
+    def _explained(self, error: NotFiniteError, batches: Batches, rows: Rows) -> EagleError:
         """Return an error that names the suspicious samples and a remedy."""
-        found = [self.data.samples.where(sample) for row in error.rows for sample in rows.samples[row]]
-        what = f"check {', '.join(found)}, or lower --lr" if found else "lower --lr, since each row alone is finite"
-        last = self.folder / LAST
+        places = [batches.samples.where(sample) for row in error.rows for sample in rows.samples[row]]
+        what = f"check {', '.join(places)}, or lower --lr" if places else "lower --lr, since each row alone is finite"
+        last = self._setup.folder / LAST
         return EagleError(
             f"{error} at step {self.progress.step + 1}; the weights are unchanged; {what} "
             f"(now {self.config.optimization.lr:g})" + (f"; the last good head is in {last}" if last.exists() else "")
         )
 
-    def _log_recent(self) -> None:
+    def _log_recent(self, schedule: Schedule) -> None:
         if not self._recent:
             return
         values = {
@@ -277,14 +240,14 @@ class Run:
             "loss": mean([r.loss for r in self._recent]),
             "loss_by_step": means([r.loss_by_step for r in self._recent]),
             "accuracy_by_step": means([r.accuracy_by_step for r in self._recent]),
-            "learning_rate_factor": self._rate_factor(self.progress.step - 1),
+            "learning_rate_factor": self._rate_factor(schedule, self.progress.step - 1),
             "grad_norm": mean([r.grad_norm for r in self._recent]),
             "tokens_per_second": self.progress.tokens_per_second,
         }
         distances = [r.feature_loss_by_step for r in self._recent if r.feature_loss_by_step is not None]
         if distances:
             values["feature_loss_by_step"] = means(distances)
-        self.tracker.log("train", self.progress.step, values)
+        self._setup.tracker.log("train", self.progress.step, values)
         self._recent = []
 
     def _counts(self) -> dict[str, Any]:
@@ -295,10 +258,10 @@ class Run:
         }
 
     def _measure(self) -> Acceptance:
-        with self.stop.immediate():
-            found = self.evaluator.measure(merged(self.head))
-        texts = {"generations": self.evaluator.generations}
-        self.tracker.log("eval", self.progress.step, {**self._counts(), **dataclasses.asdict(found), **texts})
+        with self._setup.stop.immediate():
+            found = self._evaluator.measure(merged(self.head))
+        texts = {"generations": self._evaluator.generations}
+        self._setup.tracker.log("eval", self.progress.step, {**self._counts(), **dataclasses.asdict(found), **texts})
         tqdm.write(
             f"step {self.progress.step}: τ {found.acceptance_length:.3f} ± {found.interval:.3f} at depth {found.depth}"
             f", by position {' '.join(f'{a:.2f}' for a in found.acceptance_by_position)} "
@@ -311,7 +274,7 @@ class Run:
 
         The start is a candidate too, but loses a tie.
         """
-        found = self.latest = self._measure()
+        found = self._measure()
         self._save_head(LAST, found)
         step, best = self.best
         if (found.acceptance_length, True) > (best.acceptance_length, step > 0):
@@ -323,28 +286,17 @@ class Run:
         extra: dict[str, Any] = {"step": self.progress.step, "tokens": self.progress.tokens}
         if found is not None:
             extra |= {"acceptance_length": found.acceptance_length, "depth": found.depth, "prompts": found.prompts}
-        if self.target.adapter is not None:
-            extra["adapter"] = self.target.adapter.name
-        called = public_name(self.target.name)
-        kind_of(self.head).save(merged(self.head), self.folder / name, called, extra, file_type(self.config))
+        if self._setup.target.adapter is not None:
+            extra["adapter"] = self._setup.target.adapter.name
+        called = public_name(self._setup.target.name)
+        kind_of(self.head).save(merged(self.head), self._setup.folder / name, called, extra, file_type(self.config))
 
     def save_state(self) -> None:
         due = self._next_eval or 0.0
         now = RunState(self.progress, self.watch.elapsed, due, self.untrained, *self.best, self._recent)
-        saved = Checkpoint(now, arrays_of(self.head.trainable_parameters()), self.stepper.state())
-        state.save(self.folder, saved, self.config.run.checkpoints)
+        saved = Checkpoint(now, arrays_of(self.head.trainable_parameters()), self._stepper.state())
+        state.save(self._setup.folder, saved, self.config.run.checkpoints)
         self._plan_next_save()
-
-    def _restore(self, saved: Checkpoint) -> None:
-        self.head.update(tree_unflatten(list(saved.head.items())))
-        self.stepper.restore(saved.stepper)
-        self._workers.sync(self.stepper)
-        now = saved.state
-        self.progress, self.untrained, self._recent = now.progress, now.untrained, now.recent
-        self.best = now.best_step, now.best
-        self._next_eval = now.next_eval
-        self.watch.restart(now.elapsed)
-        tqdm.write(f"resuming after step {self.progress.step}")
 
     def _save_interrupted(self) -> None:
         """Save an interrupted run, and print how to continue it."""
@@ -352,29 +304,69 @@ class Run:
             self._save_head(LAST)
             self.save_state()
             steps = counted(self.progress.step, "step")
-            tqdm.write(f"stopped after {steps}; continue with: eagle-train --resume {self.folder}")
+            tqdm.write(f"stopped after {steps}; continue with: eagle-train --resume {self._setup.folder}")
 
-    def _eval_clock(self) -> tuple[float, float]:
+    def _eval_clock(self, schedule: Schedule) -> tuple[float, float]:
         """Return the current position and the distance between evaluations, in steps, seconds or shares of the run."""
         how = self.config.evaluation
         if how.steps:
             return self.progress.step, how.steps
         if how.minutes:
             return self.watch.elapsed, 60 * how.minutes
-        return self.schedule.progress(self.progress.step, self.watch.elapsed), 1 / TIMES
+        return schedule.progress(self.progress.step, self.watch.elapsed), 1 / TIMES
 
     def _plan_next_save(self) -> None:
         minutes = self.config.run.checkpoint_minutes
         self._next_save = self.watch.elapsed + 60 * minutes if minutes else math.inf
 
-    def finish(self, last: Acceptance, phases: Phases) -> dict[str, Any]:
-        """Write the report and the plots. Delete the saved states, because a complete run is never resumed."""
-        data, learned = phases.summary(self)
-        conversations, tokens = count_learned(self.data.samples.lengths, learned)
-        counts = {"learned_conversations": conversations, "learned_tokens": tokens}
-        report = outcome(self, last, {**data, **counts, "padding": round(self.batches.padding, 4)})
-        write_plots(self.tracker.rows, self.folder)
-        write_whole(self.folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
-        state.remove(self.folder)
-        self.tracker.summarize({k: v for k, v in report.items() if isinstance(v, (int, float))})
-        return report
+    def finish(
+        self, last: Acceptance | None, batches: Batches, facts: Mapping[str, Any], learned: Collection[Piece]
+    ) -> dict[str, Any]:
+        """Write the report and the plots. Delete the saved states, because a complete run is never resumed.
+
+        `last`: the final measurement; None to measure now. `facts`: about the data. `learned`: its pieces in `batches`
+        that were learned.
+        """
+        with self._interruptible():
+            last = last or self.evaluate()
+            folder, tracker = self._setup.folder, self._setup.tracker
+            conversations, tokens = count_learned(batches.samples.lengths, learned)
+            counts = {"learned_conversations": conversations, "learned_tokens": tokens}
+            report = self._report(last, {**facts, **counts, "padding": round(batches.padding, 4)})
+            write_plots(tracker.rows, folder)
+            write_whole(folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
+            state.remove(folder)
+            tracker.summarize({k: v for k, v in report.items() if isinstance(v, (int, float))})
+            return report
+
+    def _report(self, last: Acceptance, data: Mapping[str, Any]) -> dict[str, Any]:
+        (best_step, best), config, progress = self.best, self.config, self.progress
+        logged = [row for row in self._setup.tracker.rows if row["kind"] == "train"]
+        acceptance = {"untrained": self.untrained, "best": best, "last": last}
+        return {
+            "target": public_name(self._setup.target.name),
+            "kind": kind_of(self.head).name,
+            "started_from": public_name(config.head.init_from) if config.head.init_from else None,
+            "acceptance_length": best.acceptance_length,
+            "acceptance_by_position": best.acceptance_by_position,
+            "untrained_acceptance_length": self.untrained.acceptance_length,
+            "best_step": best_step,
+            "better_than_start": best_step > 0,
+            "acceptance": {name: dataclasses.asdict(found) for name, found in acceptance.items()},
+            "loss": logged[-1]["loss"] if logged else None,
+            "accuracy_by_step": logged[-1]["accuracy_by_step"] if logged else None,
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "train_seconds": progress.train_seconds,
+            "tokens_per_second": progress.tokens_per_second,
+            "data": data,
+            "head": dataclasses.asdict(self.head.config),
+            "config": public_settings(config),
+            "machine": {
+                "platform": platform.platform(),
+                "device": str(mx.default_device()),
+                "blas": blas.activate().public,
+                "dtype": str(pass_type(config)).rpartition(".")[2],
+                "mlx": importlib.metadata.version("mlx"),
+            },
+        }

@@ -16,16 +16,17 @@ from eagle_mlx.heads import kind_of as known_kind
 from eagle_mlx.heads import load_head
 from eagle_mlx.hidden_states import Example, features_of, from_16_bits, last_of, read_states
 from eagle_mlx.progress import progress_bar
+from eagle_mlx.setting import find
 from eagle_mlx.target import Target
 
-from ..config import TrainConfig, flag
+from ..config import TrainConfig, TrainSettings, flag
 from ..data import Examples, TrainData
-from ..kinds import KINDS, OPEN, Head, choose_trained, kind_of
+from ..kinds import KINDS, Head, choose_trained, kind_of
 from ..kinds.base import projection
 from ..kinds.least_squares import best_map
 
 
-def existing_head(target: Target, config: TrainConfig) -> Head | None:
+def existing_head(target: Target, config: TrainSettings) -> Head | None:
     """Return the head named by `config.head.init_from`, ready for training, or None.
 
     Weights are converted to float32. A head gets more layers if it has fewer than asked for. Its own embedding is not
@@ -41,12 +42,12 @@ def existing_head(target: Target, config: TrainConfig) -> Head | None:
         raise ConfigError(f"{config.head.init_from} is {one}; continue it with --head {kind.name}")
     for name, has in kind.mismatches(loaded, config).items():
         asked = config.value(name)
-        if asked not in (OPEN[name], has):
+        if asked not in (find(TrainConfig, name).default, has):
             raise ConfigError(
                 f"{flag(name)} is {_text(asked)}, but {config.head.init_from} has {_text(has)}; "
                 f"leave {flag(name)} out, or start without --init-from"
             )
-    head: Head = kind.adopt(loaded, config.head.layers, config.run.seed)
+    head: Head = kind.adopt(loaded, config.head.layers or 0, config.run.seed)
     head.set_dtype(mx.float32)
     head.attach(target)
     choose_trained(head, config)
@@ -58,7 +59,7 @@ _DRAFT_ROWS = ("lm_head.weight", "markov_head.markov_w2.weight")
 """Weights that have a row for each token of the draft vocabulary."""
 
 
-def with_vocabulary(head: Head, target: Target, kept: NDArray[np.int64] | None, config: TrainConfig) -> Head:
+def with_vocabulary(head: Head, target: Target, kept: NDArray[np.int64] | None, config: TrainSettings) -> Head:
     """Return the head with the draft vocabulary `kept` [Vd], the target's ids, ascending; None for all.
 
     Tokens that it drafts already keep their rows of weights. Rows of new tokens are predicted from those of the
@@ -92,7 +93,7 @@ _PIECES = 20
 """Parts of a vocabulary, of which two choose the ridge of the least squares."""
 
 
-def new_head(target: Target, data: TrainData, config: TrainConfig, begin: bool = True) -> Head:
+def new_head(target: Target, data: TrainData, config: TrainSettings, begin: bool = True) -> Head:
     """Return a new head for the data. It is random if `begin` is false, else initialized by `config.head.start`."""
     head: Head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     if begin and config.head.start == "linear":

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -70,10 +70,11 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         self.bar.close()
 
-    def show(self, progress: Progress, elapsed: float, results: list[StepResult]) -> None:
+    def show(self, elapsed: float, progress: Progress | None = None, results: Sequence[StepResult] = ()) -> None:
         """Show progress after `elapsed` seconds, and the mean loss and accuracy of the latest results."""
-        self.bar.update((min(elapsed, self._seconds) if self._seconds else progress.step) - self.bar.n)
-        if results:
+        steps = progress.step if progress else 0
+        self.bar.update((min(elapsed, self._seconds) if self._seconds else steps) - self.bar.n)
+        if progress and results:
             accuracy = " ".join(f"{share:.2f}" for share in means([r.accuracy_by_step for r in results]))
             speed = tokens_per_second(progress.tokens_per_second)
             text = f"loss {mean([r.loss for r in results]):.3f}, accuracy {accuracy}, {speed}"

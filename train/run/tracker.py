@@ -6,33 +6,25 @@ If Weights & Biases does not work, the run does not start. If it fails later, th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib.metadata
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError
 
-from ..config import TrainConfig, pass_type
-from ..evaluation import Acceptance, Generation, per_round, write_generations
-from ..kinds import kind_of
+from ..config import TrainSettings
+from ..evaluation import Generation, per_round, write_generations
 from ..report import METRICS, PICTURES, Row, truncate
-
-if TYPE_CHECKING:
-    from .loop import Run
 
 
 def check_wandb() -> None:
@@ -49,7 +41,7 @@ def check_wandb() -> None:
 class WandbRun:
     """Sends a run's metrics to W&B. A failure after the start prints a warning, and training continues without it."""
 
-    def __init__(self, folder: Path, config: TrainConfig, resume: bool):
+    def __init__(self, folder: Path, config: TrainSettings, resume: bool):
         file = folder / "wandb" / "run-id"  # to resume the W&B run
         known = file.read_text().strip() if resume and file.exists() else None
         try:
@@ -153,7 +145,7 @@ class Tracker:
     are ignored. Raises DataError if existing lines are damaged, ConfigError if Weights & Biases does not work.
     """
 
-    def __init__(self, folder: Path, config: TrainConfig, resume_step: int | None = None):
+    def __init__(self, folder: Path, config: TrainSettings, resume_step: int | None = None):
         file = folder / METRICS
         self.rows: list[Row] = [] if resume_step is None else truncate(file, resume_step)
         """All lines so far, including those before interruptions."""
@@ -201,40 +193,6 @@ class Tracker:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish(failed=error is not None)
-
-
-def outcome(run: Run, last: Acceptance, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's report. `last`: the final measurement. `data`: facts about the data."""
-    (best_step, best), config, progress = run.best, run.config, run.progress
-    logged = [row for row in run.tracker.rows if row["kind"] == "train"]
-    acceptance = {"untrained": run.untrained, "best": best, "last": last}
-    return {
-        "target": run.target.name,
-        "kind": kind_of(run.head).name,
-        "started_from": config.head.init_from or None,
-        "acceptance_length": best.acceptance_length,
-        "acceptance_by_position": best.acceptance_by_position,
-        "untrained_acceptance_length": run.untrained.acceptance_length,
-        "best_step": best_step,
-        "better_than_start": best_step > 0,
-        "acceptance": {name: dataclasses.asdict(found) for name, found in acceptance.items()},
-        "loss": logged[-1]["loss"] if logged else None,
-        "accuracy_by_step": logged[-1]["accuracy_by_step"] if logged else None,
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "train_seconds": progress.train_seconds,
-        "tokens_per_second": progress.tokens_per_second,
-        "data": data,
-        "head": dataclasses.asdict(run.head.config),
-        "config": config.flat(),
-        "machine": {
-            "platform": platform.platform(),
-            "device": str(mx.default_device()),
-            "blas": str(blas.activate()),
-            "dtype": str(pass_type(config)).rpartition(".")[2],
-            "mlx": importlib.metadata.version("mlx"),
-        },
-    }
 
 
 def memory_gb() -> dict[str, float]:

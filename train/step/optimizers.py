@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 
-from ..config import OptimizationConfig, TrainConfig
+from ..config import ChosenOptimization, TrainSettings
 
 _AS_ADAMW = 0.2
 """Root mean square of AdamW's updates, relative to the learning rate: Liu et al. 2025, "Muon is Scalable for LLM
@@ -20,7 +20,7 @@ Training", arXiv 2502.16982, section 2.2. speculators scales its Muon the same w
 class Optimizers:
     """Two optimizers: one for the head's inner matrices, and one for all other weights."""
 
-    def __init__(self, config: OptimizationConfig, parameters: dict[str, Any]):
+    def __init__(self, config: ChosenOptimization, parameters: dict[str, Any]):
         self._peaks = make_optimizers(config)
         self.together = optim.MultiOptimizer(list(self._peaks), [is_inner_matrix])
         self.together.init(parameters)
@@ -50,7 +50,7 @@ def _places(tree: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from _places(value, f"{name}{key}.")
 
 
-def make_optimizers(config: OptimizationConfig) -> dict[optim.Optimizer, float]:
+def make_optimizers(config: ChosenOptimization) -> dict[optim.Optimizer, float]:
     """Return the optimizers of the inner matrices and of all other weights, with their peak learning rates."""
 
     def adamw() -> optim.Optimizer:
@@ -171,14 +171,14 @@ Schedule = Cosine | WarmupStableDecay
 """Length and learning rate of a run or phase. Steps count from 0; `elapsed` is in seconds of the run."""
 
 
-def span_of(config: TrainConfig, steps_per_epoch: int) -> Cosine:
+def span_of(config: TrainSettings, steps_per_epoch: int) -> Cosine:
     """Return a plain run's schedule: by minutes if given, else by steps, else by epochs."""
     if config.optimization.minutes:
         return Cosine(seconds=60 * config.optimization.minutes)
     return Cosine(steps=config.optimization.max_steps or config.optimization.epochs * steps_per_epoch)
 
 
-def with_warmup(span: Cosine, config: TrainConfig, steps_per_epoch: int) -> tuple[Cosine, Cosine]:
+def with_warmup(span: Cosine, config: TrainSettings, steps_per_epoch: int) -> tuple[Cosine, Cosine]:
     """Return the schedules of a plain run's warm-up and of the whole run, whose own data alone would take `span`.
 
     `steps_per_epoch`: steps of one pass over the warm-up's text, of which there are at most `epochs`.

@@ -23,10 +23,10 @@ from eagle_mlx.hidden_states import from_16_bits, last_of
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.target import Target, arrays_of
 
-from ..config import TrainConfig, pass_type
+from ..config import TrainSettings, pass_type
 from ..data import Rows, capture_rows
 from ..distributed import SINGLE_PROCESS, World
-from ..kinds import KINDS, Head, kind_of, resolved
+from ..kinds import KINDS, Head, kind_of
 from ..kinds.block import with_latents
 from ..unroll import Inputs, holding, weights_but
 from .inputs import Plan, add_noise, make_anchor_plan, make_plan, noise_of
@@ -79,8 +79,7 @@ class Stepper:
     The processes of a `world` take each step together on different rows, so their weights stay equal.
     """
 
-    def __init__(self, head: Head, target: Target, config: TrainConfig, world: World = SINGLE_PROCESS):
-        config = resolved(config, target)
+    def __init__(self, head: Head, target: Target, config: TrainSettings, world: World = SINGLE_PROCESS):
         head.attach(target)
         self.head, self._target, self._config, self._world = head, target, config, world
         self._weights = weights_of_steps(config)
@@ -314,15 +313,14 @@ def part_loss(
         return loss, by_step + objective.feature_weight * distances, hits, distances
 
 
-def weights_of_steps(config: TrainConfig) -> NDArray[np.float32]:
+def weights_of_steps(config: TrainSettings) -> NDArray[np.float32]:
     """Return the weight [S] of each draft step's mean loss. They sum to 1."""
     loss = config.optimization
-    given = np.array(loss.step_weights)
-    weights = given / given.sum() if len(given) else step_weights(loss.unroll, loss.decay)
-    return np.array(weights, np.float32)
+    weights = np.array(loss.step_weights or step_weights(loss.unroll, loss.decay or 0.0))
+    return np.array(weights / weights.sum(), np.float32)
 
 
-def objective_of(config: TrainConfig) -> Objective:
+def objective_of(config: TrainSettings) -> Objective:
     kind = KINDS[config.head.kind]
     apart, token = config.optimization.loss_weights or (0.0, 1.0)
     feature, variation = (0.0, apart) if kind.in_blocks else (apart, 0.0)
