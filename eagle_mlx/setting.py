@@ -90,7 +90,8 @@ class Setting:
     @property
     def choices(self) -> list[str]:
         """The words that the setting takes, on the command line; empty if others are possible."""
-        words = typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
+        kind = typing.get_args(self.type)[0] if typing.get_origin(self.type) is tuple else self.type
+        words = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
         return list(map(str, (self.unset, *words) if words and self.unset is not None else words))
 
     def written(self, value: Any) -> Any:
@@ -109,7 +110,7 @@ class Setting:
         try:
             converted = _convert(value, self.type)
         except (LookupError, TypeError, ValueError):
-            described = f"one of {', '.join(self.choices)}" if self.choices else _described(self.type)
+            described = _described(self.type, self.choices)
             raise ConfigError(f"{self.title} must be {described}, not {value!r}") from None
         if self.optional and converted == self.unset:
             return None
@@ -247,9 +248,11 @@ def _convert(value: Any, type_: Any) -> Any:
     return type_(value)
 
 
-def _described(type_: Any) -> str:
+def _described(type_: Any, choices: list[str]) -> str:
     if typing.get_origin(type_) is tuple:
-        return f"a list, each {_described(typing.get_args(type_)[0])}"
+        return f"a list, each {_described(typing.get_args(type_)[0], choices)}"
+    if choices:
+        return f"one of {', '.join(choices)}"
     if typing.get_origin(type_) in _UNIONS:
-        return _described(typing.get_args(type_)[0])
+        return _described(typing.get_args(type_)[0], choices)
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}[type_]

@@ -594,7 +594,7 @@ def test_a_report_names_no_folder_of_this_machine() -> None:
     assert found["data"] == ("a.jsonl=0.5", "user/name:train=0.5")
     assert (found["map"], found["warmup_data"]) == (("a.jsonl:prompt=q",), ("text:notes",))
     assert (found["eval_data"], found["output"], found["cache_dir"]) == ("b.parquet", "out", "y")
-    assert public_settings(TrainConfig()) == TrainConfig().flat()
+    assert public_settings(TrainConfig()) == TrainConfig().flat() | {"output": "head"}
 
 
 def test_commands_are_shown_with_public_names() -> None:
