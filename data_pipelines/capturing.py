@@ -144,7 +144,6 @@ class ShardCapture:
         return ShardWriter(folder, self.meta, self.made_from, overwrite, resume)
 
     def __len__(self) -> int:
-        """Return the number of shards."""
         return len(self._shards)
 
     def missing(self, shards: ShardWriter) -> list[int]:

@@ -142,7 +142,6 @@ def check_answer(conversation: Conversation) -> None:
 
 
 def _learned(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Rendered, Unrendered]:
-    """Examine a conversation that must have something to learn."""
     check_answer(conversation)
     return examine(tokenizer, conversation)
 
@@ -194,7 +193,6 @@ def _left_out(chat: Chat) -> set[str]:
 
 
 def _outside(chat: Chat, spans: Sequence[_Span]) -> set[str]:
-    """Return the kinds of the assistant's parts that are outside all spans."""
     places = [
         (point.at, chat.marking.parts[point.part])
         for point in chat.marking.points
@@ -277,7 +275,6 @@ class _Run(NamedTuple):
 
 
 def _runs(chat: Chat) -> Iterator[_Run]:
-    """Yield the runs of the assistant's messages."""
     parts = chat.marking.parts
     groups = [list(points) for _, points in groupby(chat.marking.points, lambda point: parts[point.part].message)]
     for index, points in enumerate(groups):

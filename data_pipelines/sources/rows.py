@@ -240,7 +240,6 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decoded(value: Any) -> Any:
-    """Decode a JSON string; return other values as they are."""
     if not isinstance(value, str):
         return value
     try:

@@ -99,7 +99,6 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _shard(source: Source, found: Any, number: int) -> Iterator[Found]:
-    """Yield the rows of one file of a streamed data set."""
     count = found.num_shards
     place = f"{source.spec}:part {number + 1}:" if count > 1 else f"{source.spec}:"
     try:
@@ -165,7 +164,6 @@ def _parsed(line: bytes, origin: str) -> object:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the innermost error message."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}"

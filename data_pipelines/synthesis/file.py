@@ -121,7 +121,6 @@ class Selection:
 
     @property
     def _usable(self) -> float:
-        """The share of tries that give a conversation."""
         return (1 + self.ended[0]) / (1 + self.settled + len(self._ended))
 
     def _settle(self, key: int, report: MakeReport, kept: bool) -> None:
@@ -185,7 +184,6 @@ def make_to_file(
 def _make(
     engine: Engine, config: MakeConfig, part: PartialFile, selection: Selection, limits: Limits, progress: bool
 ) -> None:
-    """Continue from the finished tries until there are enough."""
     begin = tries(engine, config)
     numbers = (number for number in count() if number not in part.done)
     ahead = next(numbers)
@@ -265,7 +263,6 @@ def prompt_keys(file: Path) -> set[int]:
 
 
 def _compare(output: Path, note: Path, settings: Mapping[str, Any]) -> None:
-    """Raise OutputError unless the file was made with these settings."""
     instead = f"move it away to make it again, or train on it as it is with --data {output}"
     try:
         noted = json.loads(note.read_text(encoding="utf-8"))

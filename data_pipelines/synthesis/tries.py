@@ -265,7 +265,6 @@ class ConversationTry(Try):
         return output.finish_reason != "length" and self.kept // 2 < self.turns
 
     def _mask(self, prompt: list[int]) -> list[int]:
-        """Return the loss mask of a prompt: 1 on its answers."""
         if not self.kept:
             return [0] * len(prompt)
         rendered = render(self._tokenizer, Conversation(tuple(self.under(self.system))))
@@ -273,7 +272,6 @@ class ConversationTry(Try):
         return [*rendered.loss_mask[:same], *([0] * (len(prompt) - same))]
 
     def _fits(self) -> bool:
-        """Return whether the next turn fits in the target's context."""
         room = self.config.max_tokens if self.answering else self.config.user_tokens
         used = self.report.tokens + (self.config.user_tokens if self.answering else 0)
         fits = used + room < self.engine.target.context_length or not self.kept

@@ -66,7 +66,6 @@ def run(given: Sequence[str]) -> None:
 
 
 def _layouts() -> str:
-    """Return a line about each layout."""
     lines = []
     for name in LAYOUTS:
         found = [(kind.title, each) for kind in KINDS.values() for each in kind.formats if each.name == name]

@@ -217,7 +217,6 @@ def data_on_disk(
 
 
 def _check_adapter(target: Target, config: TrainSettings, reader: ShardReader) -> None:
-    """Raise ShardError if shards and target have different adapters."""
     captured = reader.meta.adapter
     now = "" if target.adapter is None else target.adapter.digest
     if captured == now:
@@ -232,7 +231,6 @@ def _check_adapter(target: Target, config: TrainSettings, reader: ShardReader) -
 
 
 def _check_layers(target: Target, reader: ShardReader, aux_layers: tuple[int, ...]) -> None:
-    """Raise ShardError if a layer is missing in the shards."""
     held = (*reader.meta.aux_layers, target.num_layers - 1)
     missing = [layer for layer in aux_layers if layer not in held]
     if missing:

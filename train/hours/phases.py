@@ -160,7 +160,6 @@ class Hours:
         return self._end - self._watch.elapsed
 
     def _data(self) -> TrainData:
-        """Return the data of all complete portions."""
         return self._portions.data(sum(1 for portion in self._journal.portions if portion.tokens))
 
     def warm_up(self) -> None:
@@ -305,7 +304,6 @@ class Hours:
         self._register()
 
     def _register(self) -> None:
-        """Register the best head so far for the commands that serve the target."""
         folder = self._setup.folder
         if folder.resolve() == Path(self._config.run.output).resolve():
             name, mark, best = self._config.head.target, fingerprint(self._setup.target), self.run.best[1]
@@ -313,7 +311,6 @@ class Hours:
             register(folder / BEST, name, "trained", mark, tau, best.prompts)
 
     def _facts(self) -> dict[str, Any]:
-        """Return the report's facts about the prompts."""
         return self._portions.prompts.facts(self._data().samples.keys)
 
     def _fresh(self, number: int) -> int:

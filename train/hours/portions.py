@@ -212,7 +212,6 @@ class Portions:
         return self._read[number]
 
     def _without_states(self, number: int) -> InMemory:
-        """Return a portion without hidden states."""
         part = self._samples(number)
         if isinstance(part, OnDisk):
             samples = [part[index] for index in range(len(part.lengths))]

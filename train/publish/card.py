@@ -296,13 +296,11 @@ def _template() -> Template:
 
 
 def _modes(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Explain the modes of the runs, in one sentence."""
     names = dict.fromkeys(run["mode"] for run in runs)
     return f"{', '.join(f'`{name}` is {about}' for name, about in _MODES.items() if name in names)}."
 
 
 def _row(*cells: object) -> str:
-    """Return a row of a Markdown table."""
     texts = (str(cell).replace("|", "\\|").split() for cell in cells)
     return f"| {' | '.join(' '.join(words) or ' ' for words in texts)} |"
 

@@ -141,7 +141,6 @@ def run(options: PublishOptions) -> None:
 
 
 def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
-    """Publish a folder, or show what would be published."""
     if upload.dry_run:
         print(f"would go to {repo}{', private' if upload.private else ''}:\n{listing(folder)}\n")
         print(f"{CARD}:\n\n{(folder / CARD).read_text(encoding='utf-8')}", end="")
@@ -159,7 +158,6 @@ def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
 
 
 def _base_model(source: Source, given: str | None) -> str:
-    """Return the hub id of the model that the head is for."""
     if given is not None:
         return check_id(given)
     if source.base_model is None:

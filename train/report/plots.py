@@ -104,7 +104,6 @@ def _by_position(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _legend(axes: Axes, curves: int) -> None:
-    """Add a legend to the right of the plot."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     columns = -(-curves // 22)  # 22 names fit in a column

@@ -214,7 +214,6 @@ def _new(path: Path, temporary: bool) -> Path:
 
 
 def _replaces(resume: Path, output: Path) -> bool:
-    """Return whether a folder was created to replace `output`."""
     return resume.resolve().parent == output.resolve().parent and resume.name.startswith(_prefix(output))
 
 

@@ -116,7 +116,6 @@ class Run:
         self.untrained, self.best = self._restore(saved) if saved else self._begin(seconds, times)
 
     def _begin(self, seconds: float, times: int) -> tuple[Acceptance, tuple[int, Acceptance]]:
-        """Measure and save the start."""
         if seconds and not self.config.evaluation.prompts:
             self._choose_evaluations(seconds, times)
         untrained = self._measure()
@@ -191,7 +190,6 @@ class Run:
             self.save_state()
 
     def _all_batches(self, batches: Batches) -> Generator[Rows, None, None]:
-        """Yield batches over epochs without end."""
         while True:
             with contextlib.closing(batches.epoch(self.progress.epoch, self.progress.batch)) as stream:
                 yield from stream
@@ -299,7 +297,6 @@ class Run:
         self._plan_next_save()
 
     def _save_interrupted(self) -> None:
-        """Save an interrupted run, and print how to continue it."""
         if self.progress.step:
             self._save_head(LAST)
             self.save_state()

@@ -225,7 +225,6 @@ class ChunkedLoss:
     def _loss_of(
         self, names: Sequence[str], labels: Labels, step: int, at: slice, own: list[mx.array], x: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Return a draft step's loss and hits for some labels."""
         with holding(self.head, names, own):
             return step_loss(self.head, x, labels, self.weights[step, at], self.objective)
 

@@ -182,7 +182,6 @@ class Stepper:
         return self._zeros() if total is None else total
 
     def _check(self, norm: mx.array, loss: mx.array, rows: Rows) -> None:
-        """Raise NotFiniteError, with the rows that cause it, unless norm and loss are finite."""
         values = float(np.array(loss)), float(np.array(norm))
         if all(map(math.isfinite, values)):
             return
@@ -191,7 +190,6 @@ class Stepper:
         raise NotFiniteError(*values, found)
 
     def _is_finite(self, rows: Rows) -> bool:
-        """Return whether loss and gradient of these rows alone are finite."""
         groups = self._parts(rows)
         if not groups:
             return True
@@ -200,7 +198,6 @@ class Stepper:
         return bool(mx.isfinite(loss + gradient_norm(gradient)))
 
     def _zeros(self) -> tuple[list[mx.array], Any]:
-        """Return the results and gradient for no rows."""
         by_step = mx.zeros(len(self._weights))
         results = [mx.array(0.0), by_step, by_step, *([by_step] if self._objective.feature_weight else [])]
         return results, tree_map(mx.zeros_like, self.head.trainable_parameters())
@@ -243,7 +240,6 @@ class Stepper:
         return part_loss(self.head, self._target, arrays, self._objective, again, self._type)
 
     def _plain_update(self, gradient: Any, norm: mx.array) -> None:
-        """Update the weights with the gradient, clipped by its norm."""
         share = mx.minimum(self._config.optimization.clip / (norm + 1e-6), 1.0)
         self._optimizers.together.update(self.head, tree_map(lambda g: g * share, gradient))
 
