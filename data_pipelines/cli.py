@@ -17,13 +17,14 @@ from eagle_mlx.progress import counted
 from eagle_mlx.setting import AT_LEAST_1, REQUIRED, setting
 from eagle_mlx.shards import bytes_per_token, unfinished_folder
 
-from . import inspect_command, make_command, regenerate_command
+from . import inspect_command, make_command
 from .capturing import ShardCapture
 from .options import AUX_LAYERS, LAYER_NUMBERS, SPLIT_HELP, ReadOptions, aux_layers_of, tokenizer_of
 from .rendering import render_all
-from .sources.reading import ReadReport, Split
+from .sources.reading import ReadReport, Split, check_conversations, read_conversations
 from .sources.rows import SHAPES
 from .sources.spec import SPECS
+from .synthesis import regeneration
 
 _HELP = f"""\
 Prepare data for training a draft head.
@@ -74,7 +75,7 @@ def _main(given: list[str]) -> int | None:
     about = "Run the target over conversations; keep its hidden states."
     commands.add("collect", CollectOptions, collect, about)
     commands.add("make", make_command.MakeOptions, make_command.run, make_command.HELP)
-    commands.add("regenerate", regenerate_command.RegenerateOptions, regenerate_command.run, regenerate_command.HELP)
+    commands.add("regenerate", regeneration.RegenerateOptions, regeneration.run, regeneration.HELP)
     commands.add("inspect", inspect_command.InspectOptions, inspect_command.inspect, inspect_command.HELP)
     presets = "List the sets that --data preset:NAME reads."
     commands.add("presets", inspect_command.PresetsOptions, inspect_command.list_presets, presets)
@@ -89,7 +90,8 @@ def collect(options: CollectOptions) -> None:
     if not options.resume:
         check_free(options.output, options.overwrite)
     check_idle(options.output, unfinished_folder(options.output))  # before the target is loaded
-    options.check(answers=True)
+    config = options.data_config()
+    check_conversations(config, options.split, answers=True)
     tune_process()
     target = options.loading.load(options.target)
     options.loading.wire_active()
@@ -97,9 +99,8 @@ def collect(options: CollectOptions) -> None:
     if options.max_length > target.context_length:
         raise ConfigError(f"--max-length {options.max_length}: the target's context is {target.context_length} tokens")
     tokenizer, read = tokenizer_of(target), ReadReport()
-    samples, report = render_all(
-        tokenizer, options.conversations(tokenizer, read), options.max_length, options.choice.filters.skip_bad
-    )
+    found = read_conversations(config, options.split, tokenizer, read)
+    samples, report = render_all(tokenizer, found, options.max_length, options.choice.filters.skip_bad)
     if read.left_out or report.unusable:
         print(f"{read}; {report.unusable:,} more refused by the chat template" if report.unusable else read)
     print(

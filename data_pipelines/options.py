@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -21,8 +21,7 @@ from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from .capturing import ShardPlace
-from .conversation import Conversation
-from .sources.reading import DataConfig, FilterOptions, ReadReport, Split, check_conversations, read_conversations
+from .sources.reading import DataConfig, FilterOptions, Split
 from .synthesis.loop import FIRST_ROWS, MOST_ROWS, growing_engine
 
 TARGET_HELP = "folder or hub id of the model"
@@ -67,14 +66,6 @@ class ReadOptions(Group):
     overwrite: bool = setting(False, "replace an existing output")
     choice: ChoiceOptions = field(default_factory=ChoiceOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
-
-    def conversations(self, tokenizer: TokenizerWrapper | None, report: ReadReport) -> Iterator[Conversation]:
-        """Yield the selected conversations."""
-        return read_conversations(self.data_config(), self.split, tokenizer, report)
-
-    def check(self, answers: bool = False) -> None:
-        """Read the sources before the target is loaded. Raises as `check_conversations` does."""
-        check_conversations(self.data_config(), self.split, answers)
 
     def data_config(self) -> DataConfig:
         """Return what to read. Raises ConfigError or DataError if a setting or source is invalid."""

@@ -18,7 +18,7 @@ from eagle_mlx.data_pipelines.cli import CollectOptions
 from eagle_mlx.data_pipelines.cli import main as data
 from eagle_mlx.data_pipelines.inspect_command import InspectOptions
 from eagle_mlx.data_pipelines.make_command import MakeOptions
-from eagle_mlx.data_pipelines.regenerate_command import RegenerateOptions
+from eagle_mlx.data_pipelines.synthesis.regeneration import RegenerateOptions
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.serve.api.cli import main as serve
 from eagle_mlx.serve.api.options import ServeOptions

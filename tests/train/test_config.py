@@ -10,8 +10,8 @@ import pytest
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.setting import find, groups_of, settings_of
 from eagle_mlx.train.cli import main
-from eagle_mlx.train.config import TrainConfig, flag, load_config
-from eagle_mlx.train.config.groups import DataConfig, EvaluationConfig
+from eagle_mlx.train.config import DataConfig, EvaluationConfig, TrainConfig, TrainSettings, flag, load_config
+from eagle_mlx.train.kinds import KINDS, resolve
 
 
 def test_flags_override_yaml_which_overrides_defaults(tmp_path: Path) -> None:
@@ -135,3 +135,34 @@ def test_flags_are_settings_with_the_same_defaults(capsys: pytest.CaptureFixture
     assert at == sorted(at)
     for name in TrainConfig().flat():
         assert re.search(rf"^  {flag(name)}\b", own, re.MULTILINE), name
+
+
+def test_zero_minus_one_and_auto_are_spellings_of_not_given() -> None:
+    spelled = {
+        "rows": 0,
+        "lr": "0",
+        "feature_noise": -1,
+        "loss": "auto",
+        "aux_layers": [],
+        "step_weights": (),
+        "hours": 0,
+    }
+    config = TrainConfig.of(**spelled)
+    assert config == TrainConfig()
+    assert {config.value(name) for name in spelled} == {None}
+    files = json.loads(json.dumps(config.flat()))
+    assert {name: files[name] for name in spelled} == {**spelled, "lr": 0, "step_weights": []}, (
+        "as files always had them"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_run_uses_has_every_value_chosen(kind: str) -> None:
+    settings = resolve(TrainConfig.of(head=kind), 64)
+    used = settings_of(TrainSettings)
+    chosen = {name for name, given in settings_of(TrainConfig).items() if given.optional and not used[name].optional}
+    assert chosen == {"unroll", "loss", "feature_noise", "rows", "length", "epochs", "lr"}
+    assert all(settings.value(name) is not None for name in chosen)
+    for name in chosen:
+        with pytest.raises(ConfigError, match=f"{flag(name)} must be "):
+            settings.changed(**{name: None})

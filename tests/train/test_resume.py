@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import random
@@ -24,8 +26,9 @@ from eagle_mlx.progress import counted
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import flag
+from eagle_mlx.train.hours.phases import Hours
 from eagle_mlx.train.kinds import KINDS
-from eagle_mlx.train.run import state
+from eagle_mlx.train.run import Run, state
 from tests.eagle_mlx.heads import eagle3
 from tests.forks import Fork
 from tests.full import in_full
@@ -128,10 +131,23 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
 
 def save_at_the_end(patch: pytest.MonkeyPatch) -> None:
     """Save the state once more before a run is finished, so that tests can read it."""
-    from eagle_mlx.train.run.loop import Run
-
     finish = Run.finish
     patch.setattr(Run, "finish", lambda self, *args: self.save_state() or finish(self, *args))
+
+
+@pytest.mark.parametrize("made", [Run, Hours])
+def test_a_run_is_complete_when_it_is_built(made: type) -> None:
+    """Each attribute is set while it is built: none appears later, and none is only declared."""
+    [body] = ast.parse(inspect.getsource(made)).body
+    assert isinstance(body, ast.ClassDef)
+    assert not [node for node in body.body if isinstance(node, ast.AnnAssign)]
+    methods = {node.name: node for node in body.body if isinstance(node, ast.FunctionDef)}
+
+    def assigned(node: ast.AST) -> set[str]:
+        parts = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)]
+        return {part.attr for part in parts if isinstance(part.value, ast.Name) and part.value.id == "self"}
+
+    assert set().union(*map(assigned, methods.values())) == assigned(methods["__init__"])
 
 
 def test_an_adapted_head_must_not_change(
