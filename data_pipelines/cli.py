@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Literal
 from eagle_mlx.command import Parser, Stop, Subcommands, arguments, exit_code
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import ConfigError, DataError, OutputError
-from eagle_mlx.files import check_free, check_idle
+from eagle_mlx.files import check_free, check_idle, free_disk
 from eagle_mlx.progress import counted
 from eagle_mlx.setting import AT_LEAST_1, REQUIRED, setting
 from eagle_mlx.shards import bytes_per_token, unfinished_folder
@@ -118,7 +117,11 @@ def collect(options: CollectOptions) -> None:
         if shards.files:
             print(f"{len(shards.files):,} of {len(plan):,} shards are complete and are kept")
         need = plan.tokens(missing) * bytes_per_token(plan.meta)
-        _check_space(options.output, need)
+        if need > (free := free_disk(options.output)):
+            raise OutputError(
+                f"{options.output} needs {need / 1e6:,.1f} MB and its disk has {free / 1e6:,.1f} MB free; use --bits 8 "
+                "or a smaller --limit, or train online, which stores no hidden states"
+            )
         print(
             f"layers {aux_layers} and the last of {target.num_layers} in {options.bits} bits; "
             f"{plan.tokens(missing):,} tokens, {need / 1e6:,.1f} MB to {options.output}"
@@ -130,16 +133,6 @@ def collect(options: CollectOptions) -> None:
                 kept = f"{len(shards.files):,} of {len(plan):,} shards are kept"
                 e.args = (f"{kept}, and the same command continues from there",)
             raise
-
-
-def _check_space(folder: Path, need: int) -> None:
-    place = next(p for p in folder.absolute().parents if p.exists())
-    free = shutil.disk_usage(place).free
-    if need > free:
-        raise OutputError(
-            f"{folder} needs {need / 1e6:,.1f} MB and {place} has {free / 1e6:,.1f} MB free; use --bits 8 or a "
-            "smaller --limit, or train online, which stores no hidden states"
-        )
 
 
 if __name__ == "__main__":

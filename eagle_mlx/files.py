@@ -127,6 +127,14 @@ def disk_bytes(folder: Path) -> int:
     return shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).total
 
 
+def free_disk(folder: str | Path) -> int:
+    """Return the free bytes where a folder is or would be."""
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
 def check_writable(folder: Path) -> None:
     """Raise OutputError unless a folder can be written, or created in its nearest existing parent.
 

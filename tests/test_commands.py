@@ -35,8 +35,7 @@ from eagle_mlx.setting import REQUIRED, Group, Setting, flag, settings_of
 from eagle_mlx.train.cli import main as train
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.convert.cli import main as convert
-from eagle_mlx.train.convert.extract import Extraction
-from eagle_mlx.train.convert.layouts import Conversion
+from eagle_mlx.train.convert.conversion import Conversion, Extraction
 from eagle_mlx.train.publish.cli import PublishOptions
 from eagle_mlx.train.publish.cli import main as publish
 

@@ -1,1 +1,1 @@
-"""eagle-convert: convert heads to other servers' layouts (`layouts`), and extract MTP heads from models (`extract`)."""
+"""eagle-convert: convert heads to other servers' layouts, and extract MTP heads from models. See `conversion`."""

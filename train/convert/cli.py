@@ -10,8 +10,7 @@ from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.cpu import blas
 from eagle_mlx.heads import KINDS
 
-from .extract import Extraction, extract
-from .layouts import LAYOUTS, Conversion, convert
+from .conversion import LAYOUTS, Conversion, Extraction, convert, extract
 
 _HELP = """\
 Write a head in another layout with the same weights, or extract the MTP head of a published model

@@ -20,7 +20,6 @@ from .storage import (
     check_data,
     choose_states,
     data_config,
-    free_disk,
     make_data,
     public_settings,
     self_file,

@@ -76,31 +76,19 @@ def training_data(
         "states": f"shards {cache_folder(config).name}" if choice.place == "disk" else IN_WORDS[choice.place],
         **vocabulary,
     }
-    samples = _samples(target, config, choice.place, aux_layers, rendered, progress)
+    samples: Examples
+    if choice.place == "online":
+        samples = InMemory([Example.of(*sample) for sample in rendered])
+    elif choice.place == "memory":
+        samples = InMemory(list(capture(target, aux_layers, rendered, progress=progress)))
+    else:
+        folder, bits = cache_folder(config), config.data.cache_bits
+        try:
+            capture_to_shards(target, aux_layers, rendered, folder, progress=progress, bits=bits, resume=True)
+        except (ShardError, OutputError) as e:
+            raise type(e)(f"{e}. Remove this cache, or choose another place with --cache-dir") from e
+        samples = OnDisk(ShardReader(folder), None if aux_layers else ())
     return TrainData(samples, aux_layers, kept, report, choice.place)
-
-
-def _samples(
-    target: Target,
-    config: TrainSettings,
-    place: Place,
-    aux_layers: tuple[int, ...],
-    rendered: list[Sample],
-    progress: bool,
-) -> Examples:
-    """Return the conversations, with hidden states if they are captured in advance."""
-    if place == "online":
-        return InMemory([Example.of(*one) for one in rendered])
-    if place == "memory":
-        return InMemory(list(capture(target, aux_layers, rendered, progress=progress)))
-    folder = cache_folder(config)
-    try:
-        capture_to_shards(
-            target, aux_layers, rendered, folder, progress=progress, bits=config.data.cache_bits, resume=True
-        )
-    except (ShardError, OutputError) as e:
-        raise type(e)(f"{e}. Remove this cache, or choose another place with --cache-dir") from e
-    return OnDisk(ShardReader(folder), None if aux_layers else ())
 
 
 @dataclass(frozen=True)
@@ -182,19 +170,18 @@ def _render(target: Target, config: TrainSettings, progress: bool) -> tuple[list
 def _from_shards(target: Target, config: TrainSettings, head: DraftHead | None) -> TrainData:
     readers = [ShardReader(folder) for folder in config.data.shards]
     for reader in readers:
-        meta = reader.meta
-        if (meta.hidden_size, meta.vocab_size) != (target.hidden_size, target.vocab_size):
-            raise ShardError(
-                f"{reader.folder} was captured from {meta.target or 'a target'} with hidden size {meta.hidden_size} "
-                f"and vocabulary {meta.vocab_size}, but the target has {target.hidden_size} and {target.vocab_size}; "
-                "capture again with this target"
-            )
-        _check_adapter(target, config, reader)
+        _check_shards(target, config, reader)
     aux_layers = aux_layers_of(target, config, head)
     if head is None and aux_layers:
         aux_layers = config.head.aux_layers or readers[0].meta.aux_layers
+    read = ", ".join(map(str, aux_layers))
     for reader in readers:
-        _check_layers(target, reader, aux_layers)
+        held = (*reader.meta.aux_layers, target.num_layers - 1)
+        if not set(aux_layers) <= set(held):
+            raise ShardError(
+                f"{reader.folder} has the layers {', '.join(map(str, held))}, but the head reads {read}; choose others "
+                f"with --aux-layers, or capture again with --aux-layers {read.replace(' ', '')}"
+            )
     parts = [OnDisk(reader, aux_layers, target.num_layers - 1) for reader in readers]
     return data_on_disk(target, config, parts, aux_layers, head)
 
@@ -216,28 +203,21 @@ def data_on_disk(
     return TrainData(samples, aux_layers, kept, report, "disk")
 
 
-def _check_adapter(target: Target, config: TrainSettings, reader: ShardReader) -> None:
-    captured = reader.meta.adapter
-    now = "" if target.adapter is None else target.adapter.digest
-    if captured == now:
-        return
-    had = f"with the adapters {captured}" if captured else "without adapters"
-    has = f"has those of {config.loading.adapter_path} ({now})" if now else "has none"
-    raise ShardError(
-        f"{reader.folder} was captured {had}, but the target {has}; "
-        + ("give them with --adapter-path" if captured else "leave --adapter-path out")
-        + ", or capture again with this target"
-    )
-
-
-def _check_layers(target: Target, reader: ShardReader, aux_layers: tuple[int, ...]) -> None:
-    held = (*reader.meta.aux_layers, target.num_layers - 1)
-    missing = [layer for layer in aux_layers if layer not in held]
-    if missing:
+def _check_shards(target: Target, config: TrainSettings, reader: ShardReader) -> None:
+    """Raise ShardError if the shards are from another target, or from one with other adapters."""
+    meta, now = reader.meta, "" if target.adapter is None else target.adapter.digest
+    if (meta.hidden_size, meta.vocab_size) != (target.hidden_size, target.vocab_size):
         raise ShardError(
-            f"{reader.folder} has the layers {', '.join(map(str, held))}, but the head reads "
-            f"{', '.join(map(str, aux_layers))}; choose others with --aux-layers, or capture again with --aux-layers "
-            f"{','.join(map(str, aux_layers))}"
+            f"{reader.folder} was captured from {meta.target or 'a target'} with hidden size {meta.hidden_size} "
+            f"and vocabulary {meta.vocab_size}, but the target has {target.hidden_size} and {target.vocab_size}; "
+            "capture again with this target"
+        )
+    if meta.adapter != now:
+        had = f"with the adapters {meta.adapter}" if meta.adapter else "without adapters"
+        has = f"has those of {config.loading.adapter_path} ({now})" if now else "has none"
+        remedy = "give them with --adapter-path" if meta.adapter else "leave --adapter-path out"
+        raise ShardError(
+            f"{reader.folder} was captured {had}, but the target {has}; {remedy}, or capture again with this target"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from eagle_mlx.data_pipelines import (
     public_source,
 )
 from eagle_mlx.errors import ConfigError, OutputError
-from eagle_mlx.files import write_output
+from eagle_mlx.files import free_disk, write_output
 from eagle_mlx.hub import public_name
 from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.shards import ShardMeta, bytes_per_token, unfinished_folder
@@ -107,14 +106,6 @@ def _choice(place: Place, tokens: int, meta: ShardMeta, why: str = "") -> CacheC
     layers = len(meta.aux_layers) + 1
     what = f"hidden states of {tokens:,} tokens, {layers} layer{'s' * (layers > 1)} of {meta.hidden_size:,} values"
     return CacheChoice(place, size, f"{what}: {gb(size)} in {bits} bits, {why}{IN_WORDS[place]}")
-
-
-def free_disk(folder: str | Path) -> int:
-    """Return the free bytes where a folder is or would be."""
-    place = Path(folder).absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
 
 
 def make_data(target: Target, config: TrainConfig, world: World = SINGLE_PROCESS) -> None:

@@ -27,7 +27,7 @@ from eagle_mlx.data_pipelines import (
     shard_meta,
 )
 from eagle_mlx.errors import CheckpointError
-from eagle_mlx.files import write_whole
+from eagle_mlx.files import free_disk, write_whole
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.hidden_states import Example
@@ -36,7 +36,7 @@ from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, bytes_per_token
 from eagle_mlx.target import Target
 
 from ..config import MOST_PROMPTS, TrainSettings
-from ..data import EvalPrompts, InMemory, Joined, OnDisk, TrainData, data_on_disk, free_disk, heldout_prompts
+from ..data import EvalPrompts, InMemory, Joined, OnDisk, TrainData, data_on_disk, heldout_prompts
 from ..kinds import Head, aux_layers_of
 from ..run import MADE
 from ..step import WarmupStableDecay

@@ -15,12 +15,13 @@ from eagle_mlx import hub
 from eagle_mlx.catalog.models import described_target
 from eagle_mlx.data_pipelines import shard_meta
 from eagle_mlx.errors import ConfigError, EagleError
+from eagle_mlx.files import free_disk
 from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.progress import counted, tokens_per_second
 from eagle_mlx.shards import ShardReader
 
 from ..config import TrainConfig, TrainSettings, pass_type
-from ..data import choose_states, free_disk, reading_share, self_file, tokens_to_read
+from ..data import choose_states, reading_share, self_file, tokens_to_read
 from ..kinds import KINDS, USUAL_WIDTH, resolve
 from .batch_size import batches_for
 from .memory import PROGRAM, Bound, Probe, bound_of, probe

@@ -17,6 +17,7 @@ from eagle_mlx.cpu import default_streams, use_shortcuts
 from eagle_mlx.data_pipelines import FIRST_ROWS, MakeConfig, beginning, steerable
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, OutputError
+from eagle_mlx.files import free_disk
 from eagle_mlx.hidden_states import in_16_bits
 from eagle_mlx.memory import free_memory, gb
 from eagle_mlx.progress import tokens_per_second
@@ -24,7 +25,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target, arrays_of, compute_dtype, nbytes_of
 
 from ..config import TrainConfig, TrainSettings, flag
-from ..data import Rows, capture_rows, free_disk
+from ..data import Rows, capture_rows
 from ..kinds import KINDS, Head, choose_trained, resolve
 from ..kinds.least_squares import bytes_of
 from ..step import NotFiniteError, Stepper

@@ -24,7 +24,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.kinds import HeadKind
 from eagle_mlx.heads.precision import quantization_of
 
-from ..convert.layouts import verifier_of
+from ..convert.conversion import verifier_of
 from ..report import OF_THE_HEAD, read_object
 from ..run import BEST, LAST, REPORT
 

@@ -21,7 +21,7 @@ from eagle_mlx.heads import load_head
 from eagle_mlx.heads.precision import in_dtype, quantization_of, quantize_for
 from eagle_mlx.setting import REQUIRED, Group, setting
 
-from ..convert.layouts import OURS
+from ..convert.conversion import OURS
 from .bundle import CARD, LICENSES, Source, listing, read_source, write_bundle
 from .card import make_card, of_bench, of_training
 
