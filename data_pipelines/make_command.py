@@ -67,7 +67,11 @@ class WritingOptions(SamplingOptions):
         """Return the configuration for this seed. Raises ConfigError if a setting is invalid."""
         sampling = {field.name: getattr(self, field.name) for field in fields(SamplingOptions)}
         domains = choose_domains(self.domain, self.domains)
-        return MakeConfig(seed=seed, domains=domains, turns=_shares(self.turns), **sampling)
+        try:
+            turns = tuple(map(float, self.turns.split(",")))
+        except ValueError as e:
+            raise ConfigError(f"--turns {self.turns}: it must be numbers with commas, such as 0.7,0.2,0.1") from e
+        return MakeConfig(seed=seed, domains=domains, turns=turns, **sampling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +128,3 @@ def _tell_unsteered(target: Target, config: MakeConfig) -> None:
     usable = {domain.name for domain in steerable(tokenizer, config.domains, target.name)}
     if left := ", ".join(domain.name for domain in config.domains if domain.name not in usable):
         print(f"the chat template accepts no system prompt, so these domains are left out: {left}", file=sys.stderr)
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as e:
-        raise ConfigError(f"--turns {text}: it must be numbers with commas, such as 0.7,0.2,0.1") from e

@@ -17,7 +17,7 @@ from eagle_mlx.files import check_free
 from eagle_mlx.formats.fields import NOTED, read_config, reading
 from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, INDEX, read_index, read_tensors, weights_of
 from eagle_mlx.head_check import PROMPTS, TOKENS, head_warning
-from eagle_mlx.heads import KINDS, DraftHead, Format, HeadKind, kind_of, load_head
+from eagle_mlx.heads import KINDS, DraftHead, Format, kind_of, load_head
 from eagle_mlx.heads.mtp import choices_of, mtp_of_model, save_mtp
 from eagle_mlx.heads.mtp.formats import quantized
 from eagle_mlx.heads.mtp.published import SIDECAR, mtp_prefix, shards_of
@@ -88,7 +88,12 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     tensors = read_tensors(folder)
     types = sorted({str(x.dtype).removeprefix("mlx.core.") for x in tensors.values()})
     say(f"{what.source}: {kind.one_head} with tensors of {', '.join(types)}")
-    layout = _layout(kind, what)
+    layout = next((layout for layout in kind.formats if layout.name == what.to), None)
+    if layout is None:
+        raise ConfigError(
+            f"{what.source} is {kind.one_head}, which cannot be written as {what.to}; "
+            f"--to can be {' or '.join(layout.name for layout in kind.formats)}"
+        )
     if _copies_embedding(head, layout) and target is None:
         raise ConfigError(
             f"the {what.to} layout includes an embedding, but this head uses its target's; name the target with "
@@ -131,17 +136,6 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     )
     load_head(what.output, target)  # the closing line says that it was read back
     return _closing(what, head, layout, dtype, base)
-
-
-def _layout(kind: HeadKind, what: Conversion) -> Format:
-    """Return the layout to write. Raises ConfigError if it does not support this kind of head."""
-    for layout in kind.formats:
-        if layout.name == what.to:
-            return layout
-    raise ConfigError(
-        f"{what.source} is {kind.one_head}, which cannot be written as {what.to}; "
-        f"--to can be {' or '.join(layout.name for layout in kind.formats)}"
-    )
 
 
 def _exact_dtype(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> mx.Dtype:

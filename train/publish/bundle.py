@@ -56,18 +56,14 @@ class Source:
     @property
     def target_names(self) -> list[str]:
         """The target's names in the config, which need not be hub ids."""
-        names = (self.noted.get("target"), self._verifier)
+        names = (self.noted.get("target"), verifier_of(self.config).get("name_or_path"))
         return [name for name in names if isinstance(name, str) and name]
 
     @property
     def base_model(self) -> str | None:
         """Hub id of the model that other servers load, or else of the target."""
-        names = (self.noted.get(BASE_MODEL), self._verifier, self.trained_on)
+        names = (self.noted.get(BASE_MODEL), verifier_of(self.config).get("name_or_path"), self.trained_on)
         return next((name for name in names if isinstance(name, str) and hub.full_id(name)), None)
-
-    @property
-    def _verifier(self) -> Any:
-        return verifier_of(self.config).get("name_or_path")
 
     @property
     def trained_on(self) -> str | None:
