@@ -9,6 +9,7 @@ the new one is complete.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import matplotlib
 
 import eagle_mlx as em
+from eagle_mlx.command import Stop
 from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import EagleError, OutputError
 from eagle_mlx.files import new_folder
@@ -35,13 +37,20 @@ from eagle_mlx.train.run import fingerprint_of, set_up, train
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 
 
+class Unsaved(Stop):
+    """Lets Ctrl-C end the training at once: the folder is temporary, so nothing could be resumed there."""
+
+    def listening(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
 def train_head(args: argparse.Namespace, target: em.Target, prompts: list[list[int]], output: Path) -> dict[str, Any]:
     """Train a head by the recipe, measured on the demo's prompts; return the run's report. Raises EagleError."""
     own = {"target": str(args.target), "output": str(output), "eval_depth": args.depth, "eval_tokens": args.max_tokens}
     limit = {} if args.minutes is None else {"minutes": args.minutes}
     config = resolve(load_config(args.config, {**own, **limit}), target.hidden_size)
     data = training_data(target, config, progress=True)
-    with set_up(target, config, fingerprint_of(data)) as setup:
+    with set_up(target, config, fingerprint_of(data), stop=Unsaved()) as setup:
         return train(setup, data, prompts)
 
 
@@ -149,7 +158,7 @@ def draw(taus: dict[str, float], runs: list[Run], path: Path) -> None:
         color=["#999999", "#009e73"],
     )
     right.bar_label(bars, fmt="%.0f", padding=2)
-    right.set_title(f"speed of the shipped head, the same text: x {eagle.ratio_to_mlx_lm or 0:.2f}")
+    right.set_title(f"speed with the shipped head: x {eagle.ratio_to_mlx_lm or 0:.2f}")
     right.set_ylabel("tokens per second")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
