@@ -4,7 +4,7 @@ The command `eagle-data` is in `cli`. Training uses only the names below.
 """
 
 from .capturing import ShardPlace, capture, capture_to_shards, shard_meta
-from .conversation import Conversation, Message
+from .conversation import Conversation, Message, held_out_prompts
 from .rendering import Sample, prompt_tokens, render_all
 from .sources.reading import DataConfig, FilterOptions, ReadReport, check_conversations, read_conversations
 from .sources.rows import place_of

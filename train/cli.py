@@ -37,6 +37,7 @@ examples:
   eagle-train --target checkpoints/target --minutes 6 --rows 4 --length 256 --unroll 3 --lr 2e-3 --output out/head
   eagle-train --target Qwen3-4B-4bit --output out/qwen3-4b-eagle3      (without --data, the target writes it)
   eagle-train --target Qwen3-4B-4bit --hours 8 --output out/night   (the same, portion by portion, in 8 hours)
+  eagle-train --target out/tuned-4bit --hours 8 --data mine.jsonl --output out/night   (half of it from your questions)
   eagle-train --target Qwen3-4B-4bit --self-tokens 3000000 --minutes 480 --output out/long --dry-run
   eagle-train --target Qwen3-4B-4bit --data chats.jsonl --output out/qwen3-4b-eagle3
   eagle-train --target Qwen3-4B-4bit --head eagle --data chats.jsonl --output out/qwen3-4b-eagle
@@ -52,7 +53,8 @@ eagle-train report compares runs, finished or not: loss, τ, time, and the setti
 Without --data or --shards, the target first writes --self-tokens tokens of conversations to OUTPUT.self.jsonl, like
 eagle-data make; only the included target does not. If it is interrupted, the same command continues. A later run with
 the same target, seed and number of tokens reuses the file. With --hours, making data and training alternate, and the
-head drafts the next data.
+head drafts the next data. With --data too, every second conversation begins with the next first user turn in the data,
+until all are used; the target answers all of them itself.
 
 Flags override the YAML file, which overrides the recipe, which overrides the defaults. A key in the file is the flag
 without the leading dashes and with _ for - (draft_vocab: 32000). A bare model name such as Qwen3-4B-4bit means

@@ -329,8 +329,6 @@ def check_with_hours(config: TrainConfig) -> None:
     for name in NOT_WITH_HOURS:
         if config.value(name) != find(TrainConfig, name).default:
             raise ConfigError(f"{flag(name)} cannot be used with --hours, which determines it; leave {flag(name)} out")
-    if not config.data.is_self:
-        raise ConfigError("with --hours, the target writes the data: leave --data out, or use --minutes instead")
     if config.data.states in ("memory", "online"):
         raise ConfigError(
             f"--states {config.data.states} cannot be used with --hours, which saves hidden states on disk"

@@ -32,6 +32,8 @@ from .report import MakeReport, loops_so_far, why_no_answer, why_no_question
 from .user_turns import DOMAINS, Domain, find_user_place, steerable
 
 A = TypeVar("A")
+OWN = "own"
+"""The domain of conversations that begin with a given question."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class MakeConfig(SamplingOptions):
     domains: tuple[Domain, ...] = DOMAINS
     turns: tuple[float, ...] = (0.7, 0.2, 0.1)
     """Shares of conversations with one planned user turn, two, and so on."""
+    questions: tuple[tuple[str, str], ...] = ()
+    """System prompts (or "") and first user turns. Every second conversation begins with the next of them."""
 
     def _check(self) -> None:
         for name in ("domains", "turns", "temperatures", "systems"):
@@ -204,6 +208,10 @@ class ConversationTry(Try):
         """The given beginning of the next user turn."""
         self.messages: list[Message] = []
         """Messages without a system prompt. While an answer is generated, the last is the user's."""
+        if number % 2 == 0 and number // 2 < len(config.questions):
+            self.system, question = config.questions[number // 2]
+            self.domain, self._steering, self._opening = OWN, self.system, ""
+            self.messages = [Message("user", question)]
         self.kept = 0
         """Number of messages up to the last usable answer."""
 

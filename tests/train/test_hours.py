@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from eagle_mlx.catalog.head_search import records_for
 from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.data_pipelines import (
+    Conversation,
     Limits,
     MakeConfig,
+    Message,
     Wanted,
     growing_engine,
+    held_out_prompts,
     make_to_file,
     prompt_keys,
     shard_meta,
@@ -26,7 +29,7 @@ from eagle_mlx.data_pipelines import (
 from eagle_mlx.data_pipelines.jsonl import PartialFile
 from eagle_mlx.data_pipelines.synthesis import loop as synthesis_loop
 from eagle_mlx.engine import Engine
-from eagle_mlx.errors import CheckpointError, ConfigError, DataError
+from eagle_mlx.errors import CheckpointError, DataError
 from eagle_mlx.shards.format import bytes_per_token
 from eagle_mlx.target import Target, fingerprint, load_target
 from eagle_mlx.train import hours
@@ -355,7 +358,7 @@ def test_the_rate_rises_stays_constant_and_falls_in_the_last_phase() -> None:
     [
         (("--minutes", "5"), "--minutes cannot be used with --hours"),
         (("--self-tokens", "5"), "--self-tokens cannot be used with --hours"),
-        (("--data", "chats.jsonl"), "with --hours, the target writes the data"),
+        (("--data", "chats.jsonl"), "there is no file chats.jsonl"),
         (("--states", "online"), "--states online cannot be used with --hours"),
         (("--hours", "-1"), "--hours must be at least 0"),
     ],
@@ -373,8 +376,63 @@ def test_hours_ignores_a_recipes_data() -> None:
     config, recipe = new_run("", None, flags)
     assert recipe is not None
     assert config.data.is_self
-    with pytest.raises(ConfigError, match="with --hours, the target writes the data"):
-        new_run("", None, {**flags, "data": ["chats.jsonl"]})
+    own, _ = new_run("", None, {**flags, "data": ["chats.jsonl"]})
+    assert own.data.sources == ("chats.jsonl",)
+
+
+def own_questions(folder: Path, count: int) -> Path:
+    """Write conversations, one in three with a system prompt. Their answers are not the target's."""
+    rows = [
+        {
+            "messages": [
+                *([{"role": "system", "content": "Be brief."}] if number % 3 == 0 else []),
+                {"role": "user", "content": f"question {number}"},
+                {"role": "assistant", "content": "another model's answer"},
+                {"role": "user", "content": "and then?"},
+            ]
+        }
+        for number in range(count)
+    ]
+    file = folder / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_hours_answers_the_users_questions_each_once(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = own_questions(tmp_path, 40), tmp_path / "head"
+    config = config_of(out, data=(str(data),))
+    report = train_for_hours(target, config, watch=Stopwatch(Clock(monkeypatch)))
+    made = {file.stem: list(map(json.loads, file.read_text().splitlines())) for file in (out / "made").glob("*.jsonl")}
+    assert len(made) >= 3
+    first = {
+        name: [next(m for m in row["messages"] if m["role"] == "user")["content"] for row in rows]
+        for name, rows in made.items()
+    }
+    own = [text for texts in first.values() for text in texts if text.startswith("question ")]
+    assert len(own) == len(set(own)) > 30, "each question once, and most of them"
+    assert sum(map(len, first.values())) > len(own), "the target writes the others"
+    keys = {Conversation((Message("user", f"question {number}"),)).prompt_key(): number for number in range(40)}
+    held = {f"question {keys[key]}" for key in held_out_prompts(keys)}
+    assert held.isdisjoint(text for name in first if name != "held-out" for text in first[name])
+    assert held.intersection(first["held-out"])
+    assert "another model" not in json.dumps(made)
+    systems = {
+        row["messages"][0]["content"]
+        for rows in made.values()
+        for row in rows
+        if row["messages"][0]["role"] == "system"
+    }
+    assert systems == {"Be brief."}
+    assert report["data"]["learned_tokens"] > 0
+
+
+def test_data_without_questions_is_refused_with_hours(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "only text"}\n')
+    config = config_of(tmp_path / "head", data=(str(tmp_path / "text.jsonl"),))
+    with pytest.raises(DataError, match="no user turns; with --hours, the target answers"):
+        train_for_hours(target, config)
 
 
 def test_if_no_more_data_can_be_made_the_rest_of_the_time_goes_to_learning(

@@ -10,6 +10,7 @@ from .sources import (
     check_warmup,
     data_on_disk,
     heldout_prompts,
+    questions_of,
     reading_share,
     tokens_to_read,
     training_data,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from eagle_mlx.data_pipelines import (
     Conversation,
     DataConfig,
+    Message,
     ReadReport,
     Sample,
     capture,
@@ -131,6 +132,30 @@ def heldout_prompts(target: Target, config: TrainSettings, trained: Collection[i
             "--eval-data"
         )
     return EvalPrompts([tokens for _, tokens in prompts], frozenset(key for key, _ in prompts), left_out)
+
+
+def questions_of(target: Target, config: TrainSettings) -> dict[int, tuple[str, str]]:
+    """Return the system prompt (or "") and the first user turn of each conversation in `data`, by the turn's key.
+
+    Longer ones than `max_length` are left out. Raises DataError if there are none, TargetError without a chat template.
+    """
+    tokenizer = target.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template:
+        raise TargetError(f"{target.name} has no chat template, so it cannot answer the questions of --data")
+    questions: dict[int, tuple[str, str]] = {}
+    for conversation in read_conversations(data_config(config), "all", tokenizer):
+        first = next((message for message in conversation.messages if message.role == "user"), Message("user", ""))
+        system = next((message.content for message in conversation.messages[:1] if message.role == "system"), "")
+        asked = (*([Message("system", system)] if system else []), first)
+        most = min(config.data.max_length, target.context_length)
+        if first.content.strip() and len(prompt_tokens(tokenizer, Conversation(asked))) < most:
+            questions.setdefault(Conversation((first,)).prompt_key(), (system, first.content))
+    if not questions:
+        raise DataError(
+            f"{', '.join(config.data.sources)}: no user turns; with --hours, the target answers the first user turn of "
+            "each conversation. Texts can be learned first with --warmup-data"
+        )
+    return questions
 
 
 def _prompts_of(

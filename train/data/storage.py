@@ -142,7 +142,7 @@ def check_data(config: TrainConfig) -> None:
     """
     data, learned = config.data, data_config(config)
     if not (data.shards or data.is_self):
-        check_conversations(learned, "train", answers=True)
+        check_conversations(learned, "train", answers=not config.optimization.hours)
     if not config.prompts_are_heldout:
         check_conversations(learned.alone(config.evaluation.data), "all")
     if data.warmup_data:

@@ -6,6 +6,7 @@ Each portion has a file of conversations and shards of their hidden states.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from eagle_mlx.data_pipelines import (
     ShardPlace,
     Wanted,
     growing_engine,
+    held_out_prompts,
     make_to_file,
     prompt_keys,
     read_conversations,
@@ -36,7 +38,7 @@ from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, bytes_per_token
 from eagle_mlx.target import Target
 
 from ..config import MOST_PROMPTS, TrainSettings
-from ..data import EvalPrompts, InMemory, Joined, OnDisk, TrainData, data_on_disk, heldout_prompts
+from ..data import EvalPrompts, InMemory, Joined, OnDisk, TrainData, data_on_disk, heldout_prompts, questions_of
 from ..kinds import Head, aux_layers_of
 from ..run import MADE
 from ..step import WarmupStableDecay
@@ -139,7 +141,7 @@ class Portions:
         if file.exists() or not self._config.prompts_are_heldout:
             return
         # Only the prompts are used; short answers reveal loops and refusals.
-        making = replace(self._making(_SEEDS - 1), turns=(1.0,), max_tokens=16)
+        making = replace(self._making(_SEEDS - 1, self._own(held_out=True)), turns=(1.0,), max_tokens=16)
         wanted = Wanted(rows=self._config.evaluation.prompts or MOST_PROMPTS)
         make_to_file(growing_engine(self._target), making, wanted, file, limits=Limits(enough=enough))
 
@@ -163,9 +165,11 @@ class Portions:
             drafts = load_head(head, self._target) if head is not None else None
             if drafts is not None:
                 quantize_for(drafts, self._target)
-            tokens, limits = Wanted(tokens=wanted or _ALL), replace(limits, known=self._known(number))
+            known = self._known(number)
+            tokens, limits = Wanted(tokens=wanted or _ALL), replace(limits, known=known)
+            making = self._making(number, self._own(held_out=False, known=known))
             engine = growing_engine(self._target, drafts, place)
-            make_to_file(engine, self._making(number), tokens, self._file(number), place=place, limits=limits)
+            make_to_file(engine, making, tokens, self._file(number), place=place, limits=limits)
             mx.clear_cache()  # free the KV caches before training
         return sum(self._samples(number).lengths)
 
@@ -236,8 +240,18 @@ class Portions:
     def _meta(self) -> ShardMeta:
         return shard_meta(self._target, self._aux_layers, self._config.data.cache_bits)
 
-    def _making(self, number: int) -> MakeConfig:
-        return MakeConfig(seed=self._config.run.seed * _SEEDS + number)
+    def _making(self, number: int, questions: tuple[tuple[str, str], ...]) -> MakeConfig:
+        return MakeConfig(seed=self._config.run.seed * _SEEDS + number, questions=questions)
+
+    @cached_property
+    def _questions(self) -> dict[int, tuple[str, str]]:
+        """The system prompts and first user turns in `--data`, by the hash that finds duplicates."""
+        return {} if self._config.data.is_self else questions_of(self._target, self._config)
+
+    def _own(self, held_out: bool, known: Collection[int] = ()) -> tuple[tuple[str, str], ...]:
+        """Return the user's questions of one side of the split, without those that are `known`."""
+        held = held_out_prompts(self._questions)
+        return tuple(x for key, x in self._questions.items() if (key in held) == held_out and key not in known)
 
     def _known(self, number: int) -> set[int]:
         """Return the keys of the held-out prompts and of earlier portions' prompts."""

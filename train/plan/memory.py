@@ -136,7 +136,7 @@ def bound_of(given: TrainConfig, target: Target | None = None) -> Bound:
     config = resolve(given, target.hidden_size)
     kind = KINDS[config.head.kind]
     kind.check(target, config)
-    if config.data.is_self and target.tokenizer is not None:
+    if (config.data.is_self or config.optimization.hours) and target.tokenizer is not None:
         if target.tokenizer.has_chat_template:
             steerable(target.tokenizer, MakeConfig().domains, target.name)
         else:
