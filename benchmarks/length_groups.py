@@ -24,10 +24,8 @@ from random_model import MIDDLING, QWEN3_06B, random_model
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.catalog import embedded
 from eagle_mlx.engine.batch import Batch
-from eagle_mlx.engine.groups import RoundReads
-from eagle_mlx.engine.kv_budget import size_of
+from eagle_mlx.engine.groups import RoundReads, size_of
 from eagle_mlx.engine.prefix import Prefix
-from eagle_mlx.engine.round import Round
 from eagle_mlx.plan import PLAIN
 from eagle_mlx.request import make_request
 from eagle_mlx.request_state import RequestState
@@ -83,9 +81,7 @@ class Way:
         clock, cpu = time.perf_counter(), time.process_time()
         for _ in range(rounds):
             for batch in self.batches:
-                one = Round(batch, PLAIN)
-                one.dispatch()
-                one.collect()
+                batch.dispatch(PLAIN).collect()
         self.clock.append((time.perf_counter() - clock) / rounds)
         self.cpu.append((time.process_time() - cpu) / rounds)
 

@@ -124,17 +124,15 @@ def first_token(engine: em.Engine, prompt: list[int]) -> Figures:
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     while row.finish_reason is None:
         engine.step()
-    return Figures(len(prompt) - row.cached_tokens, seconds, cpu, row.tokens)
+    return Figures(len(prompt) - row.counts.cached_tokens, seconds, cpu, row.tokens)
 
 
 def measure(kind: Kind, target: em.Target, case: Case, folder: Path | None) -> tuple[Figures, Figures]:
     """Return the figures cold and then with the earlier prompt, from files if a folder is given."""
 
     def engine(prefixes: int) -> em.Engine:
-        made = em.Engine(target, max_batch=1, prefix_cache_bytes=prefixes, kv_bits=kind.kv_bits)
-        if made.prefixes is not None and folder is not None:
-            made.prefixes.disk = DiskTier(folder, 1 << 30, target, None, kind.kv_bits)
-        return made
+        files = DiskTier(folder, 1 << 30, target, None, kind.kv_bits) if prefixes and folder is not None else None
+        return em.Engine(target, max_batch=1, prefix_cache_bytes=prefixes, prefix_files=files, kv_bits=kind.kv_bits)
 
     warm = engine(1 << 30)
     earlier = warm.prepare(case.earlier, em.SamplingParams(max_tokens=32, ignore_eos=True), case.boundaries)

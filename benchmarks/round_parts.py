@@ -153,9 +153,9 @@ def _stages(batch: Batch, depth: int, rounds: int) -> dict[str, float]:
 
 
 def _staged_round(batch: Batch, depth: int) -> dict[str, float]:
-    """Run a round like `Round.dispatch` and `Round.collect`, with a wait after each stage."""
+    """Run a round like `Batch.dispatch` and `Round.collect`, with a wait after each stage."""
     clock = [time.perf_counter()]
-    draft = batch.draft(Plan(depth))
+    draft = batch.draft(Plan(depth), batch.drafters(None))
     mx.eval(draft.tokens)
     clock.append(time.perf_counter())
     out = batch.forward(draft)

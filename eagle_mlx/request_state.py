@@ -1,11 +1,10 @@
-"""The progress of a request: its tokens, its finish reason, and its counters."""
+"""The progress of a request: its text and how that ends, and its counts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError
@@ -13,30 +12,68 @@ from eagle_mlx.request import Output, Request, TokenLogprob
 from eagle_mlx.sampling_params import Grammar, StopWatcher
 from eagle_mlx.text import IncrementalText, StopStrings
 
-
-@dataclass(frozen=True)
-class Pending:
-    """Draft tokens of a row that rejection sampling could not judge because their logits were NaN.
-
-    Dropping them because of their values would bias the text.
-    """
-
-    tokens: Sequence[int]
-    probs: mx.array | None  # [k, V] float32: what the tokens were drawn from; None if they were not sampled
-
-    def after(self, token: int) -> Pending | None:
-        """Return the tokens left to judge after the row emitted `token`; None if `token` differs from the draft."""
-        if token != self.tokens[0] or len(self.tokens) == 1:
-            return None
-        return Pending(self.tokens[1:], None if self.probs is None else self.probs[1:])
-
-
 MOST_DRAFT_FAILURES = 3
 """A request whose proposer raised so often in a row decodes plainly to its end: each time, its text is read again."""
 
 
+@dataclass
+class RequestCounts:
+    """What a request has read, drafted and accepted, and how often it was interrupted. For most fields, see `Output`.
+
+    Only its own methods and the request change it.
+    """
+
+    prompt_tokens: int
+    read_tokens: int = 0
+    """Prompt tokens in the KV caches, including cached ones. Updated after each chunk. Thread-safe."""
+    cached_tokens: int = 0
+    rounds: int = 0
+    rounds_before: int = 0
+    """The rounds at the time of the last admission."""
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    draft_failures: int = 0
+    failures_in_a_row: int = 0
+    """How often the proposer raised since the last draft."""
+    pauses: int = 0
+
+    @property
+    def rounds_since(self) -> int:
+        """Rounds since it was last admitted."""
+        return self.rounds - self.rounds_before
+
+    @property
+    def may_draft(self) -> bool:
+        return self.failures_in_a_row < MOST_DRAFT_FAILURES
+
+    def read(self, positions: int) -> None:
+        """Record that the caches hold this many positions of the text."""
+        self.read_tokens = min(positions, self.prompt_tokens)
+
+    def reuse(self, cached: int) -> None:
+        """Record the positions that came from the prefix cache, unless the request resumes after a pause."""
+        if not self.pauses:
+            self.cached_tokens = cached
+
+    def draft_ended(self, failed: bool = False) -> None:
+        """Count a draft, unless this request may not draft any more. failed: whether the proposer raised."""
+        if self.may_draft:
+            self.draft_failures += failed
+            self.failures_in_a_row = self.failures_in_a_row + 1 if failed else 0
+
+    def round_ended(self, drafted: int, accepted: int) -> None:
+        """Count a round that emitted tokens."""
+        self.rounds += 1
+        new = max(0, drafted - len(self.drafted_by_position))
+        self.drafted_by_position += [0] * new
+        self.accepted_by_position += [0] * new
+        for position in range(drafted):
+            self.drafted_by_position[position] += 1
+            self.accepted_by_position[position] += position < accepted
+
+
 class RequestState:
-    """The state of a request in the engine. Only its own methods change it."""
+    """The state of a request in the engine: its text and how that ends. Only its own methods change it."""
 
     def __init__(
         self,
@@ -54,29 +91,17 @@ class RequestState:
         self.tokens = list(tokens)
         self.from_draft = bytearray(len(self.tokens))
         """A byte for each token: 1 if it is an accepted draft token."""
-        self.logprobs: list[TokenLogprob] = []
-        self.rounds = 0
-        self.drafted_by_position: list[int] = []
-        self.accepted_by_position: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = [] if self.params.wants_logprobs else None
+        self.lossless = self.params.lossless
+        self.counts = RequestCounts(len(self.prompt))
         self.finish_reason: str | None = None
-        """None until the request ends. For this and the next four, see `Output`."""
+        """None until the request ends. For this and the next three, see `Output`."""
         self.error: str | None = None
         self.refused = False
         self.cut_off: str | None = None
-        self.cached_tokens = 0
-        self.read_tokens = 0
-        """Prompt tokens in the KV caches, including cached ones. Updated after each chunk. Thread-safe."""
-        self.rereads = False
-        """Whether a draft led to NaN. The next round drafts nothing, to see if the text itself causes NaN."""
-        self.pending: Pending | None = None
-        """Draft tokens that could not be judged because of NaN. Plain rounds judge one token each."""
-        self.draft_failures = self.failures_in_a_row = 0
-        """How often the proposer raised when it drafted for this request: in all, and since the last draft."""
         self.overran = False
         """Whether the caches hold tokens of the last round that the request did not take."""
         self.paused = False
-        self.pauses = self.rounds_before = 0
-        """The number of pauses, and the rounds at the time of the last admission."""
 
     @classmethod
     def open(cls, request: Request, tokenizer: TokenizerWrapper | None) -> RequestState:
@@ -104,18 +129,9 @@ class RequestState:
         return self.finish_reason is not None or self.paused
 
     @property
-    def rounds_since(self) -> int:
-        """Rounds since it was last admitted."""
-        return self.rounds - self.rounds_before
-
-    @property
-    def may_draft(self) -> bool:
-        return self.failures_in_a_row < MOST_DRAFT_FAILURES
-
-    @property
     def room(self) -> int:
         """The maximum number of useful draft tokens in the next round."""
-        room = 0 if self.rereads or self.pending else self.limit - len(self.tokens) - 1
+        room = self.limit - len(self.tokens) - 1
         most = self.params.num_speculative_tokens
         return room if most is None else min(room, most)
 
@@ -129,27 +145,18 @@ class RequestState:
 
     def admit(self) -> None:
         """Leave the queue; the text is read next."""
-        self.paused, self.rounds_before = False, self.rounds
-
-    def read(self, positions: int) -> None:
-        """Record that the caches hold this many positions of the text."""
-        self.read_tokens = min(positions, len(self.prompt))
-
-    def reuse(self, cached: int) -> None:
-        self.cached_tokens = cached
+        self.paused, self.counts.rounds_before = False, self.counts.rounds
 
     def pause(self) -> None:
         """Pause the request. It keeps its tokens, grammar, stop strings, seed and counters."""
         self.paused = True
-        self.pauses += 1
+        self.counts.pauses += 1
 
     def take(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[TokenLogprob] = ()) -> int:
-        """Append a round's tokens, if any, up to the first that ends the request; return how many were taken."""
-        if self.finish_reason or not tokens:
-            self.overran = bool(tokens)
+        """Append a round's tokens up to the first that ends the request, if it has not ended; return how many."""
+        if self.finish_reason:
+            self.overran = True
             return 0
-        self.rounds, self.rereads = self.rounds + 1, False
-        self.pending = self.pending and self.pending.after(tokens[0])
         before = len(self.tokens)
         for token in tokens:
             self._add(token)
@@ -157,10 +164,11 @@ class RequestState:
                 break
         taken = len(self.tokens) - before
         self.overran = taken < len(tokens)
-        self.logprobs.extend(logprobs[:taken])
+        if self.logprobs is not None:
+            self.logprobs.extend(logprobs[:taken])
         accepted = min(taken, len(tokens) - 1)
         self.from_draft += b"\1" * accepted + bytes(taken - accepted)
-        self._count(drafted, accepted)
+        self.counts.round_ended(drafted, accepted)
         return taken
 
     def fail(self, reason: str, refused: bool = False) -> None:
@@ -178,23 +186,13 @@ class RequestState:
         """End because the grammar raised an error. A ConfigError means that it became too complex."""
         self.fail(f"the grammar failed: {error}", refused=isinstance(error, ConfigError))
 
-    def reread(self, without_draft: bool, pending: Pending | None) -> None:
-        """Record that a draft led to NaN. `without_draft`: draft nothing next round. `pending`: its unjudged tokens."""
-        self.rereads, self.pending = without_draft, self.pending or pending
-
-    def draft_ended(self, failed: bool = False) -> None:
-        """Count a draft, unless this request may not draft any more. failed: whether the proposer raised."""
-        if self.may_draft:
-            self.draft_failures += failed
-            self.failures_in_a_row = self.failures_in_a_row + 1 if failed else 0
-
     def finish(self, reason: str) -> None:
         """End with the tokens so far, unless it already ended."""
         self.finish_reason = self.finish_reason or reason
 
     def output(self, tokenizer: TokenizerWrapper | None) -> Output:
         """Return the output so far. Without a tokenizer the text is empty."""
-        tokens = self.tokens
+        tokens, counts = self.tokens, self.counts
         shown = tokens[:-1] if tokens and tokens[-1] in self.request.stop_ids else tokens
         text = tokenizer.decode(shown) if tokenizer is not None else ""
         text, stop = self.stops.cut(text) if self.stops else (text, None)
@@ -202,16 +200,16 @@ class RequestState:
             text=text,
             tokens=tokens,
             finish_reason=self.finish_reason or "length",
-            prompt_tokens=len(self.prompt),
-            rounds=self.rounds,
-            drafted=sum(self.drafted_by_position),
-            accepted=sum(self.accepted_by_position),
-            drafted_by_position=self.drafted_by_position,
-            accepted_by_position=self.accepted_by_position,
-            logprobs=self.logprobs if self.params.wants_logprobs else None,
-            lossless=self.params.lossless,
-            draft_failures=self.draft_failures,
-            cached_tokens=self.cached_tokens,
+            prompt_tokens=counts.prompt_tokens,
+            rounds=counts.rounds,
+            drafted=sum(counts.drafted_by_position),
+            accepted=sum(counts.accepted_by_position),
+            drafted_by_position=counts.drafted_by_position,
+            accepted_by_position=counts.accepted_by_position,
+            logprobs=self.logprobs,
+            lossless=self.lossless,
+            draft_failures=counts.draft_failures,
+            cached_tokens=counts.cached_tokens,
             error=self.error,
             refused=self.refused,
             cut_off=self.cut_off,
@@ -253,11 +251,3 @@ class RequestState:
         except Exception as e:  # a grammar may raise anything, and other rows must go on
             self.fail_by_grammar(e)
         return False
-
-    def _count(self, drafted: int, accepted: int) -> None:
-        new = max(0, drafted - len(self.drafted_by_position))
-        self.drafted_by_position += [0] * new
-        self.accepted_by_position += [0] * new
-        for position in range(drafted):
-            self.drafted_by_position[position] += 1
-            self.accepted_by_position[position] += position < accepted

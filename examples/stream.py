@@ -21,8 +21,8 @@ def main() -> None:
     args = parser.parse_args()
 
     target = em.load_target(args.target)
-    engine = em.Engine(target, em.load_head(args.head, target))
-    em.learn_costs(engine)  # measures forwards once per machine and model, so that the first text is fast, too
+    curve = em.learn_costs(target)  # measures forwards once per machine and model, so that the first text is fast, too
+    engine = em.Engine(target, em.load_head(args.head, target), policy=em.ThroughputPolicy(curve=curve))
     messages = [{"role": "user", "content": args.prompt}]  # a list of messages goes through the chat template
     start = time.perf_counter()
     for chunk in engine.stream(messages, em.SamplingParams(max_tokens=args.max_tokens)):

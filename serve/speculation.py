@@ -259,22 +259,22 @@ class Speculation(Group):
             return DraftModelProposer(draft)
         return None
 
-    def make_policy(self) -> Policy:
-        """Return a new policy; each engine needs its own."""
+    def make_policy(self, target: Target | None = None, kv_bits: int | None = None, exact: bool = False) -> Policy:
+        """Return a new policy; each engine needs its own. Unless `keep` is off, it knows the target's cost curve."""
         if self.policy == "fixed":
             return FixedPolicy(self.depth, self.tree_nodes)
         if self.policy == "throughput":
-            return ThroughputPolicy(self.depth, max_nodes=self.tree_nodes)
+            curve = learn_costs(target, kv_bits, exact) if self.keep and target is not None else None
+            return ThroughputPolicy(self.depth, max_nodes=self.tree_nodes, curve=curve)
         threshold = self.threshold if self.dynamic else 0.0
         return AcceptancePolicy(self.depth, self.alpha, threshold, self.disable_at_rows, self.adaptive)
 
     def engine(self, target: Target, proposer: Proposer | None, memory: MemoryOptions, **more: Any) -> Engine:
-        """Return an engine with a new policy and `more` arguments. Unless `keep` is off, it knows the cost curve."""
+        """Return an engine with a new policy and `more` arguments."""
         more |= {"prefill_chunk": memory.prefill_chunk, "kv_bytes": memory.kv_bytes, "exact": memory.exact}
-        engine = Engine(target, proposer, policy=self.make_policy(), **more)
-        if self.keep:
-            learn_costs(engine)
-        return engine
+        measured = target if proposer is not None else None
+        policy = self.make_policy(measured, more.get("kv_bits"), memory.exact)
+        return Engine(target, proposer, policy=policy, **more)
 
     def notes(self, engine: Engine) -> list[str]:
         """Return lines on the head's number format, missing trees and lossy acceptance, if they apply."""

@@ -43,14 +43,12 @@ def engine(folder: Path | None, kind: str = "full", drafts: str = "none", seed: 
     """Return an engine with files in this folder, or a cold one. `more`: `limit`, `say`, `which` for another target."""
     which, bits = more.get("which") or target(kind, seed), 8 if kind == "quantised" else None
     proposer = PROPOSERS[drafts](which)
-    made = em.Engine(
-        which, proposer, policy=em.FixedPolicy(3), max_batch=2, prefix_cache_bytes=MANY if folder else 0, kv_bits=bits
-    )
+    cached: dict[str, Any] = {}
     if folder is not None:
-        assert made.prefixes is not None
         say = more.get("say", said_of(()))
-        made.prefixes.disk = DiskTier(folder, more.get("limit", MANY), which, proposer, bits, say)
-    return made
+        files = DiskTier(folder, more.get("limit", MANY), which, proposer, bits, say)
+        cached = {"prefix_cache_bytes": MANY, "prefix_files": files}
+    return em.Engine(which, proposer, policy=em.FixedPolicy(3), max_batch=2, kv_bits=bits, **cached)
 
 
 def said_of(allowed: Sequence[str], heard: list[str] | None = None) -> Callable[[str], None]:

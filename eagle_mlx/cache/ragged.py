@@ -118,11 +118,6 @@ class RaggedCache(Sequence[Any]):
             state.restore_rows(count == 0, before)
         self.lengths.advance(count, at_most)
 
-    def put_back(self, rows: mx.array, saved: Saved) -> None:
-        """Return some rows, [B] bool, to their recurrent states in `saved`; call this after `advance`."""
-        for state, before in zip(self.recurrent, saved.states, strict=True):
-            state.restore_rows(rows, before)
-
     def branch(self, branches: Branches) -> None:
         """Set, before a forward, the tree that its positions form."""
         self.lengths.branch(branches)

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import mlx.core as mx
-
-from eagle_mlx.request_state import Pending
 
 
 @dataclass(frozen=True)
@@ -97,14 +94,3 @@ class Draft:
     tree: Tree | None = None  # the structure of the tokens, the most likely first; None for chains
     confidences: Sequence[Sequence[float]] = ()
     """For early exit, as in `RoundResult`: every row's confidence at each time that the proposer checked it."""
-
-    def unjudged(self, row: int, emitted: Sequence[int]) -> Pending | None:
-        """Return the part of a row's chain after the emitted tokens, or None. Waits for the draft."""
-        length, count = cast(int, self.lengths[row].item()), len(emitted)
-        tokens = cast(list[int], self.tokens[row, :length].tolist())
-        if count >= length or tokens[:count] != list(emitted):
-            return None
-        probs = None if self.probs is None else self.probs[row, count:length] * 1  # a slice would keep all rows'
-        if probs is not None:
-            mx.eval(probs)
-        return Pending(tokens[count:], probs)

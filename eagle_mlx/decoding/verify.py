@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from eagle_mlx.decoding.draft import Branches, Tree, walk
 from eagle_mlx.decoding.noise import uniform_noise
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, filtered, gumbel, sample
-from eagle_mlx.request_state import Pending
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,6 @@ class Verdict:
     accepted: mx.array  # [B] int32, accepted draft tokens
     tokens: mx.array  # [B, n+1] int32: the accepted drafts, the target's own token, then anything
     path: mx.array | None = None  # [B, levels + 1] int32, in a tree the nodes after which `tokens` come
-    nan: mx.array | None = None  # [B, n+1] bool, where the verify's logits contain NaN; None if this was not checked
 
 
 def verify(
@@ -129,59 +126,6 @@ def threshold(p: mx.array, samples: mx.array, drafts: mx.array, lengths: mx.arra
     accepted = _leading(likely, lengths)
     keep = mx.arange(samples.shape[1]) < accepted[:, None]
     return Verdict(accepted, mx.where(keep, mx.concatenate([drafts, samples[:, -1:]], axis=1), samples))
-
-
-def cut_at_nan(verdict: Verdict, nan: mx.array, may_reread: mx.array) -> Verdict:
-    """Keep only the tokens drawn before the first position whose logits are NaN.
-
-    The next round reads the last of these again. If the first position is NaN, a draft after it may be the cause,
-    because masked attention multiplies by 0: a row that may be read again then skips the round (-1 accepted), and must
-    draft nothing in the next. With the rejection rule, `judge_pending` verifies the rest of the draft later, because
-    dropping it for its content would bias the text. nan: [B, n+1] bool; may_reread: [B] bool.
-    """
-    said = nan if verdict.path is None else mx.take_along_axis(nan, verdict.path, axis=1)
-    width = said.shape[1]
-    first = mx.min(mx.where(said, mx.arange(width, dtype=mx.int32), width), axis=1)
-    cut = mx.where(first > 0, first - 1, mx.where(may_reread, -1, verdict.accepted))
-    accepted = mx.where(first <= verdict.accepted, cut, verdict.accepted).astype(mx.int32)
-    return replace(verdict, accepted=accepted, nan=nan)
-
-
-def mixture(p: mx.array, q: mx.array, drafts: mx.array) -> mx.array:
-    """Return the next token's distribution for rows with a pending draft token under the rejection rule.
-
-    Draft d is accepted with probability a = min(1, p(d) / q(d)); else the token comes from the residual max(p - q, 0).
-    One draw from a * one_hot(d) + (1 - a) * residual does both. Averaged over d drawn from q, it is p.
-
-    p, q: [B, V] float32; drafts: [B] int32, with q(d) > 0. Returns [B, V] float32.
-    """
-    at = drafts[:, None]
-    accept = mx.minimum(mx.take_along_axis(p, at, axis=-1) / mx.take_along_axis(q, at, axis=-1), 1.0)
-    residual = mx.maximum(p - q, 0.0)
-    total = residual.sum(axis=-1, keepdims=True)
-    residual = mx.where(total > 0, residual / mx.maximum(total, 1e-38), p)  # p and q may be equal up to rounding
-    return accept * _one_hot(drafts, p.shape[-1]) + (1 - accept) * residual
-
-
-def judge_pending(
-    logits: mx.array, batch: SamplingBatch, pending: Sequence[Pending | None]
-) -> tuple[mx.array, SamplingBatch]:
-    """Verify the first pending draft token of some rows in their next draw; these rows draft nothing.
-
-    logits: [B, n+1, V]; pending: for each row. Returns filtered logits [B, n+1, V] float32 and the batch without
-    filters, as `filtered` does.
-    """
-    logits, batch = filtered(logits, batch)
-    rows = [row for row, each in enumerate(pending) if each is not None]
-    waiting = [each for each in pending if each is not None]
-    drafts = mx.array([each.tokens[0] for each in waiting], mx.int32)
-    certain = _one_hot(drafts, logits.shape[-1])
-    q = mx.stack([row if each.probs is None else each.probs[0] for row, each in zip(certain, waiting, strict=True)])
-    at = mx.array(rows)
-    p = distribution(logits[:, :1], batch)[at, 0]
-    out = logits + 0  # a copy to write to
-    out[at, 0] = mx.log(mixture(p, q, drafts)) * batch.temperature[at][:, None]
-    return out, batch
 
 
 def _leading(passed: mx.array, lengths: mx.array) -> mx.array:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from eagle_mlx.cache import may_pad
 from eagle_mlx.engine.batch import Batch
-from eagle_mlx.engine.kv_budget import KVBudget
+from eagle_mlx.engine.groups import KVBudget
 from eagle_mlx.engine.prefill import LEAST_CHUNK, PREFILL_MS, Prefill
 from eagle_mlx.engine.prefix import Prefix, PrefixCache
 from eagle_mlx.engine.request_queue import RequestQueue
@@ -20,6 +21,27 @@ _SLICE = 64
 """Rounds after which a client's only row may be paused for a client without rows: a few seconds of decoding."""
 _READS_PER_ROUND = 8
 """Such a row stays one more round per 8 positions of its text. Reading 8 positions again takes less than a round."""
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Start a prefill for requests that have left the queue. A chunk of at most `positions` is read next."""
+
+    touches: Sequence[RequestState]
+    prefix: Prefix | None  # cached, of a single request
+    positions: int
+
+
+@dataclass(frozen=True)
+class Read:
+    """Read a chunk of at most `positions` of a prefill's prompts."""
+
+    prefill: Prefill
+    positions: int
+
+    @property
+    def touches(self) -> list[RequestState]:
+        return list(self.prefill.batch.requests)
 
 
 class Admission:
@@ -56,25 +78,17 @@ class Admission:
         self._now, self._just_read = chunk, 0
         """The size limit of the latest chunk, and the positions it read."""
         self.freed = FreedBuffers()
-        if prefixes is not None:
-            prefixes.spare = lambda: budget.nbytes - budget.set_aside(self.admitted)
         self._may_pad = may_pad(target.model) and (proposer is None or proposer.abilities.may_pad)
         self.prefills: list[Prefill] = []
         """Prefills in progress, oldest first."""
         self._others_are_due = False
         """Whether the last chunk belonged to the oldest prefill."""
         self.entering: list[RequestState] = []
-        """Requests that leave the queue and are about to enter a prefill."""
-        self._admitted: list[RequestState] = []
-
-    @property
-    def admitted(self) -> list[RequestState]:
-        """The requests that decode or have their prompts read. Thread-safe."""
-        return [request for request in self._admitted if request.finish_reason is None]
+        """Requests that have left the queue and are about to enter a prefill."""
 
     @property
     def side_by_side(self) -> list[list[RequestState]]:
-        """The requests from leaving the queue until `joined`, grouped by the caches that they share."""
+        """The requests from leaving the queue until they join a group, by the caches that they share."""
         return [*(prefill.batch.requests for prefill in self.prefills), *([self.entering] if self.entering else [])]
 
     @property
@@ -102,7 +116,7 @@ class Admission:
     def pause(self, requests: Sequence[RequestState]) -> None:
         """Return requests to the queue, ahead of their clients' others. The caller removes rows from batches."""
         self.to_pause = [request for request in self.to_pause if request not in requests]
-        self._admitted = [request for request in self.admitted if request not in requests]
+        self.budget.rows = [request for request in self.budget.admitted if request not in requests]
         self.prefills = [each for each in self.prefills if set(requests).isdisjoint(each.batch.requests)]
         for request in requests:
             request.pause()
@@ -111,7 +125,7 @@ class Admission:
     def _outgrown(self, groups: Sequence[Sequence[RequestState]]) -> list[RequestState]:
         """Return the rows to pause so that the others fit into memory at their current lengths."""
         together, gone = [*groups, *self.side_by_side], list[RequestState]()
-        while self.budget.used(together) > self.budget.nbytes and len(self.admitted) > len(gone) + 1:
+        while self.budget.used(together) > self.budget.nbytes and len(self.budget.admitted) > len(gone) + 1:
             victim = _newest(self._pausable(gone), self._held(gone))
             if victim is None:
                 break
@@ -141,8 +155,8 @@ class Admission:
             return _newest([row for row in able if held[row.client] >= held[client] + 2], held)
         if held[client]:
             return None
-        served = [row for row in able if row.rounds_since >= max(_SLICE, row.length // _READS_PER_ROUND)]
-        return max(served, key=lambda row: row.rounds_since, default=None)
+        served = [row for row in able if row.counts.rounds_since >= max(_SLICE, row.length // _READS_PER_ROUND)]
+        return max(served, key=lambda row: row.counts.rounds_since, default=None)
 
     def _pausable(self, gone: Sequence[RequestState] = ()) -> list[RequestState]:
         """Return the requests that may be paused, cheapest first.
@@ -153,106 +167,101 @@ class Admission:
         alone = [each.batch.requests[0] for each in self.prefills if len(each.batch.requests) == 1]
         prefilling = set(self.prefilling)
         able = [row for row in alone if row.finish_reason is None]
-        able += [row for row in self.admitted if row not in prefilling and row.rounds_since]
+        able += [row for row in self.budget.admitted if row not in prefilling and row.counts.rounds_since]
         return [row for row in able if row not in gone]
 
     def _held(self, gone: Sequence[RequestState] = ()) -> Counter[str]:
         """Return the number of rows per client, except those in `gone`. Thread-safe."""
-        return Counter(row.client for row in self.admitted if row not in gone)
+        return Counter(row.client for row in self.budget.admitted if row not in gone)
 
-    def due(self, room: int, decoding: bool = False) -> Prefill | None:
-        """Return the prefill that reads the next chunk, or None. The oldest and the shortest alternate.
+    def due(self, room: int, decoding: bool = False) -> Admit | Read | None:
+        """Return the next work for prompts, if there is any. The oldest prefill and the shortest alternate.
 
         room: free rows, including those of prefills. decoding: whether other requests decode, and so wait for it.
         """
-        if not self.prefills and not self.waiting.lines:
-            return None
-        self._now = self.chunk
+        chunk = self.chunk
         if decoding:
-            self._now = min(self.chunk, max(LEAST_CHUNK, int(self._speed * self._seconds)))
-        room -= len(self.prefilling)
+            chunk = min(chunk, max(LEAST_CHUNK, int(self._speed * self._seconds)))
+        room -= len(self.prefilling) - len(self.entering)
         if not self.prefills:
-            prefill = self._begin(room)
-        elif not self._others_are_due:
-            prefill = self.prefills[0]
-        else:
-            shortest = min(self.prefills, key=lambda each: each.left)
-            chunks = self._steps(shortest.left)
-            prefill = (self._begin(room, chunks) if chunks > 1 else None) or shortest
-        if prefill is not None:
-            self._others_are_due = prefill is self.prefills[0]
-        return prefill
+            return self._admit(room, chunk)
+        if not self._others_are_due:
+            return Read(self.prefills[0], chunk)
+        shortest = min(self.prefills, key=lambda prefill: prefill.left)
+        shorter = chunk * (-(-shortest.left // chunk) - 1)  # what needs fewer chunks
+        return (self._admit(room, chunk, shorter) if shorter > 0 else None) or Read(shortest, chunk)
 
-    def read(self, prefill: Prefill) -> None:
-        before = prefill.left
-        prefill.step(self._now)
-        self._just_read = before - prefill.left
+    def read(self, work: Read) -> None:
+        """Read a chunk of prompts."""
+        before, self._now = work.prefill.left, work.positions
+        self._others_are_due = work.prefill is self.prefills[0]
+        work.prefill.step(work.positions)
+        self._just_read = before - work.prefill.left
         self.freed.after_chunk()
 
-    def has_read(self, prefill: Prefill, seconds: float) -> bool:
-        """Use the chunk's time to size the next one. Return whether the requests can join now, until `joined`."""
+    def learn_speed(self, seconds: float) -> None:
+        """Use the time of the latest chunk to size the next one."""
         if self._just_read >= min(LEAST_CHUNK, self.chunk) and seconds > 0:  # shorter ones mostly read the weights
             self._speed = self._just_read / seconds
-        return not prefill.left and prefill in self.prefills  # all its requests may have been withdrawn
 
-    def joined(self, prefill: Prefill) -> None:
+    def joined(self, batch: Batch) -> None:
         """Record that the requests of a prefill now decode."""
-        self.prefills = [other for other in self.prefills if other is not prefill]
+        self.prefills = [prefill for prefill in self.prefills if prefill.batch is not batch]
 
     def remove_ended(self) -> None:
         """Remove requests that ended while they waited, and prefills of which all requests ended."""
         self.waiting.remove_ended()
+        self.entering = [row for row in self.entering if row.finish_reason is None]
         self.prefills = [each for each in self.prefills if not all(row.finish_reason for row in each.batch.requests)]
         if self.prefixes is not None and not self.prefills:
             self.prefixes.stop_fetching()
 
-    def _begin(self, room: int, chunks: int | None = None) -> Prefill | None:
-        """Start a prefill for the next requests. chunks: if others are being read, prompts must need fewer chunks."""
-        requests, known = self.entering, None
-        while known is None and len(requests) < room:
-            following = self.following(chunks)
-            if following is None or (requests and not self._side_by_side([*requests, following])):
+    def _admit(self, room: int, chunk: int, longest: int | None = None) -> Admit | None:
+        """Take the next requests from the queue, if there are any. longest: most positions of their prompts."""
+        requests, prefix = self.entering, None
+        while prefix is None and len(requests) < room:
+            following = self.following(longest)
+            if following is None or (requests and not self._side_by_side([*requests, following], chunk)):
                 break
             if self.prefixes is not None:
                 text, namespace = following.text, following.request.namespace
                 if not self.prefixes.fetch(text, namespace):
                     break  # the rest is read from disk in the next steps
-                known = self.prefixes.find(text, namespace)
-            if requests and known is not None:
-                known = None
+                prefix = self.prefixes.find(text, namespace)
+            if requests and prefix is not None:
+                prefix = None
                 break
             requests.append(following)  # first, so that an interrupt cannot lose it
             self.take(following)
-        if not requests:
-            return None
-        if known is not None and not requests[0].pauses:
-            requests[0].reuse(known.length)
-        begun = self._open(requests, known)
-        self.entering = []
-        return begun
+        return Admit(list(requests), prefix, chunk) if requests else None
 
-    def _open(self, requests: Sequence[RequestState], prefix: Prefix | None) -> Prefill:
-        proposer = self.proposer if requests[0].may_draft else None
+    def open(self, work: Admit) -> None:
+        """Start the prefill of requests that have left the queue."""
+        first = work.touches[0]
+        if work.prefix is not None:
+            first.counts.reuse(work.prefix.length)
+        self._open(work.touches, work.prefix)
+        self.entering = []
+
+    def _open(self, requests: Sequence[RequestState], prefix: Prefix | None) -> None:
+        proposer = self.proposer if requests[0].counts.may_draft else None
         batch = Batch(self.target, proposer, requests, prefix, self.kv_bits)
         self.prefills.append(Prefill(batch, prefix.length if prefix is not None else 0, self.prefixes))
-        return self.prefills[-1]
 
     def read_again(self, requests: Sequence[RequestState]) -> None:
         """Read the texts of decoding requests again, for their proposer. They keep their places."""
         for request in requests:
-            found = self.prefixes.find(request.text, request.request.namespace) if self.prefixes is not None else None
-            self._open([request], found)
+            prefix = self.prefixes.find(request.text, request.request.namespace) if self.prefixes is not None else None
+            self._open([request], prefix)
 
-    def following(self, chunks: int | None = None) -> RequestState | None:
-        """Return the next request that fits, or None; with `chunks`, only of prompts that need fewer chunks."""
+    def following(self, longest: int | None = None) -> RequestState | None:
+        """Return the next request that fits, or None. longest: most positions of its prompt."""
         if not self.waiting.lines:
             return None
-        return self.waiting.first(
-            lambda each: (chunks is None or self._steps(each.length) < chunks) and self._fits(each)
-        )
+        return self.waiting.first(lambda row: (longest is None or row.length <= longest) and self._fits(row))
 
     def _fits(self, request: RequestState, gone: Sequence[RequestState] = ()) -> bool:
-        return self.budget.fits([*(row for row in self.admitted if row not in gone), request])
+        return self.budget.fits([*(row for row in self.budget.admitted if row not in gone), request])
 
     def _steps(self, positions: int) -> int:
         """Return the number of chunks of the current size for this many positions."""
@@ -261,18 +270,18 @@ class Admission:
     def take(self, request: RequestState) -> None:
         self.waiting.take(request, self._fits)
         request.admit()
-        self._admitted = [*self.admitted, request]
+        self.budget.rows = [*self.budget.admitted, request]
         if self.prefixes is not None:
             self.prefixes.trim()
 
-    def _side_by_side(self, requests: Sequence[RequestState]) -> bool:
+    def _side_by_side(self, requests: Sequence[RequestState], chunk: int) -> bool:
         """Return whether one forward may read these prompts, padded to the longest; their last tokens are not read."""
-        if not all(request.may_draft for request in requests):
+        if not all(request.counts.may_draft for request in requests):
             return False
         width = max(request.length for request in requests)
-        if not self._may_pad or len(requests) * width > self._now:
+        if not self._may_pad or len(requests) * width > chunk:
             return False
-        others = [request for request in self.admitted if request not in requests]
+        others = [request for request in self.budget.admitted if request not in requests]
         return self.budget.are_together(requests, others)
 
 

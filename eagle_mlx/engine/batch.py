@@ -1,4 +1,4 @@
-"""A batch of requests that decode together, and the steps of a round: draft, verify, commit."""
+"""A batch of requests that decode together, and its rounds: draft, verify and commit on the device, then collect."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import logging
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from enum import IntEnum
+from time import perf_counter
+from typing import Any, cast
 
 import mlx.core as mx
 
 from eagle_mlx.cache import RaggedCache, Saved, without_row
 from eagle_mlx.decoding.draft import Draft, Tree
+from eagle_mlx.decoding.logprobs import Logprobs
 from eagle_mlx.decoding.processors import Processors
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.decoding.verify import Verdict, judge_pending, verify, verify_tree
+from eagle_mlx.decoding.verify import Verdict, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_tree import Past
-from eagle_mlx.plan import PLAIN, Abilities, Plan, Trial
-from eagle_mlx.proposers.base import Proposer, ProposerState, check_draft
+from eagle_mlx.plan import PLAIN, Plan, RoundResult
+from eagle_mlx.proposers.base import Observation, Proposer, ProposerState, check_draft
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter
 from eagle_mlx.target import Forward, Target
@@ -32,6 +36,15 @@ class Checkpoint:
     cache: Saved
     newest: mx.array
     counts: mx.array | None  # of the processors
+
+
+class NaN(IntEnum):
+    """The positions at which a row's logits of a round are NaN."""
+
+    NOWHERE = 0
+    REJECTED = 1  # only at positions from which no token is emitted
+    KEPT = 2  # at a position from which a token would be emitted
+    PROCESSED = 3  # the same, but only because a logits processor returned NaN
 
 
 class Batch:
@@ -56,10 +69,6 @@ class Batch:
             self.state = proposer.open(texts)
             if past and past.draft is not None:
                 self.state.resume(past.draft)
-        self.drafter: Drafter | None = None
-        """See `Engine.drafter`."""
-        self.exact = False
-        """Whether a forward reads at least two positions; see `Engine`."""
         self._gather()
         self.newest = mx.array([text[-1:] for text in texts], mx.int32).reshape(-1, 1)
         """[B, 1] int32: the newest token of each row, not yet in the caches."""
@@ -88,41 +97,15 @@ class Batch:
         """The target's cache, and that of a draft model."""
         return [self.cache, *([self.draft_cache] if self.draft_cache is not None else [])]
 
-    @property
-    def abilities(self) -> Abilities:
-        """The kinds of drafts that the proposer can make and the requests allow. Trees need the target's own draws."""
-        if self.proposer is None:
-            return Abilities()
-        drawn = self.processors is None and self.sampling.rules <= {"greedy", "coupled"}
-        lookup = self.state is not None and self.state.can_look_up(self._drafters)
-        return replace(self.proposer.abilities, trees=self.proposer.abilities.trees and drawn, lookup=lookup)
+    def drafters(self, default: Drafter | None) -> list[Drafter | None]:
+        """Return what may draft for each request; by default what `Engine.drafter` says."""
+        return [request.params.drafter or default for request in self.requests]
 
-    def trials(self) -> list[Trial]:
-        """Return the trials of n-grams that ended since the last call."""
-        return self.state.trials(self._drafters) if self.state is not None else []
-
-    @property
-    def _drafters(self) -> list[Drafter | None]:
-        return [request.params.drafter or self.drafter for request in self.requests]
-
-    @property
-    def wants_drafts(self) -> bool:
-        """Whether any request may have drafts."""
-        return self.proposer is not None and any(drafter != "none" for drafter in self._drafters)
-
-    def rooms(self, plan: Plan) -> list[int]:
+    def rooms(self, plan: Plan, drafters: Sequence[Drafter | None]) -> list[int]:
         """Return the useful draft tokens per request; 0 if it excludes the plan's drafter."""
         assert self.state is not None
-        drafting = [self.state.may_draft(drafter, plan.lookup) for drafter in self._drafters]
+        drafting = [self.state.may_draft(drafter, plan.lookup) for drafter in drafters]
         return [request.room * drafts for request, drafts in zip(self.requests, drafting, strict=True)]
-
-    def fitted(self, plan: Plan) -> Plan:
-        """Return the plan cut to what the requests can use: n-grams or nothing if no request wants the model."""
-        if self.state is None:
-            return PLAIN
-        if not any(self.state.may_draft(drafter, lookup=False) for drafter in self._drafters):
-            plan = replace(plan, lookup=True, stop_below=None) if self.state.can_look_up(self._drafters) else PLAIN
-        return plan.cut(max(self.rooms(plan)))
 
     @property
     def lost_state(self) -> bool:
@@ -135,17 +118,42 @@ class Batch:
         if self.lost_state or (self.processors is not None and self.processors.on_host):
             return False
         return all(
-            request.finish_reason is None and request.pending is None and len(request.tokens) + 1 < request.limit
-            for request in self.requests
+            request.finish_reason is None and len(request.tokens) + 1 < request.limit for request in self.requests
         )
 
-    def checkpoint(self) -> Checkpoint:
-        return Checkpoint(self.cache.save(), self.newest, self.processors.save() if self.processors else None)
+    def dispatch(
+        self, plan: Plan, drafter: Drafter | None = None, exact: bool = False, measured: bool = False
+    ) -> Round:
+        """Start a round. The host waits only for an early exit's confidences, or for a `measured` draft.
+
+        `drafter`, `exact`: see `Engine`.
+        """
+        before = Checkpoint(self.cache.save(), self.newest, self.processors.save() if self.processors else None)
+        started, drafters = perf_counter(), self.drafters(drafter)
+        draft = self.draft(plan, drafters)
+        if measured:
+            mx.eval(draft.tokens)
+        draft_seconds = perf_counter() - started if measured else None
+        out = self.forward(draft, exact)
+        verdict = self.verify(out.logits, draft)
+        spoiled = self.processors.spoiled if self.processors else None
+        drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
+        answer = [_nan_in(out.logits, verdict, spoiled), verdict.accepted, drafted, verdict.tokens]
+        outputs = (out.logits, *out.aux)
+        if verdict.path is not None:
+            answer.append(verdict.path)
+            outputs = tuple(mx.take_along_axis(x, verdict.path[..., None], axis=1) for x in outputs)
+        logprobs = Logprobs.of(self.requests, outputs[0], verdict.tokens) if self.wants_logprobs else None
+        mx.async_eval(*answer, *outputs[1:], *(logprobs.arrays if logprobs else ()))
+        self.commit(verdict)  # after the answer, which does not wait for a recurrent state
+        mx.async_eval(self.newest, [state.state for state in self.cache.recurrent])
+        plan = plan if self.state is not None else PLAIN
+        return Round(self, plan, before, draft, answer, outputs[1:], logprobs, drafters, draft_seconds)
 
     def _no_draft(self) -> Draft:
         return Draft(mx.zeros((len(self.requests), 0), mx.int32), mx.zeros((len(self.requests),), mx.int32))
 
-    def draft(self, plan: Plan) -> Draft:
+    def draft(self, plan: Plan, drafters: Sequence[Drafter | None]) -> Draft:
         """Return the proposer's draft for a plan, checked and cut to what each request can use.
 
         If the proposer raises, its state is dropped (`lost_state`), and this round drafts nothing. Raises ProposerError
@@ -157,26 +165,26 @@ class Batch:
         try:
             draft = self.state.draft(plan, self.sampling, self._positions(1)[:, 0])
         except Exception:
-            if not all(request.draft_failures for request in self.requests):  # once for each request
+            if not all(request.counts.draft_failures for request in self.requests):  # once for each request
                 log.exception(
                     "the proposer %r raised; its %d rows are read again for it", self.proposer.name, len(self.requests)
                 )
             for request in self.requests:
-                request.draft_ended(failed=True)
+                request.counts.draft_ended(failed=True)
             self.state = None
             return self._no_draft()
         for request in self.requests:
-            request.draft_ended()
+            request.counts.draft_ended()
         rejects = self.sampling.rejects if "rejection" in self.sampling.rules else None
         by, vocab = self.proposer.name, self.target.vocab_size
-        return check_draft(draft, by, plan, self.rooms(plan), vocab, self.newest, rejects)
+        return check_draft(draft, by, plan, self.rooms(plan, drafters), vocab, self.newest, rejects)
 
-    def forward(self, draft: Draft) -> Forward:
+    def forward(self, draft: Draft, exact: bool = False) -> Forward:
         """Run the target over each row's newest token and its draft."""
         tokens = mx.concatenate([self.newest, draft.tokens], axis=1)
         if draft.tree is not None:
             self.cache.branch(draft.tree.branches())
-        if tokens.shape[1] > 1 or not self.exact:
+        if tokens.shape[1] > 1 or not exact:
             return self.target.forward(tokens, self.cache, self.aux_layers)
         out = self.target.forward(mx.repeat(tokens, 2, axis=1), self.cache, self.aux_layers)
         return Forward(out.logits[:, :1], tuple(x[:, :1] for x in out.aux))  # `commit` rolls the second back
@@ -187,11 +195,8 @@ class Batch:
             logits = self.processors.apply(logits, draft)
         if draft.tree is not None:
             return self._verify_tree(logits, draft, draft.tree)
-        sampling, pending = self.sampling, [request.pending for request in self.requests]
-        if any(pending):
-            logits, sampling = judge_pending(logits, sampling, pending)
         positions = self._positions(logits.shape[1])
-        return verify(logits, draft.tokens, draft.lengths, draft.probs, sampling, positions)
+        return verify(logits, draft.tokens, draft.lengths, draft.probs, self.sampling, positions)
 
     def _verify_tree(self, logits: mx.array, draft: Draft, tree: Tree) -> Verdict:
         branches = self.cache.lengths.branches
@@ -205,16 +210,13 @@ class Batch:
         positions = self.cache.lengths.places(count + 1) + 1
         return verify_tree(logits, draft.tokens, valid, tree, branches, self.sampling, positions)
 
-    def commit(self, verdict: Verdict, before: Checkpoint | None = None) -> None:
+    def commit(self, verdict: Verdict) -> None:
         """Advance each row past its accepted tokens. Entries after its new length count as rolled back.
 
-        Accepted entries of a tree stay in place until the host knows which they are. Rows that skip the round, with an
-        accepted count of -1, keep their state from `before`.
+        Accepted entries of a tree stay in place until the host knows which they are.
         """
         width = verdict.tokens.shape[1]
-        self.newest = mx.take_along_axis(verdict.tokens, mx.maximum(verdict.accepted, 0)[:, None], axis=1)
-        if before is not None and width > 1:
-            self.newest = mx.where(verdict.accepted[:, None] < 0, before.newest, self.newest)
+        self.newest = mx.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)
         if width == 1:
             self.cache.advance(1)
         else:
@@ -246,7 +248,7 @@ class Batch:
     def _past(self, index: int, known: int) -> Past | None:
         """Return a row's first positions in the caches of the target and of a head; None if unavailable."""
         request = self.requests[index]
-        if request.error or not request.may_draft or (request.overran and self.cache.recurrent):
+        if request.error or not request.counts.may_draft or (request.overran and self.cache.recurrent):
             return None
         if self.proposer is None or not self.proposer.aux_layers:
             return Past(known, self.cache, index, namespace=request.request.namespace)
@@ -306,3 +308,75 @@ class Batch:
     def _after_leaving(self) -> None:
         self.cache.sync([request.length for request in self.requests])  # the longest row may have left
         self._gather()
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """A round of a batch that was dispatched, to be collected or canceled."""
+
+    batch: Batch
+    plan: Plan
+    before: Checkpoint
+    draft: Draft
+    answer: list[mx.array]
+    """On the device, all int32: [B] a `NaN`; [B] accepted drafts; [B] draft tokens of a chain or levels of a tree;
+    [B, n+1] tokens; for trees also [B, n+1] nodes, where 0 is the last token."""
+    aux: tuple[mx.array, ...]
+    """Hidden states of the proposer's aux layers at the answer's tokens, each [B, n+1, H]."""
+    logprobs: Logprobs | None
+    drafters: Sequence[Drafter | None]
+    draft_seconds: float | None = None
+    """Seconds of drafting, if measured."""
+
+    def collect(self) -> RoundResult:
+        """Wait for the round and give every request its tokens. Only here does the host read from the device.
+
+        The result's seconds and group are not set yet.
+        """
+        mx.eval(self.answer)
+        batch, requests = self.batch, self.batch.requests
+        nan, accepted, drafted, tokens, *nodes = [cast(list[Any], x.tolist()) for x in self.answer]
+        emitted = [row[: count + 1] for row, count in zip(tokens, accepted, strict=True)]
+        steps = nodes[0] if nodes else [[]] * len(accepted)
+        paths = [[node - 1 for node in row[1 : count + 1]] for row, count in zip(steps, accepted, strict=True)]
+        batch.cache.keep(paths, [request.length for request in requests])
+        logprobs = self.logprobs.read(emitted) if self.logprobs else {}
+        taken = []
+        for index, request in enumerate(requests):
+            if nan[index] == NaN.KEPT:
+                request.fail("the model's logits are not numbers (NaN)")
+            elif nan[index] == NaN.PROCESSED:
+                request.fail("a logits processor returned NaN; use minus infinity for tokens that are not allowed")
+            taken.append(request.take(emitted[index], drafted[index], logprobs.get(index, ())))
+            if nan[index] == NaN.REJECTED:
+                batch.cache.zero(index, request.length)
+        if self.draft.tokens.shape[1]:
+            batch.cache.sync([request.length for request in requests])
+        if batch.state is not None:
+            aux = tuple(map(mx.nan_to_num, self.aux)) if any(nan) else self.aux
+            batch.state.observe(Observation(emitted, aux))
+        return RoundResult(
+            self.plan,
+            drafted=drafted,
+            accepted=accepted,
+            taken=taken,
+            seconds=0.0,
+            paths=paths if self.plan.is_tree else (),
+            confidences=self.draft.confidences,
+            trials=batch.state.trials(self.drafters) if batch.state is not None else (),
+        )
+
+    def cancel(self) -> None:
+        """Undo the round. It must be the newest of its batch."""
+        self.batch.restore(self.before)
+
+
+def _nan_in(logits: mx.array, verdict: Verdict, spoiled: mx.array | None) -> mx.array:
+    """Return [B] int32, a `NaN` per row. logits: [B, n+1, V]; spoiled: [B, n+1] bool, never for a tree."""
+    nan = mx.any(mx.isnan(logits), axis=-1)
+    taken = nan if verdict.path is None else mx.take_along_axis(nan, verdict.path, axis=1)
+    emitted = mx.arange(taken.shape[1]) <= verdict.accepted[:, None]
+    place = mx.any(nan, axis=1).astype(mx.int32) + mx.any(taken & emitted, axis=1).astype(mx.int32)
+    if spoiled is None:
+        return place
+    return mx.where((place < NaN.KEPT) & mx.any(spoiled & emitted, axis=1), int(NaN.PROCESSED), place)

@@ -14,10 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.engine.engine import Engine
 from eagle_mlx.files import cache_folder, write_whole
 from eagle_mlx.machine import describe
-from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.target import Target, fingerprint
 
 SIZES = (1, 4, 8, 2, 16, 3, 6, 32, 5, 7, 9)
@@ -36,34 +34,32 @@ Times = dict[int, list[float]]
 """The one or two shortest times, in seconds, of a forward of so many tokens."""
 
 
-def learn_costs(engine: Engine, folder: Path | None = None) -> bool:
-    """Give the engine's policy its target's cost curve. Return whether it has one now.
+def learn_costs(
+    target: Target, kv_bits: int | None = None, exact: bool = False, folder: Path | None = None
+) -> Curve | None:
+    """Return a target's cost curve for `ThroughputPolicy`; None if too few sizes could be measured.
 
     Times are kept in a file in `folder` (default: `costs` in the cache folder). Each call measures the sizes that are
-    not settled yet: times from a busy machine improve at later starts. File errors are ignored. Only
-    `ThroughputPolicy` uses the curve. Call this before the first request.
+    not settled yet: times from a busy machine improve at later starts. File errors are ignored. `kv_bits`, `exact`: the
+    engine's.
     """
-    policy = engine.policy
-    if engine.proposer is None or not isinstance(policy, ThroughputPolicy):
-        return False
     about = {
         "version": _VERSION,
         "machine": {name: str(value) for name, value in asdict(describe()).items()},
-        "target": fingerprint(engine.target),
-        "kv_bits": engine.kv_bits,
+        "target": fingerprint(target),
+        "kv_bits": kv_bits,
     }
     digest = hashlib.blake2s(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     file = (folder or cache_folder() / "costs") / f"{digest}.json"
     saved = _read(file)
-    times = saved if engine.target.is_sharded else measured_times(engine.target, engine.kv_bits, saved)
+    times = saved if target.is_sharded else measured_times(target, kv_bits, saved)
     if len(times) < 2:
-        return False
-    policy.costs.curve = _of_rounds(curve_of(times), engine.exact)
+        return None
     if times != saved:
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps({"about": about, "times": times}).encode())
-    return True
+    return _of_rounds(curve_of(times), exact)
 
 
 def _read(file: Path) -> Times:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from time import perf_counter
 from typing import cast, overload
 
 import mlx.core as mx
@@ -15,15 +16,14 @@ from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.engine.admission import Admission
-from eagle_mlx.engine.batch import Batch
-from eagle_mlx.engine.groups import Groups, RoundReads
-from eagle_mlx.engine.kv_budget import GROUPS, KVBudget, check_settings, size_of
-from eagle_mlx.engine.prefill import PREFILL_CHUNK, PREFILL_MS, Prefill
+from eagle_mlx.engine.disk import DiskTier
+from eagle_mlx.engine.groups import GROUPS, Groups, KVBudget, RoundReads, check_settings, size_of
+from eagle_mlx.engine.prefill import PREFILL_CHUNK, PREFILL_MS
 from eagle_mlx.engine.prefix import PrefixCache
-from eagle_mlx.engine.round import Round
+from eagle_mlx.engine.runner import Collect, Pause, Runner, Work
 from eagle_mlx.engine.schedule import Schedule
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
+from eagle_mlx.plan import RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers import ProposerLike, as_proposer
@@ -35,7 +35,7 @@ from eagle_mlx.text import TextStream
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class EngineSnapshot:
     """An engine's requests and memory use between two steps."""
 
     groups: tuple[tuple[RequestState, ...], ...]  # the requests that decode, by group
@@ -82,15 +82,22 @@ class Engine:
         groups: int = GROUPS,
         prefill_ms: float = PREFILL_MS,
         exact: bool = False,
+        drafter: Drafter | None = None,
+        observer: Callable[[RoundResult], None] | None = None,
+        prefix_files: DiskTier | None = None,
+        clock: Callable[[], float] = perf_counter,
     ):
         """`target`: a folder or hub id is loaded as by `load_target`. `proposer`: a head is wrapped in a HeadProposer.
         `prefill_chunk`: maximum prompt positions per forward, over all requests.
         `prefill_ms`: maximum milliseconds that a chunk delays decoding requests, unless 128 positions take longer.
         `kv_bytes`: limit for KV caches and prefix cache together; by default a share of the free memory.
-        `groups`: 1 keeps all rows in one batch, for comparison. A proposer with states that are not `movable` does too.
+        `groups`: 1 keeps all rows in one batch, for comparison. A proposer that is not `movable` does too.
         `kv_bits`: 4 or 8 to quantize the KV cache. The text then equals this engine's text without a proposer.
         `exact`: plain rounds read two positions, like drafts. Metal reads one position with other kernels, which round
         differently; the text then equals that of an exact engine without a proposer.
+        `drafter`: what drafts for requests that do not say; None: whichever is faster.
+        `observer`: called with the result of every round. `clock`: times rounds, in seconds.
+        `prefix_files`: save cached prefixes to files and find them there, if there is a prefix cache.
         """
         sizes = {"max_batch": max_batch, "prefill_chunk": prefill_chunk, "prefix_cache_bytes": prefix_cache_bytes + 1}
         target = target if isinstance(target, Target) else load_target(target)
@@ -102,40 +109,47 @@ class Engine:
             # This raises early if hidden states are unavailable. Nothing is evaluated.
             target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
         self.target, self.proposer = target, proposer
-        self.drafter: Drafter | None = None
-        """What drafts for requests that do not say; None: whichever is faster. You may change it between steps."""
-        self.max_batch, self.prefill_chunk, self.kv_bits, self.exact = max_batch, prefill_chunk, kv_bits, exact
-        self.observer: Callable[[RoundResult], None] | None = None
-        """Called with the result of every round."""
-        self.prefixes = PrefixCache(prefix_cache_bytes, proposer) if prefix_cache_bytes else None
-        positional = RaggedCache.of(target.model, 1).is_positional and (proposer is None or proposer.is_positional)
-        self.wants_boundaries = self.prefixes is not None and not positional
-        """Whether `prepare` has a use for boundaries."""
-        self.use_policy(policy or ThroughputPolicy())
+        self.max_batch, self.drafter, self.observer = max_batch, drafter, observer
+        """You may change these between steps."""
+        self.prefill_chunk, self.kv_bits, self.exact = prefill_chunk, kv_bits, exact
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self._draft_size = proposer.cache_size() if proposer is not None else CacheSize()
-        self.kv_budget = KVBudget(share, size, target.context_length, groups)
+        splits = groups if proposer is None or proposer.movable else 1
+        self.kv_budget = KVBudget(share, size, target.context_length, splits)
+        self.prefixes = None
+        if prefix_cache_bytes:
+            self.prefixes = PrefixCache(prefix_cache_bytes, proposer, self.kv_budget.spare, prefix_files)
+        positional = RaggedCache.of(target.model, 1).is_positional and (proposer is None or proposer.is_positional)
+        self.wants_boundaries = self.prefixes is not None and not positional
+        """Whether `prepare` has a use for boundaries."""
         self.admission = Admission(target, proposer, prefill_chunk, self.kv_budget, self.prefixes, kv_bits, prefill_ms)
         self.groups = Groups(RoundReads.of(target, proposer, size), self.kv_budget)
-        self.schedule = Schedule(self.admission, self.groups, self._plan, drafts=proposer is not None)
+        self.runner = Runner(self.admission, self.groups, exact, clock)
+        self._in_step = False
+        self.use_policy(policy or ThroughputPolicy())
 
     def use_policy(self, policy: Policy) -> None:
         """Plan the next rounds with a new policy. Call this between steps. The text does not change."""
         self.policy = policy
         self.chains_only = why_no_trees(self.target, self.kv_bits) if policy.wants_trees else None
         """Why trees are not drafted although the policy wants them; None if they are, or if it does not."""
-        self.planned_depth = 0
-        """The depth of the policy's latest plan, before it is cut to what the requests can use."""
+        trees = policy.wants_trees and self.chains_only is None
+        self.schedule = Schedule(self.admission, self.groups, self.runner, policy, trees)
 
     @property
     def pauses(self) -> int:
-        return self.schedule.pauses
+        return self.runner.pauses
 
     @property
     def draft_failures(self) -> int:
         """How often the proposer raised when it drafted."""
-        return self.schedule.draft_failures
+        return self.runner.draft_failures
+
+    @property
+    def planned_depth(self) -> int:
+        """The depth of the latest round's plan."""
+        return self.runner.depth
 
     @property
     def active(self) -> int:
@@ -147,23 +161,23 @@ class Engine:
         """The number of requests that do not decode yet."""
         return len(self.admission.waiting) + len(self.admission.prefilling)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> EngineSnapshot:
         """Return the current requests and memory use. Thread-safe, but may lag a step behind."""
         groups = [*self.groups.decoding, *self.admission.side_by_side]
-        return Snapshot(
+        return EngineSnapshot(
             groups=tuple(map(tuple, self.groups.decoding)),
             prefilling=tuple(self.admission.prefilling),
             waiting=tuple(self.admission.waiting),
             kv_used=self.kv_budget.used(groups),
             draft_kv_used=self.kv_budget.used(groups, self._draft_size),
-            kv_reserved=self.kv_budget.set_aside(self.admission.admitted),
+            kv_reserved=self.kv_budget.set_aside(self.kv_budget.admitted),
             kv_bytes=self.kv_budget.nbytes,
             prefix_bytes=self.prefixes.nbytes if self.prefixes is not None else 0,
         )
 
     @property
     def idle(self) -> bool:
-        return self.schedule.idle
+        return not self.groups.batches and self.admission.idle
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
@@ -266,7 +280,7 @@ class Engine:
         """
         if request.finish_reason is None:
             request.finish("cancelled")
-            self.schedule.withdraw(request)
+            self._withdraw(request)
 
     def pause(self, request: RequestState) -> None:
         """Pause a decoding request at the next step. Its text does not change."""
@@ -277,7 +291,14 @@ class Engine:
         """End a request with the tokens so far, or with an error if there is a `reason` (`RequestState.cut`)."""
         if request.finish_reason is None:
             request.cut(by, reason)
-            self.schedule.withdraw(request)
+            self._withdraw(request)
+
+    def _withdraw(self, request: RequestState) -> None:
+        """Remove a request that has ended; during a step, only at its end."""
+        self.admission.remove_ended()
+        batch = self.groups.holding(request)
+        if batch is not None and not self._in_step:
+            self._do(Pause((), [batch]))
 
     def before(self, request: RequestState) -> int | None:
         """Return about how many waiting requests are ahead of this one; None if it does not wait. Thread-safe."""
@@ -285,60 +306,38 @@ class Engine:
 
     def abandon(self, reason: str) -> None:
         """Fail all requests, including waiting ones. The engine can then be used again."""
-        self.schedule.abandon(reason)
+        waiting = [*self.admission.waiting, *self.admission.prefilling]
+        self.runner.fail([*waiting, *self.groups.requests], reason)
 
     def step(self) -> list[RequestState]:
         """Read a chunk of prompts, if any wait, and decode a round of a group. Return the requests that finished.
 
         For errors, see `Engine`.
         """
-        schedule, ended = self.schedule, list[RequestState]()
-        schedule.in_step = True
+        work, ended = None, list[RequestState]()
+        self._in_step = True
         try:
-            work = schedule.next(self.max_batch)
-            if isinstance(work, Prefill):
-                ended = self._read(work)
-                work = schedule.next_round()
-            if work is not None:
-                ended += self._decode(work)
+            while (work := self.schedule.next(work, self.max_batch, self.drafter)) is not None:
+                ended += self._do(work)
         finally:
-            schedule.in_step = False
+            self._in_step = False
         self.admission.freed.after_step(is_last=self.idle)
-        return [request for request in ended if request.finish_reason != "cancelled"]
+        return ended
 
-    def _read(self, prefill: Prefill) -> list[RequestState]:
-        seconds = self.schedule.read(prefill)
-        if not self.admission.has_read(prefill, seconds):
-            return []
-        joined = list(prefill.batch.requests)
-        self.schedule.join(prefill)
-        return [request for request in joined if request.finish_reason]
+    def _do(self, work: Work) -> list[RequestState]:
+        """Do some work, and return the requests that ended. If it raises, all that it touches end with an error."""
+        touches = work.touches
+        running = [request for request in touches if request.finish_reason is None]
+        try:
+            self._process(work, self.runner.do(work, measured=self.observer is not None))
+        except BaseException as e:  # a KeyboardInterrupt leaves work incomplete too
+            self.runner.fail(touches, e)
+            raise
+        return [request for request in running if request.finish_reason not in (None, "cancelled")]
 
-    def _decode(self, planned: Round) -> list[RequestState]:
-        decoding = [request for request in planned.batch.requests if request.finish_reason is None]
-        self.schedule.dispatch(planned, self.max_batch, measured=self.observer is not None)
-        result = self.schedule.collect()
-        self.schedule.touch(planned.batch.requests, self._observe, planned.batch, result)
-        for batch in self.groups.batches:
-            self.schedule.release(batch)
-        return [request for request in decoding if request.finish_reason]
-
-    def _observe(self, batch: Batch, result: RoundResult) -> None:
-        if batch.proposer is not None:
+    def _process(self, work: Work, result: RoundResult | None) -> None:
+        """Let the policy and the observer learn from a round that was collected."""
+        if result is not None and isinstance(work, Collect) and work.round.batch.proposer is not None:
             self.policy.observe(result)
-        if self.observer is not None:
+        if result is not None and self.observer is not None:
             self.observer(result)
-
-    def _plan(self, batch: Batch, group: int) -> Plan:
-        batch.exact = self.exact
-        batch.drafter = self.drafter
-        if not batch.wants_drafts:
-            return PLAIN
-        can = batch.abilities
-        if self.chains_only is not None or not self.policy.wants_trees:
-            can = replace(can, trees=False)
-        rows = len(batch.requests)
-        context = Context(rows, can, group, elsewhere=len(self.groups.requests) - rows)
-        plan = self.policy.plan(context).within(can)
-        self.planned_depth = plan.depth
-        return batch.fitted(plan)

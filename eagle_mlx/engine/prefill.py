@@ -64,7 +64,7 @@ class Prefill:
 
     def _count(self) -> None:
         for request in self.batch.requests:
-            request.read(self._read)
+            request.counts.read(self._read)
 
     def _next_stop(self) -> int | None:
         """Return where the next forward must end, because recurrent states cannot be cut; None if anywhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,10 +39,17 @@ class PrefixCache:
     drafts worse. A draft model's cache is stored like a target's, because it depends on the text alone.
     """
 
-    def __init__(self, capacity: int, proposer: Proposer | None = None):
-        self.capacity, self.proposer = capacity, proposer
-        self.spare: Callable[[], int] | None = None  # returns the bytes that rows leave to the cache, if limited
-        self.disk: DiskTier | None = None  # saves texts across restarts, and is searched for those not in memory
+    def __init__(
+        self,
+        capacity: int,
+        proposer: Proposer | None = None,
+        spare: Callable[[], float] = lambda: math.inf,
+        disk: DiskTier | None = None,
+    ):
+        """`spare`: returns the bytes that rows leave to the cache. `disk`: saves texts across restarts, and is searched
+        for those not in memory."""
+        self.capacity, self.proposer, self.disk = capacity, proposer, disk
+        self._spare = spare
         self._tree = PrefixTree()
 
     def __len__(self) -> int:
@@ -135,8 +143,8 @@ class PrefixCache:
             return otherwise
 
     @property
-    def _limit(self) -> int:
-        return self.capacity if self.spare is None else min(self.capacity, self.spare())
+    def _limit(self) -> float:
+        return min(self.capacity, self._spare())
 
 
 def _findable(prompt: Sequence[int]) -> Keys:

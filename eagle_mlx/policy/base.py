@@ -1,12 +1,15 @@
-"""The protocol between a policy and the engine, and the simplest policy."""
+"""The protocol between a policy and the engine, and policies that do not measure time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.plan import Context, Plan, RoundResult
+from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
+
+_EXPLORE_EVERY = 32
+"""Plain rounds per exploring round, which takes about a quarter longer: less than 1 % in all."""
 
 
 class Policy(Protocol):
@@ -57,6 +60,53 @@ class FixedPolicy:
 
     def observe(self, result: RoundResult) -> None:
         """Learn nothing."""
+
+
+@dataclass
+class AcceptancePolicy:
+    """Follows an exponential moving average of the acceptance rate (accepted over drafted tokens of a round).
+
+    It drafts k tokens at a rate of at least 0.8, k - 2 from 0.5, 1 from `threshold`, and none below. Every 32nd of
+    such plain rounds drafts one token to notice better acceptance. Raises ConfigError for values out of range.
+    """
+
+    k: int = 4
+    alpha: float = 0.1
+    """The weight of the newest round in the average."""
+    threshold: float = 0.3
+    """Do not draft below this rate."""
+    disable_at_rows: int = 0
+    """Do not draft if at least this many rows decode, in all groups; 0 sets no limit."""
+    adaptive: bool = True
+    """Whether the depth follows the rate; if not, it is k."""
+    rate: float = field(default=0.7, init=False)
+    """The moving average. It begins in the middle band."""
+    wants_trees = False
+    _plain_rounds: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        check_depths(k=self.k, disable_at_rows=self.disable_at_rows)
+        check_share("alpha", self.alpha)
+        check_share("threshold", self.threshold)
+
+    @property
+    def acceptance(self) -> float:
+        return self.rate
+
+    def plan(self, context: Context) -> Plan:
+        return PLAIN if 0 < self.disable_at_rows <= context.rows + context.elsewhere else Plan(self._depth())
+
+    def _depth(self) -> int:
+        if self.rate < self.threshold:
+            return min(1, self.k) if self._plain_rounds >= _EXPLORE_EVERY - 1 else 0
+        if not self.adaptive or self.rate >= 0.8:
+            return self.k
+        return min(self.k, max(1, self.k - 2) if self.rate >= 0.5 else 1)
+
+    def observe(self, result: RoundResult) -> None:
+        self._plain_rounds = 0 if result.plan.depth else self._plain_rounds + 1
+        if sum(result.drafted):
+            self.rate += self.alpha * (sum(result.accepted) / sum(result.drafted) - self.rate)
 
 
 def check_depths(**values: int) -> None:

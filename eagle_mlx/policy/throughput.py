@@ -7,9 +7,18 @@ from functools import cache
 from statistics import median_low
 
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
-from eagle_mlx.policy.acceptance import AcceptanceByPosition, AcceptanceByRank, ConfidenceCalibration
 from eagle_mlx.policy.base import check_depths, check_share
-from eagle_mlx.policy.costs import CHAIN_KIND, LOOKUP_KIND, PLAIN_KIND, Costs, Drift
+from eagle_mlx.policy.estimates import (
+    CHAIN_KIND,
+    LOOKUP_KIND,
+    PLAIN_KIND,
+    AcceptanceByPosition,
+    AcceptanceByRank,
+    ConfidenceCalibration,
+    Costs,
+    Drift,
+    Points,
+)
 
 MOST_TOKENS = 8
 """The default length limit of a chain: early exits are rare after it."""
@@ -108,12 +117,17 @@ class ThroughputPolicy:
     so that a bad start hides no arm for long. Raises ConfigError for values out of range.
     """
 
-    def __init__(self, max_depth: int = MOST_TOKENS, explore: float = 0.01, max_nodes: int = 0):
-        """Limit chains to `max_depth` draft tokens and trees to `max_nodes`; 0 means no trees."""
+    def __init__(
+        self, max_depth: int = MOST_TOKENS, explore: float = 0.01, max_nodes: int = 0, curve: Points | None = None
+    ):
+        """Limit chains to `max_depth` draft tokens and trees to `max_nodes`; 0 means no trees.
+
+        `curve`: seconds of a forward by tokens (`learn_costs`).
+        """
         check_depths(max_depth=max_depth, max_nodes=max_nodes)
         check_share("explore", explore)
         self.max_depth, self.max_nodes, self.explore = max_depth, max_nodes, explore
-        self.costs = Costs()
+        self.costs = Costs(curve)
         self._chains = [Plan(depth) for depth in range(1, max_depth + 1)]
         self.max_lookup = _LONGER * max_depth
         lookups = {*range(1, max_depth + 1), (max_depth + self.max_lookup) // 2, self.max_lookup} - {0}

@@ -89,12 +89,9 @@ class ProposerState(ABC):
     def remove(self, row: int) -> None:
         """Remove a row. The last row takes its place."""
 
-    movable = False
-    """Whether `take` is defined, so that rows can move between two batches. Otherwise all stay in one."""
-
     def take(self, row: int) -> Self:
-        """Remove a row and return its state. At least one other row remains."""
-        raise ProposerError(f"{type(self).__name__} is movable, so it needs the method take")
+        """Remove a row and return its state, if the proposer is `movable`. At least one other row remains."""
+        raise ProposerError(f"the proposer is movable, so {type(self).__name__} needs the method take")
 
     def length(self, row: int) -> int:
         """Return the number of positions that the row has read; 0 if the prefix cache cannot store them."""
@@ -133,6 +130,8 @@ class Proposer(ABC):
     """Target layers, counted from 0, whose outputs `observe` needs."""
     abilities = Abilities()
     """What this proposer can draft besides chains of fixed depth."""
+    movable = False
+    """Whether its states have `take`, so that rows can move between two batches. Otherwise all stay in one."""
     is_positional = True
     """Whether the cache of its own model, if any, can be cut at every position."""
     head: DraftHead | None = None

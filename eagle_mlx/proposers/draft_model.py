@@ -39,6 +39,7 @@ class DraftModelProposer(Proposer):
     """
 
     name = "draft"
+    movable = True
 
     def __init__(self, draft: Target):
         check_cacheable(draft.model)
@@ -95,8 +96,6 @@ class DraftModelState(ProposerState):
     overwritten. The last draft token is never read, so after full acceptance two tokens are unread. A recurrent state
     returns to where it was before the draft, and the next draft reads the accepted tokens again in its first forward.
     """
-
-    movable = True
 
     def __init__(self, proposer: DraftModelProposer, texts: list[_RowText]):
         self.proposer, self.texts = proposer, texts

@@ -30,6 +30,8 @@ from eagle_mlx.target import Target, nbytes_of
 class HeadProposer(Proposer):
     """Drafts with a trained head, bound to its target."""
 
+    movable = True
+
     def __init__(self, head: DraftHead):
         self.head: DraftHead = head
         """Once bound, a copy in the target's dtype if the dtypes differ."""
@@ -130,8 +132,6 @@ class HeadState(ProposerState):
     If a head has not drafted for a while, it reads only the newest positions, and the gap stays in its cache. This
     saves time and costs some acceptance later; the text does not depend on it.
     """
-
-    movable = True
 
     def __init__(self, proposer: HeadProposer, rows: int):
         self.proposer, self.head, self.target = proposer, proposer.head, proposer.target

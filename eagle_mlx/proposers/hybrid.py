@@ -29,7 +29,7 @@ class HybridProposer(Proposer):
     def __init__(self, model: Proposer, ngrams: NgramProposer | None = None):
         self.model, self.ngrams = model, ngrams or NgramProposer(MAX_NGRAM, MIN_NGRAM)
         self.name, self.abilities = model.name, model.abilities
-        self.is_positional, self.head = model.is_positional, model.head
+        self.movable, self.is_positional, self.head = model.movable, model.is_positional, model.head
 
     @property
     def aux_layers(self) -> tuple[int, ...]:  # type: ignore[override]  # a model's may depend on the target
@@ -61,7 +61,7 @@ class HybridState(ProposerState):
     """The model's state, and the rows' texts."""
 
     def __init__(self, model: ProposerState, ngrams: NgramState):
-        self.model, self.ngrams, self.movable = model, ngrams, model.movable
+        self.model, self.ngrams = model, ngrams
 
     def can_look_up(self, drafters: Sequence[Drafter | None]) -> bool:
         """Return whether n-grams match, and may draft, in at least half of the rows that want drafts."""

@@ -86,6 +86,7 @@ class NgramProposer(Proposer):
     """Drafts by looking up the last tokens in the row's own text, longest n-gram first. It needs no model."""
 
     name = "ngram"
+    movable = True
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, prompt_lookup: bool = True):
         if not 1 <= min_ngram <= max_ngram:
@@ -100,8 +101,6 @@ class NgramProposer(Proposer):
 
 
 class NgramState(ProposerState):
-    movable = True
-
     def __init__(self, rows: list[NgramIndex]):
         self.rows = rows
 

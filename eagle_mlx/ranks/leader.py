@@ -20,7 +20,7 @@ from eagle_mlx.ranks.channel import Channel, encode, end_process
 from eagle_mlx.target import Forward, Target
 
 CACHE_CALLS = (
-    *("expect", "branch", "advance", "advance_some", "put_back", "keep", "sync", "save", "restore"),
+    *("expect", "branch", "advance", "advance_some", "keep", "sync", "save", "restore"),
     *("compact", "zero", "append", "remove", "fork", "piece", "outline", "joined"),
 )
 """RaggedCache methods that change a cache or derive something from it."""

@@ -44,23 +44,26 @@ def _load(config: LoadConfig, say: Callable[[str], None]) -> Loaded:
     name = proposer.name if proposer is not None else "none"
     proposer = speculation.for_requests(proposer)
     _try_out(target, proposer, speculation.depth)
-    prefixes = bytes_of(config.prefix_cache_gb)
+    given = bytes_of(config.prefix_cache_gb)
+    prefix_cache_bytes = memory.prefix_cache_bytes(target.free_memory) if given is None else given
+    files = None
+    if config.prefix_cache_dir is not None and prefix_cache_bytes:
+        folder = config.prefix_cache_dir.expanduser()
+        limit = bytes_of(config.prefix_disk_gb) or default_bytes(folder)
+        files = DiskTier(folder, limit, target, proposer, config.kv_bits)
     engine = replace(speculation, keep=speculation.keep and name != "none").engine(  # plain servers start sooner
         target,
         proposer,
         config.memory,
         max_batch=config.max_batch,
-        prefix_cache_bytes=memory.prefix_cache_bytes(target.free_memory) if prefixes is None else prefixes,
+        prefix_cache_bytes=prefix_cache_bytes,
+        prefix_files=files,
         kv_bits=config.kv_bits,
         prefill_ms=config.prefill_ms,
+        drafter="none" if name == "none" else speculation.drafter,
     )
-    if config.prefix_cache_dir is not None and engine.prefixes is not None:
-        folder = config.prefix_cache_dir.expanduser()
-        limit = bytes_of(config.prefix_disk_gb) or default_bytes(folder)
-        engine.prefixes.disk = DiskTier(folder, limit, target, proposer, config.kv_bits)
     drafts = speculation.max_depth if proposer is not None else 0
     loaded = Loaded(engine, name, drafts, sampling_defaults(config.name), config.left_out(), speculation)
-    engine.drafter = loaded.default_drafter
     with suppress(ConfigError):  # requests that need a grammar report why there is none
         loaded.grammars.tokenizer()
     for line in _description(config, loaded):

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from eagle_mlx import EagleError, Engine, HybridProposer, NgramProposer, SamplingParams, Target, hub, learn_costs
+from eagle_mlx import EagleError, Engine, HybridProposer, NgramProposer, SamplingParams, Target, hub
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Drafter, Grammar, StopWatcher
@@ -92,10 +92,10 @@ class Loaded:
             raise ApiError(400, str(e), "spec_policy") from e
         self._chosen = chosen or self._chosen
         if now != self.speculation:
-            self.engine.use_policy(now.make_policy())
+            engine = self.engine
+            measured = engine.target if engine.proposer is not None else None
+            engine.use_policy(now.make_policy(measured, engine.kv_bits, engine.exact))
             self.speculation, self.most_drafts = now, now.max_depth
-            if now.keep:
-                learn_costs(self.engine)
         self.engine.drafter = self.default_drafter if self._chosen == "auto" else _DRAFTERS.get(self._chosen, "model")
 
     @property

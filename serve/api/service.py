@@ -238,8 +238,8 @@ class Call(Job):
         """
         if (engine := self.service.engine) is None:
             return None
-        if begun := [request for request in self.requests if request.read_tokens]:
-            read, prompts = sum(each.read_tokens for each in begun), sum(len(each.prompt) for each in begun)
+        if begun := [request for request in self.requests if request.counts.read_tokens]:
+            read, prompts = sum(each.counts.read_tokens for each in begun), sum(len(each.prompt) for each in begun)
             is_long = any(len(each.prompt) - 1 > engine.prefill_chunk for each in begun)
             counts = f", {read} of {prompts} tokens" if self.service.settings.cache_report else ""
             return f"reading the prompt{counts}" if is_long else None

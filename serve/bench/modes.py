@@ -178,16 +178,20 @@ class EngineMode(Mode):
         self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
         self.model, self.dtype = target.name, target.dtype
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=models.prior)
-        self.engine = speculation.engine(target, models.proposer(name), models.memory, max_batch=batch)
-        proposer = self.engine.proposer
-        self.weights = nbytes_of(target.model) + (proposer.nbytes if proposer is not None else 0)
         self._excluded = 0.0
         """Seconds of other modes' turns, which the clock leaves out."""
-        self.engine.schedule.clock = lambda: perf_counter() - self._excluded
+        proposer = models.proposer(name)
+        self.engine = speculation.engine(target, proposer, models.memory, max_batch=batch, clock=self.clock)
+        proposer = self.engine.proposer
+        self.weights = nbytes_of(target.model) + (proposer.nbytes if proposer is not None else 0)
         if self.engine.chains_only is not None:
             raise ConfigError(
                 f"trees cannot be drafted for {target.name}: {self.engine.chains_only}; leave out --nodes"
             )
+
+    def clock(self) -> float:
+        """Return the seconds of this mode's turns."""
+        return perf_counter() - self._excluded
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         engine = self.engine

@@ -16,7 +16,7 @@ import mlx.core as mx
 from eagle_mlx.catalog.models import described_target, published_model
 from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.engine.cost_curve import curve_of, measured_times
-from eagle_mlx.engine.kv_budget import size_of
+from eagle_mlx.engine.groups import size_of
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_file, write_output
 from eagle_mlx.heads.eagle3 import random_head

@@ -269,8 +269,7 @@ def _rounds(
 
 def simulate_policy(steps: Steps, curve: Curve, chance: float) -> PolicyRun:
     """Run the default policy from a cost curve, with drafts accepted by chance. Rounds take as long as the steps."""
-    policy, draws = ThroughputPolicy(), random.Random(0)
-    policy.costs.curve = curve
+    policy, draws = ThroughputPolicy(curve=curve), random.Random(0)
     depths = range(policy.max_depth + 1)
     verify = np.interp([depth + 1 for depth in depths], list(steps.verify_ms), list(steps.verify_ms.values()))
     took = [(ms + depth * steps.draft_ms) / 1e3 for depth, ms in zip(depths, verify.tolist(), strict=True)]

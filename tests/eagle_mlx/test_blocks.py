@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.engine.round import Round
+from eagle_mlx.engine.batch import Batch, Round
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.precision import quantize_for
@@ -186,14 +187,15 @@ def test_the_host_waits_only_to_collect_a_round(
     for owner, name in ((mx, "eval"), (mx.array, "tolist"), (mx.array, "item")):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, real=real: (next(waits), real(*args))[1])
-    dispatch = Round.dispatch
+    dispatch = Batch.dispatch
 
-    def counted(self: Round, measured: bool = False) -> None:
+    def counted(batch: Batch, plan: Plan, *args: Any) -> Round:
         before = next(waits)
-        dispatch(self)
+        dispatched = dispatch(batch, plan)
         of_rounds.append(next(waits) - before - 1)
+        return dispatched
 
-    monkeypatch.setattr(Round, "dispatch", counted)
+    monkeypatch.setattr(Batch, "dispatch", counted)
 
     def waits_with(make: Callable[[Target], DraftHead], stop_below: float | None) -> int:
         of_rounds.clear()

@@ -37,9 +37,9 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def learned(target: Target, folder: Path, **settings: Any) -> list[tuple[float, float]]:
     """Return a new engine's initial cost curve."""
-    policy = ThroughputPolicy(4)
-    assert learn_costs(em.Engine(target, em.NgramProposer(), policy=policy, **settings), folder)
-    return list(policy.costs.curve)
+    curve = learn_costs(target, **settings, folder=folder)
+    assert curve is not None
+    return curve
 
 
 @pytest.mark.usefixtures("quiet")
@@ -94,9 +94,6 @@ def test_each_target_has_its_own_curve(tmp_path: Path) -> None:
     for target in (TARGET, tiny_target(seed=1)):
         learned(target, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
-    policy = ThroughputPolicy()
-    learn_costs(em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy=policy), tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2, "who drafts makes no difference"
 
 
 @pytest.mark.usefixtures("quiet")
@@ -131,12 +128,6 @@ def test_measuring_stops_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) -
     assert measured_times(TARGET, seconds=0.0) == {}
 
 
-def test_only_a_measuring_policy_gets_a_curve(tmp_path: Path) -> None:
-    assert not learn_costs(em.Engine(TARGET, em.NgramProposer(), policy=em.FixedPolicy(2)), tmp_path)
-    assert not learn_costs(em.Engine(TARGET, policy=ThroughputPolicy()), tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_curve_that_cannot_be_saved_is_still_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert learned(TARGET, tmp_path / "file" / "folder")
@@ -162,8 +153,8 @@ def test_a_file_that_is_damaged_is_measured_again(tmp_path: Path, monkeypatch: p
 
 
 def test_an_engine_decodes_with_a_curve_from_its_first_round_on(tmp_path: Path) -> None:
-    policy, params = ThroughputPolicy(4), em.SamplingParams(max_tokens=40, ignore_eos=True)
+    params = em.SamplingParams(max_tokens=40, ignore_eos=True)
+    policy = ThroughputPolicy(4, curve=learned(TARGET, tmp_path))
     engine = em.Engine(TARGET, em.HeadProposer(tiny_head(TARGET)), policy=policy)
-    learn_costs(engine, tmp_path)
     [plain] = em.Engine(TARGET).generate([[5, 6, 7]], params)
     assert engine.generate([[5, 6, 7]], params)[0].tokens == plain.tokens

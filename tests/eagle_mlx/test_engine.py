@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 import eagle_mlx as em
-from eagle_mlx.engine.round import Round
+from eagle_mlx.engine.batch import Batch, Round
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.plan import CONFIDENCE_LAG, Context, Plan, RoundResult
 from eagle_mlx.proposers.ngram import NgramIndex
@@ -477,7 +477,7 @@ def test_rounds_account_for_all_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle(texts, 1.0), policy=Timed([2, 2, 0, 0, 0]))  # type: ignore[arg-type]
-    engine.schedule.clock = lambda: now[0]
+    engine.runner.clock = lambda: now[0]
     monkeypatch.setattr(Round, "collect", slow)
     row = engine.prepare(PROMPTS[3], em.SamplingParams(max_tokens=13))
     engine.submit(row)
@@ -493,13 +493,13 @@ def test_rounds_account_for_all_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_single_plain_round_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the device is done when dispatch returns, a second dispatched round would count for the first."""
     now = [100.0]
-    dispatch = Round.dispatch
+    dispatch = Batch.dispatch
 
-    def slow(planned: Round, *args: Any) -> None:
-        now[0] += 10 if planned.plan.depth else 4
-        dispatch(planned, *args)
+    def slow(batch: Batch, plan: Plan, *args: Any) -> Round:
+        now[0] += 10 if plan.depth else 4
+        return dispatch(batch, plan, *args)
 
-    monkeypatch.setattr(Round, "dispatch", slow)
+    monkeypatch.setattr(Batch, "dispatch", slow)
 
     class Looking(Recording):
         def plan(self, context: Context) -> Plan:
@@ -511,7 +511,7 @@ def test_a_single_plain_round_is_timed_alone(monkeypatch: pytest.MonkeyPatch) ->
     looking = Looking([])
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle({p: t * 3 for p, t in texts.items()}, 1.0), policy=looking)  # type: ignore[arg-type]
-    engine.schedule.clock = lambda: now[0]
+    engine.runner.clock = lambda: now[0]
     engine.generate([PROMPTS[3]], em.SamplingParams(max_tokens=50))
     seen = [(result.plan.depth, result.seconds) for result in looking.results]
     assert seen[:20] == [(2, 10.0), (2, 10.0), (2, 10.0), (0, 4.0)] * 5

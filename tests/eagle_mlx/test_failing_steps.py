@@ -16,11 +16,10 @@ import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
-from eagle_mlx.engine.batch import Batch
+from eagle_mlx.engine.batch import Batch, Round
 from eagle_mlx.engine.groups import RoundReads
 from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.engine.prefix import PrefixCache
-from eagle_mlx.engine.round import Round
 from eagle_mlx.plan import Plan, RoundResult
 from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 from eagle_mlx.proposers.ngram import NgramState
@@ -253,7 +252,7 @@ def test_10_rows_continue_if_drafting_raises(every: bool, groups: int, caplog: p
 PLACES: list[tuple[type, str]] = [
     (Batch, "__init__"),
     (Prefill, "step"),
-    (Round, "dispatch"),
+    (Batch, "dispatch"),
     (Round, "collect"),
     (Batch, "append"),
     (Batch, "release"),

@@ -325,12 +325,12 @@ class History:
 
     def _judge(self, number: int, row: RequestState) -> None:
         figures, tokens, params = self.figures, row.tokens, row.params
-        said = f"request {number} ({params.rule}, {len(row.prompt)} tokens, {row.cached_tokens} of them cached)"
-        figures.taken_over += row.cached_tokens > 0
-        figures.pauses += row.pauses
-        figures.rounds += row.rounds
-        figures.drafted += sum(row.drafted_by_position)
-        figures.accepted += sum(row.accepted_by_position)
+        said = f"request {number} ({params.rule}, {len(row.prompt)} tokens, {row.counts.cached_tokens} of them cached)"
+        figures.taken_over += row.counts.cached_tokens > 0
+        figures.pauses += row.counts.pauses
+        figures.rounds += row.counts.rounds
+        figures.drafted += sum(row.counts.drafted_by_position)
+        figures.accepted += sum(row.counts.accepted_by_position)
         figures.judged += len(tokens)
         if row.finish_reason == "error":
             figures.failed += 1

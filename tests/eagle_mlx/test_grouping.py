@@ -13,8 +13,7 @@ from mlx.utils import tree_flatten
 import eagle_mlx as em
 from eagle_mlx.cache.full import most_slots
 from eagle_mlx.cache.ragged import CacheSize
-from eagle_mlx.engine.groups import RoundReads, Row, arrange
-from eagle_mlx.engine.kv_budget import Places, by_reach, split
+from eagle_mlx.engine.groups import Places, RoundReads, Row, arrange, by_reach, split
 from tests.architectures import tiny_model
 from tests.fakes import tiny_head, tiny_target
 

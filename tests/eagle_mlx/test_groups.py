@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from mlx_lm.models import qwen3
 
 import eagle_mlx as em
-from eagle_mlx.engine.batch import Batch
-from eagle_mlx.engine.groups import RoundReads
-from eagle_mlx.engine.kv_budget import size_of
-from eagle_mlx.engine.round import Round
+from eagle_mlx.engine.batch import Batch, Round
+from eagle_mlx.engine.groups import RoundReads, size_of
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.request_state import RequestState
@@ -307,19 +305,19 @@ def test_plain_rounds_are_dispatched_during_those_of_the_other_group(
 ) -> None:
     """Each round also gets its own time, on a device that is done when dispatch returns."""
     now, log, told = [100.0], list[tuple[str, int]](), list[tuple[int, float]]()
-    dispatch, collect = Round.dispatch, Round.collect
+    dispatch, collect = Batch.dispatch, Round.collect
 
-    def slow(planned: Round, *args: Any) -> None:
-        now[0] += 10.0 if len(planned.batch.requests) == 1 else 4.0
-        log.append(("dispatch", len(planned.batch.requests)))
-        dispatch(planned, *args)
+    def slow(batch: Batch, *args: Any) -> Round:
+        now[0] += 10.0 if len(batch.requests) == 1 else 4.0
+        log.append(("dispatch", len(batch.requests)))
+        return dispatch(batch, *args)
 
     def noted(collected: Round) -> RoundResult:
         log.append(("collect", len(collected.batch.requests)))
         return collect(collected)
 
     engine = grouped(em.Engine(TARGET, PROPOSERS[drafts](TARGET), policy=em.FixedPolicy(0), max_batch=4))
-    engine.schedule.clock = lambda: now[0]
+    engine.runner.clock = lambda: now[0]
     rows = [engine.prepare(PROMPTS[i], em.SamplingParams(max_tokens=60, ignore_eos=True)) for i in (0, 1, 4)]
     for row in rows:
         engine.submit(row)
@@ -327,7 +325,7 @@ def test_plain_rounds_are_dispatched_during_those_of_the_other_group(
         engine.step()
     for _ in range(3):
         engine.step()
-    monkeypatch.setattr(Round, "dispatch", slow)
+    monkeypatch.setattr(Batch, "dispatch", slow)
     monkeypatch.setattr(Round, "collect", noted)
     engine.observer = lambda result: told.append((result.rows, result.seconds))
     for _ in range(8):
@@ -421,11 +419,11 @@ def test_a_round_that_raises_ends_only_its_own_group(
 ) -> None:
     engine, short, long = parted(depth)
     gone, left = (short, long) if which == "short" else (long, short)
-    owner: type = Batch if name == "release" else Round
+    owner: type = Round if name == "collect" else Batch
     real = getattr(owner, name)
 
     def broken(self: Any, *args: Any) -> Any:
-        batch = self if name == "release" else self.batch
+        batch = self.batch if name == "collect" else self
         if gone[0] in batch.requests and (name != "release" or gone[0].finish_reason):
             raise MemoryError("no room left")
         return real(self, *args)

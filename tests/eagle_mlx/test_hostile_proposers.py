@@ -412,37 +412,53 @@ def test_zeroing_a_ring_keeps_visible_entries(length: int) -> None:
         assert (held[:, place % 24] == place + 1).all()
 
 
+def assert_nan_ends_its_rows_alone(outputs: Sequence[em.Output], texts: Sequence[Sequence[int]]) -> int:
+    """Check that rows end with their own text, or earlier because of NaN. Return how many rows NaN ended."""
+    for output, text in zip(outputs, texts, strict=True):
+        assert output.tokens == text[: len(output.tokens)]
+        if output.error is None:
+            assert len(output.tokens) == len(text)
+        else:
+            assert "NaN" in output.error
+    return sum(output.error is not None for output in outputs)
+
+
 @CHAIN_AND_TREE
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_9_a_draft_that_leads_to_nan_does_not_harm_its_row(policy: em.FixedPolicy, params: em.SamplingParams) -> None:
-    """Its keys affect earlier positions: masked attention multiplies them by 0."""
+def test_9_a_draft_that_leads_to_nan_ends_only_its_row(policy: em.FixedPolicy, params: em.SamplingParams) -> None:
+    """Its keys affect earlier positions: masked attention multiplies them by 0. No cached prefix has them."""
     texts = plain(poisoned([]), params)
     said = {token for text in [*texts, *PROMPTS] for token in text}
-    bad = [token for token in range(128) if token not in said]
+    bad = next(token for token in range(1, 128) if token not in said)
     rng = np.random.default_rng(2)
 
     def spoil(draft: Draft) -> Draft:
-        wrong = mx.array(rng.random(draft.tokens.shape) < 0.2)
-        return replace(draft, tokens=mx.where(wrong, bad[0], draft.tokens))
+        wrong = mx.array((rng.random(draft.tokens.shape) < 0.02) & spoils)
+        return replace(draft, tokens=mx.where(wrong, bad, mx.where(draft.tokens == bad, 0, draft.tokens)))
 
+    ended = 0
     for seed in range(3):
-        engine = em.Engine(poisoned(bad), Hostile(texts, seed, spoil), policy=policy, max_batch=3)
+        spoils, proposer = True, Hostile(texts, seed, spoil)
+        engine = em.Engine(poisoned([bad]), proposer, policy=policy, max_batch=3, prefix_cache_bytes=1 << 20)
+        ended += assert_nan_ends_its_rows_alone(engine.generate(PROMPTS, params), texts)
+        spoils = False
         outputs = engine.generate(PROMPTS, params)
         assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in texts]
         assert sum(output.accepted for output in outputs) > 0
+    assert 0 < ended < 3 * len(PROMPTS)
 
 
 @CHAIN_AND_TREE
 def test_9_a_text_that_leads_to_nan_fails_even_if_it_was_drafted(policy: em.FixedPolicy) -> None:
-    """At the same token as plain decoding, and not later."""
+    """At the same token as plain decoding, or in the round that reads it."""
     texts = plain(poisoned([]), GREEDY)
     bad = texts[1][6]
     target = poisoned([bad])
     for seed in range(3):
         engine = em.Engine(target, Hostile(texts, seed), policy=policy, max_batch=3)
         output = engine.generate([PROMPTS[1]], GREEDY)[0]
-        assert (output.tokens, output.finish_reason) == (texts[1][: texts[1].index(bad) + 1], "error")
-        assert "NaN" in (output.error or "")
+        assert assert_nan_ends_its_rows_alone([output], [texts[1]]) == 1
+        assert bad not in output.tokens[:-1]
 
 
 SICK = 95
@@ -452,7 +468,7 @@ class Sickening(HostileProposer):
     """Knows the rows' texts, and sometimes drafts SICK."""
 
     def continuation(self, text: Sequence[int], count: int) -> list[int]:
-        return [SICK if self.rng.random() < 0.15 else token for token in super().continuation(text, count)]
+        return [SICK if self.rng.random() < 0.06 else token for token in super().continuation(text, count)]
 
 
 @pytest.mark.parametrize(
@@ -462,8 +478,8 @@ class Sickening(HostileProposer):
         [GREEDY, SEEDED, em.SamplingParams(max_tokens=COUNT, temperature=1.0, top_k=1)],
     ),
 )
-def test_9_a_recurrent_state_is_restored_after_a_draft_with_nan(name: str, params: em.SamplingParams) -> None:
-    """Only for its row. Sampling from one token makes the rejection rule's text predictable."""
+def test_9_a_draft_with_nan_harms_no_other_rows_recurrent_state(name: str, params: em.SamplingParams) -> None:
+    """Sampling from one token makes the rejection rule's text predictable."""
     params = replace(params, logit_bias={SICK: -1e4})
     healthy, sick = tiny_model(name), tiny_model(name)
     for model in (healthy, sick):
@@ -475,5 +491,5 @@ def test_9_a_recurrent_state_is_restored_after_a_draft_with_nan(name: str, param
     known = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
     proposer = Sickening(np.random.default_rng(0), known, Manners())
     outputs = em.Engine(em.Target(sick), proposer, policy=em.FixedPolicy(3), max_batch=3).generate(prompts, params)
-    assert [(output.error, output.tokens) for output in outputs] == [(None, text) for text in texts]
+    assert 0 < assert_nan_ends_its_rows_alone(outputs, texts) < len(texts)
     assert sum(output.accepted for output in outputs) > 0

@@ -15,7 +15,7 @@ import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.ragged import CacheSize
 from eagle_mlx.engine.admission import Admission
-from eagle_mlx.engine.kv_budget import KVBudget, size_of
+from eagle_mlx.engine.groups import KVBudget, size_of
 from eagle_mlx.engine.request_queue import MOST_SKIPS
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.request import Request
@@ -240,13 +240,13 @@ class Seats:
 
     def admit(self) -> list[RequestState]:
         new = []
-        while len(self.admission.admitted) < self.seats:
+        while len(self.budget.admitted) < self.seats:
             following = self.admission.following()
             if following is None:
                 break
             self.admission.take(following)
             new.append(following)
-            assert self.budget.set_aside(self.admission.admitted) <= self.budget.nbytes
+            assert self.budget.set_aside(self.budget.admitted) <= self.budget.nbytes
         self.let_in += new
         return new
 
@@ -268,12 +268,12 @@ def test_short_requests_pass_one_that_waits_for_memory_a_limited_number_of_times
     seats.submit(long, *short[4:])
     passed = 0
     while long not in seats.let_in:
-        rows = seats.admission.admitted
+        rows = seats.budget.admitted
         assert rows
         seats.end(rows[:1])
         passed += len([each for each in seats.admit() if each is not long])
     assert passed <= MOST_SKIPS
-    assert seats.admission.admitted == [long]
+    assert seats.budget.admitted == [long]
 
 
 @settings(max_examples=some(100))
@@ -297,7 +297,7 @@ def test_no_request_waits_forever(arrivals: list[tuple[str, int, int]], random: 
             for passed in before[: before.index(each)]:
                 passes[id(passed)] = passes.get(id(passed), 0) + 1
             before.remove(each)
-        rows = list(seats.admission.admitted)
+        rows = list(seats.budget.admitted)
         random.shuffle(rows)  # type: ignore[attr-defined]
         seats.end(rows[:leave])
     assert all(count <= MOST_SKIPS for count in passes.values())
@@ -305,8 +305,8 @@ def test_no_request_waits_forever(arrivals: list[tuple[str, int, int]], random: 
         if not seats.admission.waiting:
             break
         new = seats.admit()
-        assert new or seats.admission.admitted
-        seats.end(seats.admission.admitted[:1])
+        assert new or seats.budget.admitted
+        seats.end(seats.budget.admitted[:1])
     assert sorted(map(id, seats.let_in)) == sorted(map(id, asked))
 
 
@@ -334,9 +334,9 @@ def test_a_request_cancelled_while_it_waits_for_memory_blocks_no_other() -> None
     seats.admit()
     seats.submit(long, *short[4:])
     for _ in range(MOST_SKIPS):
-        seats.end(seats.admission.admitted[:1])
+        seats.end(seats.budget.admitted[:1])
         seats.admit()
-    seats.end(seats.admission.admitted[:1])
+    seats.end(seats.budget.admitted[:1])
     assert seats.admit() == []
     long.finish("cancelled")
     seats.admission.remove_ended()

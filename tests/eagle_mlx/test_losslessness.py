@@ -15,24 +15,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import qwen3
 
 import eagle_mlx as em
 from eagle_mlx.decoding import filters
-from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, distribution, draft_sample, gumbel, sample
 from eagle_mlx.decoding.verify import Verdict, match, rejection, verify
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.eagle3 import PEagleHead
 from eagle_mlx.plan import Context, Plan, RoundResult
 from eagle_mlx.policy import Policy
-from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
 from eagle_mlx.proposers.block import BlockDrafter
-from eagle_mlx.request_state import Pending, RequestState
 from eagle_mlx.sampling_params import Acceptance, SamplingParams
 from tests.eagle_mlx.heads import dflash2, dspark, peagle
 from tests.eagle_mlx.test_filters import one_step_short
-from tests.fakes import randomize, tiny_config, tiny_target
+from tests.fakes import tiny_target
 from tests.full import diagonal, in_full
 from tests.grammars import Steps
 
@@ -640,156 +636,3 @@ def test_1_texts_with_a_grammar_follow_the_target(policy: str, acceptance: Accep
     assert not misses(texts, guided_law(), SMALL)
     assert not misses(texts[:, :1], guided_law().reshape(SMALL, -1).sum(axis=1), SMALL)
     assert accepted > 0
-
-
-# Through the engine: a draft token that reads as NaN, so that nothing before it can be judged either.
-
-SICK = 7
-"""A token with NaN keys and values. The draft model draws it about as often as others."""
-SICK_LENGTH = 4
-"""The first token comes with prefill. The next round can then use two draft tokens."""
-SICK_PARAMS = replace(SHARP, temperature=1.0, max_tokens=SICK_LENGTH)
-HEALTHY_PROMPT = [2, 6, 1, 2, 6, 1, 2]
-
-
-@cache
-def sick_target(is_sick: bool) -> em.Target:
-    config = tiny_config(layers=1, hidden=16, vocab=SMALL) | {"tie_word_embeddings": False}
-    model = qwen3.Model(qwen3.ModelArgs(**config))  # type: ignore[arg-type]
-    randomize(model, 23, 0.2)
-    if is_sick:
-        model.model.embed_tokens.weight[SICK] = mx.nan
-    return em.Target(model)
-
-
-@cache
-def sick_law(params: SamplingParams) -> Array:
-    """Return the probability of every text of `SICK_LENGTH` tokens. SICK stands for everything after it."""
-    texts = np.stack(np.meshgrid(*[np.arange(SMALL)] * SICK_LENGTH, indexing="ij"), axis=-1).reshape(-1, SICK_LENGTH)
-    whole = np.concatenate([np.tile(HEALTHY_PROMPT, (len(texts), 1)), texts], axis=1)
-    logits = sick_target(False).forward(mx.array(whole)).logits[:, len(HEALTHY_PROMPT) - 1 : -1]
-    p = np.array(distribution(logits, SamplingBatch.of([params] * len(texts), [0] * len(texts))), np.float64)
-    p /= p.sum(axis=-1, keepdims=True)
-    each = np.take_along_axis(p, texts[..., None], axis=-1)[..., 0].prod(axis=1)
-    failed = np.cumsum(texts == SICK, axis=1) > 0
-    cells = np.where(failed, SICK, texts) @ SMALL ** np.arange(SICK_LENGTH)[::-1]
-    return np.bincount(cells, weights=each, minlength=len(texts))
-
-
-class Certain(Proposer):
-    """Drafts the same tokens for any text, without probabilities."""
-
-    name = "certain"
-
-    def __init__(self, *tokens: int):
-        self.tokens = tokens
-
-    def open(self, prompts: Sequence[Sequence[int]]) -> "CertainState":
-        return CertainState(self.tokens, len(prompts))
-
-
-class CertainState(ProposerState):
-    def __init__(self, tokens: Sequence[int], rows: int):
-        self.tokens, self.rows = tokens, rows
-
-    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        tokens = list(self.tokens[: plan.depth])
-        return Draft(mx.array([tokens] * self.rows), mx.full((self.rows,), len(tokens), mx.int32))
-
-    def observe(self, seen: Observation) -> None:
-        """Ignore the text."""
-
-    def append(self, other: "CertainState") -> None:
-        self.rows += other.rows
-
-    def remove(self, row: int) -> None:
-        self.rows -= 1
-
-
-class EveryThird:
-    """Drafts only in every third round, so later rounds do not draw a dropped token again with the same noise."""
-
-    wants_trees = False
-
-    def __init__(self) -> None:
-        self.rounds = 0
-
-    def plan(self, context: Context) -> Plan:
-        return Plan(0 if self.rounds % 3 else 2)
-
-    def observe(self, result: RoundResult) -> None:
-        self.rounds += 1
-
-
-SICK_DRAFTS: dict[str, Callable[[], Any]] = {
-    "a model": lambda: em.DraftModelProposer(small_target(7)),
-    "sick, well": lambda: Certain(SICK, 6),
-    "well, sick": lambda: Certain(6, SICK),
-}
-
-
-def sick_texts(drafts: str, params: SamplingParams) -> tuple[Array, list[RequestState]]:
-    """Return texts by the engine, [N, SICK_LENGTH]; some rows are paused. SICK stands for all that follows it."""
-    rows = list[RequestState]()
-    for _ in range(ENGINE_DRAWS // ENGINE_ROWS):
-        engine = em.Engine(
-            sick_target(True),
-            SICK_DRAFTS[drafts](),
-            policy=EveryThird(),
-            max_batch=ENGINE_ROWS,
-            prefill_chunk=ENGINE_ROWS * 8,
-            groups=1,
-        )
-        asked = [engine.prepare(HEALTHY_PROMPT, params) for _ in range(ENGINE_ROWS)]
-        for row in asked:
-            engine.submit(row)
-        while not engine.idle:
-            engine.step()
-            for row in asked[::4]:
-                if row.pending and not row.paused:
-                    engine.pause(row)  # pending tokens remain until it resumes
-        rows += asked
-    return np.array([(row.tokens + [SICK] * SICK_LENGTH)[:SICK_LENGTH] for row in rows]), rows
-
-
-def sick_misses(texts: Array, params: SamplingParams) -> bool:
-    """Return whether the whole texts or their prefixes miss the law."""
-    law = sick_law(params)
-    each = [law.reshape(SMALL**at, SMALL, -1).sum(axis=(0, 2)) for at in range(SICK_LENGTH)]
-    single = any(misses(texts[:, at : at + 1], one, SMALL) for at, one in enumerate(each))
-    return single or misses(texts, law, SMALL)
-
-
-@pytest.mark.parametrize(
-    ("drafts", "params"),
-    [
-        ("a model", SICK_PARAMS),
-        ("a model", replace(SICK_PARAMS, top_k=5)),
-        ("sick, well", replace(SICK_PARAMS, acceptance="coupled")),
-        ("well, sick", replace(SICK_PARAMS, top_p=0.9)),
-    ],
-)
-def test_9_a_rejected_draft_with_nan_fails_no_sampled_row(drafts: str, params: SamplingParams) -> None:
-    """A row fails after it emits SICK and not before. Whether it emits SICK follows the target."""
-    texts, rows = sick_texts(drafts, params)
-    assert all((row.error is not None) == (SICK in row.tokens[: SICK_LENGTH - 1]) for row in rows)
-    assert all(SICK not in row.tokens[:-1] for row in rows)
-    assert not sick_misses(texts, params)
-    assert any(sum(row.accepted_by_position) for row in rows) or drafts != "a model"
-
-
-def first_alone(draft: Draft, row: int, emitted: Sequence[int]) -> Pending | None:
-    whole = rest_of(draft, row, emitted)
-    return None if whole is None else Pending(whole.tokens[:1], None if whole.probs is None else whole.probs[:1])
-
-
-rest_of = Draft.unjudged
-
-
-@pytest.mark.parametrize("broken", in_full([lambda *_: None, first_alone], [first_alone]))
-def test_9_a_sampler_that_drops_a_draft_because_of_its_tokens_misses_the_bar(
-    broken: Callable[..., Pending | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Draft, "unjudged", broken)
-    texts, _ = sick_texts("a model", SICK_PARAMS)
-    assert sick_misses(texts, SICK_PARAMS)

@@ -203,7 +203,7 @@ def test_05_rows_are_shared_fairly() -> None:
     for _ in range(40):
         engine.step()
     assert engine.pauses == before  # rows do not alternate
-    assert [each.pauses for each in rows["a"][:1]] == [0]  # the newest was paused, not the oldest
+    assert [each.counts.pauses for each in rows["a"][:1]] == [0]  # the newest was paused, not the oldest
     for requests in rows.values():
         for request in requests:
             engine.cancel(request)

@@ -11,8 +11,7 @@ import pytest
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
-from eagle_mlx.policy.acceptance import AcceptanceByPosition, AcceptanceByRank, ConfidenceCalibration
-from eagle_mlx.policy.costs import Costs, Drift
+from eagle_mlx.policy.estimates import AcceptanceByPosition, AcceptanceByRank, ConfidenceCalibration, Costs, Drift
 from tests.eagle_mlx.worlds import CHAINS, World, result
 
 

@@ -125,9 +125,8 @@ def test_a_text_above_the_limit_is_not_copied() -> None:
 
 
 def test_decoding_rows_leave_memory_to_the_cache() -> None:
-    prefixes = PrefixCache(MANY)
     spare = [MANY]
-    prefixes.spare = lambda: spare[0]
+    prefixes = PrefixCache(MANY, spare=lambda: spare[0])
     cache, new = RaggedCache(1, 4), mx.random.normal((4, 2, 100, 16))
     cache[0].update_and_fetch(new, new)
     cache.advance(100)
@@ -226,7 +225,7 @@ def test_no_namespace_is_that_of_a_draft_model() -> None:
         busy.submit(row)
         while not busy.idle:
             busy.step()
-        return row.cached_tokens, row.tokens
+        return row.counts.cached_tokens, row.tokens
 
     first = answered("mine")
     for namespace in ("\0draft model\0mine", "draft model", "mine\0", "True"):

@@ -63,7 +63,7 @@ def test_16_namespaces_do_not_share_files(tmp_path: Path, kind: str) -> None:
         by.submit(row)
         while row.finish_reason is None:
             by.step()
-        return row.cached_tokens
+        return row.counts.cached_tokens
 
     first = engine(tmp_path, kind)
     assert [cached(first, each) for each in ("a", "b", "")] == [0, 0, 0]
@@ -84,9 +84,9 @@ def test_a_new_engine_continues_from_the_files_of_the_old_one(
     for prompt in ([*TEXT, *said, 1, 2, 3], [*TEXT[:SYSTEM], 5, 6, 7, 8]):
         again, without = engine(tmp_path, kind, drafts), engine(None, kind, drafts)
         got, wanted = answered(again, prompt, params), answered(without, prompt, params)
-        assert (got.tokens, got.accepted_by_position) == (wanted.tokens, wanted.accepted_by_position)
-        assert len(prompt) - got.cached_tokens <= 0.1 * len(prompt)
-        assert (disk(again).hits, disk(again).tokens) == (1, got.cached_tokens)
+        assert (got.tokens, got.counts.accepted_by_position) == (wanted.tokens, wanted.counts.accepted_by_position)
+        assert len(prompt) - got.counts.cached_tokens <= 0.1 * len(prompt)
+        assert (disk(again).hits, disk(again).tokens) == (1, got.counts.cached_tokens)
         written(again)
 
 
@@ -110,7 +110,7 @@ def test_others_decode_while_a_text_is_read_from_files(
     assert len(set(said)) >= 4
     while not again.idle:
         again.step()
-    assert row.cached_tokens == len(TEXT) - 2
+    assert row.counts.cached_tokens == len(TEXT) - 2
     assert row.tokens == cold(tuple(TEXT), kind)
     assert disk(again).bytes_ahead == 0
 
@@ -134,11 +134,11 @@ def test_only_blocks_that_memory_lacks_are_read(tmp_path: Path) -> None:
     answered(again, TEXT[:64])
     begun = disk(again).bytes_read
     got = answered(again, TEXT)
-    assert got.cached_tokens == len(TEXT) - 2
+    assert got.counts.cached_tokens == len(TEXT) - 2
     assert 0 < disk(again).bytes_read - begun < begun * 2
     assert got.tokens == cold(tuple(TEXT)) == said
     read = (disk(again).hits, disk(again).bytes_read)
-    assert answered(again, [*TEXT, *said, 1, 2, 3]).cached_tokens > len(TEXT)
+    assert answered(again, [*TEXT, *said, 1, 2, 3]).counts.cached_tokens > len(TEXT)
     assert read == (disk(again).hits, disk(again).bytes_read), "memory has all of it"
 
 
@@ -186,7 +186,7 @@ def test_files_of_another_model_are_never_read(tmp_path: Path, kind: str, drafts
     other = engine(tmp_path, kind, drafts, seed)
     assert disk(other).folder != blocks(tmp_path)[0].parent
     got = answered(other, TEXT)
-    assert (got.cached_tokens, disk(other).hits) == (0, 0)
+    assert (got.counts.cached_tokens, disk(other).hits) == (0, 0)
     assert got.tokens == cold(tuple(TEXT), kind, drafts, seed)
 
 
@@ -219,7 +219,7 @@ def test_bytes_are_bounded_over_all_models_and_the_least_recently_used_go_first(
     assert not list(foreign.glob("*.safetensors"))
     assert (tmp_path / "mine.safetensors").exists()
     again = engine(tmp_path)
-    cached = [answered(again, prompt, em.SamplingParams(max_tokens=1)).cached_tokens for prompt in prompts]
+    cached = [answered(again, prompt, em.SamplingParams(max_tokens=1)).counts.cached_tokens for prompt in prompts]
     assert cached[3] == cached[2] == len(TEXT) - 2
     assert cached[0] < len(TEXT) // 2 + 32
     smaller = disk(engine(tmp_path, limit=int(1.2 * one)))  # a smaller limit applies from the next start
@@ -229,7 +229,7 @@ def test_bytes_are_bounded_over_all_models_and_the_least_recently_used_go_first(
 def test_the_end_of_a_text_is_removed_first(tmp_path: Path) -> None:
     with_text(tmp_path)
     got = answered(engine(tmp_path, limit=int(0.6 * nbytes(tmp_path))), TEXT)
-    assert 0 < got.cached_tokens < len(TEXT) // 2 + 32
+    assert 0 < got.counts.cached_tokens < len(TEXT) // 2 + 32
 
 
 def test_a_full_disk_is_reported_once_and_answers_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_a_file_that_cannot_be_opened_is_kept(tmp_path: Path, monkeypatch: pytes
         assert answered(again, TEXT).tokens == cold(tuple(TEXT))
     assert len(heard) == disk(again).passed_over > 0
     written(again)
-    assert answered(engine(tmp_path), TEXT).cached_tokens == len(TEXT) - 2
+    assert answered(engine(tmp_path), TEXT).counts.cached_tokens == len(TEXT) - 2
 
 
 def test_a_folder_that_cannot_be_created_is_reported_once(tmp_path: Path) -> None:
@@ -278,9 +278,9 @@ def test_19_two_engines_in_one_folder_find_each_others_files(tmp_path: Path) -> 
     one, two = engine(tmp_path), engine(tmp_path)
     answered(one, TEXT)
     written(one)
-    assert answered(two, [*TEXT, 1, 2, 3]).cached_tokens >= len(TEXT) - 2
+    assert answered(two, [*TEXT, 1, 2, 3]).counts.cached_tokens >= len(TEXT) - 2
     written(two)
-    assert answered(engine(tmp_path), [*TEXT, 1, 2, 3, 4]).cached_tokens > len(TEXT)
+    assert answered(engine(tmp_path), [*TEXT, 1, 2, 3, 4]).counts.cached_tokens > len(TEXT)
     assert disk(one).passed_over == disk(two).passed_over == 0
 
 
@@ -292,7 +292,7 @@ def test_19_deleted_files_are_written_again(tmp_path: Path) -> None:
     for path in blocks(tmp_path)[2:]:
         path.unlink()
     got = answered(again, TEXT)
-    assert (got.cached_tokens, got.tokens) == (64, cold(tuple(TEXT)))
+    assert (got.counts.cached_tokens, got.tokens) == (64, cold(tuple(TEXT)))
     written(again)
     assert [path.name for path in blocks(tmp_path)] == before
     assert disk(again).passed_over == 0
@@ -305,7 +305,7 @@ def test_the_folder_can_be_deleted_at_any_time(tmp_path: Path) -> None:
     assert answered(busy, TEXT).tokens == cold(tuple(TEXT))
     written(busy)
     assert disk(busy).passed_over == 0
-    assert answered(engine(tmp_path / "cache"), TEXT).cached_tokens == len(TEXT) - 2
+    assert answered(engine(tmp_path / "cache"), TEXT).counts.cached_tokens == len(TEXT) - 2
 
 
 def test_19_two_engines_keep_one_limit(tmp_path: Path) -> None:
@@ -328,12 +328,12 @@ def test_19_fifos_and_folders_with_the_name_of_a_block_are_skipped(tmp_path: Pat
     third.mkdir()
     (third / "mine").touch()
     again = engine(tmp_path)
-    assert answered(again, TEXT).cached_tokens == 32
+    assert answered(again, TEXT).counts.cached_tokens == 32
     assert disk(again).bytes_read == first.stat().st_size
     written(again)
     assert (third / "mine").exists()
     assert second.is_file(), "the block is written again, in the FIFO's place"
-    assert answered(engine(tmp_path), TEXT).cached_tokens == 64
+    assert answered(engine(tmp_path), TEXT).counts.cached_tokens == 64
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
@@ -346,7 +346,7 @@ def test_19_a_block_that_becomes_a_fifo_or_a_folder_is_skipped(tmp_path: Path, m
     make(block)
     got = answered(again, TEXT)
     written(again)
-    assert got.cached_tokens in (0, 32)
+    assert got.counts.cached_tokens in (0, 32)
     assert got.tokens == cold(tuple(TEXT))
     assert len(heard) == disk(again).passed_over == 1
 
@@ -379,7 +379,7 @@ def test_19_a_read_only_folder_is_read_and_reported_once(read_only: Callable[[],
     folder = read_only()
     before = nbytes(folder)
     again = engine(folder, limit=int(share * before), say=said_of(["the prefix cache"], heard))
-    assert answered(again, [*TEXT, 5, 6, 7]).cached_tokens >= len(TEXT) - 2
+    assert answered(again, [*TEXT, 5, 6, 7]).counts.cached_tokens >= len(TEXT) - 2
     written(again)
     [said] = heard
     assert f"cannot write to or delete files in {folder}" in said
@@ -392,7 +392,7 @@ def test_a_text_too_large_for_memory_stays_on_disk(tmp_path: Path) -> None:
     assert again.prefixes is not None
     again.prefixes.capacity = 1000
     got = answered(again, TEXT)
-    assert (got.cached_tokens, disk(again).bytes_read) == (0, 0)
+    assert (got.counts.cached_tokens, disk(again).bytes_read) == (0, 0)
 
 
 def test_a_failure_while_files_are_read_costs_only_the_reading(
@@ -411,7 +411,7 @@ def test_a_failure_while_files_are_read_costs_only_the_reading(
     wanted = cold(tuple(TEXT))
     for cached in (0, len(TEXT) - 2):
         got = answered(again, TEXT)
-        assert (got.cached_tokens, got.tokens) == (cached, wanted)
+        assert (got.counts.cached_tokens, got.tokens) == (cached, wanted)
     assert [record.message for record in caplog.records] == [
         "the prefix cache failed and is empty now; prompts are computed again"
     ]
@@ -436,7 +436,7 @@ def test_a_damaged_row_of_the_database_costs_only_its_file(tmp_path: Path, colum
     assert heard
     written(again)
     later = engine(tmp_path, kind, say=said_of(["has a damaged row"], heard))
-    assert answered(later, TEXT).cached_tokens == len(TEXT) - 2
+    assert answered(later, TEXT).counts.cached_tokens == len(TEXT) - 2
     written(later)
     assert len(heard) == len(set(heard)), "each row is reported once"
 
@@ -486,6 +486,6 @@ def test_3_nan_is_not_cached(tmp_path: Path, name: str, after: int) -> None:
     written(first)
     second = engine(tmp_path, which=which)
     again = answered(second, TEXT[:120], params)
-    assert (again.error, again.tokens) == (None, wanted), again.cached_tokens
-    assert again.cached_tokens > 0
+    assert (again.error, again.tokens) == (None, wanted), again.counts.cached_tokens
+    assert again.counts.cached_tokens > 0
     written(second)

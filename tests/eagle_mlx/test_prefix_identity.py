@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -26,13 +27,11 @@ GREEDY = em.SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 def engine(target: em.Target, folder: Path | None, proposer: em.HeadProposer | None = None) -> em.Engine:
-    made = em.Engine(
-        target, proposer, policy=em.FixedPolicy(3), max_batch=2, prefix_cache_bytes=1 << 30 if folder else 0
-    )
-    if folder is not None:
-        assert made.prefixes is not None
-        made.prefixes.disk = DiskTier(folder, 1 << 30, target, proposer)
-    return made
+    if folder is None:
+        return em.Engine(target, proposer, policy=em.FixedPolicy(3), max_batch=2)
+    files = DiskTier(folder, 1 << 30, target, proposer)
+    cached: dict[str, Any] = {"prefix_cache_bytes": 1 << 30, "prefix_files": files}
+    return em.Engine(target, proposer, policy=em.FixedPolicy(3), max_batch=2, **cached)
 
 
 def answered(by: em.Engine) -> tuple[int, list[int]]:
@@ -43,7 +42,7 @@ def answered(by: em.Engine) -> tuple[int, list[int]]:
         by.step()
     if by.prefixes is not None and by.prefixes.disk is not None:
         assert by.prefixes.disk.close(60)
-    return row.cached_tokens, row.tokens
+    return row.counts.cached_tokens, row.tokens
 
 
 def embedding(target: em.Target) -> mx.array:

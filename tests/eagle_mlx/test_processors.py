@@ -23,7 +23,6 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.decoding.verify import Verdict
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefill import Prefill
-from eagle_mlx.engine.round import Round
 from eagle_mlx.errors import PromptError
 from eagle_mlx.plan import PLAIN, Plan
 from eagle_mlx.proposers.base import Observation, Proposer
@@ -436,11 +435,8 @@ def test_a_round_that_is_cancelled_was_never_counted() -> None:
     prefill.step(512)
     assert not prefill.left
     while not batch.requests[0].finish_reason:
-        current = Round(batch, PLAIN)
-        current.dispatch()
-        unwanted = Round(batch, PLAIN)
-        unwanted.dispatch()
-        unwanted.cancel()
+        current = batch.dispatch(PLAIN)
+        batch.dispatch(PLAIN).cancel()
         current.collect()
     assert batch.requests[0].tokens == plain_text(PROMPTS[0], params)
 

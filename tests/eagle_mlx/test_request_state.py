@@ -11,8 +11,9 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
-FIELDS = frozenset(vars(RequestState(Request([1], SamplingParams(), 0, 1, frozenset())))) - {"request"}
-OTHERS = {"portion", "progress", "report", "timings", "totals", "warmup"}
+STATE = RequestState(Request([1], SamplingParams(), 0, 1, frozenset()))
+FIELDS = frozenset([*vars(STATE), *vars(STATE.counts)]) - {"request"}
+OTHERS = {"penalties", "portion", "progress", "report", "timings", "totals", "warmup"}
 """Names of other classes' objects with fields of the same names. Many have a `request`."""
 CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "sort", "reverse"}
 """Methods of lists that change them."""

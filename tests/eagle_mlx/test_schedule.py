@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import qwen3
 
 import eagle_mlx as em
-from eagle_mlx.engine.round import Round
+from eagle_mlx.engine.batch import Round
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request_state import RequestState
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
@@ -259,7 +259,7 @@ def test_06_a_chunk_takes_no_longer_than_asked_while_others_decode(
 ) -> None:
     """On a clock where the model reads a given number of positions per second: from 128 to what fits memory."""
     busy = em.Engine(roomy(), prefill_chunk=1024, prefill_ms=400)
-    busy.schedule.clock = lambda: sum(positions_read) / speed
+    busy.runner.clock = lambda: sum(positions_read) / speed
     params = em.SamplingParams(max_tokens=400, ignore_eos=True)
     talking, reading = busy.prepare([5, 6, 7], params), busy.prepare(PROMPTS[1] * 26, params)
     busy.submit(talking)

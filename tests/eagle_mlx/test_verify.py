@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.decoding.draft import Draft
-from eagle_mlx.decoding.sampling import SamplingBatch, distribution, draft_sample, sample
-from eagle_mlx.decoding.verify import Verdict, judge_pending, match, mixture, rejection, threshold, verify
-from eagle_mlx.request_state import Pending
+from eagle_mlx.decoding.sampling import SamplingBatch, draft_sample, sample
+from eagle_mlx.decoding.verify import Verdict, match, rejection, threshold, verify
 from eagle_mlx.sampling_params import SamplingParams
 from tests.full import some
 
@@ -266,58 +264,3 @@ def test_the_argmax_is_over_the_whole_vocabulary() -> None:
     batch, positions = SamplingBatch.of([GREEDY], [0]), mx.array([[0, 1]])
     assert emitted(verify(logits, mx.array([[1]]), mx.array([1]), None, batch, positions)) == [[3]]
     assert emitted(verify(logits, mx.array([[3]]), mx.array([1]), None, batch, positions)) == [[3, 0]]
-
-
-@settings(max_examples=some(50), deadline=None)
-@given(st.integers(0, 10_000), st.integers(2, 9), st.booleans())
-def test_9_a_draft_judged_later_follows_the_target(seed: int, vocab: int, sparse: bool) -> None:
-    """Averaged over all draft tokens by their probability, the result is the target's distribution."""
-    rng = np.random.default_rng(seed)
-    p, q = rng.dirichlet(np.full(vocab, 0.5), 2)
-    if sparse:
-        p, q = (np.where(rng.random(vocab) < 0.5, x, 0) + 1e-3 * np.eye(vocab)[rng.integers(vocab)] for x in (p, q))
-        p, q = p / p.sum(), q / q.sum()
-    drafts = np.flatnonzero(q > 1e-6)
-    rows = (mx.array(np.tile(x, (len(drafts), 1)), mx.float32) for x in (p, q))
-    mixed = np.array(mixture(*rows, mx.array(drafts, mx.int32)), np.float64)
-    assert np.allclose(mixed.sum(axis=1), 1, atol=1e-5)
-    assert np.allclose(q[drafts] @ mixed, p, atol=1e-5)
-    assert np.allclose(mixed[np.arange(len(drafts)), drafts], np.minimum(1, p[drafts] / q[drafts]), atol=1e-5)
-
-
-def test_9_a_mixture_of_equal_distributions_is_the_draft() -> None:
-    p = mx.array([[0.25, 0.75], [0.0, 1.0]])
-    assert mixture(p, p, mx.array([0, 1])).tolist() == [[1.0, 0.0], [0.0, 1.0]]
-
-
-@pytest.mark.parametrize("probs", [None, mx.array([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])])
-def test_9_pending_drafts_affect_only_their_rows(probs: mx.array | None) -> None:
-    batch = SamplingBatch.of([replace(REJECTION, top_k=2), COUPLED, replace(REJECTION, top_k=0)], [1, 2, 3])
-    logits = mx.array(np.random.default_rng(0).normal(size=(3, 2, 3)).astype(np.float32))
-    before = np.array(distribution(logits, batch))
-    judged, rest = judge_pending(logits, batch, [Pending([1, 0], probs), None, None])
-    after = np.array(distribution(judged, rest))
-    q = mx.array([[0.0, 1.0, 0.0]]) if probs is None else probs[:1]
-    assert np.allclose(after[0, 0], np.array(mixture(mx.array(before[:1, 0]), q, mx.array([1])))[0], atol=1e-5)
-    assert np.allclose(after[1:], before[1:], atol=1e-6)
-    assert np.allclose(after[0, 1], before[0, 1], atol=1e-6)
-
-
-def test_9_the_rest_of_a_draft_is_judged_token_by_token() -> None:
-    probs = mx.array(np.random.default_rng(0).dirichlet(np.ones(5), (2, 3)), mx.float32)
-    draft = Draft(mx.array([[1, 2, 3], [4, 0, 0]]), mx.array([3, 1]), probs)
-    left = draft.unjudged(0, [1])
-    assert left is not None
-    assert left.probs is not None
-    assert left.tokens == [2, 3]
-    assert mx.array_equal(left.probs, probs[0, 1:]).item()
-    then = left.after(2)
-    assert then is not None
-    assert then.probs is not None
-    assert then.tokens == [3]
-    assert mx.array_equal(then.probs, probs[0, 2:]).item()
-    assert (left.after(4), then.after(3)) == (None, None)
-    for row, emitted in ((0, [1, 2, 3]), (0, [1, 4]), (0, [2]), (1, [4]), (1, [4, 0])):
-        assert draft.unjudged(row, emitted) is None
-    whole = replace(draft, probs=None).unjudged(1, [])
-    assert whole == Pending([4], None)

@@ -234,14 +234,14 @@ def test_a_file_that_could_not_be_opened_is_used_again(tmp_path: Path, monkeypat
     engine = disk_tier.engine(tmp_path, say=disk_tier.said_of(["Too many open files"]))
     with monkeypatch.context() as exhausted:
         exhausted.setattr("pathlib.Path.read_bytes", raiser(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
-        assert disk_tier.answered(engine, text).cached_tokens == 0
+        assert disk_tier.answered(engine, text).counts.cached_tokens == 0
     assert engine.prefixes is not None
     engine.prefixes.capacity = 0
     engine.prefixes.trim()
     engine.prefixes.capacity = disk_tier.MANY
     while disk_tier.disk(engine).bytes_waiting:
         os.sched_yield()
-    assert disk_tier.answered(engine, text).cached_tokens == len(text) - 2
+    assert disk_tier.answered(engine, text).counts.cached_tokens == len(text) - 2
     disk_tier.written(engine)
 
 

@@ -214,11 +214,11 @@ def test_a_modes_time_includes_waiting_for_its_own_rounds(monkeypatch: pytest.Mo
     monkeypatch.setattr("eagle_mlx.serve.bench.modes.mx.synchronize", lambda: now.append(now.pop() + 5))
     decoding = mode.decode(PROMPTS[:1], BenchConfig().params(1, 4))
     next(decoding)
-    before = mode.engine.schedule.clock()
+    before = mode.engine.runner.clock()
     mode.sync()
     now[0] += 20  # other modes' turns
     next(decoding)
-    assert mode.engine.schedule.clock() - before == 5
+    assert mode.engine.runner.clock() - before == 5
     decoding.close()
 
 

@@ -62,7 +62,7 @@ class DiskTier:
     ):
         """`root`: the folder for all models. `limit`: total bytes of all files in it. `say`: receives each problem.
 
-        Raises ConfigError if `root` is a file, or if the proposer's cache cannot be saved.
+        Binds the proposer. Raises ConfigError if `root` is a file, or if the proposer's cache cannot be saved.
         """
         if root.exists() and not root.is_dir():
             raise ConfigError(f"--prefix-cache-dir {root} is a file; name a folder")
@@ -71,6 +71,8 @@ class DiskTier:
                 f"the state of the proposer {proposer.name!r} cannot be saved to disk; omit --prefix-cache-dir, or "
                 "draft with a head, a draft model or n-grams"
             )
+        if proposer is not None:
+            proposer.bind(target)
         self._target, self._kv_bits, self._say, self.limit = target, kv_bits, say, limit
         self._positional = RaggedCache.of(target.model, 1, kv_bits).is_positional
         self._database = Database(root, limit, say)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.serve.api.cli import main
 from eagle_mlx.serve.api.loader import load
 from eagle_mlx.serve.api.model import Loaded
@@ -26,13 +25,7 @@ QUESTIONS = ["How do I open a file?", "What is a list, and what is a tuple?", "S
 
 
 def with_files(folder: Path) -> Callable[[], Loaded]:
-    def load() -> Loaded:
-        loaded = hybrid()
-        assert loaded.engine.prefixes is not None
-        loaded.engine.prefixes.disk = DiskTier(folder, 1 << 30, loaded.target)
-        return loaded
-
-    return load
+    return lambda: hybrid(folder)
 
 
 def asked(running: Live, chat: list[dict[str, Any]]) -> tuple[str, int, int]:

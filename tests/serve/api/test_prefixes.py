@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import eagle_mlx as em
+from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.serve.api.model import Loaded
 from tests.architectures import COMMON, CONFIGS
 from tests.fakes import embedded_tokenizer, randomize
@@ -18,13 +20,15 @@ SYSTEM = {"role": "system", "content": "You write Python and nothing else. " * 6
 HEADER = "x-anthropic-billing-header: cc_version=2.1; cch={};\n"
 
 
-def load() -> Loaded:
+def load(folder: Path | None = None) -> Loaded:
+    """`folder`: for files of the prefix cache."""
     arch = importlib.import_module("mlx_lm.models.lfm2")
     config = {"model_type": "lfm2", **COMMON, **CONFIGS["lfm2"], "vocab_size": 4096}
     model = arch.Model(arch.ModelArgs.from_dict(config))
     randomize(model, 0, 0.2)
     target = em.Target(model, embedded_tokenizer(), name="hybrid")
-    return Loaded(em.Engine(target, prefix_cache_bytes=1 << 24), "none", 0, {"temperature": 0.0})
+    files = DiskTier(folder, 1 << 30, target) if folder is not None else None
+    return Loaded(em.Engine(target, prefix_cache_bytes=1 << 24, prefix_files=files), "none", 0, {"temperature": 0.0})
 
 
 @pytest.fixture(scope="module")

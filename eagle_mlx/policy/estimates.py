@@ -1,14 +1,24 @@
-"""Estimates of the seconds of a round by kind, rows and size, and of the machine's present speed."""
+"""What a policy learns: the share of draft tokens that are accepted, and the seconds of rounds."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from statistics import median_low
 
+from eagle_mlx.plan import CONFIDENCE_LAG
+
+NEUTRAL = 0.5
+"""The acceptance assumed for a first draft token until one was verified: it may pay or not."""
+_WEIGHT = 2.0
+"""The number of tries that a first guess counts as."""
+_DECAY = 0.98
+"""The weight that older tries keep with each new round: half of it after 34 rounds."""
 PLAIN_KIND, CHAIN_KIND, LOOKUP_KIND = "plain", "chain", "n-grams"
 _LATEST = 7
 """The number of rounds in a median: odd, and small, to notice a change of speed soon."""
@@ -21,6 +31,94 @@ _MOVED = 0.01
 
 Points = Sequence[tuple[float, float]]
 """(x, y) in ascending order of x."""
+
+
+class _Shares:
+    """The share of hits at each index. Older tries count less."""
+
+    def __init__(self) -> None:
+        self._tries: list[float] = []
+        self._hits: list[float] = []
+
+    def _first_guess(self, at: int) -> float:
+        return NEUTRAL / (1 + at)
+
+    def rate(self, at: int) -> float:
+        return self._hits[at] / self._tries[at] if at < len(self._tries) else self._first_guess(at)
+
+    def _chances(self, count: int) -> Iterable[float]:
+        """Return the chance of each draft token to be accepted."""
+        return map(self.rate, range(count))
+
+    def expected_tokens(self, count: int) -> float:
+        """Return the tokens that a row emits in a round with `count` draft tokens, including the bonus token."""
+        return sum(self._chances(count), 1.0)
+
+    def _count(self, at: int, tries: float, hits: float) -> None:
+        while at >= len(self._tries):
+            self._hits.append(_WEIGHT * self._first_guess(len(self._tries)))
+            self._tries.append(_WEIGHT)
+        self._tries[at] = self._tries[at] * _DECAY + tries
+        self._hits[at] = self._hits[at] * _DECAY + hits
+
+
+class AcceptanceByPosition(_Shares):
+    """The chance that the draft token at each position is accepted, given that those before it were.
+
+    A position without tries has the share of the last position that has some.
+    """
+
+    def _first_guess(self, at: int) -> float:
+        return self.rate(min(at, len(self._tries)) - 1) if at and self._tries else NEUTRAL
+
+    def add(self, depth: int, accepted: Sequence[int]) -> None:
+        """Count a round that accepted accepted[i] of `depth` draft tokens in row i."""
+        for position in range(depth):
+            tries = sum(kept >= position for kept in accepted)
+            if tries:
+                self._count(position, tries, sum(kept > position for kept in accepted))
+
+    def _chances(self, count: int) -> Iterable[float]:
+        return accumulate(super()._chances(count), mul)
+
+
+class AcceptanceByRank(_Shares):
+    """The chance that the node of each rank in a tree is accepted, the likeliest node first.
+
+    The first n nodes of a larger tree are the tree of n nodes, so each round counts for all sizes.
+    """
+
+    def add(self, nodes: int, paths: Sequence[Sequence[int]]) -> None:
+        """Count a round of `nodes` draft tokens that accepted the ranks paths[i] in row i."""
+        for rank in range(nodes):
+            self._count(rank, len(paths), sum(rank in row for row in paths))
+
+
+class ConfidenceCalibration(_Shares):
+    """How often the next token of a chain was accepted, by the confidence that an early exit compares.
+
+    Confidences only need to rise with acceptance. At first, they are taken as acceptance.
+    """
+
+    _BINS = 10
+
+    def _first_guess(self, at: int) -> float:
+        return (at + 0.5) / self._BINS
+
+    def add(self, confidences: Sequence[Sequence[float]], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count the fields of a `RoundResult` that have these names."""
+        for position, looked in enumerate(confidences, CONFIDENCE_LAG + 1):
+            for confidence, length, kept in zip(looked, drafted, accepted, strict=True):
+                if length > position:
+                    self._count(min(int(confidence * self._BINS), self._BINS - 1), 1, kept > position)
+
+    def threshold(self, least: float) -> float:
+        """Return the confidence below which the next token is accepted with a chance of less than `least`."""
+        rates = [self.rate(at) for at in range(self._BINS)]
+        low = next((at for at in reversed(range(self._BINS)) if rates[at] < least), None)
+        if low is None or low == self._BINS - 1:
+            return 0.0 if low is None else math.inf
+        return (low + 0.5 + (least - rates[low]) / (rates[low + 1] - rates[low])) / self._BINS
 
 
 class Drift:
@@ -52,11 +150,11 @@ class Costs:
     measured sizes; n-grams are found in no time. Each size has its own cost because costs rise in steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, curve: Points | None = None):
         self._latest: dict[tuple[str, int, int], deque[float]] = {}
         self._medians: dict[tuple[str, int], dict[int, float]] = {}
         """By kind and rows, then by size."""
-        self.curve: Points = ((1, 1.0), (2, 1.3))
+        self.curve: Points = curve or ((1, 1.0), (2, 1.3))
         """Tokens and seconds of a forward. The default lies between the curves of M1 to M5, whose slopes are 0 to 1."""
         self.estimate = cache(self._estimate)
         """Return the seconds to expect of a round of a kind, a number of rows and a size."""
@@ -102,7 +200,8 @@ class Costs:
     def _forward(self, rows: int, size: int) -> float:
         """Return the seconds of a target forward by the curve, scaled to plain rounds of the nearest row count."""
         near = self._nearest(PLAIN_KIND, rows)
-        level = 1.0 if near is None else self._medians[PLAIN_KIND, near][0] / _on(self.curve, near)
+        plain = None if near is None else self.known(PLAIN_KIND, near, size=0)
+        level = 1.0 if near is None or plain is None else plain / _on(self.curve, near)
         return level * _on(self.curve, rows * (size + 1))
 
     def _drafting(self, kind: str, rows: int, size: int) -> float:

@@ -1,0 +1,211 @@
+"""The engine's work, and the runner that does it and owns the rounds in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from eagle_mlx.engine.admission import Admission, Admit, Read
+from eagle_mlx.engine.batch import Batch, Round
+from eagle_mlx.engine.groups import Groups
+from eagle_mlx.plan import PLAIN, Plan, RoundResult
+from eagle_mlx.request_state import RequestState
+from eagle_mlx.sampling_params import Drafter
+
+_MEASURED = 32
+"""One of this many drafting rounds waits for its draft, to measure the time of drafting."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Rows return to the queue, and all that ended or are paused leave these batches."""
+
+    rows: Sequence[RequestState]
+    batches: Sequence[Batch]
+    for_proposer: bool = False
+    """Whether the rows keep their places, because only their proposer must read the texts again."""
+
+    @property
+    def touches(self) -> list[RequestState]:
+        return [*self.rows, *_rows(self.batches)]
+
+
+@dataclass(frozen=True)
+class Move:
+    """Rows move to other groups, and those of a batch that has been read join."""
+
+    places: Mapping[RequestState, int]
+    batches: Sequence[Batch]
+    joining: Batch | None
+
+    @property
+    def touches(self) -> list[RequestState]:
+        return _rows([*self.batches, *([self.joining] if self.joining is not None else [])])
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Dispatch a round."""
+
+    batch: Batch
+    plan: Plan
+    drafter: Drafter | None = None
+    """See `Engine.drafter`."""
+
+    @property
+    def touches(self) -> list[RequestState]:
+        return list(self.batch.requests)
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Wait for the oldest round in flight."""
+
+    round: Round
+
+    @property
+    def touches(self) -> list[RequestState]:
+        return list(self.round.batch.requests)
+
+
+Work = Pause | Admit | Read | Move | Decode | Collect
+"""What the engine does next. `touches` are the requests that end with an error if it fails."""
+
+
+class Runner:
+    """Does the engine's work: pauses, prefill, moves between groups, and rounds.
+
+    A plain round may be dispatched before the previous round is collected. Rounds are collected in order of dispatch.
+
+    A round's seconds start at the end of the previous work, so they include the host's work between rounds.
+    """
+
+    def __init__(self, admission: Admission, groups: Groups, exact: bool, clock: Callable[[], float]):
+        """`exact`: see `Engine`. `clock`: times rounds, in seconds."""
+        self.admission, self.groups, self.exact, self.clock = admission, groups, exact, clock
+        self.rounds: dict[Round, float] = {}
+        """Rounds in flight, oldest first. The value is the seconds of its dispatch during another round: they count for
+        this round, not for the other one."""
+        self.last_plain = False
+        """Whether the last collected round was plain."""
+        self.pauses = self.draft_failures = self.depth = 0
+        """How often requests were paused, how often drafting raised, and the depth of the latest plan."""
+        self._drafting = 0
+        """The number of drafting rounds so far."""
+        self._draft_share = 0.0
+        """The fraction of a round spent on drafting, as last measured."""
+        self._lap_began = 0.0
+
+    def do(self, work: Work, measured: bool = False) -> RoundResult | None:
+        """Do some work. Return the result of a round that was collected. `measured`: time the drafts of some rounds."""
+        if isinstance(work, Collect):
+            return self._collect()
+        if isinstance(work, Decode):
+            self._dispatch(work, measured)
+        elif isinstance(work, Pause):
+            self._pause(work)
+        elif isinstance(work, Admit):
+            self.admission.open(work)
+        elif isinstance(work, Read):
+            self._read(work)
+        else:
+            self._move(work)
+        return None
+
+    def _pause(self, work: Pause) -> None:
+        if work.for_proposer:
+            (batch,) = work.batches
+            self.draft_failures += 1
+            self._release(batch)
+            self._remember(batch, every=True)
+            self.groups.drop(batch)
+            self.admission.read_again(batch.requests)
+            return
+        self.pauses += len(work.rows)
+        self.admission.pause(work.rows)
+        for batch in work.batches:
+            self._release(batch)
+
+    def _read(self, work: Read) -> None:
+        """Read a chunk of prompts. After the last one, requests that ended meanwhile leave."""
+        batch = work.prefill.batch
+        self._lap()
+        self.admission.read(work)
+        self.admission.learn_speed(self._lap())
+        if not work.prefill.left:
+            self._remember(batch)
+            batch.release()
+            if not batch.requests:
+                self.admission.joined(batch)
+
+    def _move(self, work: Move) -> None:
+        if not self.groups.batches:
+            self.last_plain = False
+        self.groups.arrange(work.places, work.joining)
+        if work.joining is not None:
+            self.admission.joined(work.joining)
+
+    def _dispatch(self, work: Decode, measured: bool) -> None:
+        self.depth = work.plan.depth
+        self._drafting += self.depth > 0
+        measured = measured and self.depth > 0 and self._drafting % _MEASURED == 1
+        began = self.clock()
+        dispatched = work.batch.dispatch(work.plan, work.drafter, self.exact, measured)
+        self.rounds[dispatched] = self.clock() - began if self.rounds else 0.0
+
+    def _collect(self) -> RoundResult:
+        """Wait for the oldest round in flight and give its requests their tokens."""
+        done, ahead = next(iter(self.rounds.items()))
+        del self.rounds[done]
+        result = done.collect()
+        self.last_plain = done.plan == PLAIN
+        # On a CPU, dispatch blocks, so its time belongs to the dispatched round.
+        seconds = self._lap() + ahead - sum(self.rounds.values())
+        if done.draft_seconds is not None:
+            self._draft_share = done.draft_seconds / seconds
+        self.groups.serve(done.batch)
+        drafting = self._draft_share * seconds if result.plan.depth else 0.0
+        return replace(result, seconds=seconds, draft_seconds=drafting, group=self.groups.number(done.batch))
+
+    def _lap(self) -> float:
+        """Return the seconds since the last call."""
+        before, self._lap_began = self._lap_began, self.clock()
+        return self._lap_began - before
+
+    def _release(self, batch: Batch) -> None:
+        """Remove the rows of a batch that ended or are paused. Its rounds in flight are canceled."""
+        for other in reversed(self.rounds):
+            if other.batch is batch:
+                other.cancel()
+        self.rounds = {other: ahead for other, ahead in self.rounds.items() if other.batch is not batch}
+        self._remember(batch)
+        batch.release()
+        if not batch.requests:
+            self.groups.drop(batch)
+
+    def _remember(self, batch: Batch, every: bool = False) -> None:
+        """Put the state of requests that are about to leave, or of every request, into the prefix cache."""
+        if (prefixes := self.admission.prefixes) is None:
+            return
+        for index, request in enumerate(batch.requests):
+            for past in batch.pasts(index) if every or request.leaves else ():
+                prefixes.keep(request.text, past)
+
+    def fail(self, requests: Iterable[RequestState], reason: str | BaseException) -> None:
+        """End requests with an error, and drop the batches of which all requests have ended."""
+        if isinstance(reason, BaseException):
+            reason = f"the engine failed: {type(reason).__name__}: {reason}"
+        for request in requests:
+            request.fail(reason)
+        self.admission.remove_ended()
+        for batch in self.groups.batches:
+            if all(request.finish_reason for request in batch.requests):
+                self.groups.drop(batch)
+        rounds = {other: ahead for other, ahead in self.rounds.items() if other.batch in self.groups.batches}
+        if len(rounds) < len(self.rounds):
+            self.last_plain = False
+        self.rounds = rounds
+
+
+def _rows(batches: Iterable[Batch]) -> list[RequestState]:
+    return [request for batch in batches for request in batch.requests]
