@@ -72,6 +72,21 @@ class RequestCounts:
             self.accepted_by_position[position] += position < accepted
 
 
+def follows(grammar: Grammar, token: int, ends: bool) -> bool:
+    """Advance a grammar by a token, unless it `ends` the text. Return False if no token is allowed here.
+
+    Raises what the grammar raises, and ValueError if it rejects a token that its own mask allows.
+    """
+    if not ends and grammar.advance(token):
+        return True
+    mask = grammar.mask()
+    if ends and mask[token].item():
+        return True
+    if mask.any().item():
+        raise ValueError(f"it rejected token {token}, which its own mask allowed")
+    return False
+
+
 class RequestState:
     """The state of a request in the engine: its text and how that ends. Only its own methods change it."""
 
@@ -218,7 +233,12 @@ class RequestState:
 
     def _add(self, token: int) -> None:
         ends = token in self.request.stop_ids
-        if self.grammar is not None and not self._allowed(self.grammar, token, ends):
+        try:
+            if self.grammar is not None and not follows(self.grammar, token, ends):
+                self.finish_reason = "stop"
+                return
+        except Exception as e:  # a grammar may raise anything, and other rows must go on
+            self.fail_by_grammar(e)
             return
         self.tokens.append(token)
         certain, open_end = self.decoder.add([token]) if self.decoder is not None else ("", "")
@@ -235,19 +255,3 @@ class RequestState:
         except Exception as e:  # a watcher is the caller's code and may raise anything
             self.fail(f"the stop watcher failed: {e}")
             return True
-
-    def _allowed(self, grammar: Grammar, token: int, ends: bool) -> bool:
-        """Advance the grammar and return whether the token is allowed. If no token is, the text ends before it."""
-        try:
-            if not ends and grammar.advance(token):
-                return True
-            mask = grammar.mask()
-            if ends and mask[token].item():
-                return True
-            if mask.any().item():
-                self.fail(f"the grammar rejected token {token}, which its own mask allowed")
-            else:
-                self.finish_reason = "stop"
-        except Exception as e:  # a grammar may raise anything, and other rows must go on
-            self.fail_by_grammar(e)
-        return False

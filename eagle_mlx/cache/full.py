@@ -51,7 +51,7 @@ def room(buffer: mx.array | None, like: mx.array, rows: int, slots: int, most: i
     return _resized(buffer, rows, length)
 
 
-def fit(buffer: mx.array, rows: int, slots: int, most: int | None = None) -> mx.array:
+def shrunk(buffer: mx.array, rows: int, slots: int, most: int | None = None) -> mx.array:
     """Return the buffer, or a smaller copy if it has more than `most_slots` for the rows in use."""
     if buffer.shape[0] * buffer.shape[2] <= most_slots(rows, slots):
         return buffer
@@ -76,7 +76,7 @@ class RaggedKV:
     """Keys and values of one attention layer, in mlx-lm's cache protocol.
 
     Buffers are [R, heads, capacity, D] with R >= rows, so that a row can leave or join without moving the others. If
-    many rows leave, or the longest one does, the buffers are replaced by smaller copies (`fit`).
+    many rows leave, or the longest one does, the buffers are replaced by smaller copies (`shrunk`).
     """
 
     def __init__(self, lengths: RowLengths):
@@ -172,8 +172,8 @@ class RaggedKV:
         if self.keys is None or self.values is None:
             return []
         before, slots = (self.keys, self.values), max(1, self._used(self.lengths.upper))
-        self.keys = fit(self.keys, self.lengths.rows, slots, self._most)
-        self.values = fit(self.values, self.lengths.rows, slots, self._most)
+        self.keys = shrunk(self.keys, self.lengths.rows, slots, self._most)
+        self.values = shrunk(self.values, self.lengths.rows, slots, self._most)
         return [new for old, new in zip(before, (self.keys, self.values), strict=True) if new is not old]
 
     def remove(self, row: int, last: Self | None) -> None:

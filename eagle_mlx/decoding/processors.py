@@ -29,8 +29,6 @@ class Processors:
         self.biased, self.bias = _dense_bias(requests, vocab)
         self.on_host = [index for index, request in enumerate(requests) if request.params.needs_host]
         """Rows whose processors run on the host, which must read their drafts."""
-        self.spoiled: mx.array | None = None
-        """[B, n+1] bool, where the last round's processors turned numbers into NaN; None if no row has processors."""
         self.on_device = self.penalties is not None or self.biased.size > 0
         """Whether any row has penalties or biases, which drafts follow too."""
         self._rows = [requests[index] for index in self.on_host]
@@ -44,17 +42,18 @@ class Processors:
         )
         return cls(requests, vocab) if any(asking) else None
 
-    def apply(self, logits: mx.array, draft: Draft) -> mx.array:
-        """Return the logits with every row's changes, [B, n+1, V] float32. logits: [B, n+1, V]."""
+    def apply(self, logits: mx.array, draft: Draft) -> tuple[mx.array, mx.array | None]:
+        """Return the logits with every row's changes, [B, n+1, V] float32, and where callables turned numbers into NaN,
+        [B, n+1] bool, None if no row has callables. logits: [B, n+1, V]."""
         drafts = self._read(draft, logits) if self.on_host else []
-        logits = self._on_device(logits, draft.tokens)
+        logits, spoiled = self._on_device(logits, draft.tokens), None
         if self.on_host:
             vocab, before = logits.shape[-1], logits
             masks = [_masks(row, drafted, vocab) for row, drafted in zip(self._rows, drafts, strict=True)]
             logits = self._on(mx.array(self.on_host), logits, lambda x: _on_host(x, self._rows, drafts, masks))
             if any(row.params.logits_processors for row in self._rows):
-                self.spoiled = mx.any(mx.isnan(logits) & ~mx.isnan(before), axis=-1)
-        return logits
+                spoiled = mx.any(mx.isnan(logits) & ~mx.isnan(before), axis=-1)
+        return logits, spoiled
 
     def change_draft(self, logits: mx.array, drafted: Sequence[mx.array], token_ids: mx.array | None) -> mx.array:
         """Return a proposer's logits with the rows' penalties and biases, so that its drafts agree with the target.

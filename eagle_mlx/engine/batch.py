@@ -135,8 +135,8 @@ class Batch:
             mx.eval(draft.tokens)
         draft_seconds = perf_counter() - started if measured else None
         out = self.forward(draft, exact)
-        verdict = self.verify(out.logits, draft)
-        spoiled = self.processors.spoiled if self.processors else None
+        logits, spoiled = self.processors.apply(out.logits, draft) if self.processors else (out.logits, None)
+        verdict = self.verify(logits, draft)
         drafted = draft.lengths if draft.tree is None else mx.minimum(draft.lengths, draft.tree.levels)
         answer = [_nan_in(out.logits, verdict, spoiled), verdict.accepted, drafted, verdict.tokens]
         outputs = (out.logits, *out.aux)
@@ -190,9 +190,7 @@ class Batch:
         return Forward(out.logits[:, :1], tuple(x[:, :1] for x in out.aux))  # `commit` rolls the second back
 
     def verify(self, logits: mx.array, draft: Draft) -> Verdict:
-        """Verify a draft with the target's logits [B, n+1, V] and the requests' sampling settings."""
-        if self.processors:
-            logits = self.processors.apply(logits, draft)
+        """Verify a draft with the processed logits [B, n+1, V] and the requests' sampling settings."""
         if draft.tree is not None:
             return self._verify_tree(logits, draft, draft.tree)
         positions = self._positions(logits.shape[1])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache, full
-from eagle_mlx.cache.full import STEP, RaggedKV, RaggedQuantized, capacity, fit, room
+from eagle_mlx.cache.full import STEP, RaggedKV, RaggedQuantized, capacity, room, shrunk
 from eagle_mlx.cache.lengths import RowLengths
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.proposers.head import HeadState
@@ -167,7 +167,7 @@ def test_few_copies_are_made_while_a_text_grows_and_while_rows_leave() -> None:
     assert copies < 40
     copied = 0
     for rows in range(7, 0, -1):
-        shorter = fit(buffer, rows, 32_768)
+        shorter = shrunk(buffer, rows, 32_768)
         copied += 0 if shorter is buffer else rows
         buffer = shorter
     assert copied <= 3 * 8  # rows, over all copies

@@ -63,7 +63,7 @@ def test_a_draft_vocabulary_gets_the_changes_of_its_own_tokens(changes: dict[str
     assert processors is not None
     logits = mx.array(rng.normal(scale=3, size=(2, 4, vocab)).astype(np.float32))
     drafts = mx.array([[8, 3, 8], [1, 2, 3]], mx.int32)
-    wanted = processors.apply(logits, Draft(drafts, mx.array([3, 3])))
+    wanted, _ = processors.apply(logits, Draft(drafts, mx.array([3, 3])))
     for step in range(4):
         drafted = [drafts[:, at : at + 1] for at in range(step)]
         now = slice(step, step + 1)
@@ -119,7 +119,7 @@ def texts_of(kind: str, params: SamplingParams, rows: int, unchanged_q: bool = F
         draft = draft_of(kind, last, batch, position)
         q = draft_of(kind, last, plain, position).probs if unchanged_q else draft.probs
         read = mx.concatenate([last[:, None], draft.tokens], axis=1)
-        logits = processors.apply(TABLE[read], draft)
+        logits, _ = processors.apply(TABLE[read], draft)
         verdict = verify(logits, draft.tokens, draft.lengths, q, batch, position[:, None] + steps)
         processors.commit(verdict)
         text = mx.put_along_axis(text, written[:, None] + steps, verdict.tokens, axis=1)

@@ -15,6 +15,7 @@ from mlx_lm.models import qwen3
 
 import eagle_mlx as em
 from eagle_mlx.engine.batch import Round
+from eagle_mlx.engine.runner import Decode
 from eagle_mlx.plan import RoundResult
 from eagle_mlx.request_state import RequestState
 from tests.fakes import randomize, tiny_config, tiny_head, tiny_target
@@ -299,3 +300,22 @@ def test_06_a_short_chat_passes_many_prompts_of_another_client() -> None:
     assert other.tokens
     for request in many:
         busy.cancel(request)
+
+
+def test_deciding_changes_nothing() -> None:
+    """The schedule may be asked again, and names the rows that its work touches."""
+    busy = engine()
+    rows = [busy.prepare(prompt, em.SamplingParams(max_tokens=12)) for prompt in PROMPTS[:3]]
+    for row in rows:
+        busy.submit(row)
+    while busy.active < 3:
+        busy.step()
+    before = busy.snapshot()
+    first, second = (busy.schedule.next(None, busy.max_batch, "model") for _ in range(2))
+    assert first == second
+    assert isinstance(first, Decode)
+    assert set(first.touches) == set(rows)
+    assert (busy.snapshot(), first.plan.depth) == (before, 3)
+    while not busy.idle:
+        busy.step()
+    assert [row.tokens for row in rows] == ALONE[:3]
