@@ -72,19 +72,14 @@ class RequestCounts:
             self.accepted_by_position[position] += position < accepted
 
 
-def follows(grammar: Grammar, token: int, ends: bool) -> bool:
-    """Advance a grammar by a token, unless it `ends` the text. Return False if no token is allowed here.
-
-    Raises what the grammar raises, and ValueError if it rejects a token that its own mask allows.
-    """
+def follows(grammar: Grammar, token: int, ends: bool) -> bool | None:
+    """Advance a grammar by a token, unless it `ends` the text. Return whether the token is allowed; None if none is."""
     if not ends and grammar.advance(token):
         return True
     mask = grammar.mask()
     if ends and mask[token].item():
         return True
-    if mask.any().item():
-        raise ValueError(f"it rejected token {token}, which its own mask allowed")
-    return False
+    return False if mask.any().item() else None
 
 
 class RequestState:
@@ -106,8 +101,8 @@ class RequestState:
         self.tokens = list(tokens)
         self.from_draft = bytearray(len(self.tokens))
         """A byte for each token: 1 if it is an accepted draft token."""
-        self.logprobs: list[TokenLogprob] | None = [] if self.params.wants_logprobs else None
-        self.lossless = self.params.lossless
+        self.logprobs: list[TokenLogprob] = []
+        self.wants_logprobs, self.lossless = self.params.wants_logprobs, self.params.lossless
         self.counts = RequestCounts(len(self.prompt))
         self.finish_reason: str | None = None
         """None until the request ends. For this and the next three, see `Output`."""
@@ -179,8 +174,7 @@ class RequestState:
                 break
         taken = len(self.tokens) - before
         self.overran = taken < len(tokens)
-        if self.logprobs is not None:
-            self.logprobs.extend(logprobs[:taken])
+        self.logprobs.extend(logprobs[:taken])
         accepted = min(taken, len(tokens) - 1)
         self.from_draft += b"\1" * accepted + bytes(taken - accepted)
         self.counts.round_ended(drafted, accepted)
@@ -221,7 +215,7 @@ class RequestState:
             accepted=sum(counts.accepted_by_position),
             drafted_by_position=counts.drafted_by_position,
             accepted_by_position=counts.accepted_by_position,
-            logprobs=self.logprobs,
+            logprobs=self.logprobs if self.wants_logprobs else None,
             lossless=self.lossless,
             draft_failures=counts.draft_failures,
             cached_tokens=counts.cached_tokens,
@@ -234,11 +228,15 @@ class RequestState:
     def _add(self, token: int) -> None:
         ends = token in self.request.stop_ids
         try:
-            if self.grammar is not None and not follows(self.grammar, token, ends):
-                self.finish_reason = "stop"
-                return
+            allowed = self.grammar is None or follows(self.grammar, token, ends)
         except Exception as e:  # a grammar may raise anything, and other rows must go on
             self.fail_by_grammar(e)
+            return
+        if not allowed:
+            if allowed is None:
+                self.finish("stop")
+            else:
+                self.fail(f"the grammar rejected token {token}, which its own mask allowed")
             return
         self.tokens.append(token)
         certain, open_end = self.decoder.add([token]) if self.decoder is not None else ("", "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -738,3 +740,18 @@ def test_an_engine_loads_a_target_by_its_folder(tmp_path: Path) -> None:
     assert len(set(texts)) == 1
     with pytest.raises(em.EagleError, match="there is no folder"):
         em.Engine(tmp_path / "nowhere")
+
+
+def test_an_engine_is_complete_after_its_constructor() -> None:
+    """No module sets a part of an engine, except what callers may change between steps."""
+    root, may_change = Path(em.__file__).parents[1], {"max_batch", "drafter", "observer"}
+    faults = []
+    for path in (
+        path for part in ("eagle_mlx", "serve", "train", "data_pipelines") for path in (root / part).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                owner = ast.unparse(node.value)
+                if re.search(r"\bengine(\.|$)", owner) and not (owner.endswith("engine") and node.attr in may_change):
+                    faults.append(f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)}")
+    assert faults == []

@@ -33,7 +33,7 @@ def stopped(server: Live, reads: bool = False) -> Iterator[tuple[Clock, Future[h
     server.service.worker.clock = clock
     loaded = server.service.loaded
     assert loaded is not None
-    owner, name = (loaded.engine.schedule, "read") if reads else (loaded.engine, "step")
+    owner, name = (loaded.engine.admission, "read") if reads else (loaded.engine, "step")
     whole = getattr(owner, name)
 
     def hang(*args: Any) -> Any:
