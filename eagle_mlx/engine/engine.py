@@ -148,7 +148,7 @@ class Engine:
 
     @property
     def planned_depth(self) -> int:
-        """The depth of the latest round's plan."""
+        """The depth of the policy's latest plan, before it is cut to what the requests can use."""
         return self.runner.depth
 
     @property

@@ -49,7 +49,9 @@ class Decode:
 
     batch: Batch
     plan: Plan
-    drafter: Drafter | None = None
+    depth: int | None
+    """The depth of the policy's plan before it was cut; None if the policy was not asked."""
+    drafter: Drafter | None
     """See `Engine.drafter`."""
 
     @property
@@ -89,7 +91,7 @@ class Runner:
         self.last_plain = False
         """Whether the last collected round was plain."""
         self.pauses = self.draft_failures = self.depth = 0
-        """How often requests were paused, how often drafting raised, and the depth of the latest plan."""
+        """How often requests were paused, how often drafting raised, and the depth of the policy's latest plan."""
         self._drafting = 0
         """The number of drafting rounds so far."""
         self._draft_share = 0.0
@@ -146,9 +148,9 @@ class Runner:
             self.admission.joined(work.joining)
 
     def _dispatch(self, work: Decode, measured: bool) -> None:
-        self.depth = work.plan.depth
-        self._drafting += self.depth > 0
-        measured = measured and self.depth > 0 and self._drafting % _MEASURED == 1
+        self.depth = self.depth if work.depth is None else work.depth
+        self._drafting += work.plan.depth > 0
+        measured = measured and work.plan.depth > 0 and self._drafting % _MEASURED == 1
         began = self.clock()
         dispatched = work.batch.dispatch(work.plan, work.drafter, self.exact, measured)
         self.rounds[dispatched] = self.clock() - began if self.rounds else 0.0

@@ -100,16 +100,19 @@ class Schedule:
 
     def _decode(self, batch: Batch, drafter: Drafter | None) -> Decode:
         try:
-            return Decode(batch, self._plan(batch, drafter), drafter)
+            return Decode(batch, *self._plan(batch, drafter), drafter)
         except BaseException as e:
             self.runner.fail(batch.requests, e)
             raise
 
-    def _plan(self, batch: Batch, default: Drafter | None) -> Plan:
-        """Return the policy's plan, cut to what the requests can use: n-grams or nothing if none wants the model."""
+    def _plan(self, batch: Batch, default: Drafter | None) -> tuple[Plan, int | None]:
+        """Return the policy's plan, cut to what the requests can use, and its depth before, if the policy was asked.
+
+        If no request wants the model, n-grams draft or nothing does.
+        """
         state, drafters = batch.state, batch.drafters(default)
         if batch.proposer is None or state is None or all(drafter == "none" for drafter in drafters):
-            return PLAIN
+            return PLAIN, None
         # Trees need the target's own draws.
         drawn = batch.processors is None and batch.sampling.rules <= {"greedy", "coupled"}
         lookup, proposer = state.can_look_up(drafters), batch.proposer.abilities
@@ -117,6 +120,7 @@ class Schedule:
         rows = len(batch.requests)
         context = Context(rows, can, self.groups.number(batch), elsewhere=len(self.groups.requests) - rows)
         plan = self.policy.plan(context).within(can)
+        depth = plan.depth
         if not any(state.may_draft(drafter, lookup=False) for drafter in drafters):
             plan = replace(plan, lookup=True, stop_below=None) if lookup else PLAIN
-        return plan.cut(max(batch.rooms(plan, drafters)))
+        return plan.cut(max(batch.rooms(plan, drafters))), depth
