@@ -10,7 +10,6 @@ from itertools import pairwise, starmap
 from time import perf_counter
 from typing import Any, Literal
 
-from fastapi import Request
 from sse_starlette import ServerSentEvent
 
 from eagle_mlx.request import Output, draft_runs
@@ -18,8 +17,8 @@ from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError, Shape
 from .model import Loaded
-from .schema import SERVICE_TIER, EventFormat
-from .schema import Request as Asked
+from .received import Received
+from .schema import SERVICE_TIER, ChoicesRequest, EventFormat
 from .service import Call
 from .worker import TIME, RequestEvent
 
@@ -50,7 +49,7 @@ class Timings(Shape):
     """Set only if the request's time limit cut the answer off."""
 
 
-class Speculation(Shape):
+class SpeculationCounts(Shape):
     """Counts of speculative decoding. A step is a target forward of one request with draft tokens."""
 
     mean_acceptance_length: float
@@ -68,7 +67,7 @@ class Speculation(Shape):
 class Metrics(Shape):
     """Metrics under vLLM's names."""
 
-    speculative_decoding: Speculation
+    speculative_decoding: SpeculationCounts
 
 
 class Measured(Shape):
@@ -127,14 +126,14 @@ def _timings(call: Call, outputs: Sequence[Output]) -> Timings:
     return timings
 
 
-def _speculation(outputs: Sequence[Output]) -> Speculation:
+def _speculation(outputs: Sequence[Output]) -> SpeculationCounts:
     steps = sum(o.drafted_by_position[0] for o in outputs if o.drafted_by_position)
     drafted, accepted = sum(o.drafted for o in outputs), sum(o.accepted for o in outputs)
     histogram: Counter[int] = Counter()
     for output in outputs:
         at_least = [*output.drafted_by_position[:1], *output.accepted_by_position, 0]
         histogram.update({length: this - more for length, (this, more) in enumerate(pairwise(at_least)) if this > more})
-    return Speculation(
+    return SpeculationCounts(
         mean_acceptance_length=round(1 + accepted / steps, 4) if steps else 1.0,
         draft_acceptance_rate=round(accepted / drafted, 4) if drafted else 0.0,
         acceptance_histogram={str(length): count for length, count in sorted(histogram.items())},
@@ -175,26 +174,37 @@ def one_by_one(event: RequestEvent) -> list[RequestEvent]:
     ]
 
 
-class Answer(ABC):
-    """A request from its route to the end of its answer: how it becomes engine requests, and how it is answered."""
+class Pending(ABC):
+    """A request from its admission until its answer can begin, which may wait for the model."""
 
-    call: Call
-    requests: Sequence[RequestState] = ()
     stream_options: EventFormat | None = None
 
-    @property
-    def per_token(self) -> bool:
-        """Whether a stream has an event for each token, as the request or else the server says."""
-        wanted = self.stream_options.per_token if self.stream_options is not None else None
-        return self.call.service.settings.stream_per_token if wanted is None else wanted
+    def __init__(self, call: Call):
+        self.call = call
+
+    @abstractmethod
+    async def prepare(self, received: Received[Any], loaded: Loaded) -> Answer:
+        """Make the engine requests. Raises ApiError."""
 
     @abstractmethod
     def keep_alive(self) -> ServerSentEvent:
-        """Return an event that says nothing, for clients that end a stream without events. May come before `open`."""
+        """Return an event that says nothing, for clients that end a stream without events. Also used later."""
 
-    @abstractmethod
-    async def prepare(self, request: Request, call: Call, loaded: Loaded) -> None:
-        """Make the engine requests of a call, once its model is loaded. Raises ApiError."""
+    def fail(self, error: ApiError) -> bytes:
+        """Return the end of a stream that fails, now or later."""
+        return f"data: {dumps(error.body)}\n\n".encode() + DONE
+
+
+class Answer(ABC):
+    """The answer to engine requests, whole or as a stream."""
+
+    def __init__(self, pending: Pending, requests: Sequence[RequestState]):
+        self.pending, self.call, self.requests = pending, pending.call, requests
+        options = pending.stream_options
+        self.per_token = self.call.service.settings.stream_per_token
+        """Whether a stream has an event for each token, as the request or else the server says."""
+        if options is not None and options.per_token is not None:
+            self.per_token = options.per_token
 
     @abstractmethod
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -212,14 +222,6 @@ class Answer(ABC):
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
         """Return the last events of one request. more: timings and metrics, if all requests have ended."""
 
-    def error_event(self, error: ApiError) -> bytes:
-        """Return the end of a stream that fails before its answer begins."""
-        return f"data: {dumps(error.body)}\n\n".encode() + DONE
-
-    def fail(self, error: ApiError) -> bytes:
-        """Return the end of a stream that fails later."""
-        return self.error_event(error)
-
     def end_stream(self, outputs: Sequence[Output]) -> bytes:
         """Return what follows all answers."""
         return b""
@@ -236,7 +238,7 @@ class Answer(ABC):
             for event in await self.call.events():
                 if event.output is not None and (error := failure([event.output])):
                     self.call.failed = True
-                    yield text.encode() + self.fail(error)
+                    yield text.encode() + self.pending.fail(error)
                     return
                 text += "".join(map(self.write, one_by_one(event) if self.per_token else [event]))
                 if event.output is not None:
@@ -250,20 +252,44 @@ class Answer(ABC):
             yield last
 
 
-class Choices(Answer):
-    """An answer of OpenAI's older routes: choices, as one body or in chunks."""
+class PendingChoices(Pending):
+    """A request of OpenAI's older routes, whose answers are choices."""
 
     prefix: str
-    """The beginning of its id. The other two are the field `object` of a body and of a chunk."""
+    """The beginning of an answer's id."""
     kind: str
+    """The field `object` of a body, and below of a chunk."""
     chunk_kind: str
     nothing: Mapping[str, Any]
     """The fields of a choice in a chunk without text."""
-    loaded: Loaded
-    requests: list[RequestState]
 
-    def __init__(self, body: Asked):
-        self.body, self.requests, self.stream_options = body, [], body.stream_options
+    def __init__(self, call: Call, body: ChoicesRequest):
+        super().__init__(call)
+        self.body, self.stream_options = body, body.stream_options
+
+    def keep_alive(self) -> ServerSentEvent:
+        choice = {"index": 0, **self.nothing, "logprobs": None, "finish_reason": None}
+        return ServerSentEvent(dumps(self.chunk([choice])), sep="\n")
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        usage: dict[str, Any] = {"usage": None} if self.body.usage_wanted else {}
+        return self.whole(self.chunk_kind, choices, **usage | more)
+
+    def whole(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Return a body or a chunk, with the fields that all of them have."""
+        service = self.call.service
+        named = {"id": f"{self.prefix}-{self.call.id}", "object": kind, "created": self.call.created}
+        tier = {"service_tier": SERVICE_TIER} if self.body.service_tier is not None else {}
+        named |= {"model": service.name, "system_fingerprint": service.fingerprint, **tier}
+        return {**named, "choices": choices, **more}
+
+
+class Choices(Answer):
+    """An answer of OpenAI's older routes: choices, as one body or in chunks."""
+
+    def __init__(self, pending: PendingChoices, requests: Sequence[RequestState]):
+        super().__init__(pending, requests)
+        self.form = pending
         self._written: Counter[int] = Counter()
         self._drafted: Counter[int] = Counter()
         """Accepted draft tokens of each choice that no chunk has reported yet."""
@@ -273,16 +299,16 @@ class Choices(Answer):
         """Return a complete choice."""
 
     def thought_tokens(self, index: int, output: Output) -> int:
-        """Count the tokens of an answer's reasoning, after it was parsed."""
+        """Count the tokens of a complete choice's reasoning."""
         return 0
 
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
         choices = [self.choice(index, output) for index, output in enumerate(outputs)]
-        return self._whole(self.kind, choices, usage=self._usage(outputs), **stats(self.call, outputs))
+        return self.form.whole(self.form.kind, choices, usage=self._usage(outputs), **stats(self.call, outputs))
 
     def write(self, event: RequestEvent) -> str:
         """Return the events of a step. If requested, accepted draft tokens and the target's own get separate chunks."""
-        if not self.body.drafts_wanted:
+        if not self.form.body.drafts_wanted:
             return self.extend(event)
         start, text = self._written[event.index], ""
         self._written[event.index] += len(event.tokens)
@@ -297,39 +323,23 @@ class Choices(Answer):
     def extend(self, event: RequestEvent) -> str:
         """Return the chunks of a step, or of a part of it."""
 
-    def keep_alive(self) -> ServerSentEvent:
-        choice = {"index": 0, **self.nothing, "logprobs": None, "finish_reason": None}
-        return ServerSentEvent(dumps(self._fields([choice])), sep="\n")
-
     def chunk(self, index: int, piece: dict[str, Any], logprobs: Any = None, finish: Any = None, **more: Any) -> str:
         """Return a chunk of a choice. piece: the choice's own field. more: further fields of the chunk."""
-        if self.body.drafts_wanted:
+        if self.form.body.drafts_wanted:
             more = {"draft_n_accepted": self._drafted.pop(index, 0), **more}
         return self._chunk([{"index": index, **piece, "logprobs": logprobs, "finish_reason": finish}], **more)
 
     def end_stream(self, outputs: Sequence[Output]) -> bytes:
-        if not self.body.usage_wanted:
+        if not self.form.body.usage_wanted:
             return DONE
         return self._chunk([], usage=self._usage(outputs), **stats(self.call, outputs)).encode() + DONE
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        return f"data: {dumps(self._fields(choices, **more))}\n\n"
-
-    def _fields(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        usage: dict[str, Any] = {"usage": None} if self.body.usage_wanted else {}
-        return self._whole(self.chunk_kind, choices, **usage | more)
-
-    def _whole(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Return a body or a chunk, with the fields that all of them have."""
-        service = self.call.service
-        named = {"id": f"{self.prefix}-{self.call.id}", "object": kind, "created": self.call.created}
-        tier = {"service_tier": SERVICE_TIER} if self.body.service_tier is not None else {}
-        named |= {"model": service.name, "system_fingerprint": service.fingerprint, **tier}
-        return {**named, "choices": choices, **more}
+        return f"data: {dumps(self.form.chunk(choices, **more))}\n\n"
 
     def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Count tokens. If a prompt has several answers, its tokens count once."""
-        firsts = outputs[:: self.body.answers]
+        firsts = outputs[:: self.form.body.answers]
         prompt, completion = sum(o.prompt_tokens for o in firsts), sum(len(o.tokens) for o in outputs)
         return {
             "prompt_tokens": prompt,

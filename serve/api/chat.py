@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from eagle_mlx.request import Output
+from eagle_mlx.request_state import RequestState
 from eagle_mlx.text import TextStream
 
 from ..chat import AnswerParser, Chat, Delta, FirstCall, ToolCall, ToolOffer, whole_calls
-from .answer import Choices, Completed
+from .answer import Choices, Completed, PendingChoices
 from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
-from .flow import Owner, in_thread, owner_of, read_request, respond
+from .flow import respond
 from .logprobs import ChatLogprobs, chat_logprobs
 from .model import Loaded, check_context, sampling
+from .received import Owner, Received, receive_choices
 from .schema import ChatRequest, Message, refuse_last_media
-from .service import Call
 from .worker import RequestEvent
 
 router = APIRouter()
@@ -39,69 +42,88 @@ class ChatCompletion(Completed):
 @router.post("/v1/chat/completions", responses=documented(ChatCompletion, *ERRORS, **EVENTS))
 async def chat_completions(request: Request) -> Response:
     """Return the next message of a conversation, or several to choose from."""
-    body, service = await read_request(request, ChatRequest)
+    received, service = await receive_choices(request, ChatRequest)
+    body = received.body
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
-    return await respond(request, service, ChatAnswer(body), body, body.stream, body.answers)
+    return await respond(received, service, lambda call: PendingChat(call, body), body.stream, body.answers)
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """The engine requests for a conversation, and how to parse their text."""
+
+    body: ChatRequest
+    loaded: Loaded
+    requests: Sequence[RequestState]
+    reader: Callable[[], AnswerParser]
+
+
+async def encoded(
+    received: Received[Any], loaded: Loaded, body: ChatRequest, at_most: int | None = None
+) -> EncodedChat:
+    """Render and encode a prompt in a thread.
+
+    at_most: a bound on answer tokens if the body sets no limit; context and memory may allow fewer. Raises ApiError.
+    """
+    forced = body.tool_choice not in (None, "none", "auto")
+    strict = any(tool.function.strict for tool in body.tools or ())
+    has_schema = forced or strict or body.response_format is not None
+    return await received.in_thread(
+        loaded, lambda encode: encode_chat(body, loaded, encode, received.owner, at_most), has_schema
+    )
+
+
+def encode_chat(
+    body: ChatRequest, loaded: Loaded, encode: Encoder, owner: Owner, at_most: int | None = None
+) -> EncodedChat:
+    """Render and encode a prompt, and check the request. Raises PromptError, ConfigError or ApiError."""
+    chat, prompt, offer = render_chat(body, loaded, encode)
+    starts_in_reasoning, continued = loaded.chat.starts_in_reasoning(prompt, chat), chat.continued is not None
+    if continued and not starts_in_reasoning and (offer.forced or body.has_schema):
+        last = f"messages[{len(body.messages) - 1}]"
+        said = "it cannot be continued with a schema or a forced call, which limit an answer from its beginning"
+        raise ApiError(400, f"{last}: {said}", last)
+    grammar = loaded.grammars.grammar(body.answer_format, offer, starts_in_reasoning, owner[1])
+    # Whether a grammar enforces calls. With a schema for the answer, only the end tells that there is a call.
+    enforced = grammar is not None and bool(offer.forced or not body.has_schema)
+
+    def reader() -> AnswerParser:
+        return AnswerParser(loaded.chat, offer.tools, starts_in_reasoning, offer.several, continued, enforced)
+
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.
+    is_single = offer.tools and not offer.several and not offer.forced
+    only_call = (lambda: FirstCall(reader())) if is_single else None
+    params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
+    shared = chat.boundaries(prompt, encode) if loaded.engine.wants_boundaries else ()
+    requests = [loaded.engine.prepare(prompt, each, shared, *owner, at_most) for each in params]
+    return EncodedChat(body, loaded, requests, reader)
+
+
+class PendingChat(PendingChoices):
+    prefix, kind, chunk_kind, nothing = "chatcmpl", "chat.completion", "chat.completion.chunk", {"delta": {}}
+    body: ChatRequest
+
+    async def prepare(self, received: Received[Any], loaded: Loaded) -> ChatAnswer:
+        return ChatAnswer(self, await encoded(received, loaded, self.body))
 
 
 class ChatAnswer(Choices):
-    """The engine requests for a conversation, and how to parse their text."""
+    """A message of the model, or several to choose from."""
 
-    prefix, kind, chunk_kind, nothing = "chatcmpl", "chat.completion", "chat.completion.chunk", {"delta": {}}
-    body: ChatRequest
-    offer: ToolOffer
-    starts_in_reasoning: bool
-    continued = False
-    enforced = False
-    """Whether a grammar enforces calls. With a schema for the answer, only the end tells that there is a call."""
-    streams: list[DeltaStream]
-    """For each request, its answer's parser."""
-
-    def __init__(self, body: ChatRequest, at_most: int | None = None):
-        """at_most: a bound on answer tokens if the body sets no limit; context and memory may allow fewer."""
-        super().__init__(body)
-        self._at_most = at_most
-
-    async def prepare(self, request: Request, call: Call, loaded: Loaded) -> None:
-        self.call, self.loaded, body = call, loaded, self.body
-        forced = body.tool_choice not in (None, "none", "auto")
-        strict = any(tool.function.strict for tool in body.tools or ())
-        has_schema = forced or strict or body.response_format is not None
-        await in_thread(request, loaded, lambda encode: self.encode(encode, owner_of(request)), has_schema)
-
-    def encode(self, encode: Encoder, owner: Owner) -> None:
-        """Render and encode the prompt, and check the request. Raises PromptError, ConfigError or ApiError."""
-        body, loaded = self.body, self.loaded
-        chat, prompt, offer = render_chat(body, loaded, encode)
-        self.offer, self.starts_in_reasoning = offer, loaded.chat.starts_in_reasoning(prompt, chat)
-        self.continued = chat.continued is not None
-        if self.continued and not self.starts_in_reasoning and (offer.forced or body.has_schema):
-            last = f"messages[{len(body.messages) - 1}]"
-            said = "it cannot be continued with a schema or a forced call, which limit an answer from its beginning"
-            raise ApiError(400, f"{last}: {said}", last)
-        grammar = loaded.grammars.grammar(body.answer_format, offer, self.starts_in_reasoning, owner[1])
-        self.enforced = grammar is not None and bool(offer.forced or not body.has_schema)
-        top = (body.top_logprobs or 0) if body.logprobs else None
-        # Masks cannot limit formats without a grammar to one call, so every format stops decoding after the first.
-        is_single = offer.tools and not offer.several and not offer.forced
-        only_call = (lambda: FirstCall(self.reader())) if is_single else None
-        params = sampling(body, loaded, body.most_tokens, top, grammar, only_call)
-        shared = chat.boundaries(prompt, encode) if loaded.engine.wants_boundaries else ()
-        self.requests = [loaded.engine.prepare(prompt, each, shared, *owner, self._at_most) for each in params]
-        self.streams = [DeltaStream(self) for _ in params]
-
-    def reader(self) -> AnswerParser:
-        format, offer = self.loaded.chat, self.offer
-        return AnswerParser(format, offer.tools, self.starts_in_reasoning, offer.several, self.continued, self.enforced)
+    def __init__(self, pending: PendingChat, chat: EncodedChat):
+        super().__init__(pending, chat.requests)
+        self._texts = chat.loaded.texts if chat.body.logprobs else None
+        self._streams = [DeltaStream(chat) for _ in chat.requests]
 
     def thought_tokens(self, index: int, output: Output) -> int:
-        return self.streams[index].thought_tokens(output)
+        return self._streams[index].thought_tokens(output)
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
-        stream = self.streams[index]
+        stream = self._streams[index]
         deltas = stream.push(RequestEvent(0, [], [], output))
         calls = list(map(_call, whole_calls(delta.tool_call for delta in deltas)))
         content = "".join(delta.content for delta in deltas)
@@ -111,7 +133,7 @@ class ChatAnswer(Choices):
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
-        logprobs = chat_logprobs(self.loaded.texts, output.logprobs or ()) if self.body.logprobs else None
+        logprobs = chat_logprobs(self._texts, output.logprobs or ()) if self._texts is not None else None
         reason = stream.finish_reason(output)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
@@ -120,28 +142,28 @@ class ChatAnswer(Choices):
         return "".join(self.chunk(index, begun) for index in range(len(self.requests)))
 
     def extend(self, event: RequestEvent) -> str:
-        index, deltas = event.index, self.streams[event.index].push(event)
+        index, deltas = event.index, self._streams[event.index].push(event)
         pieces = list(map(_piece, deltas))
-        logprobs = chat_logprobs(self.loaded.texts, event.logprobs) if self.body.logprobs and event.logprobs else None
+        logprobs = chat_logprobs(self._texts, event.logprobs) if self._texts is not None and event.logprobs else None
         if not pieces and event.tokens and (logprobs or self.per_token):  # the token's text is held back
             pieces = [_piece(Delta())]
         firsts = [self.chunk(index, piece, logprobs) for piece in pieces[:1]]
         return "".join([*firsts, *(self.chunk(index, piece) for piece in pieces[1:])])
 
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
-        return self.chunk(index, {"delta": {}}, finish=self.streams[index].finish_reason(output), **more)
+        return self.chunk(index, {"delta": {}}, finish=self._streams[index].finish_reason(output), **more)
 
 
 class DeltaStream:
     """Parses an answer into deltas as its events arrive."""
 
-    def __init__(self, answer: ChatAnswer):
-        self._loaded, self._reader = answer.loaded, answer.reader()
-        self._text = TextStream(answer.loaded.tokenizer, answer.body.stops)
+    def __init__(self, chat: EncodedChat):
+        self._loaded = chat.loaded
+        self._text = TextStream(chat.loaded.tokenizer, chat.body.stops)
+        self._reader = chat.reader()
         self._has_calls = False
-        self._has_answer = False
-        """Whether a part was not reasoning."""
-        self._thoughts: list[str] = []
+        self._reasoning = list[str]()
+        self._only_reasons = True
 
     def push(self, event: RequestEvent) -> list[Delta]:
         output = event.output
@@ -151,16 +173,18 @@ class DeltaStream:
             deltas = self._reader.push(self._text.finish(output.text))
             deltas += self._reader.finish(output.finish_reason == "stop" and not output.stop)
         self._has_calls |= any(delta.tool_call is not None for delta in deltas)
-        self._has_answer |= not all(delta.reasoning for delta in deltas)
-        self._thoughts += [delta.reasoning for delta in deltas]
+        self._reasoning += [delta.reasoning for delta in deltas]
+        self._only_reasons &= all(delta.reasoning for delta in deltas)
         return deltas
 
     def thought_tokens(self, output: Output) -> int:
-        """Count the tokens of the answer's reasoning, including its end tag, once the answer has ended."""
-        tokens, thoughts = output.tokens, "".join(self._thoughts)
-        if not thoughts or not self._has_answer:
-            return len(tokens) if thoughts else 0
-        tokenizer, end = self._loaded.tokenizer, self._loaded.chat.thoughts.think_end
+        """Count the tokens of the reasoning, including its end tag, once the whole answer was pushed."""
+        if not (thoughts := "".join(self._reasoning)):
+            return 0
+        tokens, tokenizer = output.tokens, self._loaded.tokenizer
+        if self._only_reasons:
+            return len(tokens)
+        end = self._loaded.chat.thoughts.think_end
         tag = tokenizer.encode(end, add_special_tokens=False) if end else []
         ends = (at + len(tag) for at in range(len(tokens)) if tag and tokens[at : at + len(tag)] == tag)
         # Without an end tag, the reasoning ends at the end of its text.
@@ -198,7 +222,7 @@ def render_chat(
     if body.messages[-1].role == "user":
         refuse_last_media(body.messages[-1].content, f"messages[{len(body.messages) - 1}].content")
     messages = [message.plain() for message in body.messages]
-    chat = loaded.chat.chat(messages, offer.tools, arguments, bool(body.continue_final_message), encode.check)
+    chat = loaded.chat.chat(messages, offer.for_template, arguments, bool(body.continue_final_message), encode.check)
     tokens = chat.tokens(encode)
     if must_fit:
         check_context(len(tokens), body.most_tokens, loaded, "messages")

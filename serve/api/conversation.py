@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fastapi import Request
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import from_json
 
@@ -18,11 +16,11 @@ from eagle_mlx.request import Output
 from ..chat import Delta, ToolCall
 from ..chat.history import PARAGRAPH
 from . import schema
-from .answer import Answer, dumps
-from .chat import ChatAnswer, DeltaStream
+from .answer import Answer, Pending, dumps
+from .chat import DeltaStream, EncodedChat, encoded
 from .errors import ApiError
-from .limits import Limits
-from .model import Loaded, check
+from .model import Loaded
+from .received import Received
 from .schema import Body, ChatRequest, ToolName
 from .service import Call
 from .worker import RequestEvent
@@ -127,8 +125,10 @@ class BareTool(BaseModel):
 class Names:
     """The names of Chat Completions fields in the requested API."""
 
+    messages: str
+    """The field of all messages. Translated messages have other indexes, so errors name no index."""
     fields: Mapping[str, str]
-    """Patterns of Chat Completions fields, and their replacements."""
+    """Beginnings of other fields, and their replacements. Those of a tool begin with a dot."""
     tools: list[int]
     """The request index of each tool that the model sees."""
 
@@ -138,18 +138,18 @@ class Names:
         try:
             yield
         except ApiError as e:
-            e.message = self._renamed(e.message)
             e.param = None if e.param is None else self._renamed(e.param)
             raise
 
-    def _renamed(self, text: str) -> str:
-        for pattern, name in self.fields.items():
-            if found := re.match(pattern, text):
-                text = found.expand(name) + text[found.end() :]
-                break
-        if (found := re.match(r"tools\[(\d+)\]", text)) and int(found[1]) < len(self.tools):
-            text = f"tools[{self.tools[int(found[1])]}]{text[found.end() :]}"
-        return text
+    def _renamed(self, field: str) -> str:
+        if field.startswith("messages"):
+            return self.messages
+        tool = ""
+        if field.startswith("tools["):
+            index, _, field = field.removeprefix("tools[").partition("]")
+            tool = f"tools[{self.tools[int(index)]}]"
+        name = next((name for name in self.fields if field.startswith(name)), "")
+        return tool + self.fields.get(name, "") + field.removeprefix(name)
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any]:
@@ -162,26 +162,31 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+class PendingParts(Pending):
+    """The answer in parts of a request that was translated to a chat."""
+
+    def __init__(self, call: Call, chat: ChatRequest, at_most: int | None, names: Names):
+        """at_most: a bound on answer tokens. names: renames the fields in errors."""
+        super().__init__(call)
+        self._chat, self._at_most, self._names = chat, at_most, names
+
+    async def prepare(self, received: Received[Any], loaded: Loaded) -> PartsAnswer:
+        with self._names.used():
+            return self.answer(await encoded(received, loaded, self._chat, self._at_most))
+
+    @abstractmethod
+    def answer(self, chat: EncodedChat) -> PartsAnswer:
+        """Return the answer of an encoded chat."""
+
+
 class PartsAnswer(Answer):
     """A chat's answer in parts. Its stream starts, extends and ends each part before the next."""
 
-    def __init__(self, chat: ChatRequest, at_most: int | None, names: Names, limits: Limits):
-        """at_most: a bound on answer tokens. names: renames the fields in errors. Raises ApiError 400."""
-        with names.used():
-            check(chat, limits)
-        self._asked, self._at_most, self._names = chat, at_most, names
+    def __init__(self, pending: PendingParts, chat: EncodedChat):
+        super().__init__(pending, chat.requests)
+        self._deltas = DeltaStream(chat)
         self.parts: list[Delta] = []
         """Joined deltas; the last may grow."""
-
-    async def prepare(self, request: Request, call: Call, loaded: Loaded) -> None:
-        chat = ChatAnswer(self._asked, self._at_most)
-        with self._names.used():
-            await chat.prepare(request, call, loaded)
-        self.begin(chat)
-
-    def begin(self, chat: ChatAnswer) -> None:
-        """Take the requests of a chat that is prepared."""
-        self.call, self.requests, self._deltas = chat.call, chat.requests, DeltaStream(chat)
 
     @abstractmethod
     def start(self) -> str:

@@ -87,12 +87,18 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        message = shortened(message, MOST_SAID)
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.param, self.code = status, param, code
+        self._begins_with_param = param is not None and message.startswith(param)
+        self._rest = message.removeprefix(param or "")
         self.headers = dict(headers or {})
         self.to_anthropic: str | None = None
         """The message in Anthropic's API, if it differs."""
+
+    @property
+    def message(self) -> str:
+        """The text, which begins with the field's present name if it was written so."""
+        return shortened(f"{self.param}{self._rest}" if self._begins_with_param else self._rest, MOST_SAID)
 
     @property
     def body(self) -> dict[str, Any]:

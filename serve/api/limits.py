@@ -75,7 +75,7 @@ def has_more_containers(body: bytes, most: int) -> bool:
     return False
 
 
-def is_long(body: bytes, limits: Limits) -> bool:
+def has_length(body: bytes, limits: Limits) -> bool:
     """Return whether a body takes the event loop too long to parse."""
     return len(body) >= limits.long_bytes or has_more_containers(body, limits.long_containers)
 

@@ -23,7 +23,7 @@ from ..memory_options import bytes_of
 from ..speculation import AUTO, NO_HEAD, load_proposer
 from .model import Loaded, sampling_defaults
 from .options import LoadConfig
-from .service import Source
+from .service import ModelSource
 
 _CHECK_PROMPT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
 _CHECK_TOKENS = 16
@@ -135,7 +135,7 @@ def _description(config: LoadConfig, loaded: Loaded) -> list[str]:
     ]
 
 
-def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Callable[[str], None]) -> list[Source]:
+def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Callable[[str], None]) -> list[ModelSource]:
     """Return the sources of models that share `nbytes`.
 
     If a model's entry sets no KV cache size, it gets an equal part of half the budget, or what its weights leave if
@@ -149,7 +149,7 @@ def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Callable[[str],
                 "increase --memory-gb, or remove the model"
             )
 
-    def source(name: str, config: LoadConfig) -> Source:
+    def source(name: str, config: LoadConfig) -> ModelSource:
         def needed() -> int:
             check_files(config)
             return _sized(config, nbytes, len(configs))[1]
@@ -157,7 +157,7 @@ def several(configs: Mapping[str, LoadConfig], nbytes: int, say: Callable[[str],
         def loaded() -> Loaded:
             return load(_sized(config, nbytes, len(configs))[0], lambda text: say(f"{name}: {text}"))
 
-        return Source(name, loaded, config.max_batch, needed)
+        return ModelSource(name, loaded, config.max_batch, needed)
 
     return [source(name, config) for name, config in configs.items()]
 

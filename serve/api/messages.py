@@ -12,12 +12,11 @@ from eagle_mlx.request import Output
 
 from ..chat import Delta
 from .answer import Measured, named_event, stats
-from .chat import render_chat
-from .conversation import PartsAnswer, arguments_of
+from .chat import EncodedChat, render_chat
+from .conversation import PartsAnswer, PendingParts, arguments_of
 from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, MessagesError, Shape, documented
-from .flow import body_of, in_turn, models_of, respond, respond_encoded
-from .limits import Limits
+from .flow import respond, respond_encoded
 from .messages_request import (
     CountTokensRequest,
     MessagesRequest,
@@ -27,7 +26,10 @@ from .messages_request import (
     chat_request,
     names_of,
 )
-from .model import Loaded
+from .model import Loaded, check
+from .received import models_of, receive
+from .schema import ChatRequest
+from .service import Call
 
 
 class MessageUsage(Shape):
@@ -68,19 +70,28 @@ _EMPTY = {"input": {}, "text": "", "thinking": "", "signature": ""}
 """The fields of blocks that events fill in."""
 
 
-class MessageAnswer(PartsAnswer):
-    """A chat's answer as a message, or as events that write its blocks in turn."""
-
-    def __init__(self, body: MessagesRequest, limits: Limits):
-        super().__init__(chat_request(body), body.max_tokens, names_of(body), limits)
+class PendingMessage(PendingParts):
+    def __init__(self, call: Call, body: MessagesRequest, chat: ChatRequest):
+        super().__init__(call, chat, body.max_tokens, names_of(body))
         self.body = body
-        self.hides_thoughts = body.thinking is not None and body.thinking.display == "omitted"
+
+    def answer(self, chat: EncodedChat) -> MessageAnswer:
+        return MessageAnswer(self, chat)
 
     def keep_alive(self) -> ServerSentEvent:
         return ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
 
-    def error_event(self, error: ApiError) -> bytes:
+    def fail(self, error: ApiError) -> bytes:
         return named_event(error.messages_body).encode()
+
+
+class MessageAnswer(PartsAnswer):
+    """A chat's answer as a message, or as events that write its blocks in turn."""
+
+    def __init__(self, pending: PendingMessage, chat: EncodedChat):
+        super().__init__(pending, chat)
+        thinking, self._most = pending.body.thinking, pending.body.max_tokens
+        self._hides_thoughts = thinking is not None and thinking.display == "omitted"
 
     def ended(self, output: Output) -> dict[str, Any]:
         content = [self._block(part) for part in self.parts]
@@ -89,7 +100,7 @@ class MessageAnswer(PartsAnswer):
     def open(self) -> str:
         """Return the first events. Cached tokens are not known yet; the last event has the final counts."""
         message = self._message([], self._usage(None))
-        return named_event({"type": "message_start", "message": message}) + self.keep_alive().encode().decode()
+        return named_event({"type": "message_start", "message": message}) + self.pending.keep_alive().encode().decode()
 
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
         delta = {"type": "message_delta", "delta": self._reason(output), "usage": self._usage(output), **more}
@@ -104,7 +115,7 @@ class MessageAnswer(PartsAnswer):
             return self._delta("input_json_delta", "partial_json", more.tool_call.arguments)
         if not more.reasoning:
             return self._delta("text_delta", "text", more.content)
-        return "" if self.hides_thoughts else self._delta("thinking_delta", "thinking", more.reasoning)
+        return "" if self._hides_thoughts else self._delta("thinking_delta", "thinking", more.reasoning)
 
     def end(self, status: str) -> str:
         if not self.parts:
@@ -126,7 +137,7 @@ class MessageAnswer(PartsAnswer):
             return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call)}
         if not part.reasoning:
             return {"type": "text", "text": part.content}
-        thinking = "" if self.hides_thoughts else part.reasoning
+        thinking = "" if self._hides_thoughts else part.reasoning
         return {"type": "thinking", "thinking": thinking, "signature": self._signature}
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +159,7 @@ class MessageAnswer(PartsAnswer):
 
     def _reason(self, output: Output) -> dict[str, Any]:
         reason = self._deltas.finish_reason(output)
-        if reason == "length" and len(output.tokens) < self.body.max_tokens and output.cut_off is None:
+        if reason == "length" and len(output.tokens) < self._most and output.cut_off is None:
             why = "model_context_window_exceeded"
         else:
             otherwise = "stop_sequence" if output.stop else "end_turn"
@@ -162,20 +173,29 @@ router = APIRouter()
 @router.post("/v1/messages", responses=documented(MessageObject, *ERRORS, error=MessagesError, **EVENTS))
 async def messages(request: Request) -> Response:
     """Return the next message of a conversation, for clients of Anthropic's API."""
-    body = await body_of(request, MessagesRequest)
+    received = await receive(request, MessagesRequest)
+    body = received.body
     service = models_of(request).named(body.model)
-    answer = await in_turn(request, lambda: MessageAnswer(body, service.settings.limits))
-    return await respond(request, service, answer, body, body.stream)
+
+    def translated() -> ChatRequest:
+        chat = chat_request(body)
+        with names_of(body).used():
+            check(chat, service.settings.limits)
+        return chat
+
+    chat = await received.in_turn(translated)
+    return await respond(received, service, lambda call: PendingMessage(call, body, chat), body.stream)
 
 
 @router.post("/v1/messages/count_tokens", responses=documented(TokenCount, *ERRORS, error=MessagesError))
 async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation."""
-    body = await body_of(request, CountTokensRequest)
-    chat = await in_turn(request, lambda: chat_request(body))
+    received = await receive(request, CountTokensRequest)
+    body = received.body
+    chat = await received.in_turn(lambda: chat_request(body))
 
     def count(loaded: Loaded, encode: Encoder) -> TokenCount:
         return TokenCount(input_tokens=len(render_chat(chat, loaded, encode, must_fit=False)[1]))
 
     with names_of(body).used():
-        return await respond_encoded(request, body.model, count)
+        return await respond_encoded(received, body.model, count)

@@ -138,13 +138,11 @@ class MessagesRequest(CountTokensRequest):
 
 
 _FIELDS = {
-    r"stop\b(?! string)": "stop_sequences",
-    r"response_format\.json_schema\.schema": "output_config.format.schema",
-    r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
-    r"tools\[(\d+)\]\.function": r"tools[\1]",
-    r"messages(\[\d+\][\w.\[\]]*)": "messages",
+    "stop": "stop_sequences",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    ".function.parameters": ".input_schema",
+    ".function": "",
 }
-"""Chat Completions fields and their names here. Translated messages have other indexes, so errors name no index."""
 _BLOCKS = {
     "user": (TextBlock, ToolResultBlock, Media),
     "system": (TextBlock,),
@@ -171,7 +169,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 
 
 def names_of(body: CountTokensRequest) -> Names:
-    return Names(_FIELDS, [index for index, tool in enumerate(body.tools or ()) if not _is_hosted(tool)])
+    return Names("messages", _FIELDS, [index for index, tool in enumerate(body.tools or ()) if not _is_hosted(tool)])
 
 
 def _is_hosted(tool: ClientTool | BareTool) -> bool:

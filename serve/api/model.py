@@ -23,7 +23,7 @@ from ..speculation import Speculation
 from .errors import ApiError, bad_request
 from .limits import Limits
 from .logprobs import TokenTexts
-from .schema import Request, SpeculationRequest
+from .schema import ChoicesRequest, SpeculationRequest
 
 log = logging.getLogger("eagle_mlx.serve")
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -148,7 +148,7 @@ def sampling_defaults(name: str | Path) -> dict[str, float]:
     return found
 
 
-def check(request: Request, limits: Limits) -> None:
+def check(request: ChoicesRequest, limits: Limits) -> None:
     """Raise ApiError 400 if a request exceeds the limits or contradicts itself."""
     if request.answers > limits.n:
         raise ApiError(400, f"n is {request.n}; ask for at most {limits.n} answers", "n")
@@ -161,7 +161,7 @@ def check(request: Request, limits: Limits) -> None:
 
 
 def sampling(
-    request: Request,
+    request: ChoicesRequest,
     loaded: Loaded,
     max_tokens: int | None,
     top_logprobs: int | None,
@@ -200,7 +200,7 @@ def sampling(
     return [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(request.answers)]
 
 
-def _rule(request: Request, loaded: Loaded) -> dict[str, Any]:
+def _rule(request: ChoicesRequest, loaded: Loaded) -> dict[str, Any]:
     """Return the fields that say how drafts are accepted. Raises ApiError 400 for a threshold without effect."""
     given = {"acceptance": request.acceptance, "threshold": request.acceptance_threshold}
     rule: dict[str, Any] = loaded.speculation.rule | {name: value for name, value in given.items() if value is not None}
@@ -209,7 +209,7 @@ def _rule(request: Request, loaded: Loaded) -> dict[str, Any]:
     return rule
 
 
-def _drafter(request: Request, loaded: Loaded) -> Drafter | None:
+def _drafter(request: ChoicesRequest, loaded: Loaded) -> Drafter | None:
     """Return the request's drafter. Raises ApiError 400 for a mode that is not loaded."""
     mode, most = request.spec_decode, request.num_speculative_tokens
     loaded.check_mode(mode)

@@ -23,7 +23,7 @@ from .errors import ApiError
 from .limits import Pools
 from .model import Loaded
 from .options import LoadConfig, Settings
-from .service import Service, Source
+from .service import ModelSource, Service
 
 log = logging.getLogger("eagle_mlx.serve")
 ServerState = Literal["starting", "ready", "stuck", "draining"]
@@ -39,7 +39,7 @@ class Models:
     """
 
     def __init__(
-        self, settings: Settings, sources: Sequence[Source], nbytes: int | None = None, at_start: bool = False
+        self, settings: Settings, sources: Sequence[ModelSource], nbytes: int | None = None, at_start: bool = False
     ):
         """nbytes: memory for all loaded models; None for no limit. at_start: load all at startup; end if one fails."""
         self.settings = settings
@@ -176,7 +176,7 @@ class Models:
             service.state = "loaded"
             self._starting.discard(service.name)
 
-    async def _checked(self, source: Source) -> int:
+    async def _checked(self, source: ModelSource) -> int:
         """Return the bytes that a model takes. Raises EagleError if its files show that it cannot be loaded."""
         needed = await asyncio.get_running_loop().run_in_executor(self._checking, source.nbytes)
         if needed > self._nbytes:

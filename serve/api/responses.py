@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -15,10 +16,12 @@ from eagle_mlx.request import Output
 
 from ..chat import Delta
 from .answer import Measured, dumps, named_event, stats
-from .conversation import PartsAnswer
+from .chat import EncodedChat
+from .conversation import PartsAnswer, PendingParts
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
-from .flow import body_of, client_of, in_turn, json_response, models_of, respond
-from .limits import Limits
+from .flow import json_response, respond
+from .model import check
+from .received import client_of, key_of, models_of, receive
 from .responses_request import (
     ID_PREFIXES,
     Ended,
@@ -33,7 +36,8 @@ from .responses_request import (
     sealed,
 )
 from .responses_tools import Functions
-from .schema import SERVICE_TIER
+from .schema import SERVICE_TIER, ChatRequest
+from .service import Call
 from .stored import ResponseMemory, StoredItem, StoredResponse, stored_items
 
 
@@ -114,20 +118,81 @@ def _content(part: Delta) -> tuple[str, str, dict[str, Any]]:
     return "response.output_text", part.content, {"logprobs": []}
 
 
-class ResponseAnswer(PartsAnswer):
-    """A chat's answer as a response, or as numbered events that write its items in turn."""
+class PendingResponse(PendingParts):
+    """Numbers the events of a response, from its beginning on."""
 
-    def __init__(self, body: ResponsesRequest, items: Sequence[Item], keep: Keep, limits: Limits):
-        """items: the conversation. keep: stores the response with its items, unless `store` is false."""
-        self._functions = Functions(body.tools or ())
-        chat = chat_request(body, items, self._functions)
-        super().__init__(chat, body.max_output_tokens, self._functions.names, limits)
-        self.body, self._keep, self._settings = body, keep, _settings(body)
-        self.stream_options = body.stream_options
+    def __init__(self, call: Call, body: ResponsesRequest, chat: ChatRequest, functions: Functions, keep: Keep):
+        """keep: stores the response, unless `store` is false."""
+        super().__init__(call, chat, body.max_output_tokens, functions.names)
+        self.body, self.functions, self.keep, self.stream_options = body, functions, keep, body.stream_options
+        self._settings = _settings(body) | body.model_dump(include={"temperature", "top_p"})
+        """Until the model is loaded, only what the client gave."""
         self._number = -1
         """The last event's; before the first, -1."""
         self._is_over = False
         """Whether the last event was written. Another one in the buffer of a slow reader would confuse it."""
+
+    def answer(self, chat: EncodedChat) -> ResponseAnswer:
+        params = chat.requests[0].params
+        self._settings |= {"temperature": params.temperature, "top_p": params.top_p}
+        return ResponseAnswer(self, chat)
+
+    def keep_alive(self) -> ServerSentEvent:
+        """Return `response.in_progress` again, or the event that comes before it."""
+        if self._is_over:
+            return ServerSentEvent(comment="over", sep="\n")
+        kind = "response.created" if self._number < 0 else "response.in_progress"
+        fields = self._numbered(kind, response=self.begun())
+        return ServerSentEvent(dumps(fields), event=kind, sep="\n")
+
+    def open(self) -> str:
+        begun = self.begun()
+        created = self.event("response.created", response=begun) if self._number < 0 else ""
+        return created + self.event("response.in_progress", response=begun)
+
+    def fail(self, error: ApiError) -> bytes:
+        if self._number < 0:
+            return self.event("error", code=error.code, message=error.message, param=error.param).encode()
+        code = "invalid_prompt" if error.status == 400 else "server_error"
+        failed = {"status": "failed", "error": {"code": code, "message": error.message}}
+        return self.end(self.begun() | failed).encode()
+
+    def end(self, response: dict[str, Any]) -> str:
+        """Return the last event."""
+        self._is_over = True
+        return self.event(f"response.{response['status']}", response=response)
+
+    def event(self, type: str, **fields: Any) -> str:
+        return named_event(self._numbered(type, **fields))
+
+    def _numbered(self, type: str, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": type, "sequence_number": self._number, **fields}
+
+    def begun(self) -> dict[str, Any]:
+        return {
+            "id": f"resp_{self.call.id}",
+            "object": "response",
+            "created_at": self.call.created,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.call.service.name,
+            "output": [],
+            **self._settings,
+            "service_tier": SERVICE_TIER,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+class ResponseAnswer(PartsAnswer):
+    """A chat's answer as a response, or as numbered events that write its items in turn."""
+
+    def __init__(self, pending: PendingResponse, chat: EncodedChat):
+        super().__init__(pending, chat)
+        self._form, self._functions = pending, pending.functions
         self._id = ""
 
     def ended(self, output: Output) -> dict[str, Any]:
@@ -135,58 +200,34 @@ class ResponseAnswer(PartsAnswer):
         cut_off = output.finish_reason == "length"
         last = "incomplete" if cut_off else "completed"
         items = [self._item(i, last if i == self._index else "completed") for i in range(len(self.parts))]
-        response = self._begun() | {
+        response = self._form.begun() | {
             "status": last,
             "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
             "output": items,
             "usage": self._usage(output),
             **stats(self.call, [output]),
         }
-        if self.body.store is not False:
-            self._keep(response)
+        if self._form.body.store is not False:
+            self._form.keep(response)
         return response
 
-    def keep_alive(self) -> ServerSentEvent:
-        """Return `response.in_progress` again, or the event that comes before it."""
-        if self._is_over:
-            return ServerSentEvent(comment="over", sep="\n")
-        kind = "response.created" if self._number < 0 else "response.in_progress"
-        fields = self._numbered(kind, response=self._begun())
-        return ServerSentEvent(dumps(fields), event=kind, sep="\n")
-
     def open(self) -> str:
-        begun = self._begun()
-        created = self._event("response.created", response=begun) if self._number < 0 else ""
-        return created + self._event("response.in_progress", response=begun)
+        return self._form.open()
 
     def close(self, index: int, output: Output, more: dict[str, Any]) -> str:
         last = self.end("incomplete" if output.finish_reason == "length" else "completed")
-        response = self.ended(output)
-        self._is_over = True
-        return last + self._event(f"response.{response['status']}", response=response)
-
-    def error_event(self, error: ApiError) -> bytes:
-        if self._number >= 0:
-            return self.fail(error)
-        fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-        return named_event({**fields, "sequence_number": 0}).encode()
-
-    def fail(self, error: ApiError) -> bytes:
-        code = "invalid_prompt" if error.status == 400 else "server_error"
-        self._is_over = True
-        response = self._begun() | {"status": "failed", "error": {"code": code, "message": error.message}}
-        return self._event("response.failed", response=response).encode()
+        return last + self._form.end(self.ended(output))
 
     def start(self) -> str:
         item = self._item(self._index, "in_progress")
         self._id = item["id"]
         if self.parts[-1].tool_call is not None:
             item[_INPUT_EVENTS[item["type"]][1]] = ""
-            return self._event("response.output_item.added", output_index=self._index, item=item)
+            return self._form.event("response.output_item.added", output_index=self._index, item=item)
         empty = item["content"][0] | {"text": ""}
         item["content"] = []
         item.pop("encrypted_content", None)
-        added = self._event("response.output_item.added", output_index=self._index, item=item)
+        added = self._form.event("response.output_item.added", output_index=self._index, item=item)
         return added + self._of_item("response.content_part.added", content_index=0, part=empty)
 
     def extend(self, more: Delta) -> str:
@@ -210,42 +251,14 @@ class ResponseAnswer(PartsAnswer):
             name, text, fields = _content(part)
             events = self._of_item(f"{name}.done", content_index=0, text=text, **fields)
             events += self._of_item("response.content_part.done", content_index=0, part=item["content"][0])
-        return events + self._event("response.output_item.done", output_index=self._index, item=item)
+        return events + self._form.event("response.output_item.done", output_index=self._index, item=item)
 
     @property
     def _index(self) -> int:
         return len(self.parts) - 1
 
     def _of_item(self, type: str, **fields: Any) -> str:
-        return self._event(type, item_id=self._id, output_index=self._index, **fields)
-
-    def _event(self, type: str, **fields: Any) -> str:
-        return named_event(self._numbered(type, **fields))
-
-    def _numbered(self, type: str, **fields: Any) -> dict[str, Any]:
-        self._number += 1
-        return {"type": type, "sequence_number": self._number, **fields}
-
-    def _begun(self) -> dict[str, Any]:
-        # Before its model is loaded, a response has only the settings that the client gave.
-        params = self.requests[0].params if self.requests else self.body
-        return {
-            "id": f"resp_{self.call.id}",
-            "object": "response",
-            "created_at": self.call.created,
-            "status": "in_progress",
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "model": self.call.service.name,
-            "output": [],
-            **self._settings,
-            "service_tier": SERVICE_TIER,
-            "truncation": "disabled",
-            "usage": None,
-        }
+        return self._form.event(type, item_id=self._id, output_index=self._index, **fields)
 
     def _item(self, index: int, status: str) -> dict[str, Any]:
         """Return a part as an item. A call is incomplete only if it was cut off itself."""
@@ -255,7 +268,7 @@ class ResponseAnswer(PartsAnswer):
             status = "completed" if status == "incomplete" and not self._deltas.is_cut else status
         elif thought := part.reasoning:
             item = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]}
-            if "reasoning.encrypted_content" in (self.body.include or ()):
+            if "reasoning.encrypted_content" in (self._form.body.include or ()):
                 item["encrypted_content"] = sealed(thought)
         else:
             content = {"type": "output_text", "text": part.content, "annotations": [], "logprobs": []}
@@ -294,25 +307,25 @@ def memory_of(request: Request) -> ResponseMemory:
     """Return the stored responses of the request's API key; requests without a key share them."""
     memories: dict[str, ResponseMemory] = request.app.state.responses
     limits = models_of(request).settings.limits
-    key = getattr(request.state, "key", None) or ""
-    return memories.setdefault(key, ResponseMemory(limits.responses, limits.response_bytes))
+    return memories.setdefault(key_of(request) or "", ResponseMemory(limits.responses, limits.response_bytes))
 
 
 @router.post("/v1/responses", responses=documented(ResponseObject, *ERRORS, **EVENTS))
 async def responses(request: Request) -> Response:
     """Return the next turn of a conversation, for clients of OpenAI's newer API."""
     memory = memory_of(request)
-    body = await body_of(request, ResponsesRequest)
+    received = await receive(request, ResponsesRequest)
+    body = received.body
     service = models_of(request).named(body.model)
     limits, earlier = service.settings.limits, list[StoredItem]()
     if body.previous_response_id:
         before = memory.get(body.previous_response_id, "previous_response_id")
         earlier += before.items
-        request.state.size += before.nbytes
-        request.state.is_long |= before.nbytes >= limits.long_bytes
+        is_long = received.is_long or before.nbytes >= limits.long_bytes
+        received = replace(received, size=received.size + before.nbytes, is_long=is_long)
 
-    def prepare() -> ResponseAnswer:
-        new = input_items(body)
+    def translated() -> Callable[[Call], PendingResponse]:
+        new, functions = input_items(body), Functions(body.tools or ())
         if len(earlier) + len(new) > limits.containers:
             message = f"the conversation has more than {limits.containers} items; begin a new one"
             raise ApiError(413, message, "input", "request_too_large")
@@ -321,10 +334,13 @@ async def responses(request: Request) -> Response:
         def keep(response: dict[str, Any]) -> None:
             memory.store(response["id"], StoredResponse.of(response, kept, client_of(request)))
 
-        return ResponseAnswer(body, [*(_ITEM.validate_json(item.json) for item in earlier), *new], keep, limits)
+        items = [*(_ITEM.validate_json(item.json) for item in earlier), *new]
+        chat = chat_request(body, items, functions)
+        with functions.names.used():
+            check(chat, limits)
+        return lambda call: PendingResponse(call, body, chat, functions, keep)
 
-    answer = await in_turn(request, prepare)
-    return await respond(request, service, answer, body, body.stream)
+    return await respond(received, service, await received.in_turn(translated), body.stream)
 
 
 @router.get("/v1/responses/{id}", responses=documented(ResponseObject, 400, 401, 404))

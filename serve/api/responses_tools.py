@@ -86,7 +86,7 @@ class Functions:
         self.functions: list[dict[str, Any]] = []
         self.calls: dict[str, dict[str, Any]] = {}
         """For each function, the item of a call of its tool, without the input."""
-        self.names = Names(_FIELDS, [])
+        self.names = Names("input", _FIELDS, [])
         for at, tool in enumerate(tools):
             if isinstance(tool, NamespaceTool):
                 for inner in tool.tools:
@@ -147,9 +147,7 @@ def _description(tool: FlatTool) -> str | None:
 
 
 _FIELDS = {
-    r"response_format\.json_schema\.schema": "text.format.schema",
-    r"response_format": "text.format",
-    r"tools\[(\d+)\]\.function": r"tools[\1]",
-    r"messages(\[\d+\][\w.\[\]]*)?": "input",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    ".function": "",
 }
-"""Chat Completions fields and their names here. Translated messages have other indexes, so errors name no index."""

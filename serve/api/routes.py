@@ -17,10 +17,11 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from .encoding import Encoder
 from .errors import ERRORS, ApiError, Shape, documented
-from .flow import body_of, json_response, models_of, respond_encoded, unless_disconnected
+from .flow import json_response, respond_encoded
 from .metrics import SpeculationSummary, speculation_summary
 from .model import Loaded
 from .models import ServerState
+from .received import models_of, receive, unless_disconnected
 from .schema import AdminRequest, DetokenizeRequest, SpeculationRequest, TokenizeRequest
 from .service import Service, State
 
@@ -208,7 +209,7 @@ async def _asked(request: Request, kind: type[A]) -> tuple[Service, A]:
     if settings.api_key is None and not settings.is_local:
         said = "other machines can reach this server, so /admin needs a key; start it with EAGLE_API_KEY"
         raise ApiError(403, said, code="api_key_needed")
-    body = await body_of(request, kind)
+    body = (await receive(request, kind)).body
     return models_of(request).named(body.model), body
 
 
@@ -236,7 +237,8 @@ class Text(Shape):
 @router.post("/tokenize", responses=documented(Tokens, *ERRORS))
 async def tokenize(request: Request) -> Response:
     """Return the tokens of a text, or of a conversation as the model reads it."""
-    body = await body_of(request, TokenizeRequest)
+    received = await receive(request, TokenizeRequest)
+    body = received.body
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
 
@@ -249,17 +251,18 @@ async def tokenize(request: Request) -> Response:
         context = loaded.target.context_length
         return Tokens(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=texts)
 
-    return await respond_encoded(request, body.model, work)
+    return await respond_encoded(received, body.model, work)
 
 
 @router.post("/detokenize", responses=documented(Text, *ERRORS))
 async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
-    body = await body_of(request, DetokenizeRequest)
+    received = await receive(request, DetokenizeRequest)
+    body = received.body
 
     def work(loaded: Loaded, _: Encoder) -> Text:
         if max(body.tokens, default=0) >= loaded.target.vocab_size:
             raise ApiError(400, f"tokens contains an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
         return Text(prompt=loaded.tokenizer.decode(body.tokens))
 
-    return await respond_encoded(request, body.model, work)
+    return await respond_encoded(received, body.model, work)

@@ -162,7 +162,7 @@ class OpenAIRequest(Extensions):
     service_tier: ServiceTier | None = None
 
 
-class Request(OpenAIRequest):
+class ChoicesRequest(OpenAIRequest):
     """Fields that Chat Completions and Completions share."""
 
     max_tokens: int | None = Field(None, ge=0)
@@ -212,7 +212,7 @@ class Request(OpenAIRequest):
         return bool(self.stream_options and self.stream_options.include_draft_n_accepted)
 
 
-class CompletionRequest(Request):
+class CompletionRequest(ChoicesRequest):
     prompt: str | Many[str] | Many[Id] | Many[Many[Id]]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -351,7 +351,7 @@ class AllowedTools(Body):
     allowed_tools: ToolSubset
 
 
-class ChatRequest(Request):
+class ChatRequest(ChoicesRequest):
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)

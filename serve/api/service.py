@@ -103,7 +103,7 @@ State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model that can be loaded."""
 
     name: str
@@ -117,7 +117,7 @@ class Source:
 class Service:
     """A served model, loaded or not. Belongs to the event loop."""
 
-    def __init__(self, settings: Settings, source: Source):
+    def __init__(self, settings: Settings, source: ModelSource):
         self.settings, self.source = settings, source
         self.totals = Totals()
         self.worker = Worker(source.load, self.totals.observe)

@@ -21,7 +21,7 @@ from .loader import check, load, several
 from .models import Models, read_models
 from .options import LoadConfig, ServeOptions, Settings
 from .server import Server, create_app, listen
-from .service import Source
+from .service import ModelSource
 
 
 def run(options: ServeOptions) -> int:
@@ -100,7 +100,7 @@ def _models(configs: dict[str, LoadConfig], settings: Settings, options: ServeOp
     if options.models is None:
         ((name, config),) = configs.items()
         say(f"model: {name}")
-        return Models(settings, [Source(name, lambda: load(config, say), config.max_batch)], at_start=True)
+        return Models(settings, [ModelSource(name, lambda: load(config, say), config.max_batch)], at_start=True)
     nbytes = bytes_of(options.memory_gb) or models_bytes(free_memory())
     sources = several(configs, nbytes, logging.getLogger("eagle_mlx.serve").info)
     say(f"models: {', '.join(configs)}; each is loaded on demand, within {gb(nbytes)}")

@@ -19,7 +19,7 @@ from eagle_mlx.plan import RoundResult
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.routes import HEADERS, PAGE
-from eagle_mlx.serve.api.service import Source
+from eagle_mlx.serve.api.service import ModelSource
 from eagle_mlx.serve.decoding_options import renderer
 from tests.serve.api.given import given_head, given_target
 from tests.serve.api.live import DEPTH, NAME, Live, engine, live, wide
@@ -518,7 +518,7 @@ def test_several_models_are_counted_together(page: Page) -> None:
 
 @browsing
 def test_a_model_can_be_chosen_if_there_are_several(page: Page) -> None:
-    sources = [Source(name, lambda: Loaded(engine("none")), max_batch=4) for name in "ab"]
+    sources = [ModelSource(name, lambda: Loaded(engine("none")), max_batch=4) for name in "ab"]
     with live(models=Models(wide(), sources, at_start=True)) as running:
         page.open(running.base + "/")
         page.until("document.querySelector('#choice').options.length === 2")

@@ -24,7 +24,7 @@ from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.options import Settings
 from eagle_mlx.serve.api.server import Server, address, create_app, listen
-from eagle_mlx.serve.api.service import Service, Source
+from eagle_mlx.serve.api.service import Service, ModelSource
 from tests.serve.api.given import PATIENCE, given_head, given_target, given_target_of
 
 NAME = "tiny"
@@ -115,7 +115,7 @@ def wide(limits: Limits | None = None, **settings: object) -> Settings:
 
 def one_model(load: Callable[[], Loaded], settings: Settings | None = None, name: str = NAME) -> Models:
     """Return the model as `--target` serves it."""
-    return Models(settings or wide(), [Source(name, load, max_batch=4)], at_start=True)
+    return Models(settings or wide(), [ModelSource(name, load, max_batch=4)], at_start=True)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import h11
 import httpx
 import pytest
 
-from eagle_mlx.serve.api import flow
+from eagle_mlx.serve.api import received
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.validation import B
@@ -208,13 +208,13 @@ class Parsed:
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> Parsed:
     made = Parsed()
-    read = flow.read
+    read = received.read
 
     def held(kind: type[B], body: bytes, unknown: Literal["forbid", "ignore"]) -> B:
         made.note(body)
         return read(kind, body, unknown)
 
-    monkeypatch.setattr(flow, "read", held)
+    monkeypatch.setattr(received, "read", held)
     return made
 
 

@@ -26,7 +26,7 @@ from eagle_mlx.serve.api.loader import weights_bytes
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.options import LoadConfig, Settings
-from eagle_mlx.serve.api.service import Source
+from eagle_mlx.serve.api.service import ModelSource
 from eagle_mlx.serve.memory_options import MemoryOptions
 from eagle_mlx.serve.speculation import Speculation
 from tests.fakes import tiny_target, tiny_target_folder
@@ -61,7 +61,7 @@ def made(seed: int, proposer: em.NgramProposer | None = None) -> em.Engine:
 @contextmanager
 def serving(loads: Loads, room: int | None = None, settings: Settings | None = None) -> Iterator[Live]:
     """Serve the models of SEEDS, of which `room` fit in memory."""
-    sources = [Source(name, partial(loads, name), 4, lambda: 100) for name in SEEDS]
+    sources = [ModelSource(name, partial(loads, name), 4, lambda: 100) for name in SEEDS]
     with live(models=Models(settings or wide(), sources, None if room is None else 100 * room)) as server:
         yield server
 

@@ -13,43 +13,41 @@ from hypothesis import strategies as st
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.serve.api.chat import ChatAnswer
-from eagle_mlx.serve.api.conversation import PartsAnswer
-from eagle_mlx.serve.api.limits import Limits
-from eagle_mlx.serve.api.messages import MessageAnswer
+from eagle_mlx.serve.api.chat import EncodedChat
+from eagle_mlx.serve.api.conversation import PendingParts
+from eagle_mlx.serve.api.messages import PendingMessage
 from eagle_mlx.serve.api.messages_request import MessagesRequest
-from eagle_mlx.serve.api.responses import ResponseAnswer
-from eagle_mlx.serve.api.responses_request import ResponsesRequest, input_items
+from eagle_mlx.serve.api.responses import PendingResponse
+from eagle_mlx.serve.api.responses_request import ResponsesRequest
+from eagle_mlx.serve.api.responses_tools import Functions
 from eagle_mlx.serve.api.schema import ChatRequest
-from eagle_mlx.serve.api.service import Call, Service, Source
+from eagle_mlx.serve.api.service import Call, Service, ModelSource
 from eagle_mlx.serve.api.worker import RequestEvent
-from eagle_mlx.serve.chat import ToolOffer
+from eagle_mlx.serve.chat import AnswerParser, ToolOffer
 from tests.full import some
 from tests.serve.api.live import loaded_format, wide
 from tests.serve.chat.formats import CALL, CLOCK, WEATHER
 
 USER: Any = [{"role": "user", "content": "hi"}]
+BODY = ChatRequest.model_validate({"messages": USER})
 WRITTEN = f"<think>\nhm, é漢\n</think>\n\nso\n{CALL}\n{CALL}\n over"
 
 
 @pytest.fixture(scope="module")
-def written() -> tuple[ChatAnswer, Output]:
-    """An answer with parts of every kind, as a model would write it."""
+def written() -> tuple[EncodedChat, Output]:
+    """A chat whose answer has parts of every kind, as a model would write it."""
     loaded = loaded_format("thinking")
-    service = Service(wide(), Source("tiny", lambda: loaded))
     asked = loaded.engine.prepare([5], SamplingParams(max_tokens=500)).request
     request = RequestState(asked, tokens=loaded.tokenizer.encode(WRITTEN, add_special_tokens=False))
     request.finish("stop")
-    body = ChatRequest.model_validate({"messages": USER})
-    answer = ChatAnswer(body)
-    answer.call, answer.loaded = Call(service, 1, ""), loaded
-    answer.requests, answer.offer, answer.starts_in_reasoning = [request], ToolOffer.of([WEATHER, CLOCK]), False
-    return answer, request.output(loaded.tokenizer)
+    offer = ToolOffer.of([WEATHER, CLOCK])
+    chat = EncodedChat(BODY, loaded, [request], lambda: AnswerParser(loaded.chat, offer.tools, False, offer.several))
+    return chat, request.output(loaded.tokenizer)
 
 
 @settings(max_examples=some(40), deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
-def test_streamed_pieces_equal_the_whole_answer(written: tuple[ChatAnswer, Output], sizes: list[int]) -> None:
+def test_streamed_pieces_equal_the_whole_answer(written: tuple[EncodedChat, Output], sizes: list[int]) -> None:
     """Check both APIs, with any number of tokens per event."""
     chat, output = written
     tokens, at, index, events = output.tokens, 0, 0, []
@@ -59,21 +57,18 @@ def test_streamed_pieces_equal_the_whole_answer(written: tuple[ChatAnswer, Outpu
         events.append(RequestEvent(0, tokens[at - size : at], [], output if at >= len(tokens) else None))
     asked = MessagesRequest.model_validate({"messages": USER, "max_tokens": 500})
     body = ResponsesRequest.model_validate({"input": "x", "store": False})
-    pairs: list[tuple[Callable[[], PartsAnswer], Any]] = [
-        (lambda: MessageAnswer(asked, Limits()), blocks_of),
-        (lambda: ResponseAnswer(body, input_items(body), lambda _: None, Limits()), items_of),
+    call = Call(Service(wide(), ModelSource("tiny", lambda: chat.loaded)), 1, "")
+    pairs: list[tuple[Callable[[], PendingParts], Any]] = [
+        (lambda: PendingMessage(call, asked, BODY), blocks_of),
+        (lambda: PendingResponse(call, body, BODY, Functions(), lambda _: None), items_of),
     ]
     for make, put_together in pairs:
-        writer, other = make(), make()
-        writer.begin(chat)
-        other.begin(chat)
+        writer, other = make().answer(chat), make().answer(chat)
         text = writer.open() + "".join(map(writer.write, events)) + writer.close(0, output, {})
         found = [json.loads(event.split("data: ", 1)[1]) for event in text.split("\n\n")[:-1]]
         whole = other.response([output])
         assert put_together(found) == without_ids(whole.get("content") or whole["output"])
-    answer = MessageAnswer(asked, Limits())
-    answer.begin(chat)
-    message = answer.response([output])
+    message = PendingMessage(call, asked, BODY).answer(chat).response([output])
     kinds = [block["type"] for block in message["content"]]
     assert kinds == ["thinking", "text", "tool_use", "tool_use", "text"]
 

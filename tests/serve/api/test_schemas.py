@@ -81,7 +81,7 @@ def test_a_grammar_limit_ends_only_its_own_request() -> None:
 
 def test_a_server_with_hanging_threads_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     over = Event()
-    monkeypatch.setattr(chat.ChatAnswer, "encode", lambda *asked: over.wait(60))
+    monkeypatch.setattr(chat, "encode_chat", lambda *asked: over.wait(60))
     made = Server(
         create_app(one_model(lambda: Loaded(engine(), "ngram", DEPTH, {"temperature": 0.0}), wide(drain_seconds=0.1)))
     )
