@@ -16,11 +16,12 @@ from eagle_mlx.request import Output, draft_runs
 from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError, Shape
+from .job import RequestEvent
 from .model import Loaded
 from .received import Received
 from .schema import SERVICE_TIER, ChoicesRequest, EventFormat
 from .service import Call
-from .worker import TIME, RequestEvent
+from .worker import TIME
 
 
 class Usage(Shape):

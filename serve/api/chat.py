@@ -18,11 +18,11 @@ from .answer import Choices, Completed, PendingChoices
 from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import respond
+from .job import RequestEvent
 from .logprobs import ChatLogprobs, chat_logprobs
 from .model import Loaded, check_context, sampling
 from .received import Owner, Received, receive_choices
 from .schema import ChatRequest, Message, refuse_last_media
-from .worker import RequestEvent
 
 router = APIRouter()
 

@@ -17,11 +17,11 @@ from .answer import Choices, Completed, PendingChoices
 from .encoding import Encoder
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import respond
+from .job import RequestEvent
 from .logprobs import CompletionLogprobs, LogprobLists, score_prompt
 from .model import Loaded, check_context, sampling
 from .received import Received, receive_choices
 from .schema import CompletionRequest
-from .worker import RequestEvent
 
 router = APIRouter()
 

@@ -19,11 +19,11 @@ from . import schema
 from .answer import Answer, Pending, dumps
 from .chat import DeltaStream, EncodedChat, encoded
 from .errors import ApiError
+from .job import RequestEvent
 from .model import Loaded
 from .received import Received
 from .schema import Body, ChatRequest, ToolName
 from .service import Call
-from .worker import RequestEvent
 
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Maps efforts that templates do not know to low or high."""

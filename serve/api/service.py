@@ -20,9 +20,11 @@ from eagle_mlx.plan import RoundResult
 from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError
+from .job import Job, RequestEvent
 from .model import Loaded
 from .options import Settings
-from .worker import Job, RequestEvent, Watchdog, Worker
+from .watchdog import Watchdog
+from .worker import Worker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds of histogram buckets: the defaults of Prometheus's Go client, and three for long answers."""

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import gc
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from math import inf
-from queue import SimpleQueue
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from threading import Thread, Timer
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError, RanksError
 from eagle_mlx.plan import RoundResult
-from eagle_mlx.request import Output, TokenLogprob
+from eagle_mlx.request import TokenLogprob
 from eagle_mlx.request_state import RequestState
 
 from .errors import ApiError
+from .job import Job, RequestEvent
 from .model import Loaded
 
 log = logging.getLogger("eagle_mlx.serve")
@@ -34,48 +33,9 @@ _DIED = "the engine's thread died"
 
 TIME = "time"
 """The cutoff of a request that took too long (`Output.cut_off`)."""
-_LAST_WORDS = 4.0
-"""Seconds to send errors after the engine is lost; then the process exits."""
+_EXIT_SECONDS = 4.0
+"""Time to send errors after the engine is lost; then the process exits."""
 _NO_TOKEN = "the request ran out of time before its first token; send a shorter one, or try again later"
-
-
-@dataclass(frozen=True)
-class RequestEvent:
-    """What a step added to a request."""
-
-    index: int
-    tokens: list[int]
-    logprobs: list[TokenLogprob]
-    """One per token, if requested."""
-    output: Output | None
-    """The complete output once the request has ended."""
-
-
-@dataclass(eq=False)
-class Job:
-    """The engine requests of one HTTP request, and their events. Belongs to the event loop."""
-
-    deadline: float
-    """When they must have ended, by the worker's clock."""
-    unfinished: int
-    """Requests that have not ended, including those not created yet."""
-    requests: Sequence[RequestState] = ()
-    answer_seconds: float = inf
-    """Limit of each, from its first token to its end."""
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    _events: asyncio.Queue[RequestEvent] = field(default_factory=asyncio.Queue)
-
-    def report(self, event: RequestEvent) -> None:
-        self.begun.set()
-        self.unfinished -= event.output is not None
-        self._events.put_nowait(event)
-
-    async def events(self) -> list[RequestEvent]:
-        """Return all pending events, at least one; a slow reader gets more at a time."""
-        found = [await self._events.get()]
-        while not self._events.empty():
-            found.append(self._events.get_nowait())
-        return found
 
 
 @dataclass(eq=False)
@@ -90,6 +50,13 @@ class _Slot:
     reported: int = 0
 
 
+class _Command(NamedTuple):
+    """Work for the engine's thread, and how to refuse it with a reason if the thread is lost."""
+
+    run: Callable[[], None]
+    refuse: Callable[[str], None] = lambda _: None
+
+
 class Worker:
     """Runs an engine in its own thread, because MLX arrays belong to the thread that made them.
 
@@ -102,7 +69,7 @@ class Worker:
     def __init__(self, load: Callable[[], Loaded], observer: Callable[[RoundResult], None]):
         """observer: is called after every round, in the worker's thread."""
         self._load, self._observer = load, observer
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
         self.slots: list[_Slot] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unloading = self._stopped = False
@@ -128,7 +95,7 @@ class Worker:
 
     async def unload(self) -> None:
         """Unload the model, which must have no requests, and free its memory."""
-        self._commands.put(self._begin_unloading)
+        self._commands.put(_Command(self._begin_unloading))
         await self._ask(_free_memory)
 
     def submit(self, job: Job) -> None:
@@ -136,7 +103,7 @@ class Worker:
         for index, request in enumerate(job.requests):
             if request.finish_reason is not None:
                 job.report(RequestEvent(index, [], [], request.output(None)))
-        self._commands.put(lambda: self._submit(job))
+        self._commands.put(_Command(lambda: self._submit(job), job.fail))
 
     def cancel(self, job: Job) -> None:
         """Cancel the unfinished requests of a job."""
@@ -146,7 +113,7 @@ class Worker:
                 engine.cancel(request)
 
         if job.unfinished:
-            self._commands.put(lambda: self._change(change))
+            self._commands.put(_Command(lambda: self._change(change)))
 
     async def score(self, pieces: Iterator[list[TokenLogprob]]) -> list[TokenLogprob]:
         """Compute log probabilities of a prompt, piece by piece between steps. Raises ApiError 500."""
@@ -172,11 +139,11 @@ class Worker:
         return await self._ask(run)
 
     def abort_all(self, reason: str) -> None:
-        self._commands.put(lambda: self._change(lambda engine: engine.abandon(reason)))
+        self._commands.put(_Command(lambda: self._change(lambda engine: engine.abandon(reason))))
 
     def stop(self) -> None:
         """End the thread after its current step; use `join` to wait."""
-        self._commands.put(lambda: setattr(self, "_stopped", True))
+        self._commands.put(_Command(lambda: setattr(self, "_stopped", True)))
 
     def join(self) -> None:
         """Wait briefly for the thread, and close the model."""
@@ -193,9 +160,11 @@ class Worker:
         """End all requests with an error: the thread may hang."""
         self._lost, self.failure = reason, failure
         self.loaded = None
-        self._fail_slots(reason)
-        while not self._commands.empty():
-            self._commands.get()()  # requests not seen yet end at once, because nothing is loaded
+        for job in {slot.job for slot in self.slots}:
+            job.fail(reason)
+        with suppress(Empty):
+            while True:
+                self._commands.get_nowait().refuse(reason)
 
     async def _ask(self, work: Callable[[], T]) -> T:
         """Queue work for the thread, and wait for its result. Nothing is done if the caller stops waiting first."""
@@ -208,14 +177,18 @@ class Worker:
                 except BaseException as e:
                     result.set_exception(e)
 
-        self._commands.put(run)
+        def refuse(reason: str) -> None:
+            if result.set_running_or_notify_cancel():
+                result.set_exception(ApiError(500, reason))
+
+        self._commands.put(_Command(run, refuse))
         return await asyncio.wrap_future(result)
 
     # The methods below run in the worker's thread.
 
     def _run(self) -> None:
         while not self._stopped:
-            self._commands.get()()
+            self._commands.get().run()
             if self.loaded is not None:
                 self._serve(self.loaded)
 
@@ -262,16 +235,13 @@ class Worker:
             self._publish(engine)
 
     def _fail_slots(self, why: str) -> None:
-        slots, self.slots = self.slots, []
-        for slot in slots:
-            slot.request.fail(why)
-        self._report([(slot.job, RequestEvent(slot.index, [], [], slot.request.output(None))) for slot in slots])
+        jobs, self.slots = {slot.job for slot in self.slots}, []
+        self._call(lambda: [job.fail(why) for job in jobs])
 
     def _lose(self, reason: str) -> None:
         """Handle the loss of another machine. Runs in a thread of the target."""
         log.error("%s", reason)
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._give_up, reason, RanksError(reason))
+        self._call(lambda: self._give_up(reason, RanksError(reason)))
         _exit_soon()  # even if the event loop or a client hangs
 
     def _begin_unloading(self) -> None:
@@ -283,7 +253,7 @@ class Worker:
             self.work = None
             command = self._commands.get()
             self.work = self.clock(), False
-            command()
+            command.run()
             if self._unloading:
                 return
 
@@ -314,24 +284,22 @@ class Worker:
                 events.append((slot.job, new))
         if ended:
             self.slots = [slot for slot in self.slots if slot.request.finish_reason is None]
-        self._report(events)
+        if events:
+            self._call(lambda: [job.report(event) for job, event in events])
 
-    def _report(self, events: Sequence[tuple[Job, RequestEvent]]) -> None:
-        def deliver() -> None:
-            for job, event in events:
-                job.report(event)
-
-        if events and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(deliver)
+    def _call(self, work: Callable[[], object]) -> None:
+        """Run work in the event loop."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(work)
 
     def _submit(self, job: Job) -> None:
+        if self.loaded is None:
+            self._call(lambda: job.fail(_DIED))
+            return
         for index, request in enumerate(job.requests):
             if request.finish_reason is None:
-                if self.loaded is not None:
-                    self.loaded.engine.submit(request)
+                self.loaded.engine.submit(request)
                 self.slots.append(_Slot(request, job, index, job.deadline))
-        if self.loaded is None:
-            self._fail_slots(_DIED)
 
     def _change(self, change: Callable[[Engine], object]) -> None:
         if self.loaded is not None:
@@ -340,7 +308,7 @@ class Worker:
 
 
 def _exit_soon() -> None:
-    last = Timer(_LAST_WORDS, os._exit, [1])
+    last = Timer(_EXIT_SECONDS, os._exit, [1])
     last.daemon = True
     last.start()
 
@@ -356,43 +324,3 @@ def _close(loaded: Loaded) -> None:
         loaded.close()
     except Exception:
         log.exception("a model's processes and files could not be closed")
-
-
-_READING = 10
-"""How many times as long a step may take if it reads prompts: a chunk of 2,048 tokens takes as long as many rounds."""
-
-
-class Watchdog:
-    """Reports work of a worker's thread that does not return. Belongs to the event loop."""
-
-    def __init__(self, worker: Worker, name: str, seconds: float, exits: bool):
-        """seconds: the limit of a step, or of work between steps; 0 for none. exits: whether to end the process."""
-        self._worker, self._name, self._seconds, self._exits = worker, name, seconds, exits
-        self.stuck = False
-        """Whether the present work has exceeded the limit."""
-        self._work: tuple[float, bool] | None = None
-        self._reads = False
-
-    def check(self) -> None:
-        """Report the present work if it exceeds the limit. Call this regularly; work is reported once."""
-        worker, work = self._worker, self._worker.work
-        if work != self._work:
-            if self.stuck:
-                log.warning("model %s: the step has returned after all", self._name)
-            self._work, self._reads, self.stuck = work, False, False
-        loaded = worker.loaded
-        if work is None or loaded is None or self.stuck or not self._seconds:
-            return
-        began, is_step = work
-        self._reads |= is_step and bool(loaded.engine.admission.prefilling)
-        limit = self._seconds * (_READING if self._reads else 1)
-        if worker.clock() - began <= limit:
-            return
-        self.stuck = True
-        reason = f"{'a step' if is_step else 'work between steps'} of the engine has not returned for {limit:g} s"
-        with tempfile.TemporaryFile("w+") as file:  # faulthandler needs a real file
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            log.error("model %s: %s; the stacks of all threads:\n%s", self._name, reason, file.read())
-        if self._exits:
-            worker.end_process(f"{reason}; the server restarts")

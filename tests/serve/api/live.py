@@ -24,7 +24,7 @@ from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.options import Settings
 from eagle_mlx.serve.api.server import Server, address, create_app, listen
-from eagle_mlx.serve.api.service import Service, ModelSource
+from eagle_mlx.serve.api.service import ModelSource, Service
 from tests.serve.api.given import PATIENCE, given_head, given_target, given_target_of
 
 NAME = "tiny"

@@ -15,14 +15,14 @@ from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.api.chat import EncodedChat
 from eagle_mlx.serve.api.conversation import PendingParts
+from eagle_mlx.serve.api.job import RequestEvent
 from eagle_mlx.serve.api.messages import PendingMessage
 from eagle_mlx.serve.api.messages_request import MessagesRequest
 from eagle_mlx.serve.api.responses import PendingResponse
 from eagle_mlx.serve.api.responses_request import ResponsesRequest
 from eagle_mlx.serve.api.responses_tools import Functions
 from eagle_mlx.serve.api.schema import ChatRequest
-from eagle_mlx.serve.api.service import Call, Service, ModelSource
-from eagle_mlx.serve.api.worker import RequestEvent
+from eagle_mlx.serve.api.service import Call, ModelSource, Service
 from eagle_mlx.serve.chat import AnswerParser, ToolOffer
 from tests.full import some
 from tests.serve.api.live import loaded_format, wide

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event
+from math import inf
+from threading import Event, current_thread
 from typing import Any
 
 import httpx
 import pytest
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.serve.api.errors import ApiError
+from eagle_mlx.serve.api.job import Job
+from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.options import Settings
-from tests.serve.api.live import Live, live, wide
+from eagle_mlx.serve.api.worker import Worker
+from tests.serve.api.live import Live, engine, live, wide
 
 LIMIT = Settings().stuck_seconds
 
@@ -140,3 +147,36 @@ def test_the_watchdog_can_be_switched_off() -> None:
         assert health(server) == (200, "ready")
     with pytest.raises(ConfigError, match="--stuck-seconds above 0"):
         wide(stuck_seconds=0.0, exit_when_stuck=True)
+
+
+def test_commands_of_a_lost_engine_are_refused_and_not_run_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    threads, over = list[str](), Event()
+
+    def load() -> Loaded:
+        threads.append(current_thread().name)
+        return Loaded(engine())
+
+    async def lose() -> None:
+        worker = Worker(load, lambda result: None)
+        worker.start(asyncio.get_running_loop())
+        await worker.load()
+        assert worker.loaded is not None
+        job = Job(inf, 1, [worker.loaded.engine.prepare([1, 2], SamplingParams())])
+        hangs = asyncio.ensure_future(worker.between_steps(lambda: over.wait(60)))
+        while worker.work is None:
+            await asyncio.sleep(0)
+        later = asyncio.ensure_future(worker.load())
+        await asyncio.sleep(0)
+        worker.submit(job)
+        worker.end_process("it hangs")
+        with pytest.raises(ApiError, match="it hangs"):
+            await later
+        [event] = await job.events()
+        assert event.output is not None
+        assert event.output.error == "it hangs"
+        over.set()
+        await hangs
+
+    asyncio.run(lose())
+    assert threads == ["engine"]
