@@ -12,7 +12,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.errors import RanksError
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.ranks.channel import Channel, State, decode
-from eagle_mlx.ranks.leader import CACHE_CALLS, PIECE_CALLS, lengths_of, size_of
+from eagle_mlx.ranks.leader import is_mirrored, lengths_of, size_of
 from eagle_mlx.target import Target
 
 _ROUNDING = 0.05
@@ -49,8 +49,8 @@ class Follower:
             return
         if name == "new":
             result: Any = RaggedCache.of(self.target.model, *args)
-        elif name in CACHE_CALLS or name in PIECE_CALLS:
-            result = getattr(self._objects[number], name)(*args, **kwargs)  # type: ignore[index]
+        elif number is not None and is_mirrored(type(self._objects[number]), name):
+            result = getattr(self._objects[number], name)(*args, **kwargs)
         else:
             raise RanksError(f"rank 0 asks for {name!r}; does it run another version?")
         results = result if isinstance(result, tuple) else (result,)

@@ -19,14 +19,6 @@ from eagle_mlx.errors import RanksError, TargetError
 from eagle_mlx.ranks.channel import Channel, encode, end_process
 from eagle_mlx.target import Forward, Target
 
-CACHE_CALLS = (
-    *("expect", "branch", "advance", "advance_some", "keep", "sync", "save", "restore"),
-    *("compact", "zero", "append", "remove", "fork", "piece", "outline", "joined"),
-)
-"""RaggedCache methods that change a cache or derive something from it."""
-PIECE_CALLS = ("split",)
-"""KVPiece methods of the same kind."""
-
 
 class Calls:
     """Records calls for the other ranks; they are sent with the next forward."""
@@ -87,9 +79,17 @@ def _mirrored(kind: type, name: str) -> Callable[..., Any]:
     return wraps(own)(lambda self, *args, **kwargs: self.calls.call(self, name, partial(own, self), args, kwargs))
 
 
+def is_mirrored(kind: type, name: str) -> bool:
+    return hasattr(getattr(kind, name, None), "is_mirrored")
+
+
 _MIRRORED: dict[type, type] = {
-    kind: type(f"Mirrored{kind.__name__}", (kind,), {name: _mirrored(kind, name) for name in names})
-    for kind, names in ((RaggedCache, CACHE_CALLS), (KVPiece, PIECE_CALLS), (Saved, ()))
+    kind: type(
+        f"Mirrored{kind.__name__}",
+        (kind,),
+        {name: _mirrored(kind, name) for name in dir(kind) if is_mirrored(kind, name)},
+    )
+    for kind in (RaggedCache, KVPiece, Saved)
 }
 """Subclasses of caches and of their results whose calls are recorded for the other ranks."""
 

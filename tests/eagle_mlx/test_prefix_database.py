@@ -278,6 +278,20 @@ def test_a_damaged_row_is_dropped_and_the_rest_is_found(tmp_path: Path, column: 
     assert not said_rows(tmp_path)
 
 
+def test_each_kind_of_reading_error_is_reported_once(tmp_path: Path) -> None:
+    heard, text = list[str](), keys_of(range(40))
+    opened(tmp_path).close()
+    found = opened(tmp_path, say=heard.append)
+    with closing(sqlite3.connect(tmp_path / NAME)) as other:
+        other.executescript("DROP TABLE files")
+    for _ in range(3):
+        assert found.find(text, MODEL, "", True) is None
+        assert found.nbytes() == 0
+    assert [said for said in heard if "cannot be read (no such table: files); it counts as empty" in said] == heard
+    assert len(heard) == 1
+    found.close()
+
+
 def said_rows(root: Path) -> list[str]:
     """Return the paths of rows that do not name a file."""
     with closing(sqlite3.connect(root / NAME)) as database:

@@ -11,7 +11,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class Database:
         self.root, self.limit, self._say = root, limit, say
         self._ignored: set[str] = set()
         """Files that this process does not use, although they may have rows."""
+        self._unreadable: set[str] = set()
+        """Kinds of reading errors that were reported."""
         self._damaged: set[int] = set()
         """Damaged rows, which the next transaction deletes."""
         self._reported = False
@@ -141,9 +143,8 @@ class Database:
         """Return the first file after `parent` that can be used. A damaged row is skipped, and later deleted."""
         query = f"SELECT rowid, {COLUMNS} FROM files WHERE kind = ? AND parent = ? AND {where}"
         values = (kind, parent, *(part.tobytes() for part in keys))
-        # A database that cannot be read counts as empty.
-        with suppress(sqlite3.Error), self._reading:
-            for row, path, *fields in self._reader.execute(query, values) if self._reader is not None else ():
+        with self._read() as reader:
+            for row, path, *fields in reader.execute(query, values) if reader is not None else ():
                 if (entry := entry_of(path, fields)) is None:
                     self._skip(row, path)
                 elif path not in self._ignored:
@@ -199,11 +200,14 @@ class Database:
     def drop(self, entry: Entry, damaged: bool) -> None:
         """Stop using a file. If it is `damaged`, delete it; otherwise remove the rows of all files that are gone."""
         self._ignored.add(entry.path)
-        with suppress(OSError), self._transaction() as database:
-            if damaged:
-                self._delete(database, [entry.path])
-            else:
-                self._remove_orphans(database)
+        try:
+            with self._transaction() as database:
+                if damaged:
+                    self._delete(database, [entry.path])
+                else:
+                    self._remove_orphans(database)
+        except OSError as e:
+            self.report(e)
 
     def close(self) -> None:
         """Close the database; nothing is found afterward."""
@@ -214,9 +218,21 @@ class Database:
             self._reader = self._writer = None
 
     def _rows(self, query: str, *values: object) -> list[Any]:
-        with suppress(sqlite3.Error), self._reading:
-            return self._reader.execute(query, values).fetchall() if self._reader is not None else []
+        with self._read() as reader:
+            return reader.execute(query, values).fetchall() if reader is not None else []
         return []
+
+    @contextmanager
+    def _read(self) -> Iterator[sqlite3.Connection | None]:
+        """Hold the reader. If the database cannot be read, it counts as empty; each kind of error is reported once."""
+        try:
+            with self._reading:
+                yield self._reader
+        except sqlite3.Error as e:
+            kind = getattr(e, "sqlite_errorname", type(e).__name__)
+            if kind not in self._unreadable:
+                self._unreadable.add(kind)
+                self._say(f"the prefix cache's database in {self.root} cannot be read ({e}); it counts as empty")
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
