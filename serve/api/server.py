@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from math import inf
 from time import monotonic
 from types import FrameType
@@ -119,7 +120,15 @@ _PIECE = 1 << 14
 class Framing(h11.Connection):
     """A connection's parser, which limits header lines, and the chunks of a body in proportion to its size."""
 
+    requests = 0
+    """Requests so far."""
+    head_begun = True
+    """Whether a head is awaited: a connection begins with one, and a later one begins with its first bytes."""
     _chunks = _nbytes = 0
+
+    def receive_data(self, data: bytes) -> None:
+        self.head_begun = True
+        super().receive_data(data)
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
@@ -130,33 +139,57 @@ class Framing(h11.Connection):
                 raise h11.RemoteProtocolError("the chunks of the body are too small")
         elif isinstance(event, h11.Request | h11.EndOfMessage):
             self._chunks = self._nbytes = 0
+            self.head_begun = False
             if len(event.headers) > _HEADER_LINES:
                 raise h11.RemoteProtocolError("there are too many header lines")
+        if isinstance(event, h11.Request):
+            self.requests += 1
+            headers = [(name, value) for name, value in event.headers if name != b"upgrade"]
+            if len(headers) < len(event.headers):  # there are no websockets, and uvicorn would log every attempt
+                return h11.Request(method=event.method, target=event.target, headers=headers)
         return event
 
 
 class Connection(H11Protocol):
-    """Uvicorn's connection, with limits on framing. It tracks what it waits for and since when."""
+    """Uvicorn's connection with our parser. It tracks what it waits for and since when.
 
-    _waiting: tuple[Any, ...] = ("none",)
-    _since = 0.0
+    tests/test_uvicorn_contract.py checks what it needs of uvicorn.
+    """
+
+    def __init__(self, connections: set[Connection], **more: Any):
+        """connections: those that are open. more: uvicorn's own arguments."""
+        super().__init__(**more)
+        self.conn = self._framing = Framing(h11.SERVER)
+        self._connections = connections
+        self._waiting: tuple[Any, ...] = ("none",)
+        self._since = 0.0
+        self._is_unread = False
+        """Whether the client reads its answer more slowly than it is written."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        self.conn = Framing(h11.SERVER)
+        self._connections.add(self)
         super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._is_unread = True
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._is_unread = False
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), _PIECE):
             if self.transport.is_closing():
                 return
-            super().data_received(data[start : start + _PIECE])
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse a malformed request, without an answer if there is one already."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:
-            self.transport.abort()
+            try:
+                super().data_received(data[start : start + _PIECE])
+            except h11.LocalProtocolError:  # a malformed request cannot be refused after its answer has begun
+                self.transport.abort()
 
     def waited(self, now: float) -> tuple[Wait, float]:
         """Return what it waits for from the client, and the seconds without progress.
@@ -170,45 +203,44 @@ class Connection(H11Protocol):
 
     @property
     def between_requests(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        return self._framing.our_state not in (h11.SEND_RESPONSE, h11.SEND_BODY)
 
     def _wait(self) -> tuple[Any, ...]:
         """Return the kind of wait, and a value that changes with progress."""
         unsent = self.transport.get_write_buffer_size()
-        if unsent and (self.between_requests or self.flow.write_paused):
+        if unsent and (self.between_requests or self._is_unread):
             return "send", unsent
-        if self.between_requests and self.timeout_keep_alive_task is None:  # else uvicorn's own timer is running
-            return "head", id(self.cycle)
+        if self.between_requests and self._framing.head_begun:  # else uvicorn limits the time to the next request
+            return "head", self._framing.requests
         return ("none",)  # the time of a body is limited where it is read
 
-    def _should_upgrade(self) -> bool:
-        """Ignore upgrades: there are no websockets, and logging every attempt would be noise."""
-        return False
+    def abort(self) -> None:
+        """Close at once. Closing in order would wait for the client to read unsent data."""
+        self.transport.abort()
 
 
 def close_overdue(connections: Iterable[Connection], limits: Limits, now: float) -> None:
-    """Abort connections without progress, and surplus connections, longest idle first.
-
-    Closing instead would wait for the client to read unsent data.
-    """
+    """Abort connections without progress, and surplus connections, longest idle first."""
     allowed: dict[Wait, float] = {"head": limits.head_seconds, "send": limits.send_seconds, "none": inf}
     kept = []
     for connection in connections:
         wait, seconds = connection.waited(now)
         if seconds > allowed[wait]:
-            connection.transport.abort()
+            connection.abort()
         else:
             kept.append((seconds, connection))
     surplus = len(kept) - limits.connections
     if surplus > 0:
         idle = [each for each in kept if each[1].between_requests]
         for _, connection in sorted(idle, key=lambda each: each[0], reverse=True)[:surplus]:
-            connection.transport.abort()
+            connection.abort()
 
 
 log = logging.getLogger("eagle_mlx.serve")
-_LAST_WORDS = 2.0
-"""Seconds to send the errors of aborted answers."""
+_ABORT_SECONDS = 2.0
+"""Time to send the errors of aborted answers."""
+_WATCH_SECONDS = 0.1
+"""Interval of checks."""
 
 
 class Server(uvicorn.Server):
@@ -219,6 +251,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, say: Callable[[str], None] = lambda _: None):
         """say: prints startup lines."""
+        self.connections = set[Connection]()
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -227,7 +260,7 @@ class Server(uvicorn.Server):
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
             lifespan="on",
-            http=Connection,
+            http=partial(Connection, self.connections),  # type: ignore[arg-type]  # called like a class
             ws="none",
             proxy_headers=bool(proxies := check_trusted(app.state.models.settings.forwarded_allow_ips)),
             forwarded_allow_ips=list(proxies),
@@ -245,28 +278,34 @@ class Server(uvicorn.Server):
         self._end = monotonic() + seconds
         self.models.draining = True
 
-    async def on_tick(self, counter: int) -> bool:
-        """Check for startup, failures, stuck steps, drain and overdue connections; uvicorn calls this every 0.1 s."""
-        if self.models.state == "ready" and not self._announced:
-            self._announced = True
-            addresses = [address(sock) for server in self.servers for sock in server.sockets]
-            self._say(f"ready: {' '.join(addresses)}")
-        for service in self.models.services.values():
-            service.watchdog.check()
-        if self.models.failure is not None:
-            self.should_exit = True
-        elif self._end is not None:
-            self._drain(monotonic())
-        open_now = [each for each in self.server_state.connections if isinstance(each, Connection)]
-        close_overdue(open_now, self.models.settings.limits, monotonic())
-        return await super().on_tick(counter)
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a model fails, or until the drain after a signal is over."""
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._watch(sockets or []))
+            await super().serve(sockets)
+            watch.cancel()
+
+    async def _watch(self, sockets: Sequence[socket.socket]) -> None:
+        """Check for startup, failures, stuck steps, drain and overdue connections."""
+        while True:
+            if self.models.state == "ready" and not self._announced:
+                self._announced = True
+                self._say(f"ready: {' '.join(map(address, sockets))}")
+            for service in self.models.services.values():
+                service.watchdog.check()
+            if self.models.failure is not None:
+                self.should_exit = True
+            elif self._end is not None:
+                self._drain(monotonic())
+            close_overdue(set(self.connections), self.models.settings.limits, monotonic())
+            await asyncio.sleep(_WATCH_SECONDS)
 
     def _drain(self, now: float) -> None:
         assert self._end is not None
         if not self._draining:
             self._draining = True
             log.info("draining: no new requests; those in progress have %.0f s", max(0.0, self._end - now))
-        if self.models.idle or now > self._end + _LAST_WORDS:
+        if self.models.idle or now > self._end + _ABORT_SECONDS:
             self.should_exit = True
         elif now > self._end and not self._abandoned:
             self._abandoned = True

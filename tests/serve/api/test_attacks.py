@@ -97,7 +97,7 @@ def test_an_unread_stream_is_closed(unread: Callable[[Live], socket.socket], cap
         unread(server)
         server.until(lambda: not server.service.idle)
         server.until(lambda: server.idle)
-        server.until(lambda: len(server.server.server_state.connections) == 0)
+        server.until(lambda: len(server.server.connections) == 0)
         assert is_served(server)
     assert not caplog.records
 
@@ -106,8 +106,8 @@ def test_an_unread_answer_is_closed() -> None:
     asked = {"prompt": TOO_LONG[:60_000], "return_token_strs": True}
     with live(settings=wide(Limits(send_seconds=0.3)), unread_bytes=4096) as server:
         raws = [connect(server, request("/tokenize", asked), unread_bytes=4096) for _ in range(3)]
-        server.until(lambda: len(server.server.server_state.connections) == 3)
-        server.until(lambda: len(server.server.server_state.connections) == 0)
+        server.until(lambda: len(server.server.connections) == 3)
+        server.until(lambda: len(server.server.connections) == 0)
         for raw in raws:
             raw.close()
 
@@ -139,7 +139,7 @@ def test_connections_that_do_not_send_a_request_are_closed() -> None:
         for raw in (*silent, *slow, second, unread):
             server.until(lambda raw=raw: closed(raw))  # type: ignore[misc]
             raw.close()
-        assert len(server.server.server_state.connections) == 1
+        assert len(server.server.connections) == 1
         assert server.http.get("/health").status_code == 200
 
 
@@ -159,7 +159,7 @@ def test_beyond_the_limit_the_connections_idle_longest_are_closed() -> None:
         with server.slowed(0.01), server.http.stream("POST", COMPLETIONS, json={"prompt": "x", "stream": True}) as held:
             raws = [connect(server) for _ in range(30)]
             server.until(lambda: sum(map(closed, raws)) == 23)  # all but seven and the one that decodes
-            assert len(server.server.server_state.connections) <= 8
+            assert len(server.server.connections) <= 8
             with httpx.Client(base_url=server.base, timeout=PATIENCE) as other:
                 assert other.get("/health").status_code == 200
         assert held.status_code == 200
@@ -313,7 +313,7 @@ def test_h11_reads_few_chunks_of_a_body_that_is_refused(key: bytes, monkeypatch:
             raw.sendall(head + b"\r\n" + key + tail + chunks(b" " * 100_000, 1))
             while raw.recv(4096):
                 pass
-        server.until(lambda: not server.server.server_state.connections)
+        server.until(lambda: not server.server.connections)
         assert events[h11.Data] <= 520
         assert server.http.get("/health").status_code == 200
 

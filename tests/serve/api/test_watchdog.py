@@ -82,7 +82,7 @@ def test_a_step_that_does_not_return_is_reported_once_with_all_stacks(caplog: py
         assert answer.result().status_code == 200
     [said] = reports(caplog)
     assert "in hang" in said  # the engine's thread
-    assert "in serve" in said  # the event loop's
+    assert "in run_forever" in said  # the event loop's
     assert "returned after all" in caplog.text
 
 
