@@ -12,7 +12,10 @@ from eagle_mlx.errors import ConfigError
 
 _PACKAGES = {
     "train": ("datasets", "matplotlib", "mlx-data", "pydantic", "wandb"),
-    "serve": ("fastapi", "httpx", "llguidance", "prometheus-client", "pydantic", "sse-starlette", "uvicorn"),
+    "serve": (
+        *("fastapi", "h11", "httpx", "llguidance", "prometheus-client", "pydantic", "sse-starlette", "starlette"),
+        "uvicorn",
+    ),
 }
 EXTRAS = {
     extra: {name: "mlx.data" if name == "mlx-data" else name.replace("-", "_") for name in names}

@@ -97,7 +97,8 @@ def test_the_base_is_what_the_library_and_its_commands_import() -> None:
 def test_without_extras_every_command_shows_its_help_and_version() -> None:
     commands = [*sorted(PROJECT["scripts"]), "eagle-data make", "eagle-serve launch", "eagle-train report"]
     entries = ",".join(PROJECT["scripts"][command.split()[0]] for command in commands)
-    ended = run(HIDING + ALL_HELP, ",".join(OF_EXTRAS), entries, *commands)
+    hidden = OF_EXTRAS.keys() - {"h11"}  # huggingface_hub needs it, too
+    ended = run(HIDING + ALL_HELP, ",".join(hidden), entries, *commands)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert all(f"usage: {command} " in ended.stdout for command in commands)
     assert all(f"{command} {version('eagle-mlx')}\n" in ended.stdout for command in commands)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from ipaddress import ip_address
 from typing import Any
@@ -27,11 +27,11 @@ OPEN = frozenset({"/", "/health", "/metrics"})
 class KeyGuard:
     """Requires `Authorization: Bearer <key>` or Anthropic's `x-api-key: <key>`.
 
-    Passes the key to the routes as a hash (`flow.owner_of`).
+    Passes the key to the routes as a hash, and whether it is the first one, which is the administrator's.
     """
 
-    def __init__(self, app: ASGIApp, keys: Collection[str]):
-        self.app, self._keys = app, frozenset(map(_hashed, keys))
+    def __init__(self, app: ASGIApp, keys: Sequence[str]):
+        self.app, self._keys = app, list(map(_hashed, keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._admits(scope):
@@ -47,7 +47,7 @@ class KeyGuard:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         texts = (given if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
         key = next((name for name in map(_hashed, texts) if name in self._keys), None)
-        scope.setdefault("state", {})["key"] = key
+        scope.setdefault("state", {}).update(key=key, is_admin=key == self._keys[0])
         return key is not None or scope["path"] in OPEN
 
 

@@ -115,8 +115,8 @@ class Settings(Group):
     port: int = setting(8000, "port to listen at; 0 chooses a free one", between(0, 65535))
     api_key: str | None = setting(
         None,
-        "keys that clients may send, separated by spaces; each has its own prefix cache (default: "
-        "EAGLE_API_KEY, or no key)",
+        "keys that clients may send, separated by spaces; each has its own prefix cache, and only the first may use "
+        "/admin (default: EAGLE_API_KEY, or no key)",
         metavar="KEY",
     )
     cache_report: bool = setting(
@@ -257,7 +257,7 @@ class ServeOptions(Group):
         IN_MEMORY,
         metavar="GB",
     )
-    place: Settings = field(default_factory=Settings)
+    server: Settings = field(default_factory=Settings)
     model: LoadConfig = field(default_factory=LoadConfig)
 
     def _check(self) -> None:

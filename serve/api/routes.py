@@ -204,11 +204,13 @@ async def change_speculation(request: Request) -> Response:
 
 
 async def _asked(request: Request, kind: type[A]) -> tuple[Service, A]:
-    """Return the model and the body. Raises ApiError 403 if there is no key and other machines can connect."""
+    """Return the model and the body. Raises ApiError 403 for clients that are not the administrator."""
     settings = models_of(request).settings
     if settings.api_key is None and not settings.is_local:
-        said = "other machines can reach this server, so /admin needs a key; start it with EAGLE_API_KEY"
-        raise ApiError(403, said, code="api_key_needed")
+        message = "other machines can reach this server, so /admin needs a key; start it with EAGLE_API_KEY"
+        raise ApiError(403, message, code="api_key_needed")
+    if settings.api_key is not None and not request.state.is_admin:
+        raise ApiError(403, "/admin needs the first key of EAGLE_API_KEY or --api-key", code="admin_key_needed")
     body = (await receive(request, kind)).body
     return models_of(request).named(body.model), body
 

@@ -26,7 +26,7 @@ from .service import ModelSource
 
 def run(options: ServeOptions) -> int:
     """Serve, or with --check compare texts and return 1 if they differ. Raises EagleError."""
-    configs, settings = configs_of(options), settings_of(options.place)
+    configs, settings = configs_of(options), settings_of(options.server)
     for config in configs.values():
         if config.prefix_cache_dir is not None:
             folder = config.prefix_cache_dir.expanduser()
@@ -47,17 +47,17 @@ def configs_of(options: ServeOptions) -> dict[str, LoadConfig]:
     """Return the configs by model name. Raises ConfigError if the file of models is invalid."""
     if options.models is None:
         name = None if options.model.target is None else str(options.model.target)
-        return {options.place.served_model_name or served_name(name): options.model.resolved()}
+        return {options.server.served_model_name or served_name(name): options.model.resolved()}
     configs = read_models(options.models)
     if sharded := [name for name, config in configs.items() if config.loading.shard != "none"]:
         raise ConfigError(f"{options.models}: {sharded[0]} has a shard; serve that model alone, with --target")
     return configs
 
 
-def settings_of(place: Settings) -> Settings:
+def settings_of(given: Settings) -> Settings:
     """Return the settings that all models share, with the key. Raises ConfigError if it is invalid."""
-    key = place.api_key
-    return replace(place, api_key=os.environ.get("EAGLE_API_KEY") if key is None else key)
+    key = given.api_key
+    return replace(given, api_key=os.environ.get("EAGLE_API_KEY") if key is None else key)
 
 
 def say(text: str) -> None:
@@ -82,13 +82,13 @@ _SWITCH_SECONDS = 0.001
 def _serve(configs: dict[str, LoadConfig], settings: Settings, options: ServeOptions) -> None:
     gc.freeze()  # imported modules stay, so collections need not visit them while others wait
     sys.setswitchinterval(_SWITCH_SECONDS)
-    sock = listen(options.place.host, options.place.port)
+    sock = listen(options.server.host, options.server.port)
     with sock:
         is_local = is_loopback(sock.getsockname()[0])
-        settings = replace(settings, hosts=hosts_of(sock, options.place.allowed_host), is_local=is_local)
+        settings = replace(settings, hosts=hosts_of(sock, options.server.allowed_host), is_local=is_local)
         models = _models(configs, settings, options)
         if settings.api_key is None and not is_local:
-            say(f"note: anyone who can reach {options.place.host} can use this server; to prevent that, set --api-key")
+            say(f"note: anyone who can reach {options.server.host} can use this server; to prevent that, set --api-key")
         server = Server(create_app(models), say)
         server.run(sockets=[sock])
         if models.failure is not None:

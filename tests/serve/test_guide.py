@@ -130,8 +130,8 @@ def test_the_unit_waits_for_the_drain() -> None:
     unit.read(DOCS / "deploy" / "eagle-serve.service", encoding="utf-8")
     command = unit["Service"]["ExecStart"].split()
     assert command[0].endswith("/bin/eagle-serve")
-    place = read(ServeOptions, command[1:], "eagle-serve", "").place
-    assert int(unit["Service"]["TimeoutStopSec"]) > place.drain_seconds + 5
+    settings = read(ServeOptions, command[1:], "eagle-serve", "").server
+    assert int(unit["Service"]["TimeoutStopSec"]) > settings.drain_seconds + 5
     assert unit["Service"]["Restart"] == "on-failure"
 
 
@@ -139,8 +139,8 @@ def test_the_agent_waits_for_the_drain() -> None:
     with (DOCS / "deploy" / "com.eagle-mlx.serve.plist").open("rb") as file:
         agent = plistlib.load(file)
     assert agent["Label"] == "com.eagle-mlx.serve"
-    place = read(ServeOptions, agent["ProgramArguments"][1:], "eagle-serve", "").place
-    assert agent["ExitTimeOut"] > place.drain_seconds + 5
+    settings = read(ServeOptions, agent["ProgramArguments"][1:], "eagle-serve", "").server
+    assert agent["ExitTimeOut"] > settings.drain_seconds + 5
     assert agent["KeepAlive"] == {"SuccessfulExit": False}
     assert all(Path(agent[key]).is_absolute() for key in ("WorkingDirectory", "StandardErrorPath"))
 

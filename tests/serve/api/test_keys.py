@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
 
@@ -66,3 +67,27 @@ def test_a_grammar_is_vetted_for_each_key(monkeypatch: pytest.MonkeyPatch) -> No
             body = PATHS["/v1/chat/completions"] | form | ({"cache_salt": salt} if salt else {})
             post(server, key, "/v1/chat/completions", body)
             assert len(vetted) == times
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "expected"),
+    [
+        ("first", "/admin/load", 200),
+        ("first", "/admin/speculation", 200),
+        ("second", "/admin/load", 403),
+        ("second", "/admin/unload", 403),
+        ("second", "/admin/speculation", 403),
+        ("third", "/admin/load", 401),
+    ],
+)
+def test_only_the_first_key_may_use_admin(two_keys: Live, key: str, path: str, expected: int) -> None:
+    answer = two_keys.http.post(path, json={"model": "tiny"}, headers={"Authorization": f"Bearer {key}"})
+    assert answer.status_code == expected
+    if expected == 403:
+        assert answer.json()["error"]["code"] == "admin_key_needed"
+
+
+@pytest.fixture(scope="module")
+def two_keys() -> Iterator[Live]:
+    with live(settings=wide(api_key="first second")) as server:
+        yield server
