@@ -1,7 +1,7 @@
 """eagle-serve: an HTTP server with OpenAI's and Anthropic's APIs.
 
-`app.create_app` makes the FastAPI application, `worker.Worker` is the thread that owns the engine, and `loader.load`
-loads the model. A request passes `guard`, is parsed by `schema`, becomes engine requests in `chat` or `completions`, is
-decoded by `worker`, and is answered by `answer`. `messages` and `responses` translate their APIs to and from Chat
-Completions.
+`server.create_app` makes the FastAPI application, `worker.Worker` is the thread that owns the engine, and `loader.load`
+loads the model. A request passes `guard`; `received` reads its body as a class of `schema`; `flow` admits it and asks
+its `Pending` answer for engine requests, which `worker` decodes; the `Answer` of `answer` writes them as JSON or as
+events. `messages` and `responses` translate their APIs to and from Chat Completions.
 """

@@ -227,6 +227,17 @@ class Answer(ABC):
         """Return what follows all answers."""
         return b""
 
+    async def whole(self) -> dict[str, Any]:
+        """Return the complete answer. Raises ApiError if a request failed."""
+        outputs: dict[int, Output] = {}
+        while len(outputs) < len(self.requests):
+            outputs |= {event.index: event.output for event in await self.call.events() if event.output is not None}
+        ordered = [outputs[index] for index in range(len(outputs))]
+        if error := failure(ordered):
+            self.call.failed = True
+            raise error
+        return self.response(ordered)
+
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events; those that are ready together are sent together."""
         if opening := self.open():

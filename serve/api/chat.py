@@ -48,7 +48,7 @@ async def chat_completions(request: Request) -> Response:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
-    return await respond(received, service, lambda call: PendingChat(call, body), body.stream, body.answers)
+    return await respond(received, service, lambda call: PendingChat(call, body), body.answers)
 
 
 @dataclass(frozen=True)

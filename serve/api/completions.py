@@ -52,7 +52,7 @@ async def completions(request: Request) -> Response:
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens can be 0 only with echo", "max_tokens")
     slots = len(body.prompts) * body.answers
-    return await respond(received, service, lambda call: PendingCompletion(call, body), body.stream, slots)
+    return await respond(received, service, lambda call: PendingCompletion(call, body), slots)
 
 
 @dataclass

@@ -10,9 +10,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from eagle_mlx import Output
-
-from .answer import Answer, Pending, dumps, failure
+from .answer import Answer, Pending, dumps
 from .encoding import Encoder
 from .errors import ApiError, Shape
 from .model import Loaded
@@ -42,7 +40,7 @@ def json_response(body: Any, status: int = 200) -> Response:
 
 
 async def respond(
-    received: Received[Any], service: Service, make: Callable[[Call], Pending], stream: bool | None, slots: int = 1
+    received: Received[Any], service: Service, make: Callable[[Call], Pending], slots: int = 1
 ) -> Response:
     """Serve a request that needs `slots` slots of a model, as one body or as a stream.
 
@@ -55,7 +53,7 @@ async def respond(
     try:
         pending = make(call)
         call.beginning = beginning = asyncio.ensure_future(_begin(received, pending))
-        if stream:
+        if received.body.stream:
             await unless_disconnected(
                 request, asyncio.wait({beginning}, timeout=service.settings.limits.keep_alive_seconds)
             )
@@ -63,22 +61,16 @@ async def respond(
             streaming = True
             return EventStream(call, events, pending.keep_alive)
         answer = await unless_disconnected(request, beginning)
-        outputs = await unless_disconnected(request, finished(call))
-        if error := failure(outputs):
-            call.failed = True
-            raise error
-        return json_response(answer.response(outputs))
+        return json_response(await unless_disconnected(request, answer.whole()))
     finally:
         if not streaming:
             call.close()
 
 
-async def respond_encoded(
-    received: Received[Any], model: str | None, work: Callable[[Loaded, Encoder], Shape]
-) -> Response:
+async def respond_encoded(received: Received[Any], work: Callable[[Loaded, Encoder], Shape]) -> Response:
     """Run `work` in a queue slot and serialize its result in the same thread, because both may be slow."""
     models = models_of(received.http)
-    service = models.named(model)
+    service = models.named(received.body.model)
 
     async def answer() -> Response:
         loaded = await models.loaded(service)
@@ -105,11 +97,3 @@ async def _later(pending: Pending, beginning: asyncio.Future[Answer]) -> AsyncIt
         return
     async for event in answer.stream():
         yield event
-
-
-async def finished(call: Call) -> list[Output]:
-    """Wait for all requests of a call and return their outputs in order."""
-    outputs: dict[int, Output] = {}
-    while len(outputs) < len(call.requests):
-        outputs |= {event.index: event.output for event in await call.events() if event.output is not None}
-    return [outputs[index] for index in range(len(outputs))]

@@ -184,7 +184,7 @@ async def messages(request: Request) -> Response:
         return chat
 
     chat = await received.in_turn(translated)
-    return await respond(received, service, lambda call: PendingMessage(call, body, chat), body.stream)
+    return await respond(received, service, lambda call: PendingMessage(call, body, chat))
 
 
 @router.post("/v1/messages/count_tokens", responses=documented(TokenCount, *ERRORS, error=MessagesError))
@@ -198,4 +198,4 @@ async def count_tokens(request: Request) -> Response:
         return TokenCount(input_tokens=len(render_chat(chat, loaded, encode, must_fit=False)[1]))
 
     with names_of(body).used():
-        return await respond_encoded(received, body.model, count)
+        return await respond_encoded(received, count)

@@ -340,7 +340,7 @@ async def responses(request: Request) -> Response:
             check(chat, limits)
         return lambda call: PendingResponse(call, body, chat, functions, keep)
 
-    return await respond(received, service, await received.in_turn(translated), body.stream)
+    return await respond(received, service, await received.in_turn(translated))
 
 
 @router.get("/v1/responses/{id}", responses=documented(ResponseObject, 400, 401, 404))

@@ -253,7 +253,7 @@ async def tokenize(request: Request) -> Response:
         context = loaded.target.context_length
         return Tokens(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=texts)
 
-    return await respond_encoded(received, body.model, work)
+    return await respond_encoded(received, work)
 
 
 @router.post("/detokenize", responses=documented(Text, *ERRORS))
@@ -267,4 +267,4 @@ async def detokenize(request: Request) -> Response:
             raise ApiError(400, f"tokens contains an id outside the vocabulary of {loaded.target.vocab_size}", "tokens")
         return Text(prompt=loaded.tokenizer.decode(body.tokens))
 
-    return await respond_encoded(received, body.model, work)
+    return await respond_encoded(received, work)

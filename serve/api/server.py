@@ -161,7 +161,8 @@ class Connection(H11Protocol):
         super().__init__(**more)
         self.conn = self._framing = Framing(h11.SERVER)
         self._connections = connections
-        self._waiting: tuple[Any, ...] = ("none",)
+        self._waiting: tuple[Wait, int] = "none", 0
+        """The kind of wait, and a number that changes with progress."""
         self._since = 0.0
         self._is_unread = False
         """Whether the client reads its answer more slowly than it is written."""
@@ -191,49 +192,44 @@ class Connection(H11Protocol):
             except h11.LocalProtocolError:  # a malformed request cannot be refused after its answer has begun
                 self.transport.abort()
 
+    @property
+    def between_requests(self) -> bool:
+        return self._framing.our_state not in (h11.SEND_RESPONSE, h11.SEND_BODY)
+
     def waited(self, now: float) -> tuple[Wait, float]:
         """Return what it waits for from the client, and the seconds without progress.
 
         Must be called regularly: progress is what changed since the last call.
         """
-        waiting = self._wait()
+        unsent = self.transport.get_write_buffer_size()
+        waiting: tuple[Wait, int] = "none", 0  # the time of a body is limited where it is read
+        if unsent and (self.between_requests or self._is_unread):
+            waiting = "send", unsent
+        elif self.between_requests and self._framing.head_begun:  # else uvicorn limits the time to the next request
+            waiting = "head", self._framing.requests
         if waiting != self._waiting:
             self._waiting, self._since = waiting, now
         return waiting[0], now - self._since
 
-    @property
-    def between_requests(self) -> bool:
-        return self._framing.our_state not in (h11.SEND_RESPONSE, h11.SEND_BODY)
-
-    def _wait(self) -> tuple[Any, ...]:
-        """Return the kind of wait, and a value that changes with progress."""
-        unsent = self.transport.get_write_buffer_size()
-        if unsent and (self.between_requests or self._is_unread):
-            return "send", unsent
-        if self.between_requests and self._framing.head_begun:  # else uvicorn limits the time to the next request
-            return "head", self._framing.requests
-        return ("none",)  # the time of a body is limited where it is read
-
-    def abort(self) -> None:
-        """Close at once. Closing in order would wait for the client to read unsent data."""
-        self.transport.abort()
-
 
 def close_overdue(connections: Iterable[Connection], limits: Limits, now: float) -> None:
-    """Abort connections without progress, and surplus connections, longest idle first."""
+    """Abort connections without progress, and surplus connections, longest idle first.
+
+    Closing in order would wait for the client to read unsent data.
+    """
     allowed: dict[Wait, float] = {"head": limits.head_seconds, "send": limits.send_seconds, "none": inf}
     kept = []
     for connection in connections:
         wait, seconds = connection.waited(now)
         if seconds > allowed[wait]:
-            connection.abort()
+            connection.transport.abort()
         else:
             kept.append((seconds, connection))
     surplus = len(kept) - limits.connections
     if surplus > 0:
         idle = [each for each in kept if each[1].between_requests]
         for _, connection in sorted(idle, key=lambda each: each[0], reverse=True)[:surplus]:
-            connection.abort()
+            connection.transport.abort()
 
 
 log = logging.getLogger("eagle_mlx.serve")
