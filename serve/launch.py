@@ -42,7 +42,7 @@ class LaunchOptions(Group):
 
 
 @dataclass(frozen=True)
-class Server:
+class ServedModel:
     """A model of a running server."""
 
     url: str
@@ -53,7 +53,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Start:
+class Launch:
     """The start of a program."""
 
     arguments: Sequence[str]
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(options: LaunchOptions, more: Sequence[str]) -> None:
     server = find(options.url.rstrip("/").removesuffix("/v1"), options.model, os.environ.get(_KEY))
     start = {"claude": claude, "codex": codex, "opencode": opencode}[options.program](server)
-    start = Start([*start.arguments, *more], start.variables)
+    start = Launch([*start.arguments, *more], start.variables)
     if not options.run:
         print(start.shell(server.key))
         return
@@ -92,7 +92,7 @@ def _run(options: LaunchOptions, more: Sequence[str]) -> None:
     os.execvpe(options.program, list(start.arguments), {**os.environ, **start.variables})
 
 
-def find(url: str, name: str, key: str | None) -> Server:
+def find(url: str, name: str, key: str | None) -> ServedModel:
     """Ask a server for its models. Raises ConfigError if it does not answer, refuses the key, or lacks the model."""
     import httpx  # not at the top, so that --help needs no package of the extra
 
@@ -107,20 +107,20 @@ def find(url: str, name: str, key: str | None) -> Server:
     if not fitting:
         raise ConfigError(f"--model {name}: {url} has {', '.join(model['id'] for model in models)}")
     model = next((each for each in fitting if each["max_model_len"]), fitting[0])
-    return Server(url, model["id"], model["max_model_len"], key)
+    return ServedModel(url, model["id"], model["max_model_len"], key)
 
 
-def claude(server: Server) -> Start:
+def claude(server: ServedModel) -> Launch:
     """Start Claude Code. It needs all three default models, because unknown names get a 404."""
     variables = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key or "none"}
     tiers = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
     variables |= {f"ANTHROPIC_{tier}": server.model for tier in tiers}
     if server.context:
         variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(server.context)
-    return Start(["claude"], variables)
+    return Launch(["claude"], variables)
 
 
-def codex(server: Server) -> Start:
+def codex(server: ServedModel) -> Launch:
     """Start Codex CLI. Values of its -c are TOML; JSON's strings and integers are, too."""
     provider = {"name": "eagle-serve", "base_url": f"{server.url}/v1", "wire_api": "responses"}
     if server.key:
@@ -129,12 +129,12 @@ def codex(server: Server) -> Start:
     if server.context:
         settings["model_context_window"] = server.context
     settings |= {f"model_providers.eagle.{name}": value for name, value in provider.items()}
-    return Start(
+    return Launch(
         ["codex", *(part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}"))]
     )
 
 
-def opencode(server: Server) -> Start:
+def opencode(server: ServedModel) -> Launch:
     """Start opencode. Its variable overrides the files of settings."""
     limit = {"context": server.context, "output": min(_MOST_OUTPUT, server.context // 4)} if server.context else None
     provider = {
@@ -143,4 +143,4 @@ def opencode(server: Server) -> Start:
         "models": {server.model: {"limit": limit} if limit else {}},
     }
     content = {"model": f"eagle/{server.model}", "provider": {"eagle": provider}}
-    return Start(["opencode"], {"OPENCODE_CONFIG_CONTENT": json.dumps(content)})
+    return Launch(["opencode"], {"OPENCODE_CONFIG_CONTENT": json.dumps(content)})

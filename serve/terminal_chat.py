@@ -86,7 +86,7 @@ class Tally:
         return f"τ {self.tokens / max(1, self.rounds):.2f}, {speed}, {self.drafted} of {self.tokens} tokens drafted"
 
 
-class Chat:
+class TerminalChat:
     """A conversation with a model."""
 
     def __init__(self, engine: Engine, options: ChatOptions):
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chat(options: ChatOptions) -> None:
-    chat = Chat(options.engine(max_batch=1, cache_prefixes=True), options)
+    chat = TerminalChat(options.engine(max_batch=1, cache_prefixes=True), options)
     if sys.stdin.isatty():
         with suppress(ImportError):
             import_module("readline")  # lets `input` edit lines and remember them

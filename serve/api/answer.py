@@ -175,7 +175,7 @@ def one_by_one(event: RequestEvent) -> list[RequestEvent]:
     ]
 
 
-class Pending(ABC):
+class PendingAnswer(ABC):
     """A request from its admission until its answer can begin, which may wait for the model."""
 
     stream_options: EventFormat | None = None
@@ -199,7 +199,7 @@ class Pending(ABC):
 class Answer(ABC):
     """The answer to engine requests, whole or as a stream."""
 
-    def __init__(self, pending: Pending, requests: Sequence[RequestState]):
+    def __init__(self, pending: PendingAnswer, requests: Sequence[RequestState]):
         self.pending, self.call, self.requests = pending, pending.call, requests
         options = pending.stream_options
         self.per_token = self.call.service.settings.stream_per_token
@@ -264,7 +264,7 @@ class Answer(ABC):
             yield last
 
 
-class PendingChoices(Pending):
+class PendingChoices(PendingAnswer):
     """A request of OpenAI's older routes, whose answers are choices."""
 
     prefix: str

@@ -22,14 +22,14 @@ from .job import RequestEvent
 from .logprobs import ChatLogprobs, chat_logprobs
 from .model import Loaded, check_context, sampling
 from .received import Owner, Received, receive_choices
-from .schema import ChatRequest, Message, refuse_last_media
+from .schema import ChatMessage, ChatRequest, refuse_last_media
 
 router = APIRouter()
 
 
 class ChatChoice(Shape):
     index: int
-    message: Message
+    message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
 

@@ -15,21 +15,20 @@ from eagle_mlx.request import Output
 
 from ..chat import Delta, ToolCall
 from ..chat.history import PARAGRAPH
-from . import schema
-from .answer import Answer, Pending, dumps
+from .answer import Answer, PendingAnswer, dumps
 from .chat import DeltaStream, EncodedChat, encoded
 from .errors import ApiError
 from .job import RequestEvent
 from .model import Loaded
 from .received import Received
-from .schema import Body, ChatRequest, ToolName
+from .schema import Body, ChatRequest, Extensions, ToolName
 from .service import Call
 
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Maps efforts that templates do not know to low or high."""
 
 
-class Extensions(schema.Extensions):
+class ChatExtensions(Extensions):
     """Fields that this server adds to each API."""
 
     chat_template_kwargs: dict[str, Any] | None = None
@@ -38,10 +37,10 @@ class Extensions(schema.Extensions):
 
     def extensions(self) -> dict[str, Any]:
         """Return the fields that were given; Chat Completions has them under the same names."""
-        return self.model_dump(include=set(Extensions.model_fields), exclude_none=True)
+        return self.model_dump(include=set(ChatExtensions.model_fields), exclude_none=True)
 
 
-class Conversation:
+class Turns:
     """Collects turns and returns them as messages of Chat Completions.
 
     Consecutive turns of one role become one message, because many templates require roles to alternate.
@@ -162,7 +161,7 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class PendingParts(Pending):
+class PendingParts(PendingAnswer):
     """The answer in parts of a request that was translated to a chat."""
 
     def __init__(self, call: Call, chat: ChatRequest, at_most: int | None, names: Names):

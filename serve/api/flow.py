@@ -10,7 +10,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .answer import Answer, Pending, dumps
+from .answer import Answer, PendingAnswer, dumps
 from .encoding import Encoder
 from .errors import ApiError, Shape
 from .model import Loaded
@@ -40,7 +40,7 @@ def json_response(body: Any, status: int = 200) -> Response:
 
 
 async def respond(
-    received: Received[Any], service: Service, make: Callable[[Call], Pending], slots: int = 1
+    received: Received[Any], service: Service, make: Callable[[Call], PendingAnswer], slots: int = 1
 ) -> Response:
     """Serve a request that needs `slots` slots of a model, as one body or as a stream.
 
@@ -80,14 +80,14 @@ async def respond_encoded(received: Received[Any], work: Callable[[Loaded, Encod
         return await unless_disconnected(received.http, answer())
 
 
-async def _begin(received: Received[Any], pending: Pending) -> Answer:
+async def _begin(received: Received[Any], pending: PendingAnswer) -> Answer:
     call = pending.call
     answer = await pending.prepare(received, await models_of(received.http).loaded(call.service))
     call.submit(answer.requests, received.body.answer_seconds)
     return answer
 
 
-async def _later(pending: Pending, beginning: asyncio.Future[Answer]) -> AsyncIterator[bytes]:
+async def _later(pending: PendingAnswer, beginning: asyncio.Future[Answer]) -> AsyncIterator[bytes]:
     """Yield the events of an answer that begins after its stream."""
     yield pending.keep_alive().encode()
     try:

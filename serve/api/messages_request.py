@@ -9,7 +9,7 @@ import yaml
 from pydantic import BeforeValidator, Field
 
 from ..chat.history import PARAGRAPH
-from .conversation import EFFORTS, BareTool, Conversation, Extensions, Names, OwnTool
+from .conversation import EFFORTS, BareTool, ChatExtensions, Names, OwnTool, Turns
 from .errors import ApiError
 from .schema import BY_TYPE, Body, ChatRequest, Many, Media, T, refuse_last_media, without_data
 from .validation import validated
@@ -104,7 +104,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(Extensions, Cached):
+class CountTokensRequest(ChatExtensions, Cached):
     """The conversation and everything else that goes into the prompt."""
 
     messages: Annotated[Many[Turn], Field(min_length=1)]
@@ -178,7 +178,7 @@ def _is_hosted(tool: ClientTool | BareTool) -> bool:
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
-    conversation = Conversation()
+    conversation = Turns()
     if text := PARAGRAPH.join(block.text for block in _blocks(body.system)):
         conversation.say("system", text)
     for index, turn in enumerate(body.messages):
@@ -192,7 +192,7 @@ def _blocks(content: str | list[T] | None) -> list[T | TextBlock]:
     return [TextBlock(type="text", text=content)] if isinstance(content, str) else [*(content or [])]
 
 
-def _add(conversation: Conversation, turn: Turn, where: str) -> None:
+def _add(conversation: Turns, turn: Turn, where: str) -> None:
     if turn.role == "assistant":
         conversation.say("assistant", "")  # its blocks may hold nothing for the prompt
     for index, block in enumerate(_blocks(turn.content)):

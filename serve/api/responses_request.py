@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ..chat.history import PARAGRAPH
-from .conversation import EFFORTS, Conversation, Extensions
-from .responses_tools import AllowedTools, ChosenTool, Functions, ResponsesTool, chosen, flat_name
+from .conversation import EFFORTS, ChatExtensions, Turns
+from .responses_tools import AllowedChoices, ChosenTool, Functions, ResponsesTool, chosen, flat_name
 from .schema import BY_TYPE, Body, ChatRequest, EventFormat, Many, Media, OpenAIRequest, refuse_last_media, without_data
 from .validation import validated
 
@@ -149,7 +149,7 @@ Included = Literal[
 ]
 
 
-class ResponsesRequest(Extensions, OpenAIRequest):
+class ResponsesRequest(ChatExtensions, OpenAIRequest):
     input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -157,7 +157,7 @@ class ResponsesRequest(Extensions, OpenAIRequest):
     max_output_tokens: int | None = Field(None, ge=1)
     """An upper bound: the context may leave fewer."""
     tools: Many[ResponsesTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedChoices | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
@@ -226,7 +226,7 @@ def _unsealed(text: str | None) -> str:
 
 def _messages(instructions: str | None, items: Sequence[Item], kept: int) -> list[dict[str, Any]]:
     """Return the messages of a chat. kept: how many items come from the previous response."""
-    conversation = Conversation()
+    conversation = Turns()
     if isinstance(last := items[-1], MessageItem) and last.role == "user":
         refuse_last_media(last.content, f"input[{len(items) - kept - 1}].content")
     if instructions:

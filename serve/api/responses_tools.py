@@ -50,7 +50,7 @@ class ChosenTool(Body):
         return {"type": "function", "function": {"name": flat_name(self.name, self.namespace)}}
 
 
-class AllowedTools(Body):
+class AllowedChoices(Body):
     """The tools that may be called. Those that OpenAI runs are ignored."""
 
     type: Literal["allowed_tools"]
@@ -58,11 +58,11 @@ class AllowedTools(Body):
     tools: Many[Annotated[ChosenTool | BareTool, BY_TYPE]]
 
 
-def chosen(choice: str | ChosenTool | AllowedTools | None) -> str | dict[str, Any] | None:
+def chosen(choice: str | ChosenTool | AllowedChoices | None) -> str | dict[str, Any] | None:
     """Return `tool_choice` for Chat Completions."""
     if isinstance(choice, ChosenTool):
         return choice.function
-    if not isinstance(choice, AllowedTools):
+    if not isinstance(choice, AllowedChoices):
         return choice
     tools = [tool.function for tool in choice.tools if isinstance(tool, ChosenTool)]
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}

@@ -38,7 +38,7 @@ class Version(Shape):
     version: str
 
 
-class Model(Shape):
+class ModelInfo(Shape):
     id: str
     object: Literal["model"]
     created: int
@@ -49,7 +49,7 @@ class Model(Shape):
 
 class ModelList(Shape):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelInfo]
 
 
 class AnthropicModel(Shape):
@@ -94,7 +94,7 @@ async def models(request: Request) -> Response:
     return json_response(ModelList(object="list", data=list(map(described, services.values()))))
 
 
-@router.get("/v1/models/{model:path}", responses=documented(Model | AnthropicModel, 401, 404))
+@router.get("/v1/models/{model:path}", responses=documented(ModelInfo | AnthropicModel, 401, 404))
 async def model(request: Request, model: str) -> Response:
     """Return a model by its name."""
     service = models_of(request).known(model)
@@ -102,10 +102,10 @@ async def model(request: Request, model: str) -> Response:
     return json_response(describe(service))
 
 
-def described(service: Service) -> Model:
+def described(service: Service) -> ModelInfo:
     """Describe a model for clients. Fields that need a loaded model are None until it is loaded."""
     loaded = service.loaded
-    return Model(
+    return ModelInfo(
         id=service.name,
         object="model",
         created=service.started,
@@ -175,7 +175,7 @@ async def page() -> HTMLResponse:
 _ERRORS = (400, 401, 403, 404, 413, 500, 503)
 
 
-@router.post("/admin/load", responses=documented(Model, *_ERRORS))
+@router.post("/admin/load", responses=documented(ModelInfo, *_ERRORS))
 async def load(request: Request) -> Response:
     """Load a model, and wait until it is ready."""
     service, _ = await _asked(request, AdminRequest)
@@ -183,7 +183,7 @@ async def load(request: Request) -> Response:
     return json_response(described(service))
 
 
-@router.post("/admin/unload", responses=documented(Model, *_ERRORS, 409))
+@router.post("/admin/unload", responses=documented(ModelInfo, *_ERRORS, 409))
 async def unload(request: Request) -> Response:
     """Unload a model and free its memory. The next request for it loads it again."""
     service, _ = await _asked(request, AdminRequest)

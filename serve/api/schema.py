@@ -229,7 +229,7 @@ class CompletionRequest(ChoicesRequest):
         return list(self.prompt)  # type: ignore[arg-type]  # so they are strings or lists
 
 
-class Part(Body):
+class MessagePart(Body):
     """A piece of a message."""
 
     type: Literal["text", "refusal"]
@@ -276,21 +276,21 @@ class FunctionCall(Body):
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Body):
+class MessageCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
 
 
-class Message(Body):
+class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[Annotated[Part | Media, BY_TYPE, BeforeValidator(without_data)]] | None = None
+    content: str | Many[Annotated[MessagePart | Media, BY_TYPE, BeforeValidator(without_data)]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     """The same as `reasoning_content`, under vLLM's newer name."""
-    tool_calls: Many[ToolCall] | None = None
+    tool_calls: Many[MessageCall] | None = None
     tool_call_id: str | None = None
     # Fields that clients send back from an answer of this server or of OpenAI.
     refusal: str | None = None
@@ -319,7 +319,7 @@ class Message(Body):
 _TOLD = {"role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id"}
 
 
-class Function(Body):
+class FunctionDefinition(Body):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -328,7 +328,7 @@ class Function(Body):
 
 class Tool(Body):
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
     cache_control: Any = None
 
 
@@ -352,7 +352,7 @@ class AllowedTools(Body):
 
 
 class ChatRequest(ChoicesRequest):
-    messages: Annotated[Many[Message], Field(min_length=1)]
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -384,7 +384,7 @@ class ChatRequest(ChoicesRequest):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: Literal[True] | None = None
     return_token_strs: bool | None = None

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from eagle_mlx.errors import ConfigError
 
-from . import chat, completions, metrics, routes
+from . import chat, completions, metrics, routes, schema
 from .errors import add_handlers
 from .guard import HostGuard, KeyGuard, RequestForms
 from .limits import Limits
@@ -33,28 +33,19 @@ from .models import Models
 from .options import check_trusted
 from .responses import router as responses
 from .responses_request import ResponsesRequest
-from .schema import (
-    AdminRequest,
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    SpeculationRequest,
-    TokenizeRequest,
-)
 from .stored import ResponseMemory
 
-_BODIES: dict[str, type[Body]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
+_BODIES: dict[str, type[schema.Body]] = {
+    "/v1/chat/completions": schema.ChatRequest,
+    "/v1/completions": schema.CompletionRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-    "/admin/load": AdminRequest,
-    "/admin/unload": AdminRequest,
-    "/admin/speculation": SpeculationRequest,
+    "/tokenize": schema.TokenizeRequest,
+    "/detokenize": schema.DetokenizeRequest,
+    "/admin/load": schema.AdminRequest,
+    "/admin/unload": schema.AdminRequest,
+    "/admin/speculation": schema.SpeculationRequest,
 }
 
 
@@ -64,16 +55,16 @@ def add_schema(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is not None:
             return app.openapi_schema
-        schema = without_bodies()
-        components = schema.setdefault("components", {}).setdefault("schemas", {})
+        document = without_bodies()
+        components = document.setdefault("components", {}).setdefault("schemas", {})
         named, shared = models_json_schema(
             [(kind, "validation") for kind in _BODIES.values()], ref_template="#/components/schemas/{model}"
         )
         components |= shared["$defs"]
         for path, kind in _BODIES.items():
             content = {"application/json": {"schema": named[(kind, "validation")]}}
-            schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
-        return schema
+            document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it
 

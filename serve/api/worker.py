@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread, Timer
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -50,13 +51,6 @@ class _Slot:
     reported: int = 0
 
 
-class _Command(NamedTuple):
-    """Work for the engine's thread, and how to refuse it with a reason if the thread is lost."""
-
-    run: Callable[[], None]
-    refuse: Callable[[str], None] = lambda _: None
-
-
 class Worker:
     """Runs an engine in its own thread, because MLX arrays belong to the thread that made them.
 
@@ -69,7 +63,8 @@ class Worker:
     def __init__(self, load: Callable[[], Loaded], observer: Callable[[RoundResult], None]):
         """observer: is called after every round, in the worker's thread."""
         self._load, self._observer = load, observer
-        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._commands: SimpleQueue[tuple[Callable[[], None], Callable[[str], None]]] = SimpleQueue()
+        """Work for the thread, and how to refuse it with a reason if the thread is lost."""
         self.slots: list[_Slot] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unloading = self._stopped = False
@@ -95,7 +90,7 @@ class Worker:
 
     async def unload(self) -> None:
         """Unload the model, which must have no requests, and free its memory."""
-        self._commands.put(_Command(self._begin_unloading))
+        self._put(self._begin_unloading)
         await self._ask(_free_memory)
 
     def submit(self, job: Job) -> None:
@@ -103,7 +98,7 @@ class Worker:
         for index, request in enumerate(job.requests):
             if request.finish_reason is not None:
                 job.report(RequestEvent(index, [], [], request.output(None)))
-        self._commands.put(_Command(lambda: self._submit(job), job.fail))
+        self._put(lambda: self._submit(job), job.fail)
 
     def cancel(self, job: Job) -> None:
         """Cancel the unfinished requests of a job."""
@@ -113,7 +108,7 @@ class Worker:
                 engine.cancel(request)
 
         if job.unfinished:
-            self._commands.put(_Command(lambda: self._change(change)))
+            self._put(lambda: self._change(change))
 
     async def score(self, pieces: Iterator[list[TokenLogprob]]) -> list[TokenLogprob]:
         """Compute log probabilities of a prompt, piece by piece between steps. Raises ApiError 500."""
@@ -139,11 +134,11 @@ class Worker:
         return await self._ask(run)
 
     def abort_all(self, reason: str) -> None:
-        self._commands.put(_Command(lambda: self._change(lambda engine: engine.abandon(reason))))
+        self._put(lambda: self._change(lambda engine: engine.abandon(reason)))
 
     def stop(self) -> None:
         """End the thread after its current step; use `join` to wait."""
-        self._commands.put(_Command(lambda: setattr(self, "_stopped", True)))
+        self._put(lambda: setattr(self, "_stopped", True))
 
     def join(self) -> None:
         """Wait briefly for the thread, and close the model."""
@@ -164,7 +159,10 @@ class Worker:
             job.fail(reason)
         with suppress(Empty):
             while True:
-                self._commands.get_nowait().refuse(reason)
+                self._commands.get_nowait()[1](reason)
+
+    def _put(self, work: Callable[[], None], refuse: Callable[[str], None] = lambda reason: None) -> None:
+        self._commands.put((work, refuse))
 
     async def _ask(self, work: Callable[[], T]) -> T:
         """Queue work for the thread, and wait for its result. Nothing is done if the caller stops waiting first."""
@@ -181,14 +179,14 @@ class Worker:
             if result.set_running_or_notify_cancel():
                 result.set_exception(ApiError(500, reason))
 
-        self._commands.put(_Command(run, refuse))
+        self._put(run, refuse)
         return await asyncio.wrap_future(result)
 
     # The methods below run in the worker's thread.
 
     def _run(self) -> None:
         while not self._stopped:
-            self._commands.get().run()
+            self._commands.get()[0]()
             if self.loaded is not None:
                 self._serve(self.loaded)
 
@@ -236,7 +234,8 @@ class Worker:
 
     def _fail_slots(self, why: str) -> None:
         jobs, self.slots = {slot.job for slot in self.slots}, []
-        self._call(lambda: [job.fail(why) for job in jobs])
+        for job in jobs:
+            self._call(partial(job.fail, why))
 
     def _lose(self, reason: str) -> None:
         """Handle the loss of another machine. Runs in a thread of the target."""
@@ -251,9 +250,9 @@ class Worker:
     def _run_commands(self, engine: Engine) -> None:
         for _ in range(max(engine.idle, self._commands.qsize())):
             self.work = None
-            command = self._commands.get()
+            command, _ = self._commands.get()
             self.work = self.clock(), False
-            command.run()
+            command()
             if self._unloading:
                 return
 
@@ -284,8 +283,13 @@ class Worker:
                 events.append((slot.job, new))
         if ended:
             self.slots = [slot for slot in self.slots if slot.request.finish_reason is None]
+
+        def deliver() -> None:
+            for job, event in events:
+                job.report(event)
+
         if events:
-            self._call(lambda: [job.report(event) for job, event in events])
+            self._call(deliver)
 
     def _call(self, work: Callable[[], object]) -> None:
         """Run work in the event loop."""
@@ -294,7 +298,7 @@ class Worker:
 
     def _submit(self, job: Job) -> None:
         if self.loaded is None:
-            self._call(lambda: job.fail(_DIED))
+            self._call(partial(job.fail, _DIED))
             return
         for index, request in enumerate(job.requests):
             if request.finish_reason is None:
