@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise, starmap
 from time import perf_counter
 from typing import Any, Literal
@@ -157,15 +159,6 @@ def named_event(fields: dict[str, Any]) -> str:
     return f"event: {fields['type']}\ndata: {dumps(fields)}\n\n"
 
 
-async def waiting_comments(call: Call) -> AsyncIterator[bytes]:
-    """Yield comments, which event readers ignore, that say what the request waits for, until its first token."""
-    told: str | None = None
-    while not await call.has_begun(PROGRESS_SECONDS):
-        before, told = told, call.waits_for()
-        if told is not None and told != before:
-            yield f": {told}\n\n".encode()
-
-
 def one_by_one(event: RequestEvent) -> list[RequestEvent]:
     """Split the event of a step into events of a token each. The last has the output, if there is one."""
     last = max(0, len(event.tokens) - 1)
@@ -242,8 +235,14 @@ class Answer(ABC):
         """Yield the answer as server-sent events; those that are ready together are sent together."""
         if opening := self.open():
             yield opening.encode()
-        async for comment in waiting_comments(self.call):
-            yield comment
+        said: str | None = None
+        while not self.call.begun.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.call.begun.wait(), PROGRESS_SECONDS)
+                break
+            if (now := self.call.waits_for()) not in (None, said):
+                yield f": {now}\n\n".encode()  # readers ignore comments
+            said = now
         outputs: dict[int, Output] = {}
         while len(outputs) < len(self.requests):
             text = ""

@@ -19,10 +19,12 @@ from .answer import Answer, PendingAnswer, dumps
 from .chat import DeltaStream, EncodedChat, encoded
 from .errors import ApiError
 from .job import RequestEvent
-from .model import Loaded
+from .limits import Limits
+from .model import Loaded, check
 from .received import Received
 from .schema import Body, ChatRequest, Extensions, ToolName
 from .service import Call
+from .validation import validated
 
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Maps efforts that templates do not know to low or high."""
@@ -149,6 +151,14 @@ class Names:
             tool = f"tools[{self.tools[int(index)]}]"
         name = next((name for name in self.fields if field.startswith(name)), "")
         return tool + self.fields.get(name, "") + field.removeprefix(name)
+
+
+def translated(asked: dict[str, Any], names: Names, limits: Limits) -> ChatRequest:
+    """Return the chat of these fields. Raises ApiError 400 that names the field of the API."""
+    with names.used():
+        chat = validated(ChatRequest, asked)
+        check(chat, limits)
+    return chat
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any]:

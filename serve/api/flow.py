@@ -76,8 +76,11 @@ async def respond_encoded(received: Received[Any], work: Callable[[Loaded, Encod
         loaded = await models.loaded(service)
         return await received.in_thread(loaded, lambda encode: json_response(work(loaded, encode)))
 
-    with service.encoding(client_of(received.http)):
+    call = service.admit(1, client_of(received.http))
+    try:
         return await unless_disconnected(received.http, answer())
+    finally:
+        service.release(call)
 
 
 async def _begin(received: Received[Any], pending: PendingAnswer) -> Answer:

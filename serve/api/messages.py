@@ -26,7 +26,7 @@ from .messages_request import (
     chat_request,
     names_of,
 )
-from .model import Loaded, check
+from .model import Loaded
 from .received import models_of, receive
 from .schema import ChatRequest
 from .service import Call
@@ -176,14 +176,7 @@ async def messages(request: Request) -> Response:
     received = await receive(request, MessagesRequest)
     body = received.body
     service = models_of(request).named(body.model)
-
-    def translated() -> ChatRequest:
-        chat = chat_request(body)
-        with names_of(body).used():
-            check(chat, service.settings.limits)
-        return chat
-
-    chat = await received.in_turn(translated)
+    chat = await received.in_turn(lambda: chat_request(body, service.settings.limits))
     return await respond(received, service, lambda call: PendingMessage(call, body, chat))
 
 
@@ -192,7 +185,7 @@ async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation."""
     received = await receive(request, CountTokensRequest)
     body = received.body
-    chat = await received.in_turn(lambda: chat_request(body))
+    chat = await received.in_turn(lambda: chat_request(body, models_of(request).settings.limits))
 
     def count(loaded: Loaded, encode: Encoder) -> TokenCount:
         return TokenCount(input_tokens=len(render_chat(chat, loaded, encode, must_fit=False)[1]))

@@ -9,10 +9,10 @@ import yaml
 from pydantic import BeforeValidator, Field
 
 from ..chat.history import PARAGRAPH
-from .conversation import EFFORTS, BareTool, ChatExtensions, Names, OwnTool, Turns
+from .conversation import EFFORTS, BareTool, ChatExtensions, Names, OwnTool, Turns, translated
 from .errors import ApiError
+from .limits import Limits
 from .schema import BY_TYPE, Body, ChatRequest, Many, Media, T, refuse_last_media, without_data
-from .validation import validated
 
 KNOWN_TOOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("known_tools.yaml").read_bytes())
 """Description and parameters of the tools that have no schema in requests, by type."""
@@ -150,7 +150,7 @@ _BLOCKS = {
 }
 
 
-def chat_request(body: CountTokensRequest) -> ChatRequest:
+def chat_request(body: CountTokensRequest, limits: Limits) -> ChatRequest:
     """Return the chat. It leaves out max_tokens, which is only a bound. Raises ApiError that names the field."""
     asked: dict[str, Any] = {"messages": _messages(body), **body.extensions(), **_tools(body)}
     asked.setdefault("continue_final_message", body.messages[-1].role == "assistant")
@@ -164,8 +164,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         asked["response_format"] = {"type": "json_schema", "json_schema": form}
     if isinstance(body, MessagesRequest):
         asked |= body.model_dump(include={"temperature", "top_p", "top_k"}) | {"stop": body.stop_sequences}
-    with names_of(body).used():
-        return validated(ChatRequest, asked)
+    return translated(asked, names_of(body), limits)
 
 
 def names_of(body: CountTokensRequest) -> Names:

@@ -20,7 +20,6 @@ from .chat import EncodedChat
 from .conversation import PartsAnswer, PendingParts
 from .errors import ERRORS, EVENTS, ApiError, Shape, documented
 from .flow import json_response, respond
-from .model import check
 from .received import client_of, key_of, models_of, receive
 from .responses_request import (
     ID_PREFIXES,
@@ -335,9 +334,7 @@ async def responses(request: Request) -> Response:
             memory.store(response["id"], StoredResponse.of(response, kept, client_of(request)))
 
         items = [*(_ITEM.validate_json(item.json) for item in earlier), *new]
-        chat = chat_request(body, items, functions)
-        with functions.names.used():
-            check(chat, limits)
+        chat = chat_request(body, items, functions, limits)
         return lambda call: PendingResponse(call, body, chat, functions, keep)
 
     return await respond(received, service, await received.in_turn(translated))

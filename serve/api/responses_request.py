@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ..chat.history import PARAGRAPH
-from .conversation import EFFORTS, ChatExtensions, Turns
+from .conversation import EFFORTS, ChatExtensions, Turns, translated
+from .limits import Limits
 from .responses_tools import AllowedChoices, ChosenTool, Functions, ResponsesTool, chosen, flat_name
 from .schema import BY_TYPE, Body, ChatRequest, EventFormat, Many, Media, OpenAIRequest, refuse_last_media, without_data
-from .validation import validated
 
 Ended = Literal["completed", "incomplete"]
 
@@ -181,7 +181,7 @@ def input_items(body: ResponsesRequest) -> list[Item]:
     return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
-def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions) -> ChatRequest:
+def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Functions, limits: Limits) -> ChatRequest:
     """Return the chat of these items. It leaves out max_output_tokens, which is only a bound. Raises ApiError."""
     asked: dict[str, Any] = {
         "messages": _messages(body.instructions, items, len(items) - len(input_items(body))),
@@ -199,8 +199,7 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item], functions: Funct
         asked["chat_template_kwargs"] = {"enable_thinking": False} | (body.chat_template_kwargs or {})
     elif effort is not None:
         asked["reasoning_effort"] = EFFORTS.get(effort, effort)
-    with functions.names.used():
-        return validated(ChatRequest, asked)
+    return translated(asked, functions.names, limits)
 
 
 def _is_partial(item: Item) -> bool:

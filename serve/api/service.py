@@ -8,8 +8,7 @@ import secrets
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from time import perf_counter
@@ -195,15 +194,6 @@ class Service:
         if self.idle:
             self.on_idle()
 
-    @contextmanager
-    def encoding(self, client: str) -> Iterator[None]:
-        """Hold a slot for a request that decodes nothing. Raises ApiError 429."""
-        call = self.admit(1, client)
-        try:
-            yield
-        finally:
-            self.release(call)
-
 
 class Call(Job):
     """An HTTP request from admission to its last byte."""
@@ -226,12 +216,6 @@ class Call(Job):
         """answer_seconds: time limit of each request, from its first token."""
         self.requests, self.unfinished, self.answer_seconds = requests, len(requests), answer_seconds
         self.service.worker.submit(self)
-
-    async def has_begun(self, seconds: float) -> bool:
-        """Return whether there is any output, now or within `seconds`."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.begun.wait(), seconds)
-        return self.begun.is_set()
 
     def waits_for(self) -> str | None:
         """Return what an answer without output waits for, its turn or its prompts; None if that takes one step.

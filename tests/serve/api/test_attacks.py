@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from threading import Event, current_thread
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from eagle_mlx.serve.api import received
+from eagle_mlx.serve.api.encoding import Encoder
 from eagle_mlx.serve.api.limits import Limits
 from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.validation import B
@@ -181,14 +183,14 @@ class LongTexts:
 @pytest.fixture
 def encoder(monkeypatch: pytest.MonkeyPatch) -> LongTexts:
     made = LongTexts()
-    encode = Loaded.encode
+    encode = Encoder.__call__
 
-    def held(self: Loaded, text: str, add_special_tokens: bool, check: Callable[[], None]) -> list[int]:
+    def held(self: Encoder, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) >= Limits.long_bytes:
             made.wait()
-        return encode(self, text, add_special_tokens, check)
+        return encode(self, text, add_special_tokens)
 
-    monkeypatch.setattr(Loaded, "encode", held)
+    monkeypatch.setattr(Encoder, "__call__", held)
     return made
 
 
@@ -365,17 +367,17 @@ class Pieces:
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> Pieces:
-    made, encode = Pieces(), Loaded.encode
+    made, encode = Pieces(), Encoder.__call__
 
-    def held(self: Loaded, text: str, add_special_tokens: bool, check: Callable[[], None]) -> list[int]:
+    def held(self: Encoder, text: str, add_special_tokens: bool) -> list[int]:
         def counted() -> None:
-            check()
+            self.check()
             made.begun += text[0]
             assert made.begun != "AAA" or made.go_on.wait(60)
 
-        return encode(self, text, add_special_tokens, counted)
+        return encode(replace(self, check=counted), text, add_special_tokens)
 
-    monkeypatch.setattr(Loaded, "encode", held)
+    monkeypatch.setattr(Encoder, "__call__", held)
     return made
 
 
