@@ -75,18 +75,6 @@ def has_more_containers(body: bytes, most: int) -> bool:
     return False
 
 
-def has_length(body: bytes, limits: Limits) -> bool:
-    """Return whether a body takes the event loop too long to parse."""
-    return len(body) >= limits.long_bytes or has_more_containers(body, limits.long_containers)
-
-
-def check_containers(body: bytes, limits: Limits) -> None:
-    """Raise ApiError 413 for a body with more objects and lists than the limit."""
-    if has_more_containers(body, limits.containers):
-        message = f"the body has more than {limits.containers} objects and lists; send fewer messages or tools"
-        raise ApiError(413, message, code="request_too_large")
-
-
 T = TypeVar("T")
 
 

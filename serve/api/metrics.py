@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from prometheus_client import Metric
@@ -113,10 +114,12 @@ class ServerCollector(Collector):
             yield _labeled("eagle:rank_wait_seconds", "Time in which a rank waited for messages", "rank", named)
         for name, text, label, counts in _BY_LABEL:
             yield _labeled(name, text, label, {model: counts(each) for model, each in totals.items()})
+        bounds = (*map(str, SECONDS), "+Inf")
         for name, text, histogram in _HISTOGRAMS:
             family = HistogramMetricFamily(name, text, labels=[_MODEL])
             for model, each in totals.items():
-                family.add_metric([model], _buckets(histogram(each)), histogram(each).sum)
+                counts = accumulate(map(float, histogram(each).buckets))
+                family.add_metric([model], list(zip(bounds, counts, strict=True)), histogram(each).sum)
             yield family
         yield GaugeMetricFamily("eagle:ready", "1 while requests are accepted", int(self._models.state == "ready"))
 
@@ -195,8 +198,3 @@ def speculation_summary(totals: Totals, loaded: Loaded) -> SpeculationSummary:
         current_k=loaded.most_drafts if drafters else 0,
         adaptive_k_current=loaded.engine.planned_depth if drafters else 0,
     )
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    counts = list(histogram.buckets)
-    return [(bound, sum(counts[: at + 1])) for at, bound in enumerate((*map(str, SECONDS), "+Inf"))]

@@ -154,7 +154,11 @@ class Models:
             await self._end(service)  # in case its engine has died
             service.state = "loading"
             try:
-                needed = await self._checked(service.source)
+                # Its files show whether it cannot be loaded.
+                needed = await asyncio.get_running_loop().run_in_executor(self._checking, service.source.nbytes)
+                if needed > self._nbytes:
+                    limit = f"all models together may use {gb(self._nbytes)} (--memory-gb)"
+                    raise EagleError(f"it needs {gb(needed)}, but {limit}")
                 await self._make_room(service, needed)
                 self._taken[service.name] = needed
                 await service.worker.load()
@@ -175,13 +179,6 @@ class Models:
                 raise ApiError(500, said, code="model_not_loaded") from e
             service.state = "loaded"
             self._starting.discard(service.name)
-
-    async def _checked(self, source: ModelSource) -> int:
-        """Return the bytes that a model takes. Raises EagleError if its files show that it cannot be loaded."""
-        needed = await asyncio.get_running_loop().run_in_executor(self._checking, source.nbytes)
-        if needed > self._nbytes:
-            raise EagleError(f"it needs {gb(needed)}, but all models together may use {gb(self._nbytes)} (--memory-gb)")
-        return needed
 
     async def _make_room(self, service: Service, needed: int) -> None:
         """Unload the models idle longest until `needed` bytes are free. Raises ApiError 503 after `room_seconds`."""

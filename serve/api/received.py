@@ -16,8 +16,8 @@ from eagle_mlx import EagleError
 
 from ..log_once import log_once
 from .encoding import Encoder
-from .errors import bad_request, client_gone, shortened
-from .limits import check_containers, has_length, read_body
+from .errors import ApiError, bad_request, client_gone, shortened
+from .limits import has_more_containers, read_body
 from .model import Loaded, check
 from .models import Models
 from .schema import ChoicesRequest
@@ -105,10 +105,12 @@ async def receive(request: Request, kind: type[B]) -> Received[B]:
     content = await read_body(request, limits)
 
     def parse() -> tuple[B, list[str]]:
-        check_containers(content, limits)
+        if has_more_containers(content, limits.containers):
+            message = f"the body has more than {limits.containers} objects and lists; send fewer messages or tools"
+            raise ApiError(413, message, code="request_too_large")
         return read(kind, content, models.settings.strict_fields)
 
-    is_long = has_length(content, limits)
+    is_long = len(content) >= limits.long_bytes or has_more_containers(content, limits.long_containers)
     body, ignored = await _in_turn(request, is_long, parse)
     if ignored:
         names = ", ".join(_UNUSUAL.sub("?", shortened(name, 100)) for name in ignored[:_MOST_NAMED])

@@ -26,7 +26,9 @@ from .service import ModelSource
 
 def run(options: ServeOptions) -> int:
     """Serve, or with --check compare texts and return 1 if they differ. Raises EagleError."""
-    configs, settings = configs_of(options), settings_of(options.server)
+    configs, settings = configs_of(options), options.server
+    if settings.api_key is None:
+        settings = replace(settings, api_key=os.environ.get("EAGLE_API_KEY"))
     for config in configs.values():
         if config.prefix_cache_dir is not None:
             folder = config.prefix_cache_dir.expanduser()
@@ -52,12 +54,6 @@ def configs_of(options: ServeOptions) -> dict[str, LoadConfig]:
     if sharded := [name for name, config in configs.items() if config.loading.shard != "none"]:
         raise ConfigError(f"{options.models}: {sharded[0]} has a shard; serve that model alone, with --target")
     return configs
-
-
-def settings_of(given: Settings) -> Settings:
-    """Return the settings that all models share, with the key. Raises ConfigError if it is invalid."""
-    key = given.api_key
-    return replace(given, api_key=os.environ.get("EAGLE_API_KEY") if key is None else key)
 
 
 def say(text: str) -> None:
