@@ -118,8 +118,8 @@ class ServerCollector(Collector):
         for name, text, histogram in _HISTOGRAMS:
             family = HistogramMetricFamily(name, text, labels=[_MODEL])
             for model, each in totals.items():
-                counts = accumulate(map(float, histogram(each).buckets))
-                family.add_metric([model], list(zip(bounds, counts, strict=True)), histogram(each).sum)
+                so_far: list[float] = list(accumulate(histogram(each).buckets))
+                family.add_metric([model], [*zip(bounds, so_far, strict=True)], histogram(each).sum)
             yield family
         yield GaugeMetricFamily("eagle:ready", "1 while requests are accepted", int(self._models.state == "ready"))
 
