@@ -150,7 +150,7 @@ def _speculation(outputs: Sequence[Output]) -> SpeculationCounts:
 
 DONE = b"data: [DONE]\n\n"
 PROGRESS_SECONDS = 1.0
-"""Interval between checks of what a request waits for."""
+"""Interval between comments that say what a request waits for; event readers ignore them."""
 dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
@@ -235,14 +235,14 @@ class Answer(ABC):
         """Yield the answer as server-sent events; those that are ready together are sent together."""
         if opening := self.open():
             yield opening.encode()
-        said: str | None = None
+        comment: str | None = None
         while not self.call.begun.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.call.begun.wait(), PROGRESS_SECONDS)
                 break
-            if (now := self.call.waits_for()) not in (None, said):
-                yield f": {now}\n\n".encode()  # readers ignore comments
-            said = now
+            if (now := self.call.waits_for()) not in (None, comment):
+                yield f": {now}\n\n".encode()
+            comment = now
         outputs: dict[int, Output] = {}
         while len(outputs) < len(self.requests):
             text = ""

@@ -73,9 +73,9 @@ class PendingCompletion(PendingChoices):
         def encoded(encode: Encoder) -> tuple[list[_Prompt], list[RequestState]]:
             prompts = [_encoded(given, body, loaded, encode) for given in body.prompts]
             grammar = loaded.grammars.grammar(body.answer_format, namespace=owner[1])
-            params = sampling(body, loaded, body.max_tokens, body.logprobs, grammar)
-            tokens = [prompt.tokens for prompt in prompts]
-            return prompts, [loaded.engine.prepare(each, one, (), *owner) for each in tokens for one in params]
+            choices = sampling(body, loaded, body.max_tokens, body.logprobs, grammar)
+            prepare = loaded.engine.prepare
+            return prompts, [prepare(prompt.tokens, params, (), *owner) for prompt in prompts for params in choices]
 
         prompts, requests = await received.in_thread(loaded, encoded, body.response_format is not None)
         if body.max_tokens == 0:  # only the echo is wanted

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from eagle_mlx.serve.api.conversation import Names
+from eagle_mlx.serve.api.errors import ApiError
 from eagle_mlx.serve.api.limits import Limits
 from tests.full import some
 from tests.serve.api.live import NAME, Live, live, wide
@@ -417,3 +419,22 @@ def test_values_of_all_kinds(server: Live, body: dict[str, Any], path: str) -> N
     assert answer.status_code in (200, 400, 404), answer.text
     if answer.status_code != 200:
         assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "named"),
+    [
+        ("tools[0].function.parameters", "tools[2].parameters"),
+        ("messages[3].content", "input"),
+        ("response_format.type", "text.format.type"),
+        ("top_p", "top_p"),
+    ],
+)
+def test_an_error_of_a_translated_request_names_the_field_of_its_api(field: str, named: str) -> None:
+    names = Names("input", {"response_format": "text.format", ".function": ""}, [2])
+    with pytest.raises(ApiError) as refused, names.used():
+        raise ApiError(400, f"{field}: must be shorter", field)
+    assert (refused.value.param, refused.value.message) == (named, f"{named}: must be shorter")
+    with pytest.raises(ApiError) as refused, names.used():
+        raise ApiError(400, f"{field} is a word that a client wrote", "user")
+    assert refused.value.message == f"{field} is a word that a client wrote"
