@@ -21,9 +21,9 @@ from eagle_mlx.hooks import NotesCalls, hook
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def mirrored(method: Method) -> Method:
-    """Mark a method that changes a cache or derives something from it; all ranks call it (`ranks/leader.py`)."""
-    method.is_mirrored = True  # type: ignore[attr-defined]  # functions take any attribute
+def reads_only(method: Method) -> Method:
+    """Mark a method that changes and makes nothing, so that one rank alone may call it (`ranks/leader.py`)."""
+    method.reads_only = True  # type: ignore[attr-defined]  # functions take any attribute
     return method
 
 
@@ -37,7 +37,6 @@ class KVPiece:
     def arrays(self) -> list[mx.array]:
         return [x for layer in self.layers for x in layer]
 
-    @mirrored
     def split(self, at: int) -> tuple[KVPiece, KVPiece]:
         """Return the first `at` positions and the rest. This piece is consumed: at most one array is held twice."""
         heads, tails = KVPiece([]), KVPiece([])
@@ -109,20 +108,17 @@ class RaggedCache(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.layers)
 
-    @mirrored
     def expect(self, counts: Sequence[int]) -> None:
         """Set, before a forward, how many of its positions are real in each row; the rest is padding."""
         if len(set(counts)) > 1:
             self.lengths.expect(mx.array(list(counts), mx.int32))
 
-    @mirrored
     def advance(self, count: int | mx.array, at_most: int | None = None) -> None:
         """Accept `count` of the positions last read: an int for all rows, or [B] int32 of at most `at_most`."""
         for state in self.recurrent:
             state.commit(count)
         self.lengths.advance(count, at_most)
 
-    @mirrored
     def advance_some(self, count: mx.array, at_most: int, saved: Saved) -> None:
         """Accept count [B] int32 positions; rows with 0 return to `saved`, their state before the forward."""
         for state, before in zip(self.recurrent, saved.states, strict=True):
@@ -130,12 +126,10 @@ class RaggedCache(Sequence[Any]):
             state.restore_rows(count == 0, before)
         self.lengths.advance(count, at_most)
 
-    @mirrored
     def branch(self, branches: Branches) -> None:
         """Set, before a forward, the tree that its positions form."""
         self.lengths.branch(branches)
 
-    @mirrored
     def keep(self, kept: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
         """Move the accepted entries of a tree to where a chain's would be; call this after the verify.
 
@@ -156,34 +150,28 @@ class RaggedCache(Sequence[Any]):
         """Whether draft trees can be read: every layer keeps keys and values, and none uses chunks."""
         return all(isinstance(part, RaggedKV) and not isinstance(part, RaggedChunked) for part in self.parts)
 
-    @mirrored
     def sync(self, lengths: Sequence[int]) -> None:
         self.lengths.sync(lengths)
 
-    @mirrored
     def save(self) -> Saved:
         return Saved(self.lengths.save(), [list(state.cache) for state in self.recurrent])
 
-    @mirrored
     def restore(self, saved: Saved) -> None:
         self.lengths.restore(saved.lengths)
         for state, arrays in zip(self.recurrent, saved.states, strict=True):
             state.cache = list(arrays)
 
-    @mirrored
     def compact(self) -> None:
         """Free the slots that only a prompt's wide forwards needed."""
         for window in self.windows:
             window.compact()
 
-    @mirrored
     def append(self, other: RaggedCache) -> None:
         """Append the other's rows. Buffers without space for them are copied."""
         for mine, theirs in zip(self.parts, other.parts, strict=True):
             mine.append(theirs)
         self.lengths.append(other.lengths)
 
-    @mirrored
     def remove(self, row: int) -> None:
         """Remove a row; the last row moves into the gap. The others are copied if that frees much memory."""
         last = self.fork(self.lengths.rows - 1, self.lengths.upper) if row < self.lengths.rows - 1 else None
@@ -195,7 +183,6 @@ class RaggedCache(Sequence[Any]):
         # Until a smaller copy is computed, it refers to the larger buffer.
         mx.async_eval([x for part in self.buffered for x in part.fit()])
 
-    @mirrored
     def fork(self, row: int, length: int) -> RaggedCache:
         """Return a cache with the first `length` positions of one row, at least `shortest(row)`."""
         other = RaggedCache.__new__(RaggedCache)
@@ -204,12 +191,10 @@ class RaggedCache(Sequence[Any]):
         other._hold(lengths, [layer.fork(row, length, lengths) for layer in self.layers])
         return other
 
-    @mirrored
     def piece(self, row: int, start: int, end: int) -> KVPiece:
         """Copy positions `start` to `end` of a row from the layers that keep every position."""
         return KVPiece([[copied(x[row : row + 1, :, start:end]) for x in part.state] for part in self.positional])
 
-    @mirrored
     def outline(self, row: int, length: int) -> RaggedCache:
         """Return the part of a fork that `piece` leaves out: windows, as small as possible, and recurrent states."""
         other = self.fork(row, length)
@@ -220,7 +205,6 @@ class RaggedCache(Sequence[Any]):
             part.keys = part.values = None
         return other
 
-    @mirrored
     def joined(self, pieces: Sequence[KVPiece], length: int) -> RaggedCache:
         """Return a cache of `length` positions from this outline and the pieces that cover them, in order."""
         other = self.fork(0, length)
@@ -231,6 +215,7 @@ class RaggedCache(Sequence[Any]):
                 )
         return other
 
+    @reads_only
     def shortest(self, row: int) -> int:
         """Return the fewest positions a fork of a row may have: the next position must find all that it attends to.
 
@@ -238,7 +223,6 @@ class RaggedCache(Sequence[Any]):
         """
         return max((part.shortest(row) for part in self.parts), default=0)
 
-    @mirrored
     def zero(self, row: int, start: int = 0) -> None:
         """Zero a row from position `start` on, after a rejected draft led to NaN: a mask multiplies by 0, which keeps
         NaN. `append` clears the slots of rows that have left, and states never include rejected tokens."""

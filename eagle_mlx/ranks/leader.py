@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -80,14 +81,16 @@ def _mirrored(kind: type, name: str) -> Callable[..., Any]:
 
 
 def is_mirrored(kind: type, name: str) -> bool:
-    return hasattr(getattr(kind, name, None), "is_mirrored")
+    """Return whether all ranks make the calls of a method: each public one that is not marked `reads_only`."""
+    method = vars(kind).get(name)
+    return inspect.isfunction(method) and not name.startswith("_") and not hasattr(method, "reads_only")
 
 
 _MIRRORED: dict[type, type] = {
     kind: type(
         f"Mirrored{kind.__name__}",
         (kind,),
-        {name: _mirrored(kind, name) for name in dir(kind) if is_mirrored(kind, name)},
+        {name: _mirrored(kind, name) for name in vars(kind) if is_mirrored(kind, name)},
     )
     for kind in (RaggedCache, KVPiece, Saved)
 }
