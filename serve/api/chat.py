@@ -222,7 +222,7 @@ def render_chat(
     if body.messages[-1].role == "user":
         refuse_last_media(body.messages[-1].content, f"messages[{len(body.messages) - 1}].content")
     messages = [message.plain() for message in body.messages]
-    chat = loaded.chat.chat(messages, offer.for_template, arguments, bool(body.continue_final_message), encode.check)
+    chat = loaded.chat.chat(messages, offer.tools, arguments, bool(body.continue_final_message), encode.check)
     tokens = chat.tokens(encode)
     if must_fit:
         check_context(len(tokens), body.most_tokens, loaded, "messages")
