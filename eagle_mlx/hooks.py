@@ -1,37 +1,102 @@
 """Hooks on modules of mlx-lm's models, the only changes that this library makes to them.
 
-A hooked module's class becomes a subclass of its old class and the hook's. It passes the same type checks and keeps
-its parameters. The running forward decides what the hook does. Any number of targets can therefore share a model, and a
-target that is deleted leaves nothing behind.
+A hooked module's class becomes a subclass of its own class and the hooks'. It passes the same type checks and keeps its
+parameters. The running forward decides what a hook does, so any number of targets can share a model. mlx-lm's modules
+and classes do not change: other models, even of the same type, run without hooks.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-import math
-import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
-from eagle_mlx.cpu import RopeCache, fastmath, use_shortcuts
+from eagle_mlx.attention import sliced, tiled
+from eagle_mlx.cpu import RopeCache, use_shortcuts
+
+_ROPE_CACHE = "rope_cache"
+"""The attribute of hooked RoPE modules."""
 
 
 class Hook:
-    """The base class of all hooks."""
+    """The base class of all hooks. A copied or pickled module has none."""
+
+    _original: type
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        _, _, state, *items = reduced
+        own = {name: value for name, value in state.items() if name != _ROPE_CACHE}
+        return dict.__new__, (self._original,), own, *items  # a module is a dict
+
+    @classmethod
+    def methods(cls, kind: type) -> dict[str, Any]:
+        """Return the methods of a class that the hook replaces, besides its own."""
+        return {}
 
 
-def hook(module: nn.Module, how: type[Hook]) -> None:
-    """Change a module's class to a subclass of it and of `how`, unless that is done already."""
-    if not isinstance(module, how):
-        base = type(module)
-        module.__class__ = type(base.__name__, (how, base), {"__module__": base.__module__})
+class Hooks:
+    """The hooks on one model. They are removed when the last of their owners, such as a target, is gone."""
+
+    def __init__(self, model: nn.Module):
+        """Hook nothing yet. Call `of` instead: all owners share the hooks on a model."""
+        self.rope_cache = RopeCache()
+        self._modules = [model]
+        weakref.finalize(self, _restore, self._modules).atexit = False
+
+    @staticmethod
+    def of(model: nn.Module) -> Hooks:
+        hooks = _OF.get(id(model))
+        return hooks if hooks is not None else _OF.setdefault(id(model), Hooks(model))
+
+    def add(self, module: nn.Module, hook: type[Hook]) -> None:
+        """Change a module's class to a subclass of it and the hook, unless that is done already."""
+        if not isinstance(module, hook):
+            kind: Any = type(module)
+            original, hooks = (kind._original, kind._hooks) if "_hooks" in vars(kind) else (kind, frozenset())
+            self._modules.append(module)
+            _OF[id(module)] = self
+            module.__class__ = _hooked(original, hooks | {hook})
+
+
+_OF: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
+"""By the ids of models and of their hooked modules."""
+
+
+@cache
+def _hooked(original: type, hooks: frozenset[type[Hook]]) -> type:
+    """Return the subclass of a model's class with these hooks; methods are replaced before others are wrapped."""
+    kind = original
+    for hook in sorted(hooks, key=lambda hook: (not issubclass(hook, ReplacesAttention), hook.__name__)):
+        names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+        kind = type(original.__name__, (hook, kind), {**names, **hook.methods(kind)})
+    kind._original, kind._hooks = original, hooks  # type: ignore[attr-defined]
+    return kind
+
+
+def _restore(modules: list[nn.Module]) -> None:
+    for module in modules:
+        vars(module).pop(_ROPE_CACHE, None)
+        if isinstance(module, Hook):
+            module.__class__ = module._original
+
+
+def without_hooks(model: nn.Module) -> nn.Module:
+    """Return a copy of a model without hooks. They share all arrays."""
+    leaves: Any = tree_flatten(model)
+    return copy.deepcopy(model, {id(leaf): leaf for _, leaf in leaves if isinstance(leaf, mx.array)})
 
 
 # Record layers' outputs, which heads read, and compute logits only for the requested positions.
@@ -110,27 +175,29 @@ _SKIPPED: ContextVar[tuple[object, Any]] = ContextVar("skipped", default=(None, 
 
 
 def skipping(module: nn.Module, value: mx.array) -> AbstractContextManager[None]:
-    """Let a module return this value within the block, whatever it is called with."""
-    hook(module, Skipped)
+    """Let a module that is hooked with `Skipped` return this value within the block, whatever it is called with."""
     return _within(_SKIPPED, (module, value))
 
 
 # RoPE with a position per input: a tree's nodes are at their depths, not at consecutive positions.
 
 
-def place_one_by_one(model: nn.Module) -> RopeCache:
+def place_one_by_one(model: nn.Module, hooks: Hooks) -> None:
     """Let a model's RoPE modules also accept an offset [B, L], a position for each of L inputs.
 
-    Other offsets work as before. On a CPU, while the returned cache is `sharing`, chains are rotated like trees, by
-    angles that are computed once instead of in every layer.
+    Other offsets work as before. On a CPU, while the hooks' `rope_cache` is `sharing`, chains are rotated like trees,
+    by angles that are computed once instead of in every layer.
     """
-    rotary = [module for module in model.modules() if _is_rotary(module)]
-    cache = next((module.rope_cache for module in rotary if isinstance(module, PlacesOneByOne)), RopeCache())
-    for module in rotary:
-        if not isinstance(module, PlacesOneByOne):
-            hook(module, PlacesOneByOne)
-            module.rope_cache = cache
-    return cache
+    for module in model.modules():
+        if _takes_offset(type(module)):
+            hooks.add(module, PlacesOneByOne)
+            setattr(module, _ROPE_CACHE, hooks.rope_cache)
+
+
+def _takes_offset(kind: Any) -> bool:
+    """Return whether modules of a class are RoPE: their arguments are an array and its offset."""
+    kind = getattr(kind, "_original", kind)
+    return list(inspect.signature(kind.__call__).parameters)[2:3] == ["offset"]
 
 
 class PlacesOneByOne(Hook):
@@ -160,16 +227,10 @@ class PlacesOneByOne(Hook):
         return mx.moveaxis(turned.reshape(*shape[:-1], turned.shape[-1]), 1, -2)
 
 
-def _is_rotary(module: nn.Module) -> bool:
-    """Return whether a module is RoPE, by its name and arguments: mlx-lm has several kinds, and some models too."""
-    name = type(module).__name__.lower()
-    return ("rope" in name or "rotary" in name) and "offset" in inspect.signature(type(module).__call__).parameters
-
-
 # Learned positions: an index past the end of the table would read other memory.
 
 
-def bound_positions(backbone: nn.Module) -> int | None:
+def bound_positions(backbone: nn.Module, hooks: Hooks) -> int | None:
     """Let the table of learned positions clamp its indices. Return its size, None if there is no table.
 
     Rows near the end of their context share forwards with rows that draft more. What is read past a context is never
@@ -178,7 +239,7 @@ def bound_positions(backbone: nn.Module) -> int | None:
     table = getattr(backbone, "wpe", None)  # its name in mlx-lm's gpt2 and gpt_bigcode
     if not isinstance(table, nn.Embedding | nn.QuantizedEmbedding):
         return None
-    hook(table, BoundedTable)
+    hooks.add(table, BoundedTable)
     return int(table.weight.shape[0])
 
 
@@ -189,122 +250,55 @@ class BoundedTable(Hook):
         return super().__call__(mx.minimum(positions, self.weight.shape[0] - 1))  # type: ignore[misc, attr-defined]
 
 
-# Attention over slices of the queries: of a verify, for Metal's kernel for few queries; of a prompt, on a CPU.
+# Attention over slices of the queries, on devices on which that is faster.
 
 _ATTENTION = "scaled_dot_product_attention"
-"""The name under which each of mlx-lm's model files has attention."""
-MOST_QUERIES = 8
-_MOST_HEADS = 32
-"""Queries times heads that share keys. Both limits are those of Metal's kernel (mlx, backend/metal,
-scaled_dot_product_attention.cpp, `use_fallback`)."""
-_LONG_KERNEL = (64, 80, 128)
-"""Head widths for which Metal has a kernel for more queries."""
-_LONG_KERNEL_FROM = 17
-"""Queries from which that kernel is faster than slices: 12 to 48 queries take it 2.3 times as long as 8 take the other
-kernel, with 16,384 keys of width 128 on an M5 Max (mlx#3826)."""
-_LONGEST_VERIFY = 64
-"""Forwards with more queries are prompts, for which attention scores are a small part of the work."""
-_TILE = 128
-"""Queries of a prompt that attend together on a CPU, only to earlier keys. Otherwise MLX computes all scores there, and
-their exponentials take most of the time (docs/decisions.md). Smaller tiles cost more in overhead."""
+"""The name under which each of mlx-lm's model files imports attention."""
 
 
-def suit_attention(model: nn.Module) -> None:
-    """Adapt the attention of a model's file to the device: for a verify on Metal, for a prompt on a CPU."""
+class ReplacesAttention(Hook):
+    """A module that calls a replacement of mlx-lm's attention. Copies of its methods have another global."""
+
+    replace: Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
+    """Returns the replacement of an attention function."""
+
+    @classmethod
+    def methods(cls, kind: type) -> dict[str, Any]:
+        methods = {}
+        for name, method in _attending(kind).items():
+            names = {**method.__globals__, _ATTENTION: cls.replace(method.__globals__[_ATTENTION])}
+            methods[name] = FunctionType(method.__code__, names, name, method.__defaults__, method.__closure__)
+            methods[name].__kwdefaults__ = method.__kwdefaults__
+        return methods
+
+
+def _attending(kind: type) -> dict[str, FunctionType]:
+    """Return a class's methods that call attention."""
+    attributes = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+    methods = {name: value for name, value in attributes.items() if isinstance(value, FunctionType)}
+    return {name: x for name, x in methods.items() if _ATTENTION in x.__code__.co_names and _ATTENTION in x.__globals__}
+
+
+class AttendsInSlices(ReplacesAttention):
+    replace = staticmethod(sliced)
+
+
+class AttendsInTiles(ReplacesAttention):
+    replace = staticmethod(tiled)
+
+
+def suit_attention(model: nn.Module, hooks: Hooks) -> None:
+    """Adapt a model's attention to the device: for a verify on Metal, for a prompt on a CPU."""
     if mx.metal.is_available() and mx.default_device() == mx.gpu:
-        wrap_attention(model, sliced)
+        replace_attention(model, hooks, AttendsInSlices)
     elif mx.default_device() == mx.cpu:
-        wrap_attention(model, tiled)
+        replace_attention(model, hooks, AttendsInTiles)
 
 
-def wrap_attention(model: nn.Module, wrap: Callable[[Callable[..., mx.array]], Callable[..., mx.array]]) -> None:
-    """Replace the attention in a model's file, unless `wrap` has done so already."""
-    for name in {type(module).__module__ for module in model.modules()}:
-        file = sys.modules.get(name)
-        attention = getattr(file, _ATTENTION, None)
-        if attention is not None and getattr(attention, "wrapped_by", None) is not wrap:
-            wrapped: Any = wrap(attention)
-            wrapped.wrapped_by = wrap
-            setattr(file, _ATTENTION, wrapped)
-
-
-def queries_at_once(length: int, sharing: int, width: int) -> int:
-    """Return how many of `length` queries one call should take, with `sharing` heads per key head of size `width`."""
-    if length == 1 or length > _LONGEST_VERIFY or (length >= _LONG_KERNEL_FROM and width in _LONG_KERNEL):
-        return length
-    return min(length, MOST_QUERIES, max(1, _MOST_HEADS // sharing))
-
-
-def sliced(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Return mlx-lm's `scaled_dot_product_attention`, with a verify's queries in slices that fit the fused kernel.
-
-    Its values do not change. Otherwise the scores of all heads are written to memory and read again. Plain decoding and
-    prompts do not change.
-    """
-
-    def attend(
-        queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
-    ) -> mx.array:
-        # queries: [B, heads, L, D]; keys, values: [B, key heads, T, D]; mask: [..., L, T], "causal" or None
-        length = queries.shape[2]
-        quantized = hasattr(cache, "bits")
-        most = length if quantized else queries_at_once(length, queries.shape[1] // keys.shape[1], queries.shape[3])
-        if most >= length:
-            return attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-        past, parts = keys.shape[2] - length, []
-        for start in range(0, length, most):
-            end = min(start + most, length)
-            seen = past + end if isinstance(mask, str) else keys.shape[2]  # "causal" counts from the last key
-            part = mask[..., start:end, :] if isinstance(mask, mx.array) and mask.shape[-2] == length else mask
-            some = queries[:, :, start:end], keys[:, :, :seen], values[:, :, :seen]
-            parts.append(attention(*some, cache=cache, scale=scale, mask=part, sinks=sinks))
-        return mx.concatenate(parts, axis=2)
-
-    return attend
-
-
-def tiled(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Return mlx-lm's `scaled_dot_product_attention`, with prompts processed in tiles of queries."""
-
-    def attend(
-        queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
-    ) -> mx.array:
-        length, plain = queries.shape[2], sinks is None and not hasattr(cache, "bits")
-        if plain and length > _LONGEST_VERIFY and _is_causal(cache, keys, mask, length):
-            return _in_tiles(queries, keys, values, scale, mask)
-        return attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-
-    return attend
-
-
-def _is_causal(cache: Any, keys: mx.array, mask: Any, length: int) -> bool:
-    """Return whether, on a CPU, key s is at position s, so that query i sees no key after `past + i`.
-
-    That holds in this library's caches unless a ring has wrapped, when there are fewer keys than positions.
-    """
-    if not (mx.default_device() == mx.cpu and use_shortcuts() and isinstance(mask, mx.array)):
-        return False
-    lengths = getattr(cache, "lengths", None)
-    is_whole = mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[-2:] == (length, keys.shape[2])
-    return is_whole and lengths is not None and lengths.branches is None and lengths.upper + length == keys.shape[2]
-
-
-def _in_tiles(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array) -> mx.array:
-    """Compute a prompt's causal attention on a CPU, one tile of queries at a time.
-
-    queries: [B, heads, L, D]; keys, values: [B, key heads, T, D]; mask: [B or 1, 1 or heads, L, T] bool.
-    """
-    rows, heads, length, width = queries.shape
-    sharing, past, parts = heads // keys.shape[1], keys.shape[2] - length, []
-    for start in range(0, length, _TILE):
-        end = min(start + _TILE, length)
-        some = (queries[:, :, start:end] * scale).reshape(rows, -1, sharing * (end - start), width)
-        scores = some @ keys[:, :, : past + end].swapaxes(-1, -2)
-        split = scores.reshape(rows, heads, end - start, past + end)
-        weights = fastmath.softmax(mx.where(mask[..., start:end, : past + end], split, -math.inf))
-        out = weights.reshape(scores.shape) @ values[:, :, : past + end]
-        parts.append(out.reshape(rows, heads, end - start, values.shape[-1]))
-    return mx.concatenate(parts, axis=2)
+def replace_attention(model: nn.Module, hooks: Hooks, hook: type[ReplacesAttention]) -> None:
+    for module in model.modules():
+        if _attending(type(module)):
+            hooks.add(module, hook)
 
 
 # Calls of layers, which a recurrent state repeats for accepted tokens only.
@@ -378,7 +372,7 @@ class NotesCalls(Hook):
         if projections is None:
             return plain(*args, **kwargs)
         for module in self.modules():  # type: ignore[attr-defined]
-            if isinstance(module, nn.Linear | nn.QuantizedLinear):
-                hook(module, KeepsProjection)
+            if isinstance(module, nn.Linear | nn.QuantizedLinear) and not isinstance(module, KeepsProjection):
+                Hooks.of(self).add(module, KeepsProjection)  # type: ignore[arg-type]
         with projections.recording():
             return plain(*args, **kwargs)

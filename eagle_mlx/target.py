@@ -26,10 +26,11 @@ from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError, in_one_line, loading
 from eagle_mlx.hooks import (
     CutNorm,
+    Hooks,
     Recording,
     RecordsOutput,
+    Skipped,
     bound_positions,
-    hook,
     place_one_by_one,
     skipping,
     suit_attention,
@@ -83,15 +84,17 @@ class Target:
         self._norm = _first(backbone, _NORMS, "final norm", model)
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
         self.layers: list[nn.Module] = list(model.layers)
-        self._rope_cache = place_one_by_one(model)
-        suit_attention(model)
+        self._hooks: Hooks | None = Hooks.of(model)
+        place_one_by_one(model, self._hooks)
+        suit_attention(model, self._hooks)
+        self._hooks.add(self._norm, CutNorm)
         self.norm_is_last: bool | None = None
         """Whether the final norm is called once, after all layers; None before the first forward with `ends`."""
         args = getattr(model, "args", None)
         args = getattr(args, "text_config", None) or args
         self.context_length = min(
             _argument(args, ("max_position_embeddings", "max_seq_len", "n_ctx"), 1 << 20),
-            bound_positions(backbone) or 1 << 20,
+            bound_positions(backbone, self._hooks) or 1 << 20,
         )
         self.num_layers = len(self.layers)
         self._starts = [self.layers[count - 1] for count in _STARTS if count < self.num_layers]
@@ -136,7 +139,15 @@ class Target:
         return ()
 
     def close(self) -> None:
-        """Release other ranks. It may be called twice."""
+        """Remove the hooks from the model, and release other ranks. It may be called twice."""
+        self._hooks = None
+
+    @property
+    def hooks(self) -> Hooks:
+        """The hooks on its model, for as long as a target of the model is open. Raises TargetError if it is closed."""
+        if self._hooks is None:
+            raise TargetError(f"the target {self.name} is closed; load it again")
+        return self._hooks
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Embed token ids [...] as [..., H]."""
@@ -160,7 +171,9 @@ class Target:
         cap, its output projection.
         """
         read = hidden.reshape(-1, *hidden.shape[-2:]) if hidden.ndim > 1 else hidden[None, None]
-        with skipping(self._before_logits, read):
+        module = self._before_logits
+        self.hooks.add(module, Skipped)
+        with skipping(module, read):
             out: mx.array = self.model(mx.zeros(read.shape[:2], mx.int32))
         return out.reshape(*hidden.shape[:-1], out.shape[-1])
 
@@ -175,7 +188,7 @@ class Target:
     def _before_logits(self) -> nn.Module:
         """The module that returns normed hidden states: the backbone, or the final norm if the backbone goes on."""
         for module in (self._backbone, self._norm):
-            hook(module, RecordsOutput)
+            self.hooks.add(module, RecordsOutput)
         recording = Recording()
         with recording.running():
             self.model(mx.zeros((1, 1), mx.int32))  # nothing is computed
@@ -196,21 +209,21 @@ class Target:
         logits [B, 1, V] are returned; no others are computed. Raises TargetError for layers that the model lacks or
         whose output is not one hidden state per token.
         """
+        hooks = self.hooks
         for layer in aux_layers:
             if not 0 <= layer < self.num_layers:
                 raise TargetError(f"there is no layer {layer}: the target has layers 0 to {self.num_layers - 1}")
-            hook(self.layers[layer], RecordsOutput)
-        hook(self._norm, CutNorm)
+            hooks.add(self.layers[layer], RecordsOutput)
         recording = Recording(norm=self._norm)
         if ends is not None:
-            hook(self.layers[-1], RecordsOutput)
+            hooks.add(self.layers[-1], RecordsOutput)
             wanted = mx.array(list(ends), mx.int32)[:, None, None]
             recording = Recording(wanted, self.layers[-1], self._norm, cut=bool(self.norm_is_last))
         if cache is not None and not use_shortcuts():
             recording.starts = [id(layer) for layer in self._starts]
             for first in self._starts:
-                hook(first, RecordsOutput)
-        with self._rope_cache.sharing(), recording.running():
+                hooks.add(first, RecordsOutput)
+        with hooks.rope_cache.sharing(), recording.running():
             logits = self.model(tokens, cache=None if cache is None else list(cache))
         if recording.ends is not None:
             self.norm_is_last = recording.normed == [True]

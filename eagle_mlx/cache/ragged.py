@@ -16,7 +16,7 @@ from eagle_mlx.cache.lengths import Moves, RowLengths, SavedLengths
 from eagle_mlx.cache.recurrent import RecurrentState
 from eagle_mlx.cache.window import RaggedWindow
 from eagle_mlx.decoding.draft import Branches
-from eagle_mlx.hooks import NotesCalls, hook
+from eagle_mlx.hooks import Hooks, NotesCalls
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -85,8 +85,9 @@ class RaggedCache(Sequence[Any]):
         lengths = RowLengths(rows)
         self._hold(lengths, [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)])
         if self.recurrent:
+            hooks = Hooks.of(model)  # the target's, which keep them
             for layer in model.layers:
-                hook(layer, NotesCalls)
+                hooks.add(layer, NotesCalls)
         return self
 
     def _hold(self, lengths: RowLengths, layers: list[Any]) -> None:

@@ -18,7 +18,7 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.eagle3.head import PEagleHead
 from eagle_mlx.heads.precision import in_dtype
-from eagle_mlx.hooks import place_one_by_one
+from eagle_mlx.hooks import Hooks, place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import HeadPiece, Observation, Proposer, ProposerState, StatePiece
 from eagle_mlx.proposers.block import BlockDrafter
@@ -55,7 +55,8 @@ class HeadProposer(Proposer):
         check_fit(self.head, target)
         self.head.attach(target)
         self.head = in_dtype(self.head, target.dtype)
-        place_one_by_one(self.head)
+        self._hooks = Hooks.of(self.head)
+        place_one_by_one(self.head, self._hooks)
         self._target = target
 
     def open(self, prompts: Sequence[Sequence[int]]) -> HeadState:

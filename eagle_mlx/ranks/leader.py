@@ -179,7 +179,8 @@ class LeadingTarget(Target):
         return out
 
     def close(self) -> None:
-        """End the other ranks, if they are connected."""
+        """End the other ranks, if they are connected, and remove the hooks."""
+        super().close()
         if self.channel.lost is not None:  # a thread that waits for them still uses the connection
             return
         with self.channel.lock, suppress(RanksError):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import mlx.core as mx
 import pytest
 from hypothesis import given, settings
@@ -11,8 +9,9 @@ from hypothesis import strategies as st
 from mlx_lm.models.base import scaled_dot_product_attention
 
 import eagle_mlx as em
+from eagle_mlx.attention import queries_at_once, sliced, tiled
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.hooks import queries_at_once, sliced, tiled, wrap_attention
+from eagle_mlx.hooks import AttendsInSlices, Hooks, replace_attention
 from tests.architectures import tiny_model
 from tests.fakes import Oracle, randomize
 from tests.full import some
@@ -62,18 +61,14 @@ def test_slices_equal_one_call(length: int, past: int, heads: tuple[int, int], k
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("nodes", [0, 9], ids=["chain", "tree"])
 def test_text_with_slices_is_the_text_without(name: str, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module(f"mlx_lm.models.{name}")
-    monkeypatch.setattr(module, "scaled_dot_product_attention", module.scaled_dot_product_attention)  # restored later
     model = tiny_model(name)
     randomize(model, 0, 0.2)
     target = em.Target(model)
     prompts = [[5, 6, 7, 8, 9], [9, 8, 7]]
     params = em.SamplingParams(max_tokens=20)
     plain = [output.tokens for output in em.Engine(target).generate(prompts, params)]
-    monkeypatch.setattr("eagle_mlx.hooks.MOST_QUERIES", 3)
-    wrap_attention(model, sliced)
-    wrap_attention(model, sliced)
-    assert module.scaled_dot_product_attention.wrapped_by is sliced
+    monkeypatch.setattr("eagle_mlx.attention.MOST_QUERIES", 3)
+    replace_attention(model, Hooks.of(model), AttendsInSlices)
     oracle = Oracle({tuple(p): t for p, t in zip(prompts, plain, strict=True)}, 0.6)
     engine = em.Engine(target, oracle, policy=em.FixedPolicy(6, nodes=nodes))  # type: ignore[arg-type]
     assert [output.tokens for output in engine.generate(prompts, params)] == plain

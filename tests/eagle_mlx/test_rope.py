@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
-from eagle_mlx.cpu.rope_cache import RopeCache
-from eagle_mlx.hooks import place_one_by_one
+from eagle_mlx.hooks import Hooks, place_one_by_one
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 KINDS = {
@@ -41,10 +40,13 @@ class CountingRope(nn.RoPE):
         return super().__call__(x, offset)
 
 
-def layers(*modules: nn.Module) -> RopeCache:
+def layers(*modules: nn.Module) -> Hooks:
+    """Hook RoPE modules for as long as the result lives."""
     model = nn.Module()
     model.modules_in_use = list(modules)
-    return place_one_by_one(model)
+    hooks = Hooks.of(model)
+    place_one_by_one(model, hooks)
+    return hooks
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "own"])
@@ -52,7 +54,7 @@ def layers(*modules: nn.Module) -> RopeCache:
 @pytest.mark.parametrize("heads", [(3,), (), (2, 3)])
 def test_each_position_is_rotated_as_if_alone(kind: str, dtype: mx.Dtype, heads: tuple[int, ...]) -> None:
     plain, placed = (OwnRope() if kind == "own" else KINDS[kind]() for _ in range(2))
-    layers(placed)
+    _hooks = layers(placed)
     x = mx.random.normal((2, *heads, 4, 16), key=mx.random.key(3)).astype(dtype)
     at = mx.array([[5, 6, 6, 7], [200, 0, 3, 1]], mx.int32)
     turned = placed(x, offset=at)
@@ -70,7 +72,7 @@ def test_each_position_is_rotated_as_if_alone(kind: str, dtype: mx.Dtype, heads:
 
 def test_one_offset_for_all_rows_works_as_before() -> None:
     plain, placed = nn.RoPE(16), nn.RoPE(16)
-    layers(placed)
+    _hooks = layers(placed)
     x = mx.random.normal((2, 3, 4, 16), key=mx.random.key(1))
     for offset in (7, mx.array([3, 9])):
         assert mx.array_equal(placed(x, offset=offset), plain(x, offset=offset))
@@ -80,19 +82,19 @@ def test_one_offset_for_all_rows_works_as_before() -> None:
 @pytest.mark.parametrize("count", [1, 4])
 def test_shared_angles_equal_the_module_to_the_last_bit(kind: str, count: int) -> None:
     plain, placed = (OwnRope() if kind == "own" else KINDS[kind]() for _ in range(2))
-    angles = layers(placed)
+    hooks = layers(placed)
     x = mx.random.normal((2, 3, count, 16), key=mx.random.key(5))
     for offset in (0, 7, 1000, mx.array([3, 9]), mx.array([700, 2])):
-        with angles.sharing():
+        with hooks.rope_cache.sharing():
             turned = placed(x, offset=offset)
         assert mx.array_equal(turned, plain(x, offset=offset)), offset
 
 
 def test_shared_angles_depend_on_offset_and_count() -> None:
     plain, placed = nn.RoPE(16), nn.RoPE(16)
-    angles = layers(placed)
+    hooks = layers(placed)
     x = mx.random.normal((2, 3, 5, 16), key=mx.random.key(5))
-    with angles.sharing():
+    with hooks.rope_cache.sharing():
         for offset, count in ((7, 2), (7, 5), (8, 5), (mx.array([3, 9]), 5), (mx.array([4, 4]), 2), (8, 2)):
             assert mx.array_equal(placed(x[:, :, :count], offset=offset), plain(x[:, :, :count], offset=offset))
 
@@ -100,13 +102,13 @@ def test_shared_angles_depend_on_offset_and_count() -> None:
 @pytest.mark.usefixtures("with_shortcuts")
 def test_shared_angles_are_computed_once_for_all_layers() -> None:
     modules = [CountingRope() for _ in range(3)]
-    angles = layers(*modules)
+    hooks = layers(*modules)
     x = mx.ones((1, 2, 4, 16))
     for module in modules:  # finds out how it works
-        with angles.sharing():
+        with hooks.rope_cache.sharing():
             module(x, offset=1)
     CountingRope.calls = 0
-    with angles.sharing():
+    with hooks.rope_cache.sharing():
         for module in modules:
             module(x, offset=2)
     assert CountingRope.calls == 1
@@ -117,7 +119,7 @@ def test_shared_angles_are_computed_once_for_all_layers() -> None:
 
 def test_different_modules_use_their_own_angles() -> None:
     first, like, other = nn.RoPE(16), nn.RoPE(16), nn.RoPE(16, base=77.0)
-    layers(first, like, other)
+    _hooks = layers(first, like, other)
     x, at = mx.random.normal((1, 2, 3, 16), key=mx.random.key(2)), mx.array([[40, 41, 41]])
     a, b, c = (module(x, offset=at) for module in (first, like, other))
     assert mx.array_equal(a, b)
