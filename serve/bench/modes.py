@@ -15,6 +15,7 @@ import mlx_lm
 from eagle_mlx import DraftModelProposer, HeadProposer, HybridProposer, NgramProposer, Output, SamplingParams, hub
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.hooks import without_hooks
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.target import Target, arrays_of, nbytes_of
 
@@ -42,24 +43,30 @@ class StockModel:
 
 
 class _MlxLm(Mode):
-    """Base of mlx-lm's modes. Raises ConfigError for a model without a tokenizer."""
+    """Base of mlx-lm's modes, with a copy of the model that has no hooks but shares the weights.
+
+    Raises ConfigError for a model without a tokenizer.
+    """
 
     def __init__(self, name: ModeName, target: Target | StockModel):
         if target.tokenizer is None:
             raise ConfigError(f"mode {name} needs a target with a tokenizer")
         self.name, self.model, self.dtype = name, target.name, target.dtype
-        self._model, self._tokenizer, self.weights = target.model, target.tokenizer, nbytes_of(target.model)
+        self._model, self._tokenizer = without_hooks(target.model), target.tokenizer
+        self.weights = nbytes_of(target.model)
 
 
 class MlxLmMode(_MlxLm):
-    """`mlx_lm.stream_generate`, one prompt after another, by the target's own or a stock model."""
+    """`mlx_lm.stream_generate`, one prompt after another, by the target's weights or a stock model."""
 
     def __init__(self, target: Target | StockModel, draft: Target | None = None, depth: int = 0):
         super().__init__(STOCK if isinstance(target, StockModel) else "mlx-lm-draft" if draft else "mlx-lm", target)
         self.depth = depth
         self.weights += nbytes_of(draft.model) if draft else 0
         self._stream = mx.new_stream(mx.default_device())
-        self._extra: dict[str, Any] = {"draft_model": draft.model, "num_draft_tokens": depth} if draft else {}
+        self._extra: dict[str, Any] = {}
+        if draft is not None:
+            self._extra = {"draft_model": without_hooks(draft.model), "num_draft_tokens": depth}
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         outputs = []

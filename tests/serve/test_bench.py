@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,7 +15,7 @@ import mlx.core as mx
 import pytest
 from matplotlib.figure import Figure
 
-from eagle_mlx import hub
+from eagle_mlx import hooks, hub
 from eagle_mlx.catalog.head_search import register
 from eagle_mlx.cpu.shortcuts import without_shortcuts
 from eagle_mlx.errors import ConfigError
@@ -28,6 +29,7 @@ from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.decoding import (
     Decoding,
     Identity,
+    Mode,
     ModeName,
     acceptance_by_position,
     acceptance_length,
@@ -129,6 +131,29 @@ def test_all_modes_produce_the_same_greedy_text() -> None:
         assert (run.acceptance_rate is not None) == (run.mode in ("ngram", "draft", "eagle", "hybrid"))
     assert runs[0].ratio_to_mlx_lm == 1.0
     assert all(run.acceptance_length == 1.0 for run in runs if run.mode in ("mlx-lm", "mlx-lm-batch", "plain"))
+
+
+def test_the_baselines_are_mlx_lms_own_functions_with_the_targets_weights() -> None:
+    target, draft = (tiny_target(tokenizer=True, hidden=64) for _ in range(2))
+    mx.eval(target.model.parameters(), draft.model.parameters())
+    models, before = Models(target, draft=draft), mx.get_active_memory()
+    baselines = build_modes(models, ["mlx-lm", "mlx-lm-batch", "mlx-lm-draft"], [2], [2])
+    assert len(baselines) == 3
+    assert mx.get_active_memory() - before < nbytes_of(draft.model) / 100
+
+    def library_files(mode: Mode) -> set[str]:
+        """Return the files of the library whose functions a mode calls while it decodes."""
+        files, params = set[str](), [SamplingParams(max_tokens=4, ignore_eos=True)] * 2
+        sys.setprofile(lambda frame, event, argument: files.add(frame.f_code.co_filename))
+        try:
+            list(mode.decode([[5, 6, 7] * 30] * 2, params))
+        finally:
+            sys.setprofile(None)
+        return {Path(file).name for file in files if Path(file).is_relative_to(Path(hooks.__file__).parent)}
+
+    assert {"hooks.py", "attention.py"} <= library_files(EngineMode("plain", models, 2))
+    for mode in baselines:
+        assert not library_files(mode), mode.name
 
 
 def test_policies_change_only_the_speed() -> None:
