@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import cast
 
 import huggingface_hub
+import yaml
 from huggingface_hub import constants, errors
 
 from eagle_mlx.errors import EagleError, OutputError
@@ -32,6 +34,11 @@ _TransportError = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
 """The base class of the HTTP library's errors, which huggingface_hub does not catch."""
 
 
+KNOWN_HEADS = Path(__file__).parent / "catalog" / "known_heads.yaml"
+"""The table of published heads. Its `revision` is the commit at which a head is fetched."""
+UNKNOWN = "unknown"
+
+
 class UnreachableError(EagleError):
     """The hub does not answer, and the file or model is not in its cache."""
 
@@ -39,9 +46,9 @@ class UnreachableError(EagleError):
 def resolve(name: str | Path, code: bool = False) -> Path:
     """Return the local folder of a model: an existing folder, or the hub's cache, to which the model is fetched.
 
-    `Qwen3-32B-4bit` means `mlx-community/Qwen3-32B-4bit`. PyTorch files are fetched only if there are no safetensors,
-    Python files only with `code`. Raises EagleError if the name is not a folder and the hub has no such model, denies
-    access or cannot be reached.
+    `Qwen3-32B-4bit` means `mlx-community/Qwen3-32B-4bit`. A head is fetched at its revision in `KNOWN_HEADS`, if one is
+    recorded. PyTorch files are fetched only if there are no safetensors, Python files only with `code`. Raises
+    EagleError if the name is not a folder and the hub has no such model, denies access or cannot be reached.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -53,20 +60,42 @@ def resolve(name: str | Path, code: bool = False) -> Path:
         raise EagleError(f"there is no folder {folder}")
     with _asking(repo, str(name), f"{name} is not a local folder, {repo}"):
         wanted, left = [*_WANTED, *([_CODE] if code else [])], list(_SAME_AGAIN)
-        fetched = Path(huggingface_hub.snapshot_download(repo, allow_patterns=wanted, ignore_patterns=left))
+        download = partial(
+            huggingface_hub.snapshot_download, repo, revision=recorded_revisions().get(repo), ignore_patterns=left
+        )
+        fetched = Path(download(allow_patterns=wanted))
         if any(fetched.glob("*.safetensors")):
             return fetched
-        wanted.append(_TORCH)
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=wanted, ignore_patterns=left))
+        return Path(download(allow_patterns=[*wanted, _TORCH]))
 
 
 def cached(repo: str) -> Path | None:
     """Return a repository's folder if its config and weights are in the hub's cache, else None. Uses no network."""
-    config = huggingface_hub.try_to_load_from_cache(repo, "config.json")
+    config = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=recorded_revisions().get(repo))
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
     return folder if any(folder.glob("*.safetensors")) or any(folder.glob(_TORCH)) else None
+
+
+@cache
+def recorded_revisions() -> dict[str, str]:
+    """Return the revisions in the table of published heads, by hub id."""
+    table = yaml.safe_load(KNOWN_HEADS.read_text(encoding="utf-8"))["heads"]
+    return {row["head"]: row["revision"] for rows in table.values() for row in rows if row["revision"] != UNKNOWN}
+
+
+def license_and_size(repo: str) -> tuple[str, str]:
+    """Ask the hub for a repository's license and the size of its weights, in words; either may be `UNKNOWN`."""
+    with suppress(EagleError), _asking(repo, repo, repo):
+        info = huggingface_hub.HfApi().model_info(
+            repo, revision=recorded_revisions().get(repo), files_metadata=True, timeout=_QUICK
+        )
+        files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        weights = sum(size for name, size in files.items() if _matches(name, "*.safetensors"))
+        weights = weights or sum(size for name, size in files.items() if _matches(name, _TORCH))
+        return (info.card_data and info.card_data.license) or UNKNOWN, f"{weights / 1e9:.2f} GB" if weights else UNKNOWN
+    return UNKNOWN, UNKNOWN
 
 
 def quick_file(repo: str, file: str) -> Path:

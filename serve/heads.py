@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import names_of
 from eagle_mlx.catalog.head_search import (
+    PERMITTING,
     KnownHead,
+    fetch_notice,
     find_heads,
     included,
     known_heads,
@@ -80,7 +82,8 @@ def _find(options: Find) -> int:
     target = options.target
     found = find_heads(target, say=lambda text: print(text, file=sys.stderr))
     for one in found:
-        print(f"{one.about}{'' if one.here else '; to fetch it: eagle-heads pull ' + one.head}")
+        ready = one.here and not one.only_by_name
+        print(f"{one.about}{'' if ready else '; to use it: eagle-heads pull ' + one.head}")
     if (command := where_mtp_layers_are(target)) is not None:
         print(f"this conversion leaves out the model's own MTP layers; to fetch them: {command}")
     if not found:
@@ -98,6 +101,8 @@ def _pull(options: Pull) -> int:
         _check_size(repo)
     else:
         print(f"{known}, by {known.source}", file=sys.stderr)
+    if (notice := fetch_notice(repo)) is not None:
+        print(notice, file=sys.stderr)
     folder = hub.resolve(repo)
     if of is not None:
         register(repo, of, "fetched")
@@ -108,9 +113,19 @@ def _pull(options: Pull) -> int:
 
 
 def _known(name: str) -> KnownHead | None:
-    """Return the published head of that name, or else the first one for a target of that name."""
-    of_that_name = next((one for one in known_heads() if one.head.lower() == name.lower()), None)
-    return of_that_name or next(iter(known_heads_for(names_of(name))), None)
+    """Return the published head of that name, or else the first one for a target of that name.
+
+    Raises ConfigError if no head for the target has a license that is known to permit any use.
+    """
+    for_target = known_heads_for(names_of(name))
+    heads = [head for head in known_heads() if head.head.lower() == name.lower()]
+    heads = heads or [head for head in for_target if head.license in PERMITTING]
+    if for_target and not heads:
+        raise ConfigError(
+            f"no head for {name} has a license that is known to permit any use; name one: "
+            + ", ".join(f"eagle-heads pull {head.head} (license {head.license})" for head in for_target)
+        )
+    return next(iter(heads), None)
 
 
 def _check_size(repo: str) -> None:

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from eagle_mlx import DraftModelProposer, EagleError, Engine, HeadProposer, NgramProposer, hub, learn_costs
 from eagle_mlx.catalog import embedded
-from eagle_mlx.catalog.head_search import FoundHead, find_heads, load_found, where_mtp_layers_are
+from eagle_mlx.catalog.head_search import FoundHead, fetch_notice, find_heads, load_found, where_mtp_layers_are
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.head_check import head_warning
 from eagle_mlx.heads.base import DraftHead
@@ -330,6 +330,8 @@ def _from_json(text: str | None) -> dict[str, Any]:
 
 def load_head(name: str | Path, target: Target, bits: int | None) -> DraftHead:
     """Load and quantize a head; warn on stderr if it is rarely accepted. Raises EagleError if it is not available."""
+    if (notice := fetch_notice(name)) is not None:
+        print(f"head: {notice}", file=sys.stderr)
     head = load_found(name, target)
     quantize_for(head, target, bits)
     if (warning := head_warning(head, target)) is not None:
@@ -380,15 +382,23 @@ def usable_heads(
     """Yield the available heads for a target, and fetch them if the target was named by its hub id.
 
     Naming a hub id already fetches the model's weights. For a folder, `say` reports the command to fetch a head
-    instead.
+    instead. Heads whose license is not known to permit any use are reported, but not yielded.
     """
     by_hub_id = hub.full_id(hub.public_name(target))
+    named = False
     for found in find_heads(target, digest, lambda text: say(f"head: {text}")):
         if mode is not None and found.mode not in (None, mode):
+            continue
+        if found.only_by_name:
+            if not named:
+                say(f"head: {found.about}: it is used only if you name it; type --head {found.head}")
+            named = True
             continue
         if not found.here and not by_hub_id:
             say(f"head: not downloaded: {found.about}; to fetch it: eagle-heads pull {found.head}")
             break  # available heads come first
+        if (notice := fetch_notice(found.head)) is not None:
+            say(f"head: {notice}")
         try:
             hub.resolve(found.head)
         except EagleError as e:

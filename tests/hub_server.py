@@ -185,8 +185,9 @@ def _add_reading(app: FastAPI, hub: Hub) -> None:
         repo = _reader(request, hub, f"{owner}/{name}")
         if isinstance(repo, Response):
             return repo
-        files = [{"rfilename": path} for path in repo.files]
-        about = {"id": f"{owner}/{name}", "sha": repo.sha, "private": repo.private, "siblings": files}
+        files = [{"rfilename": path, "size": len(content)} for path, content in repo.files.items()]
+        card = yaml.safe_load(repo.files.get("README.md", b"---\n{}\n---").split(b"---")[1])
+        about = {"id": f"{owner}/{name}", "sha": repo.sha, "private": repo.private, "siblings": files, "cardData": card}
         return JSONResponse({**about, "tags": [], "downloads": 0, "likes": 0})
 
     @app.get("/api/models/{owner}/{name}/tree/{revision}")

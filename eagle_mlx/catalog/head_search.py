@@ -148,6 +148,7 @@ class FoundHead:
     about: str  # one line on what it is and for which model
     here: bool = True  # whether it is on this machine already
     mode: Literal["eagle", "mtp"] | None = None  # how it drafts, if that is known before it is loaded
+    only_by_name: bool = False  # its license is not known to permit any use
 
 
 def find_heads(
@@ -183,6 +184,7 @@ def find_heads(
             f"{one}{why if one is choice[0] else ''}",
             hub.cached(one.head) is not None,
             KINDS[one.kind].mode,
+            one.license not in PERMITTING,
         )
         for one in choice
     ]
@@ -237,13 +239,16 @@ def _folders(target: str | Path, names: tuple[str, ...]) -> list[tuple[str, Path
     return [(name, folder) for name, folder in found if folder is not None and (folder / _CONFIG).is_file()]
 
 
-TABLE = Path(__file__).with_name("known_heads.yaml")
 PREFERRED = ("dspark", "dflash2", "dflash", "peagle", "eagle3", "mtp", "eagle")
 """Kinds of published heads by τ for the cost of a draft, the best first.
 
 DeepSpec's paper (arXiv 2607.05147) trained three alike; for Qwen3-8B on MT-bench with chains of 7, τ is 3.72 for
 DSpark, 3.11 for DFlash and 2.66 for EAGLE-3. P-EAGLE (arXiv 2602.01469) is EAGLE-3 whose draft costs one forward.
 """
+
+
+PERMITTING = frozenset({"apache-2.0", "mit"})
+"""Licenses of known heads that permit any use, so that a head may be fetched although the user has not named it."""
 
 
 @dataclass(frozen=True)
@@ -253,21 +258,36 @@ class KnownHead:
     kind: str  # the key in `eagle_mlx.heads.KINDS`
     license: str  # the license named on its page, or "unknown"
     source: str  # URL of the page that describes the head
+    size: str = hub.UNKNOWN  # of its weights
 
     def __str__(self) -> str:
-        return f"{self.head}, {KINDS[self.kind].title} for {self.target}, license {self.license}"
+        about = f"license {self.license}, size {self.size}"
+        return f"{self.head}, {KINDS[self.kind].title} for {self.target}, {about}"
 
 
 @cache
 def known_heads() -> tuple[KnownHead, ...]:
     """Return the table of published heads, in its order."""
-    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    sources = table["sources"]
-    return tuple(
-        KnownHead(target, row["head"], row["kind"], row["license"], sources[row["source"]].format(head=row["head"]))
-        for target, rows in table["heads"].items()
-        for row in rows
-    )
+    table = yaml.safe_load(hub.KNOWN_HEADS.read_text(encoding="utf-8"))
+    heads = []
+    for target, rows in table["heads"].items():
+        for row in rows:
+            source = table["sources"][row["source"]].format(head=row["head"])
+            heads.append(KnownHead(target, row["head"], row["kind"], row["license"], source, row["size"]))
+    return tuple(heads)
+
+
+def fetch_notice(name: str | Path) -> str | None:
+    """Return one line with the license and size of a head that `load_found` would fetch; None if it is here."""
+    repo = hub.hub_id(name)
+    if repo is None or Path(name).expanduser().is_dir() or hub.cached(repo) is not None:
+        return None
+    license_id, size = hub.license_and_size(repo)
+    for known in known_heads():
+        if known.head == repo:
+            license_id = known.license if license_id == hub.UNKNOWN else license_id
+            size = known.size if size == hub.UNKNOWN else size
+    return f"fetching {repo}: license {license_id}, size {size}"
 
 
 def known_heads_for(names: tuple[str, ...]) -> list[KnownHead]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ import eagle_mlx as em
 from eagle_mlx.catalog import embedded, head_search
 from eagle_mlx.catalog.head_search import (
     PREFERRED,
-    TABLE,
     find_heads,
     known_heads,
     known_heads_for,
@@ -25,7 +25,7 @@ from eagle_mlx.errors import EagleError
 from eagle_mlx.heads import KINDS
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.mtp import MTPHead
-from eagle_mlx.hub import full_id
+from eagle_mlx.hub import KNOWN_HEADS, UNKNOWN, full_id
 from eagle_mlx.target import fingerprint
 from tests import hub_server
 from tests.eagle_mlx import test_heads_golden as golden
@@ -55,9 +55,11 @@ def test_every_entry_of_the_table_has_its_sources() -> None:
         assert one.kind in KINDS
         assert one.source.startswith("https://")
     assert len({(one.target, one.head) for one in found}) == len(found)
-    for rows in yaml.safe_load(TABLE.read_text(encoding="utf-8"))["heads"].values():
+    for rows in yaml.safe_load(KNOWN_HEADS.read_text(encoding="utf-8"))["heads"].values():
         for row in rows:
-            assert ("license_from" in row) == (row["license"] != "unknown"), row
+            assert ("license_from" in row) == (row["license"] != UNKNOWN), row
+            assert row["revision"] == UNKNOWN or re.fullmatch("[0-9a-f]{40}", row["revision"]), row
+            assert row["size"] == UNKNOWN or re.fullmatch(r"[\d.]+ GB", row["size"]), row
 
 
 @pytest.mark.parametrize(

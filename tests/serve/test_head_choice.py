@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from eagle_mlx import hub
 from eagle_mlx.catalog import embedded, head_search
 from eagle_mlx.catalog.head_search import KnownHead, records, register
 from eagle_mlx.catalog.models import described_target
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.serve.heads import main as heads
@@ -143,7 +144,98 @@ def test_for_a_hub_id_a_published_head_is_fetched_with_it(models: Path, target: 
     found, proposer, said = chosen(target, "tiny-4bit")
     assert isinstance(proposer, em.HeadProposer)
     assert (found.head, found.resolved_mode()) == (HEAD, "eagle")
-    assert said == [f"head: {HEAD}, EAGLE-3 for {TARGET}, license mit"]
+    assert said == [
+        f"head: fetching {HEAD}: license mit, size 0.00 GB",
+        f"head: {HEAD}, EAGLE-3 for {TARGET}, license mit, size unknown",
+    ]
+
+
+@pytest.mark.parametrize("place", ["hub id", "folder", "in the cache"])
+def test_a_head_without_a_known_license_is_used_only_by_name(
+    models: Path,
+    target: Target,
+    online: hub_server.Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+) -> None:
+    known = (KnownHead(TARGET, HEAD, "eagle3", "unknown", "https://example.org/table"),)
+    monkeypatch.setattr(head_search, "known_heads", lambda: known)
+    online.put(HEAD, files_of(models / "head"))
+    if place == "in the cache":  # of another program
+        hub.resolve(HEAD)
+    requests = len(online.requests)
+    name = tiny_target_folder(models / "tiny-4bit") if place == "folder" else TARGET
+    _, proposer, said = chosen(target, name)
+    assert isinstance(proposer, em.NgramProposer)
+    about = f"{HEAD}, EAGLE-3 for {TARGET}, license unknown, size unknown"
+    assert said[0] == f"head: {about}: it is used only if you name it; type --head {HEAD}"
+    assert len(online.requests) == requests
+    assert isinstance(chosen(target, name, head=HEAD)[1], em.HeadProposer)
+    monkeypatch.setattr("eagle_mlx.serve.heads.known_heads", lambda: known)
+    assert heads(["pull", TARGET]) == 2
+    assert f"name one: eagle-heads pull {HEAD} (license unknown)" in capsys.readouterr().err
+    assert heads(["pull", HEAD]) == 0
+    assert chosen(target, name)[0].head == HEAD, "a user who fetched it has named it"
+
+
+def test_a_head_with_a_known_license_is_taken_before_one_without(
+    models: Path, target: Target, online: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = [(f"someone/tiny-{license}", license) for license in ("nvidia-open-model-license", "unknown", "apache-2.0")]
+    known = tuple(KnownHead(TARGET, head, "eagle3", license, "https://example.org") for head, license in table)
+    monkeypatch.setattr(head_search, "known_heads", lambda: known)
+    for head, _ in table:
+        online.put(head, files_of(models / "head"))
+    found, _, said = chosen(target, TARGET)
+    assert found.head == "someone/tiny-apache-2.0"
+    assert [line.split(",")[0] for line in said] == [
+        "head: someone/tiny-nvidia-open-model-license",
+        "head: fetching someone/tiny-apache-2.0: license apache-2.0",
+        "head: someone/tiny-apache-2.0",
+    ]
+
+
+@pytest.mark.parametrize("command", ["--head", "auto", "pull"])
+def test_license_and_size_are_printed_before_a_head_is_fetched(
+    models: Path, target: Target, online: hub_server.Hub, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    files = {
+        **files_of(models / "head"),
+        "README.md": b"---\nlicense: mit\n---\n",
+        "model.safetensors": b"x" * 20_000_000,
+    }
+    online.put(HEAD, files)
+    if command == "pull":
+        heads(["pull", HEAD])
+        said = capsys.readouterr().err
+    else:
+        with pytest.raises(EagleError) if command == "--head" else nullcontext():
+            said = "\n".join(chosen(target, TARGET, head=HEAD if command == "--head" else AUTO)[2])
+        said = capsys.readouterr().err if command == "--head" else said
+    assert f"fetching {HEAD}: license mit, size 0.02 GB" in said
+    names = [request.rpartition("/")[2] for request in online.requests]
+    assert names.index("tiny-eagle3") < names.index("model.safetensors"), "asked for before the download"
+
+
+def test_a_recorded_revision_is_fetched_and_no_other(
+    models: Path, online: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online.put(HEAD, files_of(models / "head"))
+    commit = online.repos[HEAD].sha
+    table = tmp_path / "known_heads.yaml"
+    table.write_text(f"heads: {{{TARGET}: [{{head: {HEAD}, revision: {commit}}}]}}")
+    monkeypatch.setattr(hub, "KNOWN_HEADS", table)
+    hub.recorded_revisions.cache_clear()
+    try:
+        assert hub.resolve(HEAD).name == commit
+        assert hub.cached(HEAD) == hub.resolve(HEAD)
+    finally:
+        monkeypatch.undo()
+        hub.recorded_revisions.cache_clear()
+    paths = [request for request in online.requests if "/resolve/" in request]
+    assert paths
+    assert all(f"/resolve/{commit}/" in path for path in paths)
 
 
 def test_without_a_network_ngrams_draft_and_the_reason_is_printed(
@@ -154,9 +246,9 @@ def test_without_a_network_ngrams_draft_and_the_reason_is_printed(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     _, proposer, said = chosen(target, "tiny-4bit")
     assert isinstance(proposer, em.NgramProposer)
-    assert f"head: {HEAD}, EAGLE-3 for {TARGET}, license mit, but it cannot be fetched now:" in said[0]
-    assert "hub cannot be reached" in said[0]
-    assert len(said) == 2
+    assert f"head: {HEAD}, EAGLE-3 for {TARGET}, license mit, size unknown, but it cannot be fetched now:" in said[1]
+    assert "hub cannot be reached" in said[1]
+    assert len(said) == 3
 
 
 def test_generate_reports_the_head_that_it_found(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,13 +283,13 @@ def test_list_shows_local_and_published_heads(models: Path, capsys: pytest.Captu
     assert heads(["list"]) == 0
     out = capsys.readouterr().out
     assert f"  {models}/head, trained here for target" in out
-    assert f"  {HEAD}, EAGLE-3 for {TARGET}, license mit" in out
+    assert f"  {HEAD}, EAGLE-3 for {TARGET}, license mit, size unknown" in out
 
 
 def test_find_prints_the_command_and_fails_if_there_is_no_head(capsys: pytest.CaptureFixture[str]) -> None:
     assert heads(["find", "mlx-community/tiny-8bit"]) == 0
     assert capsys.readouterr().out == (
-        f"{HEAD}, EAGLE-3 for {TARGET}, license mit; to fetch it: eagle-heads pull {HEAD}\n"
+        f"{HEAD}, EAGLE-3 for {TARGET}, license mit, size unknown; to use it: eagle-heads pull {HEAD}\n"
     )
     assert heads(["find", "someone/else"]) == 1
     assert "no head is known for someone/else" in capsys.readouterr().err
@@ -210,7 +302,7 @@ def test_pull_accepts_the_target_name_too(
     assert heads(["pull", "tiny-4bit"]) == 0
     out, err = capsys.readouterr()
     assert Path(out.strip()) == hub.cached(HEAD)
-    assert "license mit, by https://example.org/table" in err
+    assert "license mit, size unknown, by https://example.org/table" in err
     assert [one.names for one in records()] == [(TARGET,)]
 
 
