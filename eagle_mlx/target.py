@@ -51,6 +51,7 @@ _STARTS = (1, 4, 16, 64)
 """Numbers of layers after which the device starts in a forward. It computes each part while Python builds the next one,
 which has three times as many layers. On a Mac, Python builds a forward in 2.5 to 3.5 of some 20 ms."""
 _LM_HEADS = ("lm_head", "language_model.lm_head", "output", "embed_out", "model.embed_out")
+_DTYPES = ("float32", "bfloat16", "float16")
 _FINGERPRINT_VALUES = 1024
 """Values sampled from every tensor, spread over all of it so that a change of some rows is noticed."""
 
@@ -246,7 +247,7 @@ class Target:
 
 def load_target(
     name: str | Path,
-    dtype: mx.Dtype | None = None,
+    dtype: mx.Dtype | str | None = None,
     *,
     adapter_path: str | Path | None = None,
     trust_remote_code: bool = False,
@@ -258,8 +259,8 @@ def load_target(
 ) -> Target:
     """Load a target from a folder or a hub id with mlx-lm.
 
-    `dtype` is the dtype of weights that are not quantized; by default that of the files, except on a CPU under Linux,
-    where only float32 uses BLAS. Further arguments are mlx-lm's: a folder of LoRA adapters; permission to run code that
+    `dtype` is the dtype of weights that are not quantized, or its name, such as "bfloat16"; by default that of the
+    files, except on a CPU under Linux, where only float32 uses BLAS. Further arguments are mlx-lm's: a folder of LoRA adapters; permission to run code that
     comes with the model; additional stop tokens or their ids; a template that replaces the tokenizer's own, and its
     arguments. With `lazy`, weights stay in their files, in the files' dtype, until they are used. `shard` reduces the
     model to this process's part before weights are read (`ranks`). On a GPU, this limits the freed buffers that MLX
@@ -268,7 +269,7 @@ def load_target(
     folder = hub.resolve(name, code=trust_remote_code)
     adapter_folder = None if adapter_path is None else adapters.adapter_folder(adapter_path)
     template = {"chat_template": chat_template} if chat_template else {}
-    dtype, digest = dtype or compute_dtype(), None
+    dtype, digest = compute_dtype() if dtype is None else _floating(dtype), None
     with loading(f"{folder} as a target"):
         model, tokenizer = _load(folder, template, trust_remote_code, lazy=lazy or bool(shard))
         adapter = None if adapter_folder is None else adapters.add_adapters(model, adapter_folder)
@@ -319,6 +320,14 @@ def _load(folder: Path, template: dict[str, str], trusted: bool, lazy: bool) -> 
         if advice.get("eos_token_id") == 0:  # mlx-lm takes it for none
             tokenizer.add_eos_token("0")
     return model, tokenizer
+
+
+def _floating(dtype: object) -> mx.Dtype:
+    """Return MLX's floating-point type of this name. Raises TargetError for others."""
+    name = str(dtype).rpartition(".")[2]
+    if name not in _DTYPES:
+        raise TargetError(f"a target cannot be loaded in dtype {dtype!r}; write one of {', '.join(_DTYPES)}")
+    return cast(mx.Dtype, getattr(mx, name))
 
 
 def compute_dtype() -> mx.Dtype | None:

@@ -107,6 +107,19 @@ def test_a_folder_loads_with_its_tokenizer_and_shape(tmp_path: Path) -> None:
     assert target.eos_token_ids == {0, 2}
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_a_dtype_may_be_given_by_name(name: str, tmp_path: Path) -> None:
+    folder = tiny_target_folder(tmp_path / "t")
+    assert em.load_target(folder, dtype=name).dtype == getattr(mx, name)
+    assert em.load_target(folder, dtype=getattr(mx, name)).dtype == getattr(mx, name)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int32", mx.int32, ""])
+def test_another_dtype_is_refused_with_those_that_work(dtype: Any, tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match=r"cannot be loaded in dtype .*; write one of float32, bfloat16, float16$"):
+        em.load_target(tiny_target_folder(tmp_path / "t"), dtype=dtype)
+
+
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_folder_that_is_no_model_is_an_error_that_names_it(tmp_path: Path, missing: str) -> None:
     folder = tiny_target_folder(tmp_path / "broken")
