@@ -21,7 +21,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from eagle_mlx.attention import sliced, tiled
 from eagle_mlx.cpu import RopeCache, use_shortcuts
@@ -93,10 +92,16 @@ def _restore(modules: list[nn.Module]) -> None:
             module.__class__ = module._original
 
 
-def without_hooks(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without hooks. They share all arrays."""
-    leaves: Any = tree_flatten(model)
-    return copy.deepcopy(model, {id(leaf): leaf for _, leaf in leaves if isinstance(leaf, mx.array)})
+def without_hooks(node: Any) -> Any:
+    """Return a copy of a module, or of a list or tuple of modules, without hooks. Both share all arrays."""
+    if isinstance(node, list | tuple):
+        return type(node)(map(without_hooks, node))
+    if not isinstance(node, dict):
+        return node
+    copied = copy.copy(node)
+    for name, value in node.items():
+        copied[name] = without_hooks(value)
+    return copied
 
 
 # Record layers' outputs, which heads read, and compute logits only for the requested positions.
@@ -106,16 +111,11 @@ def without_hooks(model: nn.Module) -> nn.Module:
 class Recording:
     """What hooked modules record in one forward of a model."""
 
-    ends: mx.array | None = None  # [B, 1, 1] int32, the positions whose logits are requested; None for all
-    last: nn.Module | None = None  # the last layer
-    norm: object = None  # the final norm
-    cut: bool = False  # whether the final norm passes on only the positions in `ends`
     hidden: mx.array | None = None  # the input of the last call of the final norm
+    norms: int = 0  # calls of the final norm
     outputs: dict[int, mx.array] = field(default_factory=dict)  # the layers' outputs, by the id of the layer
     starts: Collection[int] = ()
     """The ids of the layers at whose output the device starts, while Python builds the next layers."""
-    normed: list[bool] = field(default_factory=list)
-    """For each call of the final norm, whether the last layer had run before it."""
 
     def running(self) -> AbstractContextManager[None]:
         """Make this the recording of all hooked modules within the block."""
@@ -147,16 +147,14 @@ class RecordsOutput(Hook):
         return out
 
 
-class CutNorm(Hook):
-    """A final norm that records its input. If the model calls it once, after all layers, it can pass on only `ends`."""
+class RecordsInput(Hook):
+    """A final norm that records its input."""
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         recording = _RUNNING.get()
-        if recording is not None and recording.norm is self:
+        if recording is not None:
             recording.hidden = x
-            if recording.ends is not None:
-                recording.normed.append(id(recording.last) in recording.outputs)
-                x = mx.take_along_axis(x, recording.ends, axis=1) if recording.cut else x
+            recording.norms += 1
         return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
 
 

@@ -25,9 +25,9 @@ from eagle_mlx import adapters, hub
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError, in_one_line, loading
 from eagle_mlx.hooks import (
-    CutNorm,
     Hooks,
     Recording,
+    RecordsInput,
     RecordsOutput,
     Skipped,
     bound_positions,
@@ -36,7 +36,7 @@ from eagle_mlx.hooks import (
     suit_attention,
 )
 from eagle_mlx.memory import free_memory, limit_mlx
-from eagle_mlx.text import ChatTokenizer, template_args
+from eagle_mlx.text import ChatTokenizer
 
 # Names of the parts in mlx-lm's models, in the order in which we look for them.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")
@@ -88,9 +88,7 @@ class Target:
         self._hooks: Hooks | None = Hooks.of(model)
         place_one_by_one(model, self._hooks)
         suit_attention(model, self._hooks)
-        self._hooks.add(self._norm, CutNorm)
-        self.norm_is_last: bool | None = None
-        """Whether the final norm is called once, after all layers; None before the first forward with `ends`."""
+        self._hooks.add(self._norm, RecordsInput)
         args = getattr(model, "args", None)
         args = getattr(args, "text_config", None) or args
         self.context_length = min(
@@ -188,14 +186,24 @@ class Target:
     @cached_property
     def _before_logits(self) -> nn.Module:
         """The module that returns normed hidden states: the backbone, or the final norm if the backbone goes on."""
-        for module in (self._backbone, self._norm):
-            self.hooks.add(module, RecordsOutput)
-        recording = Recording()
-        with recording.running():
-            self.model(mx.zeros((1, 1), mx.int32))  # nothing is computed
+        recording = self._recorded_run(self._backbone, self._norm)
         outputs = [recording.outputs.get(id(module)) for module in (self._backbone, self._norm)]
         is_backbone = outputs[0] is outputs[1]
         return cast(nn.Module, self._backbone if is_backbone else self._norm)
+
+    @property
+    def norm_is_last(self) -> bool:
+        """Whether the final norm is called once, and all layers by themselves. Nothing is computed."""
+        recording = self._recorded_run(self.layers[-1])
+        return recording.norms == 1 and id(self.layers[-1]) in recording.outputs
+
+    def _recorded_run(self, *modules: nn.Module) -> Recording:
+        """Run the model over a token, without computing anything, and record the outputs of modules."""
+        for module in modules:
+            self.hooks.add(module, RecordsOutput)
+        with (recording := Recording()).running():
+            self.model(mx.zeros((1, 1), mx.int32))
+        return recording
 
     def forward(
         self,
@@ -215,20 +223,17 @@ class Target:
             if not 0 <= layer < self.num_layers:
                 raise TargetError(f"there is no layer {layer}: the target has layers 0 to {self.num_layers - 1}")
             hooks.add(self.layers[layer], RecordsOutput)
-        recording = Recording(norm=self._norm)
-        if ends is not None:
-            hooks.add(self.layers[-1], RecordsOutput)
-            wanted = mx.array(list(ends), mx.int32)[:, None, None]
-            recording = Recording(wanted, self.layers[-1], self._norm, cut=bool(self.norm_is_last))
+        recording = Recording()
+        last = None if ends is None else self._before_logits
         if cache is not None and not use_shortcuts():
             recording.starts = [id(layer) for layer in self._starts]
             for first in self._starts:
                 hooks.add(first, RecordsOutput)
         with hooks.rope_cache.sharing(), recording.running():
             logits = self.model(tokens, cache=None if cache is None else list(cache))
-        if recording.ends is not None:
-            self.norm_is_last = recording.normed == [True]
-            logits = logits if logits.shape[1] == 1 else mx.take_along_axis(logits, recording.ends, axis=1)
+        if ends is not None and logits.shape[1] > 1:
+            at = mx.array(list(ends), mx.int32)[:, None, None]
+            logits = self.logits(mx.take_along_axis(recording.outputs[id(last)], at, axis=1))
         return Forward(logits, tuple(self._recorded(recording, x, tokens) for x in aux_layers), recording.hidden)
 
     def _recorded(self, recording: Recording, index: int, tokens: mx.array) -> mx.array:
@@ -260,11 +265,12 @@ def load_target(
     """Load a target from a folder or a hub id with mlx-lm.
 
     `dtype` is the dtype of weights that are not quantized, or its name, such as "bfloat16"; by default that of the
-    files, except on a CPU under Linux, where only float32 uses BLAS. Further arguments are mlx-lm's: a folder of LoRA adapters; permission to run code that
-    comes with the model; additional stop tokens or their ids; a template that replaces the tokenizer's own, and its
-    arguments. With `lazy`, weights stay in their files, in the files' dtype, until they are used. `shard` reduces the
-    model to this process's part before weights are read (`ranks`). On a GPU, this limits the freed buffers that MLX
-    keeps (`memory.limit_mlx`). Raises TargetError if mlx-lm cannot load the model.
+    files, except on a CPU under Linux, where only float32 uses BLAS. Further arguments are mlx-lm's: a folder of LoRA
+    adapters; permission to run code that comes with the model; additional stop tokens or their ids; a template that
+    replaces the tokenizer's own, and its arguments. With `lazy`, weights stay in their files, in the files' dtype,
+    until they are used. `shard` reduces the model to this process's part before weights are read (`ranks`). On a GPU,
+    this limits the freed buffers that MLX keeps (`memory.limit_mlx`). Raises TargetError if mlx-lm cannot load the
+    model.
     """
     folder = hub.resolve(name, code=trust_remote_code)
     adapter_folder = None if adapter_path is None else adapters.adapter_folder(adapter_path)
@@ -368,15 +374,6 @@ def fingerprint(target: Target) -> str:
 
 def _template_of(tokenizer: TokenizerWrapper | None) -> str:
     return str(getattr(tokenizer, "chat_template", None))
-
-
-def text_settings(target: Target) -> dict[str, Any]:
-    """Return what a target's texts depend on, as plain values; a file of texts is continued only if it is equal."""
-    return {
-        "target": fingerprint(target),
-        "target_template_args": dict(template_args(target.tokenizer)),
-        "target_eos_tokens": sorted(target.eos_token_ids),
-    }
 
 
 def nbytes_of(module: nn.Module) -> int:

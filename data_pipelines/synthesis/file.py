@@ -14,13 +14,13 @@ from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError
 from eagle_mlx.files import write_output
 from eagle_mlx.progress import counted, progress_bar
-from eagle_mlx.target import Target, text_settings
+from eagle_mlx.target import Target
 
 from ..capturing import MadeShards, ShardPlace, ShardPlan, open_shards
 from ..conversation import Conversation
 from ..jsonl import Done, PartialFile, as_line, difference, open_partial
 from ..sources.rows import parse_row
-from .loop import growing_engine, run_tasks
+from .loop import growing_engine, run_tasks, text_settings
 from .report import MakeReport
 from .tries import MakeConfig, Try, tries
 

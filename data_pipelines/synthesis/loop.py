@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.heads.base import DraftHead
@@ -16,7 +16,8 @@ from eagle_mlx.policy.throughput import MOST_TOKENS
 from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.proposers.head import HeadProposer
 from eagle_mlx.request_state import RequestState
-from eagle_mlx.target import Target
+from eagle_mlx.target import Target, fingerprint
+from eagle_mlx.text import template_args
 
 from ..capturing import ShardPlace
 from .report import LOOK
@@ -164,3 +165,12 @@ def growing_engine(
 
         engine.observer = observe
     return engine
+
+
+def text_settings(target: Target) -> dict[str, Any]:
+    """Return what a target's texts depend on, as plain values; a file of texts is continued only if it is equal."""
+    return {
+        "target": fingerprint(target),
+        "target_template_args": dict(template_args(target.tokenizer)),
+        "target_eos_tokens": sorted(target.eos_token_ids),
+    }

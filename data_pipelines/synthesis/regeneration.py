@@ -15,7 +15,6 @@ from eagle_mlx.progress import counted, progress_bar
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams, limit_of
 from eagle_mlx.setting import AT_LEAST_1, REQUIRED, SHARE, setting
-from eagle_mlx.target import text_settings
 from eagle_mlx.text import LEAST_DISTINCT, is_loop
 
 from ..conversation import Conversation, Message
@@ -23,7 +22,7 @@ from ..jsonl import as_line, check_new, open_partial, partial_path
 from ..options import DraftingOptions, ReadOptions, engine_of, tokenizer_of
 from ..rendering import prompt_tokens
 from ..sources.reading import ReadReport, check_conversations, read_conversations
-from .loop import Task, run_tasks, seed_of
+from .loop import Task, run_tasks, seed_of, text_settings
 from .report import Counts
 
 HELP = """\

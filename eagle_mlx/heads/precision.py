@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import Quantization
 from eagle_mlx.formats.tensors import in_file_type, weights_of
 from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.hooks import without_hooks
 from eagle_mlx.target import Target
 
 BITS = (4, 8)
@@ -33,22 +33,10 @@ def in_dtype(head: DraftHead, dtype: mx.Dtype) -> DraftHead:
     cast = in_file_type(weights, dtype)
     if all(cast[name] is weights[name] for name in weights):
         return head
-    copied: DraftHead = _copied(head)
+    copied: DraftHead = without_hooks(head)
     copied.load_weights(list(cast.items()))
     mx.eval(copied.parameters())
     return copied
-
-
-def _copied(node: Any) -> Any:
-    """Copy modules, but share their arrays, so that changes do not affect the original."""
-    if isinstance(node, list | tuple):
-        return type(node)(map(_copied, node))
-    if not isinstance(node, dict):
-        return node
-    made = copy.copy(node)
-    for name, value in node.items():
-        made[name] = _copied(value)
-    return made
 
 
 def check_bits(bits: int | None) -> None:

@@ -25,8 +25,15 @@ from eagle_mlx.formats.tensors import SaveOptions, in_file_type, read_weights, s
 from eagle_mlx.heads.base import build
 from eagle_mlx.heads.kinds import Format, check_expressible, of_speculators
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, layer_args
-from eagle_mlx.heads.mtp.mlx_quantized import common_quantization
-from eagle_mlx.heads.mtp.published import MIMO, QWEN, ZERO_CENTRED, mtp_of_speculators, norms_of, split_layer
+from eagle_mlx.heads.mtp.published import (
+    MIMO,
+    QWEN,
+    ZERO_CENTRED,
+    common_quantization,
+    mtp_of_speculators,
+    norms_of,
+    split_layer,
+)
 from eagle_mlx.heads.precision import quantize
 
 FIELD = "eagle_mlx_mtp"

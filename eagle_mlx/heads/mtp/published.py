@@ -15,11 +15,10 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.errors import CheckpointError, ConfigError, EagleError
-from eagle_mlx.formats.fields import NOTED, read_config, reading
+from eagle_mlx.formats.fields import NOTED, Quantization, read_config, read_quantization, reading
 from eagle_mlx.formats.tensors import INDEX, check_floating, read_index, read_safetensors, read_tensors
 from eagle_mlx.heads.base import build
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, read_layer
-from eagle_mlx.heads.mtp.mlx_quantized import common_quantization
 
 SIDECAR = "mtp.safetensors"
 """A file of MTP layers that some conversions write next to the model's own files."""
@@ -47,6 +46,10 @@ _WITHIN = ("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.
 ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5"})
 """Architectures whose published norms multiply by one plus their weight."""
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_PREFIXES = ("", "mtp.", "language_model.mtp.")
+"""What may precede a layer's name in the config, which may be a copy of the model's."""
+_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+"""Layers that mlx-lm quantizes in 8 bits whatever the others have."""
 
 Extracted = tuple[MTPConfig, dict[str, mx.array], list[str]]
 
@@ -247,6 +250,37 @@ def _without_copies(
         else:
             notes.append(f"{name} is kept: it is not the model's own")
     return inner, notes
+
+
+def common_quantization(
+    config: Mapping[str, Any], tensors: Mapping[str, mx.array]
+) -> tuple[dict[str, mx.array], Quantization | None]:
+    """Return the tensors, and the quantization of all layers that have scales.
+
+    Routers that are quantized differently become full precision. Raises ConfigError if other layers are not alike.
+    """
+    how, made = config.get("quantization"), dict(tensors)
+    if not isinstance(how, dict):
+        return made, read_quantization(config)
+    layers = sorted(name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
+    found: Quantization | None = None
+    for name in sorted(layers, key=lambda name: name.endswith(_ROUTERS)):
+        own = _of_layer(how, name.removeprefix("mtp."))
+        if found is not None and own is not None and own != found and name.endswith(_ROUTERS):
+            weight, scales, biases = (made.pop(f"{name}.{part}") for part in ("weight", "scales", "biases"))
+            made[f"{name}.weight"] = mx.dequantize(weight, scales, biases, own["group_size"], own["bits"])
+        elif found not in (None, own):
+            raise ConfigError(f"quantization of {name} is {own}, of others {found}; quantize all layers alike")
+        else:
+            found = own
+    return made, found
+
+
+def _of_layer(how: Mapping[str, Any], name: str) -> Quantization | None:
+    """Return the quantization of a layer that a config names, else the common one."""
+    named = [how[prefix + name] for prefix in _PREFIXES if isinstance(how.get(prefix + name), dict)]
+    common = {key: value for key, value in how.items() if not isinstance(value, dict | bool)}
+    return read_quantization({"quantization": named[0] if named else common})
 
 
 def norms_of(inner: Mapping[str, mx.array]) -> tuple[list[str], list[str]]:
