@@ -104,7 +104,7 @@ def without_hooks(node: Any) -> Any:
     return copied
 
 
-# Record layers' outputs, which heads read, and compute logits only for the requested positions.
+# Record layers' outputs, which heads read, and compute logits of given hidden states.
 
 
 @dataclass
@@ -116,6 +116,8 @@ class Recording:
     outputs: dict[int, mx.array] = field(default_factory=dict)  # the layers' outputs, by the id of the layer
     starts: Collection[int] = ()
     """The ids of the layers at whose output the device starts, while Python builds the next layers."""
+    given: tuple[object, Any] = None, None
+    """A module, and what it returns without computing its output: the model runs without what comes before it."""
 
     def running(self) -> AbstractContextManager[None]:
         """Make this the recording of all hooked modules within the block."""
@@ -138,12 +140,14 @@ class RecordsOutput(Hook):
     """A layer that records its output: mlx-lm's models return only logits."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         recording = _RUNNING.get()
-        if recording is not None:
-            recording.outputs[id(self)] = hidden = out[0] if isinstance(out, tuple) else out
-            if id(self) in recording.starts:
-                mx.async_eval(hidden)
+        if recording is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        module, value = recording.given
+        out = value if module is self else super().__call__(*args, **kwargs)  # type: ignore[misc]
+        recording.outputs[id(self)] = hidden = out[0] if isinstance(out, tuple) else out
+        if id(self) in recording.starts:
+            mx.async_eval(hidden)
         return out
 
 
@@ -156,25 +160,6 @@ class RecordsInput(Hook):
             recording.hidden = x
             recording.norms += 1
         return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
-
-
-# Logits of given hidden states: the model runs without what comes before them.
-
-
-class Skipped(Hook):
-    """A module that returns a given value without computing its output, within `skipping`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, value = _SKIPPED.get()
-        return value if module is self else super().__call__(*args, **kwargs)  # type: ignore[misc]
-
-
-_SKIPPED: ContextVar[tuple[object, Any]] = ContextVar("skipped", default=(None, None))
-
-
-def skipping(module: nn.Module, value: mx.array) -> AbstractContextManager[None]:
-    """Let a module that is hooked with `Skipped` return this value within the block, whatever it is called with."""
-    return _within(_SKIPPED, (module, value))
 
 
 # RoPE with a position per input: a tree's nodes are at their depths, not at consecutive positions.

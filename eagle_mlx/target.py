@@ -29,10 +29,8 @@ from eagle_mlx.hooks import (
     Recording,
     RecordsInput,
     RecordsOutput,
-    Skipped,
     bound_positions,
     place_one_by_one,
-    skipping,
     suit_attention,
 )
 from eagle_mlx.memory import free_memory, limit_mlx
@@ -91,10 +89,9 @@ class Target:
         self._hooks.add(self._norm, RecordsInput)
         args = getattr(model, "args", None)
         args = getattr(args, "text_config", None) or args
-        self.context_length = min(
-            _argument(args, ("max_position_embeddings", "max_seq_len", "n_ctx"), 1 << 20),
-            bound_positions(backbone, self._hooks) or 1 << 20,
-        )
+        sizes = (getattr(args, name, None) for name in ("max_position_embeddings", "max_seq_len", "n_ctx"))
+        longest = next((size for size in sizes if isinstance(size, int) and size > 0), 1 << 20)
+        self.context_length = min(longest, bound_positions(backbone, self._hooks) or longest)
         self.num_layers = len(self.layers)
         self._starts = [self.layers[count - 1] for count in _STARTS if count < self.num_layers]
         probe = self.embed(mx.zeros((1, 1), mx.int32))
@@ -150,18 +147,15 @@ class Target:
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Embed token ids [...] as [..., H]."""
-        out: mx.array = self._embed(tokens)
-        return out
+        return cast(mx.array, self._embed(tokens))
 
     def norm(self, hidden: mx.array) -> mx.array:
         """Apply the final norm to the last layer's output [..., H]."""
-        out: mx.array = self._norm(hidden)
-        return out
+        return cast(mx.array, self._norm(hidden))
 
     def lm_head(self, hidden: mx.array) -> mx.array:
         """Return the output projection [..., V] of normed hidden states [..., H], without scales and soft caps."""
-        out: mx.array = self._lm_head(hidden)
-        return out
+        return cast(mx.array, self._lm_head(hidden))
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Return the logits [..., V] of normed hidden states [..., H], as the model itself computes them.
@@ -170,9 +164,8 @@ class Target:
         cap, its output projection.
         """
         read = hidden.reshape(-1, *hidden.shape[-2:]) if hidden.ndim > 1 else hidden[None, None]
-        module = self._before_logits
-        self.hooks.add(module, Skipped)
-        with skipping(module, read):
+        self.hooks.add(self._before_logits, RecordsOutput)
+        with Recording(given=(self._before_logits, read)).running():
             out: mx.array = self.model(mx.zeros(read.shape[:2], mx.int32))
         return out.reshape(*hidden.shape[:-1], out.shape[-1])
 
@@ -224,7 +217,7 @@ class Target:
                 raise TargetError(f"there is no layer {layer}: the target has layers 0 to {self.num_layers - 1}")
             hooks.add(self.layers[layer], RecordsOutput)
         recording = Recording()
-        last = None if ends is None else self._before_logits
+        last = None if ends is None else self._before_logits  # before the run, since it runs the model itself
         if cache is not None and not use_shortcuts():
             recording.starts = [id(layer) for layer in self._starts]
             for first in self._starts:
@@ -315,9 +308,8 @@ def _load(folder: Path, template: dict[str, str], trusted: bool, lazy: bool) -> 
             hint = "; update mlx-lm, or correct chat_template_type or tool_parser_type in its tokenizer_config.json"
         why = hub.why_damaged(folder, f"{in_one_line(e)}{hint}")
         raise TargetError(f"{folder} cannot be loaded as a target: {why}") from e
-    if isinstance(
-        templates := tokenizer.chat_template, dict
-    ):  # mlx-lm searches only single templates for marks of tools
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):  # mlx-lm searches only single templates for marks of tools
         of_tools = templates.get("tool_use") or next(iter(templates.values()))
         tokenizer = load_tokenizer(folder, {**settings, "chat_template": of_tools}, sorted(tokenizer.eos_token_ids))
         tokenizer.chat_template = templates
@@ -343,8 +335,8 @@ def compute_dtype() -> mx.Dtype | None:
 
 def _find(root: Any, paths: Sequence[str]) -> Any | None:
     """Return the module at the first path that exists."""
-    found = (reduce(lambda node, name: getattr(node, name, None), path.split("."), root) for path in paths)
-    return next((node for node in found if node is not None), None)
+    nodes = (reduce(lambda node, name: getattr(node, name, None), path.split("."), root) for path in paths)
+    return next((node for node in nodes if node is not None), None)
 
 
 def _backbone(model: nn.Module) -> Any:
@@ -355,16 +347,10 @@ def _backbone(model: nn.Module) -> Any:
 
 
 def _first(root: Any, paths: Sequence[str], what: str, model: nn.Module) -> Any:
-    found = _find(root, paths)
-    if found is None:
+    if (node := _find(root, paths)) is None:
         kind = type(model).__module__.rsplit(".", 1)[-1]
         raise TargetError(f"no {what} found in a model of type {kind}; looked for {', '.join(paths)}")
-    return found
-
-
-def _argument(args: Any, names: Sequence[str], default: int) -> int:
-    values = (getattr(args, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), default)
+    return node
 
 
 def fingerprint(target: Target) -> str:
