@@ -71,7 +71,7 @@ class HeadKind:
     unusual: Callable[[Any], list[str]] = lambda head: []
     """Returns the fields of a head's config that some loaders may not know."""
     trainable: bool = True
-    """Whether `eagle-train` has a recipe for it."""
+    """Whether `eagle-train` can train it."""
 
     @property
     def one_head(self) -> str:

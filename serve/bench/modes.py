@@ -161,18 +161,20 @@ class Models:
     """Whether policies begin with the target's cost curve."""
     stock: StockModel | None = None
 
-    def proposer(self, name: ModeName) -> Proposer | None:
-        """Return a new proposer for a mode, or None for plain. Raises ConfigError if its model is missing."""
-        if name == "plain":
-            return None
-        if name == "ngram":
-            return NgramProposer()
+    def new_proposer(self, name: ModeName) -> Proposer | None:
+        """Return what drafts in a mode; None for plain. A hybrid prefers the head to the draft model.
+
+        Raises ConfigError if the mode's model is missing.
+        """
+        if name in ("plain", "ngram"):
+            return NgramProposer() if name == "ngram" else None
         if name in USE_HEAD and self.head is not None:
-            return HeadProposer(self.head) if name == "eagle" else HybridProposer(HeadProposer(self.head))
-        if name != "eagle" and self.draft is not None:
+            model: HeadProposer | DraftModelProposer = HeadProposer(self.head)
+        elif name in ("draft", "hybrid") and self.draft is not None:
             model = DraftModelProposer(self.draft)
-            return model if name == "draft" else HybridProposer(model)
-        raise missing(name)
+        else:
+            raise missing(name)
+        return HybridProposer(model) if name == "hybrid" else model
 
 
 class EngineMode(Mode):
@@ -187,8 +189,7 @@ class EngineMode(Mode):
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=models.prior)
         self._excluded = 0.0
         """Seconds of other modes' turns, which the clock leaves out."""
-        proposer = models.proposer(name)
-        self.engine = speculation.engine(target, proposer, models.memory, max_batch=batch, clock=self.clock)
+        self.engine = speculation.engine(target, models.new_proposer(name), models.memory, max_batch=batch, clock=self.clock)
         proposer = self.engine.proposer
         self.weights = nbytes_of(target.model) + (proposer.nbytes if proposer is not None else 0)
         if self.engine.chains_only is not None:

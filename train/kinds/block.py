@@ -288,7 +288,7 @@ class BlockKind(Kind[B]):
 
 
 class DFlashKind(BlockKind[DFlashHead]):
-    """Recipe: cross entropy with the target's token, weighted by slot. The first slot of a block predicts nothing."""
+    """Loss: cross entropy with the target's token, weighted by slot. The first slot of a block predicts nothing."""
 
     head_class = DFlashHead
 
@@ -298,7 +298,7 @@ class DFlashKind(BlockKind[DFlashHead]):
 
 
 class DSparkKind(BlockKind[DSparkHead]):
-    """Recipe: 0.1 of cross entropy, 0.9 of the distance |p - q|, and the cross entropy of the confidence."""
+    """Loss: 0.1 of cross entropy, 0.9 of the distance |p - q|, and the cross entropy of the confidence."""
 
     head_class = DSparkHead
     defaults: ClassVar[Mapping[str, Any]] = {**BlockKind.defaults, "loss_weights": (0.9, 0.1)}

@@ -29,7 +29,7 @@ _FOREIGN = {
 
 
 class EagleKind(Kind[EagleHead]):
-    """Recipe: Li et al. 2024, EAGLE, section 4.2 (regression and 0.1 of classification, noise on the features)."""
+    """Source: Li et al. 2024, EAGLE, section 4.2 (regression and 0.1 of classification, noise on the features)."""
 
     head_class = EagleHead
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -55,7 +55,7 @@ class EagleKind(Kind[EagleHead]):
 
 
 class MTPKind(Kind[MTPHead]):
-    """Recipe: DeepSeek-AI 2024, DeepSeek-V3, section 2.2, with one layer for all steps as in vllm-project/speculators.
+    """Source: DeepSeek-AI 2024, DeepSeek-V3, section 2.2, with one layer for all steps as in vllm-project/speculators.
 
     The layer has the target's own architecture. Loss weights decay by 0.6 per step: for three steps 0.51, 0.31 and
     0.18, as in that project.

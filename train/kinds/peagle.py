@@ -93,7 +93,7 @@ def _layer(
 
 
 class PEagleKind(Eagle3Kind):
-    """Recipe: EAGLE-3's loss at each slot. In one pass, fewer anchors keep each later slot.
+    """Loss: EAGLE-3's at each slot. In one pass, fewer anchors keep each later slot.
 
     `--unroll` is the number of drafts. The published loss is a mean over all slots, so a depth counts by its share.
     """
