@@ -43,7 +43,7 @@ norm for each layer may do too well with layers in the wrong order to be noticed
 
 
 @dataclass(frozen=True)
-class Trial:
+class HeadTrial:
     """The result of the rounds."""
 
     rounds: int  # rounds with two draft tokens
@@ -86,7 +86,7 @@ def head_warning(head: DraftHead, target: Target, progress: bool = False) -> str
     return warning_of(trial, head.named_layers)
 
 
-def try_out(head: DraftHead, target: Target, progress: bool = False) -> Trial:
+def try_out(head: DraftHead, target: Target, progress: bool = False) -> HeadTrial:
     """Decode the built-in prompts greedily with drafts, ignoring stop tokens. Does not change random state."""
     engine = Engine(target, HeadProposer(head), policy=FixedPolicy(DEPTH), max_batch=_rows(target))
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=0)
@@ -104,10 +104,10 @@ def try_out(head: DraftHead, target: Target, progress: bool = False) -> Trial:
         raise EagleError(failed)
     rounds = sum(sum(output.drafted_by_position[1:2]) for output in outputs)
     first, both = (sum(sum(output.accepted_by_position[at : at + 1]) for output in outputs) for at in (0, 1))
-    return Trial(rounds, min(first, rounds), both)  # a text's last round may have drafted only one token
+    return HeadTrial(rounds, min(first, rounds), both)  # a text's last round may have drafted only one token
 
 
-def warning_of(trial: Trial, layers: tuple[int, ...] = ()) -> str | None:
+def warning_of(trial: HeadTrial, layers: tuple[int, ...] = ()) -> str | None:
     """Return the warning for a trial, if any; `layers` are those that the head reads."""
     if trial.both >= BOUND * trial.rounds:
         return None

@@ -14,7 +14,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx import head_check, heads
-from eagle_mlx.head_check import Trial, head_warning, try_out, warning_of
+from eagle_mlx.head_check import HeadTrial, head_warning, try_out, warning_of
 from eagle_mlx.heads.eagle import save_eagle
 from eagle_mlx.heads.eagle3 import Eagle3Head, save_eagle3
 from eagle_mlx.serve.speculation import Speculation
@@ -116,16 +116,16 @@ def test_heads_of_every_kind_are_tried(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("trial", "expected"),
     [
-        (Trial(100, 90, 70), None),
-        (Trial(100, 40, 20), None),
-        (Trial(100, 25, 11), None),
-        (Trial(0, 0, 0), None),
-        (Trial(190, 2, 0), "accepted 1% of first draft tokens, and two in 0%"),
-        (Trial(190, 47, 15), "Likely causes: layer ids"),
-        (Trial(100, 60, 4), "good at depth 1 and poor after it. Likely causes: norm_output"),
+        (HeadTrial(100, 90, 70), None),
+        (HeadTrial(100, 40, 20), None),
+        (HeadTrial(100, 25, 11), None),
+        (HeadTrial(0, 0, 0), None),
+        (HeadTrial(190, 2, 0), "accepted 1% of first draft tokens, and two in 0%"),
+        (HeadTrial(190, 47, 15), "Likely causes: layer ids"),
+        (HeadTrial(100, 60, 4), "good at depth 1 and poor after it. Likely causes: norm_output"),
     ],
 )
-def test_what_is_said_of_a_trial(trial: Trial, expected: str | None) -> None:
+def test_what_is_said_of_a_trial(trial: HeadTrial, expected: str | None) -> None:
     said = warning_of(trial)
     assert (said is None) if expected is None else (said is not None and expected in said)
 
