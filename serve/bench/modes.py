@@ -189,7 +189,9 @@ class EngineMode(Mode):
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=models.prior)
         self._excluded = 0.0
         """Seconds of other modes' turns, which the clock leaves out."""
-        self.engine = speculation.engine(target, models.new_proposer(name), models.memory, max_batch=batch, clock=self.clock)
+        self.engine = speculation.engine(
+            target, models.new_proposer(name), models.memory, max_batch=batch, clock=self.clock
+        )
         proposer = self.engine.proposer
         self.weights = nbytes_of(target.model) + (proposer.nbytes if proposer is not None else 0)
         if self.engine.chains_only is not None:
