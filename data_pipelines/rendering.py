@@ -16,7 +16,7 @@ from eagle_mlx.progress import counted
 from eagle_mlx.text import template_args
 
 from .conversation import Conversation
-from .template import Chat, Messages, Point, TokenPlaces, common_prefix, marked, strip
+from .template import Messages, Point, RenderedChat, TokenPlaces, common_prefix, marked, strip
 
 _BEGUN = re.compile(r"[^\s>\]]+$")
 """The beginning of a word or tag."""
@@ -151,7 +151,7 @@ def examine(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Re
     if conversation.text is not None:
         tokens = list(tokenizer.encode(conversation.text))
         return Rendered(tokens, [1] * len(tokens)), Unrendered()
-    chat = Chat.of(tokenizer, conversation)
+    chat = RenderedChat.of(tokenizer, conversation)
     places, opaque = TokenPlaces.of(chat), {chat.marking.parts[part].message for part in chat.marking.opaque}
     turns = [turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"]
     shown = opaque | {chat.marking.parts[point.part].message for point in chat.marking.points}
@@ -167,7 +167,7 @@ def examine(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Re
     return Rendered(tokens, mask), Unrendered(tuple(sorted(lost)), silent, len(turns) - len(silent))
 
 
-def _left_out(chat: Chat) -> set[str]:
+def _left_out(chat: RenderedChat) -> set[str]:
     """Return what a template drops, such as `render tool calls`."""
     # Many templates drop earlier reasoning on purpose, so only the last counts, if no user message follows.
     user = max((at for at, m in enumerate(chat.messages) if m["role"] == "user"), default=0)
@@ -192,7 +192,7 @@ def _left_out(chat: Chat) -> set[str]:
     return lost
 
 
-def _outside(chat: Chat, spans: Sequence[_Span]) -> set[str]:
+def _outside(chat: RenderedChat, spans: Sequence[_Span]) -> set[str]:
     places = [
         (point.at, chat.marking.parts[point.part])
         for point in chat.marking.points
@@ -205,7 +205,7 @@ def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[
     """Return the tokens of a conversation, with or without an answer. Raises DataError as `render` does."""
     if conversation.text is not None:
         return list(tokenizer.encode(conversation.text))
-    chat = Chat.of(tokenizer, conversation)
+    chat = RenderedChat.of(tokenizer, conversation)
     return chat.template.encode(chat.text)
 
 
@@ -214,7 +214,7 @@ def prompt_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> li
     messages = list(conversation.messages)
     while messages and messages[-1].role == "assistant":
         messages.pop()
-    chat = Chat.of(tokenizer, replace(conversation, messages=tuple(messages)), prompt=True)
+    chat = RenderedChat.of(tokenizer, replace(conversation, messages=tuple(messages)), prompt=True)
     return chat.template.encode(chat.text)
 
 
@@ -231,7 +231,7 @@ class _Span(NamedTuple):
     """The message, if the span was not found by the template's tags."""
 
 
-def _answer_spans(chat: Chat, tokens: list[int], turns: Collection[int]) -> tuple[list[_Span], bool]:
+def _answer_spans(chat: RenderedChat, tokens: list[int], turns: Collection[int]) -> tuple[list[_Span], bool]:
     """Return the spans of the messages `turns`, and whether the template's `{% generation %}` tags mark them.
 
     Raises DataError if a message has no span.
@@ -250,7 +250,7 @@ def _answer_spans(chat: Chat, tokens: list[int], turns: Collection[int]) -> tupl
     return found, False
 
 
-def _loss_mask(chat: Chat, spans: Sequence[_Span], places: TokenPlaces) -> list[int]:
+def _loss_mask(chat: RenderedChat, spans: Sequence[_Span], places: TokenPlaces) -> list[int]:
     """Return the loss mask [L].
 
     A span ends with the first end token after its last part, even if other text of the template is between them.
@@ -274,7 +274,7 @@ class _Run(NamedTuple):
     after: Point | None
 
 
-def _runs(chat: Chat) -> Iterator[_Run]:
+def _runs(chat: RenderedChat) -> Iterator[_Run]:
     parts = chat.marking.parts
     groups = [list(points) for _, points in groupby(chat.marking.points, lambda point: parts[point.part].message)]
     for index, points in enumerate(groups):
@@ -285,7 +285,7 @@ def _runs(chat: Chat) -> Iterator[_Run]:
             yield _Run(turn, points, before, after)
 
 
-def _span(chat: Chat, run: _Run) -> _Span:
+def _span(chat: RenderedChat, run: _Run) -> _Span:
     """Return the run's span, from the end of its prompt to the end of its last part."""
     low, start = run.before.at if run.before else 0, run.points[0].at
     gap, prompt = chat.text[low:start], _end_of_prompt(chat, run)
@@ -299,7 +299,7 @@ def _span(chat: Chat, run: _Run) -> _Span:
     return _Span(begin, run.points[-1].at, run.points[-1].at, run.after.at if run.after else len(chat.text), run.turn)
 
 
-def _end_of_prompt(chat: Chat, run: _Run) -> str | None:
+def _end_of_prompt(chat: RenderedChat, run: _Run) -> str | None:
     """Return the text after the last part before the run, in the prompt that asks for the run. None if unknown."""
     before = None if run.before is None else run.before.part
     last = run.turn if before is None else max(run.turn, chat.marking.parts[before].message + 1)
@@ -309,7 +309,7 @@ def _end_of_prompt(chat: Chat, run: _Run) -> str | None:
     return rendered[0][rendered[1][-1].at if rendered[1] else 0 :]
 
 
-def _header(chat: Chat, run: _Run) -> str | None:
+def _header(chat: RenderedChat, run: _Run) -> str | None:
     """Return the text between the part before the run and the run's content, if it had no reasoning or calls."""
     message = chat.messages[run.turn]
     bare = {key: message[key] for key in ("role", "name") if key in message} | {"content": "."}
@@ -326,7 +326,7 @@ def _header(chat: Chat, run: _Run) -> str | None:
     return text[before.at if before else 0 : points[at].at] if same else None
 
 
-def _rendered(chat: Chat, messages: Messages, prompt: bool = False) -> tuple[str, list[Point]] | None:
+def _rendered(chat: RenderedChat, messages: Messages, prompt: bool = False) -> tuple[str, list[Point]] | None:
     """Return the text and points of other messages; None if the template refuses them."""
     clear = [number for number in range(len(chat.marking.parts)) if number not in chat.marking.opaque]
     try:
@@ -342,7 +342,7 @@ def _agreement(first: str, second: str) -> int:
     return len(_BEGUN.sub("", first[:same])) if differ else same
 
 
-def _stop_without_token(chat: Chat, span: _Span, places: TokenPlaces) -> int:
+def _stop_without_token(chat: RenderedChat, span: _Span, places: TokenPlaces) -> int:
     """Return where a span without a token of the model's end ends.
 
     That is after the special token that also ends the user's messages, as in gpt-oss, or after what the template writes
@@ -364,7 +364,7 @@ def _stop_without_token(chat: Chat, span: _Span, places: TokenPlaces) -> int:
     return next((at for at in range(last, stop) if tokens[at] in special), max(stop, last))
 
 
-def _tagged_spans(chat: Chat, tokens: list[int]) -> list[_Span] | None:
+def _tagged_spans(chat: RenderedChat, tokens: list[int]) -> list[_Span] | None:
     """Return the spans of the `{% generation %}` tags, or None if there are none or they mark nothing."""
     tokenizer, shape = chat.template.tokenizer, chat.template.shape
     source = tokenizer.chat_template

@@ -185,7 +185,7 @@ def marked(messages: Messages, only: Collection[int]) -> tuple[Messages, list[Pa
     return [dict(changed(message, at)) for at, message in enumerate(messages)], parts
 
 
-class Chat(NamedTuple):
+class RenderedChat(NamedTuple):
     """A conversation in the form that its template takes, rendered."""
 
     template: ChatTemplate
@@ -195,14 +195,14 @@ class Chat(NamedTuple):
     """Where the text has the parts of the messages."""
 
     @classmethod
-    def of(cls, tokenizer: TokenizerWrapper, conversation: Conversation, prompt: bool = False) -> Chat:
+    def of(cls, tokenizer: TokenizerWrapper, conversation: Conversation, prompt: bool = False) -> RenderedChat:
         """Render a conversation in the first form in which the fewest messages vanish.
 
         With `prompt`, the assistant is to answer. Raises DataError if the template refuses all forms.
         """
         template = ChatTemplate.of(tokenizer, conversation)
         messages = list(map(_as_dict, conversation.messages))
-        chats: list[Chat] = []
+        chats: list[RenderedChat] = []
         errors: list[DataError] = []
         for shape in (list, _typed_contents, _argument_texts):
             for form in _forms(messages):
@@ -218,7 +218,7 @@ class Chat(NamedTuple):
         return min(chats, key=lambda chat: chat.vanished)
 
     @classmethod
-    def _rendered(cls, template: ChatTemplate, messages: Messages, prompt: bool) -> Chat:
+    def _rendered(cls, template: ChatTemplate, messages: Messages, prompt: bool) -> RenderedChat:
         text = template.text(messages, prompt)
         return cls(template, messages, text, Marking.of(lambda changed: template.text(changed, prompt), messages, text))
 
@@ -232,13 +232,13 @@ class Chat(NamedTuple):
 class TokenPlaces:
     """The tokens of a text, and their places in it."""
 
-    chat: Chat
+    chat: RenderedChat
     tokens: list[int]
     offsets: Sequence[tuple[int, int]] | None
     """First and last character of each token; None if the tokenizer does not tell."""
 
     @classmethod
-    def of(cls, chat: Chat) -> TokenPlaces:
+    def of(cls, chat: RenderedChat) -> TokenPlaces:
         tokens, tokenizer = chat.template.encode(chat.text), chat.template.tokenizer
         if not tokenizer.is_fast:
             return cls(chat, tokens, None)
