@@ -13,14 +13,14 @@ import json
 import random
 from pathlib import Path
 
-from eagle_mlx.data_pipelines.sources.stdlib import Function, functions_of, iter_files
+from eagle_mlx.data_pipelines.sources.stdlib import SourceFunction, functions_of, iter_files
 
 
-def heldout_prompts(count: int, seed: int) -> list[Function]:
+def heldout_prompts(count: int, seed: int) -> list[SourceFunction]:
     """Return documented held-out functions without duplicate prompts or bodies, in an order that the seed decides."""
     learned = (function for file in iter_files("train") for function in functions_of(file))
     trained = {text for function in learned for text in (function.prompt, function.code)}
-    unique: dict[str, Function] = {}
+    unique: dict[str, SourceFunction] = {}
     for function in (function for file in iter_files("heldout") for function in functions_of(file)):
         if function.docstring and not {function.prompt, function.code} & trained:
             unique.setdefault(function.prompt, function)

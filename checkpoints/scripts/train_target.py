@@ -34,7 +34,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3
 from tokenizers import Tokenizer
 
-from eagle_mlx.data_pipelines.sources.stdlib import Function, Split, functions_of, iter_files
+from eagle_mlx.data_pipelines.sources.stdlib import SourceFunction, Split, functions_of, iter_files
 
 END_OF_TEXT = 0
 MAX_ANSWER_CHARS = 700
@@ -91,7 +91,7 @@ def use_fast_cpu_math() -> None:
     qwen3.scaled_dot_product_attention = attend
 
 
-def chat_text(function: Function) -> str:
+def chat_text(function: SourceFunction) -> str:
     return f"<|im_start|>user\n{function.prompt}<|im_end|>\n<|im_start|>assistant\n{function.code}<|im_end|>\n"
 
 
@@ -101,7 +101,7 @@ def token_streams(tokenizer: Tokenizer, split: Split, rng: np.random.Generator) 
     Functions with a docstring occur three times in training, because they are the target's purpose.
     """
     files = list(iter_files(split))
-    pairs: dict[str, Function] = {}
+    pairs: dict[str, SourceFunction] = {}
     for file in files:
         for function in functions_of(file):
             if len(function.code) <= MAX_ANSWER_CHARS:

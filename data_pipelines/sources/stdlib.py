@@ -47,7 +47,7 @@ def iter_files(split: Split) -> Iterator[SourceFile]:
 
 
 @dataclass(frozen=True)
-class Function:
+class SourceFunction:
     path: str
     name: str
     signature: str
@@ -63,7 +63,7 @@ class Function:
         return f'{self.signature}\n    """{self.docstring}"""' if self.docstring else self.signature
 
 
-def functions_of(file: SourceFile) -> Iterator[Function]:
+def functions_of(file: SourceFile) -> Iterator[SourceFunction]:
     """Yield every function and method that has more than a docstring in its body."""
     try:
         with warnings.catch_warnings():
@@ -79,7 +79,7 @@ def functions_of(file: SourceFile) -> Iterator[Function]:
                 yield function
 
 
-def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function | None:
+def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef) -> SourceFunction | None:
     first, end = node.body[0], node.end_lineno
     if end is None or first.lineno == node.lineno:
         return None
@@ -93,7 +93,7 @@ def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunc
     signature = textwrap.dedent("\n".join(head)).rstrip()
     code = textwrap.dedent("\n".join(head + lines[body_start - 1 : end])).rstrip()
     paragraph = inspect.cleandoc(doc).split("\n\n")[0][:MAX_DOC_CHARS].rstrip()
-    return Function(path, node.name, signature, paragraph, code) if signature.endswith(":") else None
+    return SourceFunction(path, node.name, signature, paragraph, code) if signature.endswith(":") else None
 
 
 Side = Literal["train", "heldout", "all"]
