@@ -30,7 +30,7 @@ from eagle_mlx.target import Target, compute_dtype, load_target, nbytes_of
 from eagle_mlx.target_options import TargetOptions
 
 from . import measure
-from .report import Findings, Model, as_json, as_text
+from .report import Findings, MeasuredModel, as_json, as_text
 
 _USUAL = ("qwen3-8b", "qwen3-4b", "qwen3-1.7b", "qwen3-0.6b", "smollm2-135m")
 """The shapes of which the first that fits is the default on a GPU; on a CPU it is the last."""
@@ -133,10 +133,10 @@ def _measured(options: DoctorOptions) -> Findings:
     )
 
 
-def _sizes(target: Target, random_weights: bool = False) -> Model:
+def _sizes(target: Target, random_weights: bool = False) -> MeasuredModel:
     dtype, tokens = str(target.dtype).rpartition(".")[2], min(_CACHED, target.context_length)
     caches = size_of(target, None, None).nbytes(1, tokens) / 1e6
-    return Model(target.name, random_weights, target.bits, dtype, nbytes_of(target.model) / 1e9, caches, tokens)
+    return MeasuredModel(target.name, random_weights, target.bits, dtype, nbytes_of(target.model) / 1e9, caches, tokens)
 
 
 def _random_target(options: DoctorOptions) -> Target:

@@ -25,7 +25,7 @@ _LOSS = 0.97
 
 
 @dataclass(frozen=True)
-class Model:
+class MeasuredModel:
     """What was measured."""
 
     name: str
@@ -51,7 +51,7 @@ class Findings:
     """Memory that is left with the model loaded; on a GPU, of what the device recommends to use."""
     wired_limit_mb: int | None
     """macOS's limit for wired memory: 0 is the system's own; None elsewhere."""
-    model: Model
+    model: MeasuredModel
     steps: Steps
     prefill: float
     """Tokens per second."""
@@ -60,7 +60,7 @@ class Findings:
     same_bits: Sequence[SameBits]
     plain_rounds: PlainRounds
     policy: Sequence[PolicyRun]
-    draft_model: Model | None = None
+    draft_model: MeasuredModel | None = None
 
 
 def as_json(found: Findings) -> dict[str, Any]:

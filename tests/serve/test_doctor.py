@@ -18,7 +18,7 @@ from eagle_mlx.machine import describe
 from eagle_mlx.serve.doctor import measure
 from eagle_mlx.serve.doctor.cli import main
 from eagle_mlx.serve.doctor.measure import CHANCES, POSITIONS, PlainRounds, PolicyRun, SameBits, Steps
-from eagle_mlx.serve.doctor.report import Findings, Model, advice, as_text
+from eagle_mlx.serve.doctor.report import Findings, MeasuredModel, advice, as_text
 from eagle_mlx.target import Forward, Target, load_target, nbytes_of
 from tests.architectures import tiny_model
 from tests.eagle_mlx.worlds import verify_seconds
@@ -137,7 +137,7 @@ def test_the_policy_is_simulated_over_the_measured_steps(curve: str, depths: tup
 
 
 def findings(curve: str = "M5 Max", **changes: Any) -> Findings:
-    model = Model("qwen3-8b", True, 4, "bfloat16", 4.6)
+    model = MeasuredModel("qwen3-8b", True, 4, "bfloat16", 4.6)
     machine = replace(describe(), device="Apple M3 Max", blas="accelerate")
     same = [SameBits(width, 64, 64, 64, 0, 0.0) for width in (2, 4, 8, 16)]
     plain = PlainRounds(1024, 20.5, 21.5, 0.3, 0.2)
