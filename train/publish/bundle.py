@@ -32,7 +32,7 @@ CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
-class Source:
+class HeadFiles:
     folder: Path
     config: Mapping[str, Any]
     kind: HeadKind
@@ -90,7 +90,7 @@ class Source:
         return None if any(value.dtype == mx.uint32 for value in weights) else sum(value.size for value in weights)
 
 
-def read_source(folder: str | Path) -> Source:
+def read_source(folder: str | Path) -> HeadFiles:
     """Read a head's folder, or the best head from the output of `eagle-train`.
 
     Raises ConfigError if the folder is neither, CheckpointError if the head cannot be read.
@@ -114,7 +114,7 @@ def read_source(folder: str | Path) -> Source:
         written_as, servers = f"{written_as}, quantized by MLX", ()
     report = read_object(run / REPORT, "move it away to publish without it") if run is not None else None
     plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file()) if run is not None else ()
-    return Source(place, config, kind, written_as, servers, head, report, which, plots)
+    return HeadFiles(place, config, kind, written_as, servers, head, report, which, plots)
 
 
 def _run_of(given: Path) -> tuple[Path | None, str]:
@@ -130,7 +130,7 @@ PLOTS = "plots"
 LICENSES = ("LICENSE*", "NOTICE*")
 
 
-def write_bundle(folder: Path, source: Source, card: ModelCard, base: str) -> None:
+def write_bundle(folder: Path, source: HeadFiles, card: ModelCard, base: str) -> None:
     """Make a folder with weights, config, card, plots and report. Runs write reports without local paths.
 
     Weights are links to the head's own files. Raises OutputError if the folder cannot be made.
@@ -150,7 +150,7 @@ def write_bundle(folder: Path, source: Source, card: ModelCard, base: str) -> No
         raise OutputError(f"the files to upload cannot be prepared: {e}") from e
 
 
-def _write_config(folder: Path, source: Source, base: str) -> None:
+def _write_config(folder: Path, source: HeadFiles, base: str) -> None:
     """Write the config without local paths, and with `base` as the base model."""
     config = copy.deepcopy(dict(source.config))
     if not hub.full_id(str(config.get("_name_or_path", ""))):

@@ -21,7 +21,7 @@ from eagle_mlx.progress import tokens_per_second
 
 from ..config import SELF, TrainConfig, flag
 from ..run import BEST
-from .bundle import PLOTS, Source
+from .bundle import PLOTS, HeadFiles
 
 _SHOWN = {"left_out_looping", "temperature", "acceptance_length", "acceptance_by_position"}
 """Fields of a run that the card shows."""
@@ -65,7 +65,7 @@ class Figures:
     """All runs."""
 
 
-def of_training(source: Source, target: str) -> Figures | None:
+def of_training(source: HeadFiles, target: str) -> Figures | None:
     """Return this head's acceptance from the run's report, or None. `target`: hub id in the card's command.
 
     The prompts are called held out only if the run compared them with the conversations that it was trained on.
@@ -89,7 +89,7 @@ def of_training(source: Source, target: str) -> Figures | None:
     return Figures(command, how, machine, int(found["depth"]), shown, [run], [])
 
 
-def of_bench(file: Path, source: Source, repo: str, target: str) -> Figures:
+def of_bench(file: Path, source: HeadFiles, repo: str, target: str) -> Figures:
     """Return the measurements in a file of `eagle-bench --json`. `repo`, `target`: hub ids in the card's command.
 
     Raises ConfigError if the file is invalid, or if another head was measured.
@@ -202,7 +202,7 @@ def train_command(config: Mapping[str, Any], target: str) -> str:
     return shlex.join(words)
 
 
-def data_sets(source: Source) -> list[str]:
+def data_sets(source: HeadFiles) -> list[str]:
     """Return the hub ids of the training data sets."""
     config = (source.report or {}).get("config") or {}
     if config.get("shards"):
@@ -211,7 +211,7 @@ def data_sets(source: Source) -> list[str]:
     return [match.group(1) for match in found if match]
 
 
-def training_data(source: Source) -> str:
+def training_data(source: HeadFiles) -> str:
     """Describe the training data: its sources, and how much of it was learned from."""
     report = source.report or {}
     config, data = report.get("config") or {}, report.get("data") or {}
@@ -234,7 +234,7 @@ _PLOT_TITLES = {
 
 
 def make_card(
-    source: Source,
+    source: HeadFiles,
     repo: str,
     base: str,
     license: tuple[str, str | None, str | None],

@@ -22,7 +22,7 @@ from eagle_mlx.heads.precision import in_dtype, quantization_of, quantize_for
 from eagle_mlx.setting import REQUIRED, Group, setting
 
 from ..convert.conversion import OURS
-from .bundle import CARD, LICENSES, Source, listing, read_source, write_bundle
+from .bundle import CARD, LICENSES, HeadFiles, listing, read_source, write_bundle
 from .card import make_card, of_bench, of_training
 
 _HELP = """\
@@ -157,7 +157,7 @@ def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
     print(f"published: {done.repo_url} (commit {done.oid[:12]})")
 
 
-def _base_model(source: Source, given: str | None) -> str:
+def _base_model(source: HeadFiles, given: str | None) -> str:
     if given is not None:
         return check_id(given)
     if source.base_model is None:
@@ -167,7 +167,7 @@ def _base_model(source: Source, given: str | None) -> str:
     return source.base_model
 
 
-def quantized(source: Source, bits: int, folder: Path) -> Source:
+def quantized(source: HeadFiles, bits: int, folder: Path) -> HeadFiles:
     """Write the source's head quantized, without the training report, to a new folder, and read it back.
 
     Raises ConfigError if the head is quantized already, or if no layer is suitable.
