@@ -19,7 +19,7 @@ from .capturing import ShardPlace, shard_meta
 from .jsonl import check_new, partial_path
 from .options import AUX_LAYERS, LAYER_NUMBERS, TARGET_HELP, DraftingOptions, aux_layers_of, engine_of, tokenizer_of
 from .synthesis.file import Limits, Wanted, make_to_file
-from .synthesis.tries import MakeConfig, SamplingOptions, beginning
+from .synthesis.tries import MakeConfig, MakeSampling, beginning
 from .synthesis.user_turns import DOMAINS, FILE, choose_domains, steerable
 
 _SHARES = textwrap.indent(textwrap.fill(", ".join(f"{domain.name}={domain.weight:g}" for domain in DOMAINS), 110), "  ")
@@ -48,7 +48,7 @@ examples:
 
 
 @dataclass(frozen=True)
-class WritingOptions(SamplingOptions):
+class WritingOptions(MakeSampling):
     """What to write, and how to sample it."""
 
     domains: Path = setting(
@@ -65,7 +65,7 @@ class WritingOptions(SamplingOptions):
 
     def config(self, seed: int) -> MakeConfig:
         """Return the configuration for this seed. Raises ConfigError if a setting is invalid."""
-        sampling = {field.name: getattr(self, field.name) for field in fields(SamplingOptions)}
+        sampling = {field.name: getattr(self, field.name) for field in fields(MakeSampling)}
         domains = choose_domains(self.domain, self.domains)
         try:
             turns = tuple(map(float, self.turns.split(",")))

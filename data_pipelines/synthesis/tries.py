@@ -37,7 +37,7 @@ OWN = "own"
 
 
 @dataclass(frozen=True)
-class SamplingOptions(Group):
+class MakeSampling(Group):
     """How answers and user turns are sampled.
 
     Magpie's scripts use a temperature of 1 for user turns and 0 for answers, SpecForge's 0.8; heads serve both.
@@ -64,7 +64,7 @@ class SamplingOptions(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MakeConfig(SamplingOptions):
+class MakeConfig(MakeSampling):
     """How to make up conversations. Raises ConfigError on creation if a setting is invalid."""
 
     seed: int = 0
