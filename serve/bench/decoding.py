@@ -134,7 +134,7 @@ TOLERANCES = {mx.float32: 1e-3, mx.float16: 0.016, mx.bfloat16: 0.125}
 
 
 @dataclass(frozen=True)
-class Identity:
+class TextComparison:
     """How one mode's continuations compare with the reference's, counted by prompt."""
 
     identical: int = 0
@@ -160,7 +160,7 @@ def compare(
     tokens: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     tolerance: float,
-) -> Identity:
+) -> TextComparison:
     """Count the continuations that are equal to the reference's, differ by rounding, or differ otherwise."""
     identical = excused = 0
     for prompt, expected, actual, each in zip(prompts, reference, tokens, params, strict=True):
@@ -170,7 +170,7 @@ def compare(
         elif at < min(len(expected), len(actual)):
             candidates = {expected[at], actual[at]}
             excused += _is_near_tie(target, [*prompt, *expected[:at]], candidates, each, tolerance)
-    return Identity(identical, excused, len(prompts) - identical - excused)
+    return TextComparison(identical, excused, len(prompts) - identical - excused)
 
 
 def _is_near_tie(

@@ -308,7 +308,7 @@ class _Measurement:
                 found.append(Category(name, len(own), count - len(own), *figures))
         return tuple(found)
 
-    def _identity(self, result: _Results) -> decoding.Identity | None:
+    def _identity(self, result: _Results) -> decoding.TextComparison | None:
         """Compare all texts, including left-out prompts. None for mlx-lm's sampling and batches, and for other rules.
 
         After a difference, the prompts of later turns differ too. They are excused: the difference counts once.

@@ -28,9 +28,9 @@ from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.decoding import (
     Decoding,
-    Identity,
     Mode,
     ModeName,
+    TextComparison,
     acceptance_by_position,
     acceptance_length,
     compare,
@@ -67,17 +67,17 @@ def test_only_a_near_tie_excuses() -> None:
     weight[twin] = weight[best] * (1 - 1e-6)
     greedy = SamplingParams()
 
-    def verdict(said: list[int], tolerance: float = 1e-3) -> Identity:
+    def verdict(said: list[int], tolerance: float = 1e-3) -> TextComparison:
         return compare(target, [[3, 4]], [[best, 1]], [said], [greedy], tolerance)
 
-    assert verdict([best, 1]) == Identity(identical=1)
-    assert verdict([twin, 7]) == Identity(excused=1)
-    assert verdict([twin, 7], tolerance=0.0) == Identity(different=1)
-    assert verdict([other, 7]) == Identity(different=1)
-    assert verdict([best]) == Identity(different=1)
+    assert verdict([best, 1]) == TextComparison(identical=1)
+    assert verdict([twin, 7]) == TextComparison(excused=1)
+    assert verdict([twin, 7], tolerance=0.0) == TextComparison(different=1)
+    assert verdict([other, 7]) == TextComparison(different=1)
+    assert verdict([best]) == TextComparison(different=1)
     assert verdict([other, 7]).different == 1
     weight[other] = weight[best] * (1 - 2e-6)
-    assert verdict([other, 7]) == Identity(excused=1), "three tokens can tie as well as two"
+    assert verdict([other, 7]) == TextComparison(excused=1), "three tokens can tie as well as two"
 
 
 # Acceptance
