@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from eagle_mlx.heads.eagle3 import save_eagle3
-from eagle_mlx.serve.bench.report import Category, Run
+from eagle_mlx.serve.bench.report import BenchRun, Category
 from eagle_mlx.serve.prompts import read_questions
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
@@ -116,8 +116,8 @@ def test_without_a_head_its_figures_are_absent(
     assert (tmp_path / "real" / "summary.png").is_file()
 
 
-def a_run(**changed: object) -> Run:
-    run = Run("mlx-lm", 1, 0, 0, "fixed", 0.0, 10.0, 10.0, 1.0, None, None, 1.0, [], True, 3, 0, 3, 1, 30, 3.0)
+def a_run(**changed: object) -> BenchRun:
+    run = BenchRun("mlx-lm", 1, 0, 0, "fixed", 0.0, 10.0, 10.0, 1.0, None, None, 1.0, [], True, 3, 0, 3, 1, 30, 3.0)
     return replace(run, **changed)  # type: ignore[arg-type]
 
 

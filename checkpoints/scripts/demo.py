@@ -26,7 +26,7 @@ from eagle_mlx.machine import describe
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import Models, build_modes
-from eagle_mlx.serve.bench.report import Run
+from eagle_mlx.serve.bench.report import BenchRun
 from eagle_mlx.serve.prompts import Question, read_questions
 from eagle_mlx.text import is_loop
 from eagle_mlx.train.config import load_config
@@ -116,7 +116,7 @@ def title(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def show(taus: dict[str, float], runs: list[Run], train_seconds: float, question: str, sample: em.Output) -> None:
+def show(taus: dict[str, float], runs: list[BenchRun], train_seconds: float, question: str, sample: em.Output) -> None:
     """Print the end of the demo: a text and the table."""
     plain, eagle = runs
     total = eagle.prompts + eagle.left_out_looping
@@ -141,7 +141,7 @@ def show(taus: dict[str, float], runs: list[Run], train_seconds: float, question
     )
 
 
-def draw(taus: dict[str, float], runs: list[Run], path: Path) -> None:
+def draw(taus: dict[str, float], runs: list[BenchRun], path: Path) -> None:
     """Draw two bar charts: acceptance length of the three heads, and tokens per second."""
     matplotlib.use("Agg")
     from matplotlib import pyplot

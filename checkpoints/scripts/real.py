@@ -32,7 +32,7 @@ from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.decoding import Mode, tolerance_for
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import Models, build_modes
-from eagle_mlx.serve.bench.report import Run
+from eagle_mlx.serve.bench.report import BenchRun
 from eagle_mlx.serve.prompts import read_questions
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
@@ -105,7 +105,7 @@ def modes_of(target: em.Target, head: DraftHead | None) -> list[Mode]:
     return modes
 
 
-def figures(runs: Sequence[Run]) -> dict[str, object]:
+def figures(runs: Sequence[BenchRun]) -> dict[str, object]:
     """Return the main figures. Speedups are ratios of tokens/s to mlx-lm's. The first is for a head with n-grams, which
     eagle-serve uses if there is a head.
 
@@ -134,11 +134,11 @@ def figures(runs: Sequence[Run]) -> dict[str, object]:
     }
 
 
-def _speedups(runs: Sequence[Run], mode: str) -> list[float]:
+def _speedups(runs: Sequence[BenchRun], mode: str) -> list[float]:
     return [run.ratio_to_mlx_lm for run in runs if run.mode == mode and run.ratio_to_mlx_lm is not None]
 
 
-def chain_of(runs: Sequence[Run]) -> Run | None:
+def chain_of(runs: Sequence[BenchRun]) -> BenchRun | None:
     """Return the head's run with a chain of four, which gives the reported τ; None without a head."""
     wanted = ("eagle", "fixed", TAU_DEPTH, 0)
     return next((run for run in runs if (run.mode, run.policy, run.depth, run.nodes) == wanted), None)
@@ -205,14 +205,14 @@ def title(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def name_of(run: Run) -> str:
+def name_of(run: BenchRun) -> str:
     """Return a mode's name in the picture."""
     if run.mode == "eagle" and run.policy == "fixed":
         return f"tree of {run.nodes}" if run.nodes else f"chain of {run.depth}"
     return {"ngram": "n-grams", "eagle": "head", "hybrid": "head, n-grams"}.get(run.mode, run.mode)
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
+def draw(runs: Sequence[BenchRun], path: Path) -> None:
     """Draw bars of tokens per second and, if a head drafted, τ by category. Raises OutputError."""
     matplotlib.use("Agg")
     from matplotlib import pyplot

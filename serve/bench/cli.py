@@ -33,7 +33,7 @@ from .decoding import ModeName, tolerance_for
 from .measure import BenchConfig, measure, type_name
 from .modes import DEFAULT_MODES, MLX_LM, NEEDS, STOCK, USE_HEAD, Models, StockModel, build_modes, missing
 from .race import race
-from .report import Run
+from .report import BenchRun
 
 RANDOM = "random"
 """The value of `--head` for random weights: the worst case."""
@@ -161,7 +161,7 @@ def _bench(options: BenchOptions, command: str) -> int:
     if draft is not None:
         print(f"draft model: {draft.name}")
     depth = options.depth or (min(speculation.DEFAULT_TOKENS[policy] for policy in options.policies),)
-    runs: list[Run] = []
+    runs: list[BenchRun] = []
     stock = StockModel(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
     models = Models(target, head, draft, options.memory, options.prior or options.race is not None, stock)
     if options.race is not None:

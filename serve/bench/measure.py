@@ -21,7 +21,7 @@ from ..memory_options import MemoryOptions
 from ..prompts import Question
 from . import decoding
 from .modes import BASELINES, EngineMode, MlxLmMode, Models
-from .report import Category, Run
+from .report import BenchRun, Category
 
 GROUP_PER_ROW = 4
 """Prompts per row of the batch in one turn. Rows that end early are filled with further prompts."""
@@ -126,7 +126,7 @@ def measure(
     prompts: Sequence[Sequence[int] | Question],
     config: BenchConfig,
     progress: bool = True,
-) -> list[Run]:
+) -> list[BenchRun]:
     """Time every mode on every prompt, `config.repeats` times, and compare their texts.
 
     The reference is mlx-lm's greedy text, or plain decoding with the same seeds if sampled, exact, or with ends
@@ -160,7 +160,7 @@ class _Measurement:
         self.results = [_Results(mode) for mode in modes]
         self.reference = self._reference()
 
-    def run(self) -> list[Run]:
+    def run(self) -> list[BenchRun]:
         kept, over = list[Place](), set[int]()
         for turn in self.turns:
             asked = [(at, which) for at, which in self.params if which == turn and at not in over]
@@ -258,12 +258,12 @@ class _Measurement:
                     result.continuations.update(zip(group, whole.outputs, strict=True))
                 bar.update(len(group))
 
-    def _figures(self, result: _Results, kept: Sequence[Place]) -> Run:
+    def _figures(self, result: _Results, kept: Sequence[Place]) -> BenchRun:
         mode, said, identity = result.mode, result.outputs(kept), self._identity(result)
         reference = self.reference.mode
         by_mode = {(other.mode.name, other.mode.batch): other for other in self.results}
         mlx_lm, plain = by_mode.get(("mlx-lm", 1)), by_mode.get(("plain", mode.batch))
-        return Run(
+        return BenchRun(
             mode=mode.name,
             batch=mode.batch,
             depth=mode.depth,

@@ -25,7 +25,7 @@ class Category:
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchRun:
     """The figures of one mode, over the prompts that do not loop."""
 
     mode: str
@@ -82,14 +82,14 @@ _TEXTS = ("category", "mode", "policy", "type", "by position", "identical")
 Cells = dict[str, str]
 
 
-def table(runs: Sequence[Run]) -> str:
+def table(runs: Sequence[BenchRun]) -> str:
     """Return what all runs share, a table of speeds, and a table of drafts and memory, as aligned text."""
     shared, names = _settings(runs)
     rows = [_cells(run) for run in runs]
     return "\n\n".join(filter(None, (shared, *(_aligned(rows, names, part) for part in (_SPEEDS, _DRAFTS)))))
 
 
-def by_category(runs: Sequence[Run]) -> str:
+def by_category(runs: Sequence[BenchRun]) -> str:
     """Return the runs by category as aligned text and an empty line; empty if there are no categories."""
     rows = []
     for name in dict.fromkeys(category.name for run in runs for category in run.by_category):
@@ -101,13 +101,13 @@ def by_category(runs: Sequence[Run]) -> str:
     return _aligned(rows, ["category", *_settings(runs)[1]], _BY_CATEGORY) + "\n\n" if rows else ""
 
 
-def _which(run: Run) -> Cells:
+def _which(run: BenchRun) -> Cells:
     size = f"{run.depth}/{run.nodes}" if run.nodes else str(run.depth or "-")
     values = (str(run.batch), size, run.policy if run.depth else "-", f"{run.temperature:g}", run.dtype or "-")
     return {"mode": run.mode, **dict(zip(_SETTINGS, values, strict=True))}
 
 
-def _settings(runs: Sequence[Run]) -> tuple[str, list[str]]:
+def _settings(runs: Sequence[BenchRun]) -> tuple[str, list[str]]:
     """Return the settings that all runs share, as text, and the names of the others, the mode first.
 
     Runs that draft nothing have no depth and policy, so these are shared by the rest.
@@ -118,7 +118,7 @@ def _settings(runs: Sequence[Run]) -> tuple[str, list[str]]:
     return shared, ["mode", *(name for name, found in used.items() if len(found) > 1)]
 
 
-def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
+def footnote(runs: Sequence[BenchRun], max_tokens: int, tolerance: float) -> str:
     """Describe what the table covers."""
     taken = {run.temperature: run for run in runs}
     excused = sum(run.excused or 0 for run in runs)
@@ -144,7 +144,7 @@ def footnote(runs: Sequence[Run], max_tokens: int, tolerance: float) -> str:
     return "\n".join(lines)
 
 
-def _models(runs: Sequence[Run]) -> list[str]:
+def _models(runs: Sequence[BenchRun]) -> list[str]:
     """Return lines on each mode's model, its type, and the reference of its texts."""
     lines = []
     for model in dict.fromkeys(f"{run.model} in {run.dtype}" for run in runs if run.model):
@@ -159,7 +159,7 @@ def write_json(content: object, path: Path) -> None:
     write_output(path, json.dumps(content, indent=2) + "\n")
 
 
-def _cells(run: Run) -> Cells:
+def _cells(run: BenchRun) -> Cells:
     speeds = (run.tokens_per_second, run.decode_tokens_per_second, run.prompt_tokens_per_second)
     ratios = (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch, run.ratio_to_plain, run.acceptance_length)
     by_position = " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-"
@@ -177,7 +177,7 @@ def _ratio(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
-def _identity(run: Run) -> str:
+def _identity(run: BenchRun) -> str:
     if run.identical is None or run.identical_count is None:
         return "-"
     count = f"{run.identical_count}/{run.prompts + run.left_out_looping}"
@@ -202,7 +202,7 @@ def _label(name: str, value: str) -> str:
     return value if name == "mode" else "" if value == "-" else f"{name} {value}"
 
 
-def plot(runs: Sequence[Run], path: Path) -> None:
+def plot(runs: Sequence[BenchRun], path: Path) -> None:
     """Draw bars of tokens per second, with τ. Raises OutputError."""
     import matplotlib
 

@@ -39,7 +39,7 @@ from eagle_mlx.serve.bench.decoding import (
 )
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
 from eagle_mlx.serve.bench.modes import DEFAULT_MODES, EngineMode, Models, build_modes
-from eagle_mlx.serve.bench.report import Run
+from eagle_mlx.serve.bench.report import BenchRun
 from eagle_mlx.target import compute_dtype, nbytes_of
 from eagle_mlx.text import distinct_ratio
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
@@ -94,7 +94,7 @@ def test_acceptance_over_several_continuations() -> None:
 # Measuring
 
 
-def tiny_runs(temperature: float = 0.0, batches: Sequence[int] = (1,), repeats: int = 1) -> list[Run]:
+def tiny_runs(temperature: float = 0.0, batches: Sequence[int] = (1,), repeats: int = 1) -> list[BenchRun]:
     target = tiny_target(tokenizer=True)
     models = Models(target, tiny_head(target, draft_vocab=64), tiny_target(seed=1, layers=2, tokenizer=True))
     modes = build_modes(models, DEFAULT_MODES, batches, in_full([2, 3], [3]))
@@ -329,7 +329,9 @@ def test_eagle_needs_a_head() -> None:
 # Reports
 
 
-RUN = Run("eagle", 2, 4, 0, "fixed", 0.7, 151.26, 170.0, 1.624, 1.2, 1.5, 2.75, [0.8, 0.5], True, 9, 1, 8, 2, 800, 5.3)
+RUN = BenchRun(
+    "eagle", 2, 4, 0, "fixed", 0.7, 151.26, 170.0, 1.624, 1.2, 1.5, 2.75, [0.8, 0.5], True, 9, 1, 8, 2, 800, 5.3
+)
 RUN = replace(RUN, prompt_tokens_per_second=1234.5, acceptance_rate=0.38, peak_bytes=15_234_000_000)
 
 
