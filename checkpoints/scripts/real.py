@@ -31,7 +31,7 @@ from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.decoding import Mode, tolerance_for
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
-from eagle_mlx.serve.bench.modes import Models, build_modes
+from eagle_mlx.serve.bench.modes import BenchModels, build_modes
 from eagle_mlx.serve.bench.report import BenchRun
 from eagle_mlx.serve.prompts import read_questions
 
@@ -94,7 +94,7 @@ def modes_of(target: em.Target, head: DraftHead | None) -> list[Mode]:
     These are the head with and without n-grams under the policy `throughput`, and the head in fixed chains and trees.
     As in eagle-serve, the policy begins with the target's cost curve.
     """
-    models = Models(target, head, prior=True)
+    models = BenchModels(target, head, prior=True)
     modes = build_modes(models, ["mlx-lm", "plain"], [1], [])
     modes += build_modes(models, ["ngram"], [1], [MOST_TOKENS], ["throughput"])
     if head is not None:

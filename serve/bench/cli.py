@@ -31,7 +31,7 @@ from ..prompts import Question, read_questions, with_filler
 from . import report
 from .decoding import ModeName, tolerance_for
 from .measure import BenchConfig, measure, type_name
-from .modes import DEFAULT_MODES, MLX_LM, NEEDS, STOCK, USE_HEAD, Models, StockModel, build_modes, missing
+from .modes import DEFAULT_MODES, MLX_LM, NEEDS, STOCK, USE_HEAD, BenchModels, StockModel, build_modes, missing
 from .race import race
 from .report import BenchRun
 
@@ -163,7 +163,7 @@ def _bench(options: BenchOptions, command: str) -> int:
     depth = options.depth or (min(speculation.DEFAULT_TOKENS[policy] for policy in options.policies),)
     runs: list[BenchRun] = []
     stock = StockModel(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
-    models = Models(target, head, draft, options.memory, options.prior or options.race is not None, stock)
+    models = BenchModels(target, head, draft, options.memory, options.prior or options.race is not None, stock)
     if options.race is not None:
         return _race(options, models, modes, depth, questions[0])
     for temperature in options.temperature:
@@ -207,7 +207,7 @@ def _questions(options: BenchOptions, target: Target) -> list[Question]:
 
 
 def _race(
-    options: BenchOptions, models: Models, modes: Sequence[ModeName], depth: Sequence[int], question: Question
+    options: BenchOptions, models: BenchModels, modes: Sequence[ModeName], depth: Sequence[int], question: Question
 ) -> int:
     same = True
     for temperature in options.temperature:

@@ -20,7 +20,7 @@ from eagle_mlx.text import LEAST_DISTINCT, is_loop
 from ..memory_options import MemoryOptions
 from ..prompts import Question
 from . import decoding
-from .modes import BASELINES, EngineMode, MlxLmMode, Models
+from .modes import BASELINES, BenchModels, EngineMode, MlxLmMode
 from .report import BenchRun, Category
 
 GROUP_PER_ROW = 4
@@ -186,7 +186,7 @@ class _Measurement:
         config, target = self.config, self.target
         exact = any(isinstance(result.mode, EngineMode) and result.mode.engine.exact for result in self.results)
         if config.temperature or config.ignore_eos or target.is_sharded or exact:
-            return _Results(EngineMode("plain", Models(target, memory=MemoryOptions(exact=exact)), 1))
+            return _Results(EngineMode("plain", BenchModels(target, memory=MemoryOptions(exact=exact)), 1))
         return _Results(MlxLmMode(target))
 
     def _ask(self, result: _Results, places: Sequence[Place]) -> None:

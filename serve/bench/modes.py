@@ -150,7 +150,7 @@ def missing(name: ModeName) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class Models:
+class BenchModels:
     """The models to measure: a target, and the heads and models that draft for it."""
 
     target: Target
@@ -181,7 +181,13 @@ class EngineMode(Mode):
     """The engine, plain or with a proposer. It drafts `depth` tokens per round, or fewer if the policy adapts."""
 
     def __init__(
-        self, name: ModeName, models: Models, batch: int, depth: int = 0, policy: PolicyName = "fixed", nodes: int = 0
+        self,
+        name: ModeName,
+        models: BenchModels,
+        batch: int,
+        depth: int = 0,
+        policy: PolicyName = "fixed",
+        nodes: int = 0,
     ):
         target = models.target
         self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
@@ -229,7 +235,7 @@ class EngineMode(Mode):
 
 
 def build_modes(
-    models: Models,
+    models: BenchModels,
     names: Sequence[ModeName],
     batches: Sequence[int],
     depths: Sequence[int],

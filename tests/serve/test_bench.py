@@ -38,7 +38,7 @@ from eagle_mlx.serve.bench.decoding import (
     take_turns,
 )
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
-from eagle_mlx.serve.bench.modes import DEFAULT_MODES, EngineMode, Models, build_modes
+from eagle_mlx.serve.bench.modes import DEFAULT_MODES, BenchModels, EngineMode, build_modes
 from eagle_mlx.serve.bench.report import BenchRun
 from eagle_mlx.target import compute_dtype, nbytes_of
 from eagle_mlx.text import distinct_ratio
@@ -96,7 +96,7 @@ def test_acceptance_over_several_continuations() -> None:
 
 def tiny_runs(temperature: float = 0.0, batches: Sequence[int] = (1,), repeats: int = 1) -> list[BenchRun]:
     target = tiny_target(tokenizer=True)
-    models = Models(target, tiny_head(target, draft_vocab=64), tiny_target(seed=1, layers=2, tokenizer=True))
+    models = BenchModels(target, tiny_head(target, draft_vocab=64), tiny_target(seed=1, layers=2, tokenizer=True))
     modes = build_modes(models, DEFAULT_MODES, batches, in_full([2, 3], [3]))
     plan = BenchConfig(in_full(12, 6), temperature=temperature, repeats=repeats, least_distinct=0.0)
     return measure(target, modes, PROMPTS, plan, progress=False)
@@ -136,7 +136,7 @@ def test_all_modes_produce_the_same_greedy_text() -> None:
 def test_the_baselines_are_mlx_lms_own_functions_with_the_targets_weights() -> None:
     target, draft = (tiny_target(tokenizer=True, hidden=64) for _ in range(2))
     mx.eval(target.model.parameters(), draft.model.parameters())
-    models, before = Models(target, draft=draft), mx.get_active_memory()
+    models, before = BenchModels(target, draft=draft), mx.get_active_memory()
     baselines = build_modes(models, ["mlx-lm", "mlx-lm-batch", "mlx-lm-draft"], [2], [2])
     assert len(baselines) == 3
     assert mx.get_active_memory() - before < nbytes_of(draft.model) / 100
@@ -158,7 +158,7 @@ def test_the_baselines_are_mlx_lms_own_functions_with_the_targets_weights() -> N
 
 def test_policies_change_only_the_speed() -> None:
     target = tiny_target(tokenizer=True)
-    modes = build_modes(Models(target), ["mlx-lm", "ngram"], [2], [3], ["fixed", "throughput", "acceptance-ema"])
+    modes = build_modes(BenchModels(target), ["mlx-lm", "ngram"], [2], [3], ["fixed", "throughput", "acceptance-ema"])
     runs = measure(target, modes, PROMPTS, BenchConfig(max_tokens=12, repeats=1, least_distinct=0.0), progress=False)
     assert [run.policy for run in runs[1:]] == ["fixed", "throughput", "acceptance-ema"]
     assert all(run.identical for run in runs)
@@ -168,7 +168,7 @@ def test_policies_change_only_the_speed() -> None:
 def test_answers_of_one_token_have_no_decoding_speed() -> None:
     target = tiny_target(tokenizer=True)
     config = BenchConfig(max_tokens=1, repeats=1, least_distinct=0.0)
-    [run] = measure(target, build_modes(Models(target), ["plain"], [1], []), PROMPTS, config, progress=False)
+    [run] = measure(target, build_modes(BenchModels(target), ["plain"], [1], []), PROMPTS, config, progress=False)
     assert run.decode_tokens_per_second is None
     assert run.tokens_per_second > 0
     table = report.table([run, replace(run, mode="eagle", decode_tokens_per_second=5.0)]).splitlines()
@@ -186,7 +186,7 @@ def test_modes_that_take_turns_produce_the_same_text() -> None:
     names: list[ModeName] = ["mlx-lm", "mlx-lm-batch", "plain", "ngram"]
     plan = BenchConfig(max_tokens=in_full(12, 8), repeats=in_full(2, 1), least_distinct=0.0)
     for batch in in_full([1, 2], [2]):
-        modes = build_modes(Models(target), names, [batch], [3])
+        modes = build_modes(BenchModels(target), names, [batch], [3])
         whole = measure(target, modes, PROMPTS, plan, progress=False)
         turns = measure(target, modes, PROMPTS, replace(plan, turn=5), progress=False)
         for one, other in zip(whole, turns, strict=True):
@@ -215,7 +215,7 @@ def test_rounds_are_not_charged_for_other_modes_turns(monkeypatch: pytest.Monkey
                     return list(end.value)
 
     target = tiny_target(tokenizer=True)
-    slow, quick = Slow("plain", Models(target), 2), EngineMode("ngram", Models(target), 2, 3)
+    slow, quick = Slow("plain", BenchModels(target), 2), EngineMode("ngram", BenchModels(target), 2, 3)
     seconds: list[float] = []
     quick.engine.observer = lambda report: seconds.append(report.seconds)
     params = BenchConfig().params(4, 12)
@@ -234,7 +234,7 @@ def test_rounds_are_not_charged_for_other_modes_turns(monkeypatch: pytest.Monkey
 
 def test_a_modes_time_includes_waiting_for_its_own_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    mode = EngineMode("plain", Models(tiny_target(tokenizer=True)), 1)
+    mode = EngineMode("plain", BenchModels(tiny_target(tokenizer=True)), 1)
     monkeypatch.setattr("eagle_mlx.serve.bench.modes.perf_counter", lambda: now[0])
     monkeypatch.setattr("eagle_mlx.serve.bench.modes.mx.synchronize", lambda: now.append(now.pop() + 5))
     decoding = mode.decode(PROMPTS[:1], BenchConfig().params(1, 4))
@@ -249,7 +249,7 @@ def test_a_modes_time_includes_waiting_for_its_own_rounds(monkeypatch: pytest.Mo
 
 def test_the_peak_of_a_mode_has_only_its_own_models() -> None:
     target, draft = tiny_target(tokenizer=True), tiny_target(seed=1, layers=2, tokenizer=True)
-    models, plan = Models(target, tiny_head(target), draft), BenchConfig(4, repeats=1, least_distinct=0.0)
+    models, plan = BenchModels(target, tiny_head(target), draft), BenchConfig(4, repeats=1, least_distinct=0.0)
     others = mx.zeros((1 << 26,), mx.int8)
     mx.eval(others)
     modes = build_modes(models, ["mlx-lm", "mlx-lm-draft", "plain", "draft", "eagle"], [1], [2])
@@ -273,7 +273,7 @@ def test_the_peak_of_a_mode_has_what_it_keeps_between_turns() -> None:
                 yield 1
             return []
 
-    small, large = (Growing("plain", Models(tiny_target()), 1) for _ in range(2))
+    small, large = (Growing("plain", BenchModels(tiny_target()), 1) for _ in range(2))
     small.size, large.size = 1 << 20, 1 << 24
     timed = take_turns([(small, PROMPTS), (large, PROMPTS)], BenchConfig().params(1, 3), 1)
     assert [round((job.peak - job.mode.weights) / (1 << 20)) for job in timed] == [3, 48]
@@ -287,7 +287,7 @@ def test_a_mode_with_another_text_is_reported() -> None:
 
     target = tiny_target(tokenizer=True)
     plan = BenchConfig(max_tokens=6, repeats=1, least_distinct=0.0)
-    (run,) = measure(target, [Liar("plain", Models(target), 1)], PROMPTS, plan, progress=False)
+    (run,) = measure(target, [Liar("plain", BenchModels(target), 1)], PROMPTS, plan, progress=False)
     assert run.identical is False
     assert run.identical_count == 0
     assert run.ratio_to_mlx_lm is None
@@ -295,7 +295,7 @@ def test_a_mode_with_another_text_is_reported() -> None:
 
 def test_loops_are_left_out_and_counted() -> None:
     target = tiny_target(tokenizer=True)
-    modes = [EngineMode("plain", Models(target), 1)]
+    modes = [EngineMode("plain", BenchModels(target), 1)]
     # With this weight all states are equal, and the target repeats one token endlessly.
     target.model.model.norm.weight *= 0
     target.model.model.norm.weight[0] = 1.0
@@ -307,7 +307,7 @@ def test_loops_are_left_out_and_counted() -> None:
 
 def test_only_looping_prompts_are_left_out() -> None:
     target = tiny_target(seed=3, tokenizer=True)
-    modes = [EngineMode("plain", Models(target), 1)]
+    modes = [EngineMode("plain", BenchModels(target), 1)]
     said = take_turns([(modes[0], PROMPTS)], BenchConfig().params(4, 40))[0].outputs
     ratios = sorted(distinct_ratio(one.tokens) for one in said)
     middle = (ratios[1] + ratios[2]) / 2
@@ -323,7 +323,7 @@ def test_only_looping_prompts_are_left_out() -> None:
 
 def test_eagle_needs_a_head() -> None:
     with pytest.raises(ConfigError, match="--head"):
-        build_modes(Models(tiny_target(tokenizer=True)), ["eagle"], [1], [4])
+        build_modes(BenchModels(tiny_target(tokenizer=True)), ["eagle"], [1], [4])
 
 
 # Reports

@@ -15,7 +15,7 @@ from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
-from eagle_mlx.serve.bench.modes import DEFAULT_MODES, Models, build_modes
+from eagle_mlx.serve.bench.modes import DEFAULT_MODES, BenchModels, build_modes
 from eagle_mlx.serve.prompts import Question, read_questions, with_filler
 from eagle_mlx.target import Target
 from eagle_mlx.text import is_loop
@@ -50,7 +50,7 @@ def test_later_turns_include_the_answers_of_their_own_mode() -> None:
     assert target.tokenizer is not None
     wanted = target.tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
     question = Asked([first], ("A limerick.",), "writing")
-    modes = build_modes(Models(target, tiny_head(target, draft_vocab=64)), ["plain", "ngram", "eagle"], [1], [2])
+    modes = build_modes(BenchModels(target, tiny_head(target, draft_vocab=64)), ["plain", "ngram", "eagle"], [1], [2])
     runs = measure(target, modes, [question], BenchConfig(8, repeats=1, least_distinct=0.0), progress=False)
     assert question.noted == [(answer, wanted)] * 4, "three modes and the reference"
     for run in runs:
@@ -73,7 +73,7 @@ def test_turns_after_a_loop_are_skipped() -> None:
         Asked(prompt, ("more",), "looping" if loops else "sound")
         for prompt, loops in zip(prompts, looping, strict=True)
     ]
-    modes = build_modes(Models(target), ["plain"], [1], [2])
+    modes = build_modes(BenchModels(target), ["plain"], [1], [2])
     [run] = measure(target, modes, questions, BenchConfig(40, repeats=1, least_distinct=0.6), progress=False)
     assert [not question.noted for question in questions] == looping
     by_name = {category.name: category for category in run.by_category}

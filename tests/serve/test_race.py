@@ -14,7 +14,7 @@ from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench.cli import main
 from eagle_mlx.serve.bench.decoding import Decoding
-from eagle_mlx.serve.bench.modes import EngineMode, Models
+from eagle_mlx.serve.bench.modes import BenchModels, EngineMode
 from eagle_mlx.serve.bench.race import race, wrapped
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
@@ -78,7 +78,7 @@ def test_another_text_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
             return [replace(said, tokens=[*said.tokens[:3], wrong, *said.tokens[4:]])]
 
     target = tiny_target(tokenizer=True)
-    modes = [mode("plain", Models(target), 1) for mode in (EngineMode, Other)]
+    modes = [mode("plain", BenchModels(target), 1) for mode in (EngineMode, Other)]
     assert not race(target, modes, [5, 6], em.SamplingParams(max_tokens=8, ignore_eos=True), progress=False)
     assert "differs from token 4\n" in capsys.readouterr().out
 
