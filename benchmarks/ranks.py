@@ -31,7 +31,7 @@ import mlx.nn as nn
 from random_model import MIDDLING, QWEN3_06B, TINY, Shape, random_model
 
 from eagle_mlx.heads.eagle3 import random_head
-from eagle_mlx.ranks import World
+from eagle_mlx.ranks import ProcessGroup
 from eagle_mlx.ranks.channel import Channel
 from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
@@ -69,7 +69,7 @@ def decode(target: em.Target, head: Any, rows: int, tokens: int) -> tuple[float,
     return time.perf_counter() - began, rounds
 
 
-def measured(world: World, target: em.Target, rows: int, tokens: int, pairs: int) -> float:
+def measured(world: ProcessGroup, target: em.Target, rows: int, tokens: int, pairs: int) -> float:
     """Run turns of both ways. Rank 0 prints the times. Return milliseconds per round without messages."""
     mx.random.seed(1)
     head = random_head(target)
@@ -120,7 +120,7 @@ def alone(target: em.Target, rows: int, tokens: int, turns: int = 5) -> float:
     return 1000 * statistics.median(times)
 
 
-def summed(world: World, rows: int, hidden: int, times: int = 400) -> float:
+def summed(world: ProcessGroup, rows: int, hidden: int, times: int = 400) -> float:
     """Return milliseconds for one sum of a round's hidden states over all ranks."""
     states = mx.ones((rows, DEPTH + 1, hidden))
     mx.eval(mx.distributed.all_sum(states, group=world.group))
@@ -131,7 +131,7 @@ def summed(world: World, rows: int, hidden: int, times: int = 400) -> float:
     return 1000 * (time.perf_counter() - began) / times
 
 
-def reckoned(world: World, shape: Shape, rows: int, tokens: int, took: float) -> None:
+def reckoned(world: ProcessGroup, shape: Shape, rows: int, tokens: int, took: float) -> None:
     """On rank 0, print the estimated and the measured time of a round."""
     whole, least = 0.0, 0.0
     if world.is_rank_zero:
@@ -165,7 +165,7 @@ def main() -> None:
     if args.pin:  # before MLX starts threads, which would not move
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(os.environ["MLX_RANK"]) % len(cores)]})
-    world = World.init()
+    world = ProcessGroup.init()
     if world.group is None:
         parser.error("this needs several processes; start them with mlx.launch")
     model: nn.Module

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.memory import wire_active
-from eagle_mlx.ranks import TIMEOUT, World, load_over_ranks
+from eagle_mlx.ranks import TIMEOUT, ProcessGroup, load_over_ranks
 from eagle_mlx.setting import ABOVE_0, Group, setting
 from eagle_mlx.target import Target, load_target
 
@@ -70,7 +70,7 @@ class TargetOptions(Group):
 
         For commands that load the target outside of the main thread.
         """
-        if self.shard != "none" and not World.init().is_rank_zero:
+        if self.shard != "none" and not ProcessGroup.init().is_rank_zero:
             self.load(name)
 
     def arguments(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from eagle_mlx.target import arrays_of
 T = TypeVar("T")
 
 
-class World(ranks.World):
+class ProcessGroup(ranks.ProcessGroup):
     """The processes of a run, and the operations that they share in a step."""
 
     def part(self, count: int) -> slice:
@@ -55,4 +55,4 @@ class World(ranks.World):
         return found
 
 
-SINGLE_PROCESS = World.single()
+SINGLE_PROCESS = ProcessGroup.single()

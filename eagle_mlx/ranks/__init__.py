@@ -2,6 +2,6 @@
 
 from eagle_mlx.ranks.channel import TIMEOUT
 from eagle_mlx.ranks.load import load_over_ranks
-from eagle_mlx.ranks.world import World
+from eagle_mlx.ranks.world import ProcessGroup
 
 __all__ = ["TIMEOUT", "World", "load_over_ranks"]

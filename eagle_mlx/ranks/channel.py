@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from eagle_mlx.decoding.draft import Branches
 from eagle_mlx.errors import RanksError
-from eagle_mlx.ranks.world import World, sum_over
+from eagle_mlx.ranks.world import ProcessGroup, sum_over
 
 TIMEOUT = 60.0
 """Seconds after which a silent rank counts as lost: longer than any forward, including a prompt's longest chunk."""
@@ -59,7 +59,7 @@ class Channel:
     wait forever.
     """
 
-    def __init__(self, world: World, timeout: float = TIMEOUT):
+    def __init__(self, world: ProcessGroup, timeout: float = TIMEOUT):
         self.world, self.timeout = world, timeout
         self.state = State.RUNS
         self.on_lost: Callable[[str], None] = end_process

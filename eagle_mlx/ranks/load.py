@@ -19,7 +19,7 @@ from eagle_mlx.errors import ConfigError, RanksError, TargetError
 from eagle_mlx.ranks.channel import TIMEOUT, Channel
 from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
-from eagle_mlx.ranks.world import World
+from eagle_mlx.ranks.world import ProcessGroup
 from eagle_mlx.target import Target, fingerprint, load_target
 
 _PACKAGES = ("mlx", "mlx-lm", "eagle-mlx")
@@ -44,7 +44,7 @@ def load_over_ranks(
     """
     if how.get("adapter_path") is not None:
         raise TargetError("--adapter-path cannot be used with --shard; merge the adapters with mlx_lm.fuse")
-    world = World.init()
+    world = ProcessGroup.init()
     if world.group is None:
         raise ConfigError("--shard needs several processes; start them with mlx.launch (docs/several-machines.md)")
     divide = shard_tensors if shard == "tensor" else shard_layers
@@ -65,7 +65,7 @@ def load_over_ranks(
     return leading
 
 
-def _check_same(what: str, value: str, world: World) -> None:
+def _check_same(what: str, value: str, world: ProcessGroup) -> None:
     """Raise RanksError if a rank's value differs from rank 0's."""
     values = world.all_values(zlib.crc32(value.encode()) >> 1)
     if others := [rank for rank, each in enumerate(values) if each != values[0]]:

@@ -15,7 +15,7 @@ from eagle_mlx.errors import ConfigError, RanksError
 
 
 @dataclass(frozen=True)
-class World:
+class ProcessGroup:
     """The processes of a run. Sums are bitwise equal in all of them.
 
     Every process must call the same methods in the same order, because each call waits for the others.

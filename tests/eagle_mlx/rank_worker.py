@@ -23,7 +23,7 @@ from eagle_mlx.catalog import embedded
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Context, Plan, RoundResult
-from eagle_mlx.ranks import World
+from eagle_mlx.ranks import ProcessGroup
 from eagle_mlx.ranks.channel import Channel
 from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
@@ -77,7 +77,7 @@ def whole_model(name: str, ranks: int = 2, **changes: int) -> nn.Module:
 
 
 def led(
-    world: World,
+    world: ProcessGroup,
     model: nn.Module,
     work: Callable[[LeadingTarget], Any],
     channel: Channel | None = None,
@@ -163,7 +163,7 @@ def decodings(whole: Target, target: LeadingTarget, plans: Sequence[Sequence[Pla
     return found
 
 
-def architectures(world: World, shard: str, *names: str) -> dict[str, Any] | None:
+def architectures(world: ProcessGroup, shard: str, *names: str) -> dict[str, Any] | None:
     """For each architecture, compare texts with those of one process, or return why it cannot be sharded.
 
     Ranks but the first return None.
@@ -181,7 +181,7 @@ def architectures(world: World, shard: str, *names: str) -> dict[str, Any] | Non
     return found if world.is_rank_zero else None
 
 
-def every_way(world: World, shard: str, name: str) -> dict[str, Any]:
+def every_way(world: ProcessGroup, shard: str, name: str) -> dict[str, Any]:
     """Decode one architecture with plain rounds, chains, a draft model, trees and, if a head can read its layers,
     early exits.
 
@@ -196,7 +196,7 @@ def every_way(world: World, shard: str, name: str) -> dict[str, Any]:
     return cast(dict[str, Any], led(world, model, partial(decodings, whole, plans=plans), shard=shard))
 
 
-def given(world: World, folder: str, head: str) -> dict[str, Any]:
+def given(world: ProcessGroup, folder: str, head: str) -> dict[str, Any]:
     """Decode forty prompts with a target in a folder and its head, in four rows and one by one."""
     whole, count = em.load_target(folder, mx.float32), 8
     questions = read_questions(embedded("prompts.jsonl"), 40)
@@ -225,7 +225,7 @@ def given(world: World, folder: str, head: str) -> dict[str, Any]:
     return cast(dict[str, Any], led(world, em.load_target(folder, mx.float32).model, work, tokenizer=whole.tokenizer))
 
 
-def life(world: World, shard: str, name: str, kv_bits: str = "") -> dict[str, Any]:
+def life(world: ProcessGroup, shard: str, name: str, kv_bits: str = "") -> dict[str, Any]:
     """Requests come and go at any time, with a prefix cache, the throughput policy and optionally a quantized cache."""
     wide = {"head_dim": 64} if kv_bits else {}
     whole = Target(whole_model(name, world.size, **wide), None, "whole")
@@ -283,7 +283,7 @@ def joined_and_cancelled(engine: Engine, params: list[em.SamplingParams], turn: 
     return [request.tokens for request in requests]
 
 
-def parted(world: World) -> dict[str, Any]:
+def parted(world: ProcessGroup) -> dict[str, Any]:
     """One rank reads different embeddings."""
     model = whole_model("qwen3", world.size)
     if world.rank == world.size - 1:
@@ -297,7 +297,7 @@ def parted(world: World) -> dict[str, Any]:
     return {}
 
 
-def idle(world: World) -> dict[str, Any]:
+def idle(world: ProcessGroup) -> dict[str, Any]:
     """Return the CPU share of the last rank during one idle second."""
     heard = []
 
@@ -343,7 +343,7 @@ class Fault:
 
 
 class FaultyChannel(Channel):
-    def __init__(self, world: World, timeout: float, fault: Fault):
+    def __init__(self, world: ProcessGroup, timeout: float, fault: Fault):
         super().__init__(world, timeout)
         self.fault = fault
 
@@ -353,7 +353,7 @@ class FaultyChannel(Channel):
         return super().exchange(text)
 
 
-def faulty(world: World, seed: str, timeout: str, shard: str = "tensor") -> dict[str, Any]:
+def faulty(world: ProcessGroup, seed: str, timeout: str, shard: str = "tensor") -> dict[str, Any]:
     """Decode texts until a rank is gone, or all of them."""
     name = "qwen3" if shard == "tensor" else "qwen2"
     whole, params = Target(whole_model(name, world.size), None, "whole"), sampling(True)[: len(FEW)]
@@ -378,7 +378,7 @@ def faulty(world: World, seed: str, timeout: str, shard: str = "tensor") -> dict
 
 def main() -> None:
     """Run cases in order. Each argument is a case's name and its own arguments, separated by spaces."""
-    world, known = World.init(), (architectures, every_way, given, life, idle, parted, faulty)
+    world, known = ProcessGroup.init(), (architectures, every_way, given, life, idle, parted, faulty)
     cases: dict[str, Callable[..., Any]] = {case.__name__: case for case in known}
     found = {}
     for each in sys.argv[1:]:

@@ -22,7 +22,7 @@ import eagle_mlx as em
 
 # isort: split
 # Behind eagle_mlx, which brings the fast BLAS before MLX.
-from eagle_mlx.ranks import World
+from eagle_mlx.ranks import ProcessGroup
 from eagle_mlx.ranks.channel import Channel
 from eagle_mlx.ranks.follower import Follower
 from eagle_mlx.ranks.leader import LeadingTarget
@@ -63,7 +63,7 @@ def led(whole: Callable[..., em.Target], *arguments: str) -> em.Target:
     return LeadingTarget.of(_part(whole(*arguments), channel.world), line)
 
 
-def _part(target: em.Target, world: World) -> em.Target:
+def _part(target: em.Target, world: ProcessGroup) -> em.Target:
     assert world.group is not None
     shard_tensors(target.model, world.group)
     return em.Target(target.model, target.tokenizer, target.name)
@@ -82,7 +82,7 @@ def _channel() -> Channel:
         for rank in range(1, RANKS)
     ]
     os.environ.update(places, MLX_RANK="0")
-    channel = Channel(World.init())
+    channel = Channel(ProcessGroup.init())
     channel.watch()
     atexit.register(_end, channel, others)
     return channel
@@ -99,7 +99,7 @@ def _follow() -> None:
     """Run the other ranks with their parts of all targets."""
     from tests.serve.api import given
 
-    world = World.init()
+    world = ProcessGroup.init()
     channel = Channel(world)
     channel.watch()
     followers: dict[int, Follower] = {}
