@@ -17,7 +17,7 @@ from eagle_mlx.target import arrays_of
 T = TypeVar("T")
 
 
-class ProcessGroup(ranks.ProcessGroup):
+class World(ranks.ProcessGroup):
     """The processes of a run, and the operations that they share in a step."""
 
     def part(self, count: int) -> slice:
@@ -55,4 +55,4 @@ class ProcessGroup(ranks.ProcessGroup):
         return found
 
 
-SINGLE_PROCESS = ProcessGroup.single()
+SINGLE_PROCESS = World.single()

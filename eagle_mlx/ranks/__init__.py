@@ -4,4 +4,4 @@ from eagle_mlx.ranks.channel import TIMEOUT
 from eagle_mlx.ranks.load import load_over_ranks
 from eagle_mlx.ranks.world import ProcessGroup
 
-__all__ = ["TIMEOUT", "World", "load_over_ranks"]
+__all__ = ["TIMEOUT", "ProcessGroup", "load_over_ranks"]
