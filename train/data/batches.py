@@ -17,7 +17,7 @@ from eagle_mlx.hidden_states import Bits
 
 from ..distributed import SINGLE_PROCESS, World
 from .examples import Examples
-from .packing import Batch, Piece, Row, batches_of, cut_into_pieces
+from .packing import PackedBatch, Piece, Row, batches_of, cut_into_pieces
 
 T = TypeVar("T")
 _END = object()
@@ -68,7 +68,7 @@ class Batches:
     def __init__(self, samples: Examples, rows: int, length: int, seed: int, world: World = SINGLE_PROCESS):
         self.samples = samples
         self._rows, self._length, self._seed, self._world = rows, length, seed, world
-        self._packed: tuple[int, list[Batch]] | None = None
+        self._packed: tuple[int, list[PackedBatch]] | None = None
         self._first = 0, 0
 
     def put_first(self, epoch: int, sample: int) -> None:
@@ -133,7 +133,7 @@ class Batches:
             return ()
         return tuple(tuple(self.samples[piece.sample].tokens[: piece.stop] for piece in row) for row in rows)
 
-    def _batches(self, epoch: int) -> list[Batch]:
+    def _batches(self, epoch: int) -> list[PackedBatch]:
         """Return the epoch's batches. The last result is cached."""
         if self._packed is None or self._packed[0] != epoch:
             first = self._first[1] if epoch == self._first[0] else 0

@@ -83,7 +83,7 @@ def _windows(lengths: Sequence[int], order: Sequence[int] | NDArray[np.int64], l
 
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """Rows that form one training batch."""
 
     rows: tuple[Row, ...]
@@ -95,7 +95,9 @@ class Batch:
         return sum(len(piece) for row in self.rows for piece in row)
 
 
-def batches_of(lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int, first: int = 0) -> list[Batch]:
+def batches_of(
+    lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int, first: int = 0
+) -> list[PackedBatch]:
     """Return the batches of an epoch, of `rows` rows each; the last may have fewer.
 
     Samples from index `first` on come first; other samples fill up their last batch.
@@ -110,14 +112,16 @@ def batches_of(lengths: Sequence[int], rows: int, length: int, seed: int, epoch:
     return [*batches, *(_batch(others[at : at + rows], length) for at in range(0, len(others), rows))]
 
 
-def _batch(rows: Sequence[Row], length: int) -> Batch:
+def _batch(rows: Sequence[Row], length: int) -> PackedBatch:
     """Pad the rows to the length of the longest, rounded up to limit the number of different widths."""
     multiple = max(1, length // (2 * _FULL_SHARE))
     fullest = max(sum(map(len, row)) for row in rows)
-    return Batch(tuple(rows), min(length, -(-fullest // multiple) * multiple))
+    return PackedBatch(tuple(rows), min(length, -(-fullest // multiple) * multiple))
 
 
-def _batches_of(samples: range, lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int) -> list[Batch]:
+def _batches_of(
+    samples: range, lengths: Sequence[int], rows: int, length: int, seed: int, epoch: int
+) -> list[PackedBatch]:
     """Return batches of these samples in the order of (seed, epoch); the last may have fewer rows.
 
     Full rows are grouped at random, the others by how full they are. A batch is as wide as its fullest row, rounded up
