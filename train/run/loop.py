@@ -33,7 +33,7 @@ from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of, with_
 from . import state
 from .folder import BEST, LAST, REPORT, Setup, read_identity, write_identity
 from .start import new_head, with_vocabulary
-from .state import Bar, Checkpoint, Progress, RunState, mean, means
+from .state import Bar, RunCheckpoint, Progress, RunState, mean, means
 from .workers import first_epoch
 
 
@@ -292,7 +292,7 @@ class Run:
     def save_state(self) -> None:
         due = self._next_eval or 0.0
         now = RunState(self.progress, self.watch.elapsed, due, self.untrained, *self.best, self._recent)
-        saved = Checkpoint(now, arrays_of(self.head.trainable_parameters()), self._stepper.state())
+        saved = RunCheckpoint(now, arrays_of(self.head.trainable_parameters()), self._stepper.state())
         state.save(self._setup.folder, saved, self.config.run.checkpoints)
         self._plan_next_save()
 

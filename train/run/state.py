@@ -113,7 +113,7 @@ class RunState:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class RunCheckpoint:
     """A run's state with its arrays."""
 
     state: RunState
@@ -123,7 +123,7 @@ class Checkpoint:
     """The optimizers' moments and step counts."""
 
 
-def save(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
+def save(run: Path, checkpoint: RunCheckpoint, keep: int) -> Path:
     """Write a checkpoint atomically into a run's folder, flushed to disk; then remove all but the newest `keep`.
 
     Raises OutputError, with earlier checkpoints untouched, if the disk is full or cannot be written.
@@ -140,7 +140,7 @@ def save(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
     return folder
 
 
-def newest(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+def newest(run: Path, warn: Callable[[str], None]) -> RunCheckpoint | None:
     """Return the newest intact checkpoint, or None. Warn of damaged ones; remove leftovers of interrupted writes."""
     for part in (run / STATES).glob(".*"):
         shutil.rmtree(part, ignore_errors=True)
@@ -152,7 +152,7 @@ def newest(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
-def load(folder: Path) -> Checkpoint:
+def load(folder: Path) -> RunCheckpoint:
     """Load a checkpoint. Raises CheckpointError with the file's name if it is damaged."""
     from pydantic import TypeAdapter  # not at the top, so that `eagle-train --help` works without it
 
@@ -166,7 +166,7 @@ def load(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder} cannot be read: {type(e).__name__} {e}") from e
     head, stepper = (cast(Arrays, mx.load(str(folder / name))) for name in (_HEAD, _STEPPER))
     mx.eval(head, stepper)
-    return Checkpoint(state, head, stepper)
+    return RunCheckpoint(state, head, stepper)
 
 
 def remove(run: Path) -> None:
