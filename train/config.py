@@ -83,7 +83,7 @@ class HeadConfig(Group):
 
 
 @dataclass(frozen=True)
-class DataConfig(Group):
+class TrainingDataConfig(Group):
     """The training data, and where the target's hidden states are kept."""
 
     sources: tuple[str, ...] = setting(
@@ -279,7 +279,7 @@ class TrainConfig(Group):
 
     head: HeadConfig = HeadConfig()
     loading: TargetOptions = dataclasses.field(default_factory=TargetOptions)
-    data: DataConfig = DataConfig()
+    data: TrainingDataConfig = TrainingDataConfig()
     optimization: OptimizationConfig = OptimizationConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()

@@ -10,7 +10,7 @@ import pytest
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.setting import find, groups_of, settings_of
 from eagle_mlx.train.cli import main
-from eagle_mlx.train.config import DataConfig, EvaluationConfig, TrainConfig, TrainSettings, flag, load_config
+from eagle_mlx.train.config import TrainingDataConfig, EvaluationConfig, TrainConfig, TrainSettings, flag, load_config
 from eagle_mlx.train.kinds import KINDS, resolve
 
 
@@ -99,9 +99,9 @@ def test_a_group_made_by_itself_names_the_flag() -> None:
     with pytest.raises(ConfigError, match="^--eval-depth must be between 1 and 20, not 0$"):
         EvaluationConfig(depth=0)
     with pytest.raises(ConfigError, match="^--cache-bits must be 16 or 8, not 4$"):
-        DataConfig(cache_bits=4)
+        TrainingDataConfig(cache_bits=4)
     with pytest.raises(ConfigError, match="^--data must be a list, each text"):
-        DataConfig(sources=True)  # type: ignore[arg-type]
+        TrainingDataConfig(sources=True)  # type: ignore[arg-type]
 
 
 def test_setting_names_are_unique_across_groups() -> None:
