@@ -9,7 +9,7 @@ from .rendering import Sample, prompt_tokens, render_all
 from .sources.reading import DataConfig, FilterOptions, ReadReport, check_conversations, read_conversations
 from .sources.rows import place_of
 from .sources.spec import public_source
-from .synthesis.file import Enough, Limits, Wanted, make_once, make_to_file, prompt_keys
+from .synthesis.file import Enough, MakeLimits, Wanted, make_once, make_to_file, prompt_keys
 from .synthesis.loop import FIRST_ROWS, growing_engine
 from .synthesis.tries import MakeConfig, beginning
 from .synthesis.user_turns import steerable

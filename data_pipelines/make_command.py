@@ -18,7 +18,7 @@ from eagle_mlx.target_options import TargetOptions
 from .capturing import ShardPlace, shard_meta
 from .jsonl import check_new, partial_path
 from .options import AUX_LAYERS, LAYER_NUMBERS, TARGET_HELP, DraftingOptions, aux_layers_of, engine_of, tokenizer_of
-from .synthesis.file import Limits, Wanted, make_to_file
+from .synthesis.file import MakeLimits, Wanted, make_to_file
 from .synthesis.tries import MakeConfig, MakeSampling, beginning
 from .synthesis.user_turns import DOMAINS, FILE, choose_domains, steerable
 
@@ -96,14 +96,14 @@ class MakeOptions(Group):
 def run(options: MakeOptions) -> None:
     """Check the template first, so that an unusable target is reported at once, then make conversations."""
     check_new(options.output, options.overwrite)
-    begun, limits = partial_path(options.output), Limits()
+    begun, limits = partial_path(options.output), MakeLimits()
     check_idle(begun)
     if options.capture is not None:
         check_writable(options.capture)
     if options.finish:
         if not begun.exists():
             raise DataError(f"there is no {begun} to finish; leave out --finish to make conversations")
-        limits = Limits(enough=lambda made, coming: True, first=False)
+        limits = MakeLimits(enough=lambda made, coming: True, first=False)
     wanted = Wanted(options.rows or 0, options.tokens or 0)
     config = options.writing.config(options.seed)
     tune_process()

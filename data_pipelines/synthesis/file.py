@@ -54,7 +54,7 @@ Enough = Callable[[int, int], bool]
 
 
 @dataclass(frozen=True)
-class Limits:
+class MakeLimits:
     """Conditions that end the file early, and duplicates to leave out."""
 
     known: Collection[int] = ()
@@ -151,7 +151,7 @@ def make_to_file(
     overwrite: bool = False,
     progress: bool = False,
     place: ShardPlace | None = None,
-    limits: Limits | None = None,
+    limits: MakeLimits | None = None,
 ) -> MakeReport:
     """Have the target make up conversations into a jsonl file; return counts of the tries.
 
@@ -164,7 +164,7 @@ def make_to_file(
     Raises OutputError if the output exists without `overwrite`, cannot be written or was begun with other settings;
     DataError if nothing usable is made.
     """
-    settings, limits = {**text_settings(engine.target), **asdict(config)}, limits or Limits()
+    settings, limits = {**text_settings(engine.target), **asdict(config)}, limits or MakeLimits()
     with open_partial(output, settings, overwrite) as part:
         with nullcontext(ShardPlan()) if place is None else open_shards(place, settings, asdict(wanted)) as shards:
             if isinstance(shards, MadeShards):
@@ -182,7 +182,7 @@ def make_to_file(
 
 
 def _make(
-    engine: Engine, config: MakeConfig, part: PartialFile, selection: Selection, limits: Limits, progress: bool
+    engine: Engine, config: MakeConfig, part: PartialFile, selection: Selection, limits: MakeLimits, progress: bool
 ) -> None:
     begin = tries(engine, config)
     numbers = (number for number in count() if number not in part.done)

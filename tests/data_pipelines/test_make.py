@@ -28,7 +28,7 @@ from eagle_mlx.data_pipelines.synthesis import report as report_module
 from eagle_mlx.data_pipelines.synthesis.file import (
     FREE_TRIES,
     TRIES_A_ROW,
-    Limits,
+    MakeLimits,
     Selection,
     Wanted,
     make_to_file,
@@ -194,7 +194,7 @@ def test_a_file_ends_where_there_is_enough(target: Target, whole: bytes, tmp_pat
         return True
 
     path = tmp_path / "a.jsonl"
-    report = make_to_file(Engine(target, max_batch=3), CONFIG, Wanted(rows=100), path, limits=Limits(enough=enough))
+    report = make_to_file(Engine(target, max_batch=3), CONFIG, Wanted(rows=100), path, limits=MakeLimits(enough=enough))
     assert whole.startswith(path.read_bytes())
     assert report.tries == 3
     assert report.tries - report.failed == len(path.read_bytes().splitlines()) > 0
@@ -211,9 +211,9 @@ def test_23_running_tries_stop_when_the_time_is_over(
     place = place_at(folder, target) if captures else None
     engine = capturing(target, 2) if captures else Engine(target, max_batch=3)
     with pytest.raises(DataError, match=r"7 stopped because time was up; allow more time"):
-        make_to_file(engine, CONFIG, Wanted(rows=99), tmp_path / "b.jsonl", limits=Limits(over=lambda made: True))
+        make_to_file(engine, CONFIG, Wanted(rows=99), tmp_path / "b.jsonl", limits=MakeLimits(over=lambda made: True))
     report = make_to_file(
-        engine, CONFIG, Wanted(rows=99), path, place=place, limits=Limits(over=lambda made: made >= 90)
+        engine, CONFIG, Wanted(rows=99), path, place=place, limits=MakeLimits(over=lambda made: made >= 90)
     )
     assert 90 <= report.tokens
     assert report.late + report.shortened > 0
@@ -230,7 +230,9 @@ def test_what_begins_like_others_is_left_out(target: Target, whole: bytes, tmp_p
     others, path = tmp_path / "others.jsonl", tmp_path / "a.jsonl"
     rows = whole.splitlines(keepends=True)
     others.write_bytes(rows[0] + rows[2])
-    report = make_to_file(Engine(target), CONFIG, Wanted(rows=ROWS - 2), path, limits=Limits(known=prompt_keys(others)))
+    report = make_to_file(
+        Engine(target), CONFIG, Wanted(rows=ROWS - 2), path, limits=MakeLimits(known=prompt_keys(others))
+    )
     assert path.read_bytes() == whole.replace(rows[0], b"").replace(rows[2], b"")
     assert report.duplicates == 2
 
@@ -389,7 +391,7 @@ def test_what_is_done_can_be_made_to_be_enough(
         with pytest.raises(Stop):
             make_to_file(capturing(target, 1), CONFIG, Wanted(rows=99), path, place=place_at(folder, target))
     begun = max(json.loads(line.split(b"\t")[0])[0] for line in partial_path(path).read_bytes().splitlines()[1:])
-    enough = Limits(enough=lambda made, coming: True, first=False)
+    enough = MakeLimits(enough=lambda made, coming: True, first=False)
     place = place_at(folder, target)
     report = make_to_file(capturing(target, 1), CONFIG, Wanted(rows=99), path, place=place, limits=enough)
     assert report.tries == begun + 1, "no other try was begun"

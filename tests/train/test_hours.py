@@ -16,7 +16,7 @@ from eagle_mlx.catalog.head_search import records_for
 from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.data_pipelines import (
     Conversation,
-    Limits,
+    MakeLimits,
     MakeConfig,
     Message,
     Wanted,
@@ -143,7 +143,7 @@ def test_what_the_head_drafted_is_what_the_target_says_alone(
     rows = len(drafted.read_text().splitlines())
     known = prompt_keys(whole[0] / "made" / "00.jsonl") | prompt_keys(whole[0] / "made" / "held-out.jsonl")
     alone = tmp_path / "alone.jsonl"
-    make_to_file(growing_engine(target), SHORT(seed=1), Wanted(rows=rows), alone, limits=Limits(known))
+    make_to_file(growing_engine(target), SHORT(seed=1), Wanted(rows=rows), alone, limits=MakeLimits(known))
     assert alone.read_bytes() == drafted.read_bytes()
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from eagle_mlx.catalog.head_search import register
 from eagle_mlx.command import Stopped
-from eagle_mlx.data_pipelines import Limits
+from eagle_mlx.data_pipelines import MakeLimits
 from eagle_mlx.errors import DataError
 from eagle_mlx.target import fingerprint
 
@@ -235,7 +235,7 @@ class Hours:
             self._journal.portions[number].tokens, self._journal.portions[number].last = 0, True
             self._write()
 
-    def _make(self, number: int, limits: Limits, head: Path | str | None) -> None:
+    def _make(self, number: int, limits: MakeLimits, head: Path | str | None) -> None:
         portion = self._journal.portions[number]
         if portion.tokens is None:
             wanted = 0 if portion.last else portion.wanted
@@ -243,7 +243,7 @@ class Hours:
             portion.made_seconds = self._watch.elapsed - portion.begun
             self._write()
 
-    def _limits(self, number: int) -> Limits:
+    def _limits(self, number: int) -> MakeLimits:
         """Return the limits for making a portion, so that enough time remains to learn its tokens."""
         rates = self._rates()
         learned, passes = self._learned_tokens, self._config.optimization.epochs
@@ -259,9 +259,9 @@ class Hours:
             self._show_making(number, tokens, self._beat())
             return left(tokens + coming) <= coming / 2 / rates.made  # half of the current conversations is written
 
-        return Limits(enough=enough, over=lambda tokens: left(tokens) <= 0)
+        return MakeLimits(enough=enough, over=lambda tokens: left(tokens) <= 0)
 
-    def _first_limits(self, portion: Portion) -> Limits:
+    def _first_limits(self, portion: Portion) -> MakeLimits:
         """Return the limits for the first portion, which must not be empty. The learning speed is not known yet."""
         latest = self._watch.elapsed + LONGEST * self._left
 
@@ -270,7 +270,7 @@ class Hours:
             self._show_making(0, tokens, now)
             return now >= portion.begun + FIRST * self._total
 
-        return Limits(enough=enough, over=lambda tokens: tokens > 0 and self._beat() >= latest)
+        return MakeLimits(enough=enough, over=lambda tokens: tokens > 0 and self._beat() >= latest)
 
     def _show_making(self, number: int, tokens: int, now: float) -> None:
         self._bar.bar.set_description_str(f"phase {number + 1} makes", refresh=False)

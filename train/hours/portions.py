@@ -16,8 +16,8 @@ import mlx.core as mx
 from eagle_mlx.data_pipelines import (
     DataConfig,
     Enough,
-    Limits,
     MakeConfig,
+    MakeLimits,
     ShardPlace,
     Wanted,
     growing_engine,
@@ -143,7 +143,7 @@ class Portions:
         # Only the prompts are used; short answers reveal loops and refusals.
         making = replace(self._making(_SEEDS - 1, self._own(held_out=True)), turns=(1.0,), max_tokens=16)
         wanted = Wanted(rows=self._config.evaluation.prompts or MOST_PROMPTS)
-        make_to_file(growing_engine(self._target), making, wanted, file, limits=Limits(enough=enough))
+        make_to_file(growing_engine(self._target), making, wanted, file, limits=MakeLimits(enough=enough))
 
     @cached_property
     def prompts(self) -> EvalPrompts:
@@ -152,7 +152,7 @@ class Portions:
         config = self._config if named else self._config.changed(eval_data=str(self._folder / _HELD_OUT))
         return heldout_prompts(self._target, config)
 
-    def make(self, number: int, wanted: int, expected: int, limits: Limits, head: Path | str | None) -> int:
+    def make(self, number: int, wanted: int, expected: int, limits: MakeLimits, head: Path | str | None) -> int:
         """Make a portion, or the rest of it. Return its number of tokens.
 
         `wanted`: tokens; 0 for as many as the `limits` allow. `expected`: hidden states are saved if those of this many
