@@ -36,7 +36,7 @@ from .data import (
 from .distributed import SINGLE_PROCESS, World
 from .hours import FINGERPRINT, train_for_hours
 from .kinds import KINDS, check_supported, parameters_of
-from .plan import Plan, batches_for, bound_of, probe, typical
+from .plan import BatchSizePlan, batches_for, bound_of, probe, typical
 from .run import (
     BEST,
     check_incomplete,
@@ -117,7 +117,7 @@ def _run(
         return target, train(setup, data, prompts, warmup, plan.seen / measured.learned)
 
 
-def _chosen(plan: Plan, world: World) -> TrainSettings:
+def _chosen(plan: BatchSizePlan, world: World) -> TrainSettings:
     """Print what a plan has chosen, and return rank 0's settings, since measured speeds differ between machines."""
     if plan.about and world.is_rank_zero:
         print(f"chosen: {plan.about}", file=sys.stderr)

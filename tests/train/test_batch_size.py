@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.kinds import LARGEST_STEP, resolve
-from eagle_mlx.train.plan import Plan, Probe, batches_for
+from eagle_mlx.train.plan import BatchSizePlan, Probe, batches_for
 from eagle_mlx.train.plan.batch_size import PASSES, SMALLEST_STEP, UPDATES, best_passes, shape
 from tests.full import some
 
 
-def plan(tokens: int, long: int = 400, speed: Probe | None = None, processes: int = 1, **given: Any) -> Plan:
+def plan(tokens: int, long: int = 400, speed: Probe | None = None, processes: int = 1, **given: Any) -> BatchSizePlan:
     return batches_for(resolve(TrainConfig.of(**given), 2048), TrainConfig.of(**given), tokens, long, speed, processes)
 
 
-def of(found: Plan) -> tuple[int, int, int]:
+def of(found: BatchSizePlan) -> tuple[int, int, int]:
     how = found.config.optimization
     return how.rows, how.length, how.epochs
 

@@ -31,7 +31,7 @@ _REPEATS = 15.4
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchSizePlan:
     config: TrainSettings
     tokens: int
     """Tokens of training data, measured or planned."""
@@ -48,7 +48,7 @@ def batches_for(
     long: int = LONGEST_ROW,
     speed: Probe | None = None,
     processes: int = 1,
-) -> Plan:
+) -> BatchSizePlan:
     """Return the settings with rows, length and passes for this much data, unless they are `given` by the user.
 
     `tokens`: of training data; for a run with `hours`, they are planned from `speed` instead. `long`: a length that
@@ -72,7 +72,7 @@ def batches_for(
     opened = [f"{flag(name)} {n}" for name, n in chosen.items() if given.value(name) is None and name not in limited]
     wanted = f"; {UPDATES:,} to {2 * UPDATES:,} are best" if not how.max_steps else ""
     about = f"{' '.join(opened)}: about {updates:,} updates from {tokens:,} tokens{wanted}"
-    return Plan(config.changed(**chosen), tokens, updates * step, about if opened else "")
+    return BatchSizePlan(config.changed(**chosen), tokens, updates * step, about if opened else "")
 
 
 def typical(lengths: Sequence[int]) -> int:
