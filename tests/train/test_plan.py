@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.train.data.batches import Rows
-from eagle_mlx.train.step.inputs import Plan, make_plan
+from eagle_mlx.train.step.inputs import InputPlan, make_plan
 from tests.full import some
 
 
@@ -14,7 +14,7 @@ def rows_of(segments: list[list[int]], mask: list[list[int]]) -> Rows:
     return Rows(np.zeros_like(s), np.array(mask, np.uint8), s, None)
 
 
-def pairs(plan: Plan, rows: Rows, step: int) -> list[tuple[int, int, int]]:
+def pairs(plan: InputPlan, rows: Rows, step: int) -> list[tuple[int, int, int]]:
     """Return (row, t, u) of every position with loss in a step, from the plan."""
     length, count = rows.tokens.shape[1], plan.positions.shape[1]
     found = []

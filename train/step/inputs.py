@@ -21,7 +21,7 @@ ANCHORS = 512
 
 
 @dataclass(frozen=True)
-class Plan:
+class InputPlan:
     """Positions and labels: step j at index t reads token t+1+j; its label is the target's distribution at u = t+1+j.
 
     All steps share the U positions u with loss, so the target's distribution is computed once per position. The head's
@@ -44,7 +44,7 @@ class Plan:
         return counts
 
 
-def make_plan(rows: Rows, steps: int, multiple: int = 1) -> Plan:
+def make_plan(rows: Rows, steps: int, multiple: int = 1) -> InputPlan:
     """Return the plan of a batch for `steps` draft steps.
 
     The token predicted at u is token u+1. It must be in the loss mask and in u's conversation. P and U are rounded up
@@ -65,7 +65,7 @@ def make_plan(rows: Rows, steps: int, multiple: int = 1) -> Plan:
 
 def make_anchor_plan(
     rows: Rows, steps: int, seed: int, step: int, multiple: int = 1, share: Callable[[int], float] = lambda slot: 1.0
-) -> Plan:
+) -> InputPlan:
     """Return the plan of a batch for block drafters: `positions` are anchors, draft step j at anchor t is slot j.
 
     Slot j predicts token t+1+j; its label is the target's distribution at u = t+j. An anchor needs a position before it
@@ -118,7 +118,7 @@ def _plan(
     at: NDArray[np.intp],
     valid: NDArray[np.bool_],
     multiple: int,
-) -> Plan:
+) -> InputPlan:
     """Return the plan for labels at (row, u), each [U], read at indices `at` [S, U] where `valid` [S, U]."""
     width, length = shape
     read = np.zeros((width, length), np.int32)
@@ -129,7 +129,7 @@ def _plan(
     place = np.argsort(order, axis=1) + np.arange(width)[:, None] * count
     select = np.where(valid, place[row[None], np.maximum(at, 0)], 0)
     padding = _round_up(len(u), multiple) - len(u)
-    return Plan(
+    return InputPlan(
         positions.astype(np.int32),
         np.pad(row * length + u, (0, padding)).astype(np.int32),
         np.pad(select, ((0, 0), (0, padding))).astype(np.int32),

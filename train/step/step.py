@@ -29,7 +29,7 @@ from ..distributed import SINGLE_PROCESS, World
 from ..kinds import KINDS, Head, kind_of
 from ..kinds.block import with_latents
 from ..unroll import Inputs, holding, weights_but
-from .inputs import Plan, add_noise, make_anchor_plan, make_plan, noise_of
+from .inputs import InputPlan, add_noise, make_anchor_plan, make_plan, noise_of
 from .losses import CROSS_ENTROPY, ChunkedLoss, Objective, feature_losses, step_weights
 from .optimizers import Optimizers
 
@@ -69,7 +69,7 @@ class _Part:
     """The part of a batch that one stream computes."""
 
     rows: Rows
-    plan: Plan
+    plan: InputPlan
     noise: dict[str, NDArray[Any]]
 
 
@@ -253,7 +253,7 @@ def part_arrays(
     head: Head,
     target: Target,
     rows: Rows,
-    plan: Plan,
+    plan: InputPlan,
     scale: NDArray[np.float32],
     noise: Mapping[str, NDArray[Any]] | None = None,
 ) -> Arrays:
