@@ -66,7 +66,7 @@ last saved state. A second Ctrl-C stops immediately.
 
 
 @dataclass(frozen=True)
-class Start(Group):
+class StartOptions(Group):
     """Options of a start, apart from the run's settings."""
 
     resume: Path | None = setting(None, "continue the run in this folder, with its settings", metavar="DIR")
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(given: Sequence[str]) -> None:
     flags = vars(flags_parser().parse_args(given))
-    start = Start.of(**{name: flags.pop(name) for name in settings_of(Start) if name in flags})
+    start = StartOptions.of(**{name: flags.pop(name) for name in settings_of(StartOptions) if name in flags})
     flags = {name: find(TrainConfig, name).convert(value) for name, value in flags.items()}
     print(f"blas: {blas.activate()}", file=sys.stderr)
     resume, name = start.resume, start.recipe
@@ -151,7 +151,7 @@ def flags_parser() -> Parser:
         description=_HELP,
         usage="%(prog)s --target MODEL [settings]\n       %(prog)s --resume DIR\n       %(prog)s report DIR [DIR ...]",
     )
-    add_flags(parser, Start)
+    add_flags(parser, StartOptions)
     add_flags(parser, TrainConfig, _default)
     return parser
 
