@@ -43,7 +43,7 @@ from .run import (
     check_wandb,
     claim,
     existing_head,
-    fingerprint_of,
+    data_fingerprint,
     run_worker,
     set_up,
     train,
@@ -113,7 +113,7 @@ def _run(
     config = config if config.data.shards else config.changed(states=data.place)  # for resumed runs too
     data, prompts = _with_prompts(target, config, data, warmup)
     print("data: " + ", ".join(f"{key} {shown(value)}" for key, value in data.report.items()), file=sys.stderr)
-    with set_up(target, config, fingerprint_of(data, warmup), head, resume, stop, world, claimed=folder) as setup:
+    with set_up(target, config, data_fingerprint(data, warmup), head, resume, stop, world, claimed=folder) as setup:
         return target, train(setup, data, prompts, warmup, plan.seen / measured.learned)
 
 

@@ -41,7 +41,7 @@ from eagle_mlx.train.config import TrainSettings, load_config
 from eagle_mlx.train.data import Batches, InMemory, TrainData, training_data
 from eagle_mlx.train.evaluation import Acceptance, Evaluator
 from eagle_mlx.train.kinds import KINDS, aux_layers_of, resolve
-from eagle_mlx.train.run import LAST, fingerprint_of, set_up, train
+from eagle_mlx.train.run import LAST, data_fingerprint, set_up, train
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 RECIPES = {
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
             print(f"\n== {KINDS[kind].title}, equal {budget}", flush=True)
             config = config_of(kind, args, budget, output, steps, target)
             data = data_of(config, captured, target)
-            with set_up(target, config, fingerprint_of(data)) as setup:
+            with set_up(target, config, data_fingerprint(data)) as setup:
                 report = train(setup, data, prompts)
             heads.append(head := load_head(output / LAST, target))
             found = {depth: measure(target, head, prompts, depth, args.max_tokens) for depth in args.depths}

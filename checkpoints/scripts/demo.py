@@ -32,7 +32,7 @@ from eagle_mlx.text import is_loop
 from eagle_mlx.train.config import load_config
 from eagle_mlx.train.data import training_data
 from eagle_mlx.train.kinds import resolve
-from eagle_mlx.train.run import fingerprint_of, set_up, train
+from eagle_mlx.train.run import data_fingerprint, set_up, train
 
 CHECKPOINTS = Path(__file__).resolve().parents[1]
 
@@ -50,7 +50,7 @@ def train_head(args: argparse.Namespace, target: em.Target, prompts: list[list[i
     limit = {} if args.minutes is None else {"minutes": args.minutes}
     config = resolve(load_config(args.config, {**own, **limit}), target.hidden_size)
     data = training_data(target, config, progress=True)
-    with set_up(target, config, fingerprint_of(data), stop=Unsaved()) as setup:
+    with set_up(target, config, data_fingerprint(data), stop=Unsaved()) as setup:
         return train(setup, data, prompts)
 
 

@@ -12,7 +12,7 @@ from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import InMemory, TrainData
 from eagle_mlx.train.evaluation import Evaluator, affordable, summarize
 from eagle_mlx.train.kinds import resolve
-from eagle_mlx.train.run import fingerprint_of, set_up, train
+from eagle_mlx.train.run import data_fingerprint, set_up, train
 from tests.fakes import tiny_head, tiny_target
 from tests.train.test_step import conversations
 
@@ -93,7 +93,7 @@ def test_a_head_that_training_made_worse_is_not_the_best(tmp_path: Path, start: 
     data = TrainData(learned, (0, 2, 3), None, {})
     more = {"max_steps": 12, "eval_steps": 12, "eval_tokens": 16, "lr": lr, "start": start, "output": str(out)}
     given = TrainConfig.of(target="tiny", rows=4, length=32, unroll=2, lanes=1, dtype="float32", **more)
-    with set_up(target, resolve(given, target.hidden_size), fingerprint_of(data)) as setup:
+    with set_up(target, resolve(given, target.hidden_size), data_fingerprint(data)) as setup:
         report = train(setup, data, prompts)
     begun, last = (report["acceptance"][name]["acceptance_length"] for name in ("untrained", "last"))
     assert (last >= begun) == improves

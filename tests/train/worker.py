@@ -21,7 +21,7 @@ from eagle_mlx.train.data.examples import InMemory
 from eagle_mlx.train.data.sources import TrainData
 from eagle_mlx.train.distributed import World
 from eagle_mlx.train.kinds import KINDS, resolve
-from eagle_mlx.train.run import fingerprint_of, run_worker, set_up, train
+from eagle_mlx.train.run import data_fingerprint, run_worker, set_up, train
 from eagle_mlx.train.step.step import Stepper
 from tests.fakes import tiny_target
 
@@ -88,7 +88,7 @@ def whole_run(
         run_worker(target, data, config, None, world, stop)
         return []
     resume = out if out.exists() else None
-    with set_up(target, config, fingerprint_of(data), resume=resume, stop=stop, world=world) as setup:
+    with set_up(target, config, data_fingerprint(data), resume=resume, stop=stop, world=world) as setup:
         train(setup, data, [[1, 2, 3], [4, 5, 6]])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == "train"]

@@ -1,7 +1,7 @@
 """A training run from the first step to the report, with exact stop and resume."""
 
 from . import state
-from .folder import BEST, LAST, MADE, REPORT, Setup, check_incomplete, claim, fingerprint_of, resumed_config, set_up
+from .folder import BEST, LAST, MADE, REPORT, Setup, check_incomplete, claim, data_fingerprint, resumed_config, set_up
 from .loop import Phase, Result, Run, train
 from .start import existing_head, new_head
 from .state import Bar, Stopwatch

@@ -62,7 +62,7 @@ class Identity:
     """Hash of the head that the run adapts; empty if all weights are trained, which the saved states then hold."""
 
 
-def fingerprint_of(data: TrainData, warmup: TrainData | None = None) -> str:
+def data_fingerprint(data: TrainData, warmup: TrainData | None = None) -> str:
     """Return a hex digest of the lengths of all samples and of the tokens and masks of 256, evenly spread."""
     samples: Examples = data.samples if warmup is None else Joined([warmup.samples, data.samples])
     lengths = np.array(samples.lengths, np.int64)

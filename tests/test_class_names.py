@@ -1,0 +1,36 @@
+"""One class name has one owner, so that a name in a sentence or an error needs no module."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("eagle_mlx", "train", "serve", "data_pipelines")
+MOST = 9
+"""Names that may have several owners."""
+
+
+def owners(files: Iterable[Path]) -> dict[str, list[str]]:
+    """Return the files that define each class."""
+    found = defaultdict(list)
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(file))
+    return found
+
+
+def test_few_class_names_have_several_owners(tmp_path: Path) -> None:
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    shared = {name: where for name, where in owners(files).items() if len(where) > 1}
+    assert len(shared) <= MOST, shared
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text(f"class Same: ...\nclass Own{name}: ...")
+    assert {name: len(where) for name, where in owners(tmp_path.glob("*.py")).items()} == {
+        "Same": 2,
+        "Owna": 1,
+        "Ownb": 1,
+    }
