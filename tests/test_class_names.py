@@ -15,12 +15,12 @@ MOST = 9
 
 def owners(files: Iterable[Path]) -> dict[str, list[str]]:
     """Return the files that define each class."""
-    found = defaultdict(list)
+    files_by_class = defaultdict(list)
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                found[node.name].append(str(file))
-    return found
+                files_by_class[node.name].append(str(file))
+    return files_by_class
 
 
 def test_few_class_names_have_several_owners(tmp_path: Path) -> None:
