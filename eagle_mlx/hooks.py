@@ -57,6 +57,7 @@ class Hooks:
 
     @staticmethod
     def of(model: nn.Module) -> Hooks:
+        """Return the hooks on a model. They stay on it for as long as somebody holds the result."""
         hooks = _OF.get(id(model))
         return hooks if hooks is not None else _OF.setdefault(id(model), Hooks(model))
 
