@@ -60,9 +60,7 @@ def resolve(name: str | Path, code: bool = False) -> Path:
         raise EagleError(f"there is no folder {folder}")
     with _asking(repo, str(name), f"{name} is not a local folder, {repo}"):
         wanted, left = [*_WANTED, *([_CODE] if code else [])], list(_SAME_AGAIN)
-        download = partial(
-            huggingface_hub.snapshot_download, repo, revision=recorded_revisions().get(repo), ignore_patterns=left
-        )
+        download = partial(huggingface_hub.snapshot_download, repo, revision=_revision(repo), ignore_patterns=left)
         fetched = Path(download(allow_patterns=wanted))
         if any(fetched.glob("*.safetensors")):
             return fetched
@@ -71,7 +69,7 @@ def resolve(name: str | Path, code: bool = False) -> Path:
 
 def cached(repo: str) -> Path | None:
     """Return a repository's folder if its config and weights are in the hub's cache, else None. Uses no network."""
-    config = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=recorded_revisions().get(repo))
+    config = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=_revision(repo))
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
@@ -80,17 +78,20 @@ def cached(repo: str) -> Path | None:
 
 @cache
 def recorded_revisions() -> dict[str, str]:
-    """Return the revisions in the table of published heads, by hub id."""
+    """Return the revisions in the table of published heads, by hub id in lower case."""
     table = yaml.safe_load(KNOWN_HEADS.read_text(encoding="utf-8"))["heads"]
-    return {row["head"]: row["revision"] for rows in table.values() for row in rows if row["revision"] != UNKNOWN}
+    heads = [head for heads in table.values() for head in heads if head["revision"] != UNKNOWN]
+    return {head["head"].lower(): head["revision"] for head in heads}
+
+
+def _revision(repo: str) -> str | None:
+    return recorded_revisions().get(repo.lower())
 
 
 def license_and_size(repo: str) -> tuple[str, str]:
     """Ask the hub for a repository's license and the size of its weights, in words; either may be `UNKNOWN`."""
     with suppress(EagleError), _asking(repo, repo, repo):
-        info = huggingface_hub.HfApi().model_info(
-            repo, revision=recorded_revisions().get(repo), files_metadata=True, timeout=_QUICK
-        )
+        info = huggingface_hub.HfApi().model_info(repo, revision=_revision(repo), files_metadata=True, timeout=_QUICK)
         files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         weights = sum(size for name, size in files.items() if _matches(name, "*.safetensors"))
         weights = weights or sum(size for name, size in files.items() if _matches(name, _TORCH))

@@ -284,7 +284,7 @@ def fetch_notice(name: str | Path) -> str | None:
         return None
     license_id, size = hub.license_and_size(repo)
     for known in known_heads():
-        if known.head == repo:
+        if known.head.lower() == repo.lower():
             license_id = known.license if license_id == hub.UNKNOWN else license_id
             size = known.size if size == hub.UNKNOWN else size
     return f"fetching {repo}: license {license_id}, size {size}"
