@@ -25,7 +25,7 @@ from eagle_mlx.files import new_folder
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
-from eagle_mlx.serve.bench.modes import BenchModels, build_modes
+from eagle_mlx.serve.bench.modes import build_modes
 from eagle_mlx.serve.bench.report import BenchRun
 from eagle_mlx.serve.prompts import Question, read_questions
 from eagle_mlx.text import is_loop
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     train_seconds = time.perf_counter() - began
 
     title("2 of 2: decode the same prompts, plainly and with the head that ships")
-    models, modes = Models(target, shipped), ["mlx-lm", "eagle"]
+    models, modes = BenchModels(target, shipped), ["mlx-lm", "eagle"]
     plain, eagle = runs = measure(target, build_modes(models, modes, [1], [args.depth]), questions, config)
     print("\n" + report.table(runs))
     taus = {

@@ -10,7 +10,7 @@ import pytest
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.setting import find, groups_of, settings_of
 from eagle_mlx.train.cli import main
-from eagle_mlx.train.config import TrainingDataConfig, EvaluationConfig, TrainConfig, TrainSettings, flag, load_config
+from eagle_mlx.train.config import EvaluationConfig, TrainConfig, TrainingDataConfig, TrainSettings, flag, load_config
 from eagle_mlx.train.kinds import KINDS, resolve
 
 

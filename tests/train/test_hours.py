@@ -16,8 +16,8 @@ from eagle_mlx.catalog.head_search import records_for
 from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.data_pipelines import (
     Conversation,
-    MakeLimits,
     MakeConfig,
+    MakeLimits,
     Message,
     Wanted,
     growing_engine,

@@ -29,7 +29,7 @@ from ..data import Batches, Examples, Joined, TrainData, sources_of
 from ..distributed import SINGLE_PROCESS, World
 from ..kinds import Head
 from . import state
-from .state import Checkpoint, Stopwatch
+from .state import RunCheckpoint, Stopwatch
 from .tracker import Tracker
 from .workers import Workers
 
@@ -234,7 +234,7 @@ class Setup:
     stop: Stop
     workers: Workers
     watch: Stopwatch
-    saved: Checkpoint | None
+    saved: RunCheckpoint | None
     """The state of an interrupted run, which continues."""
 
     def batches(self, data: TrainData) -> Batches:

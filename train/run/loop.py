@@ -33,7 +33,7 @@ from ..step import NotFiniteError, Schedule, Stepper, StepResult, span_of, with_
 from . import state
 from .folder import BEST, LAST, REPORT, Setup, read_identity, write_identity
 from .start import new_head, with_vocabulary
-from .state import Bar, RunCheckpoint, Progress, RunState, mean, means
+from .state import Bar, Progress, RunCheckpoint, RunState, mean, means
 from .workers import first_epoch
 
 
@@ -122,7 +122,7 @@ class Run:
         self._save_head(BEST, untrained)
         return untrained, (0, untrained)
 
-    def _restore(self, saved: Checkpoint) -> tuple[Acceptance, tuple[int, Acceptance]]:
+    def _restore(self, saved: RunCheckpoint) -> tuple[Acceptance, tuple[int, Acceptance]]:
         self.head.update(tree_unflatten(list(saved.head.items())))
         self._stepper.restore(saved.stepper)
         self._setup.workers.sync(self._stepper)
