@@ -30,7 +30,7 @@ from eagle_mlx.heads import load_head
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.target import Target, load_target
-from eagle_mlx.train.config import TrainConfig, load_config
+from eagle_mlx.train.config import TrainSettings, load_config
 from eagle_mlx.train.data import Batches, TrainData, training_data
 from eagle_mlx.train.evaluation import Acceptance, Evaluator
 from eagle_mlx.train.kinds import resolve
@@ -76,7 +76,7 @@ def take_turns(contestants: list[Contestant], steps: int) -> dict[str, list[Turn
     return turns
 
 
-def profile_ours(ours: Ours, target: Target, data: TrainData, config: TrainConfig, waits: float) -> dict[str, float]:
+def profile_ours(ours: Ours, target: Target, data: TrainData, config: TrainSettings, waits: float) -> dict[str, float]:
     """Return shares of a step, from pieces timed alone on some batches. `waits` is the share of waiting for data."""
     pieces = Pieces(ours.head, target, config)
     rounds: list[dict[str, float]] = []

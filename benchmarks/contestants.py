@@ -15,7 +15,7 @@ import numpy as np
 
 from eagle_mlx.errors import EagleError
 from eagle_mlx.target import Target
-from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.config import TrainSettings
 from eagle_mlx.train.data import Batches, TrainData
 from eagle_mlx.train.kinds import KINDS, kind_of
 from eagle_mlx.train.step import Stepper, learning_rate_factor, span_of
@@ -55,7 +55,7 @@ class Contestant(Protocol):
 class Ours:
     """What `eagle-train` does between evaluations, for one pass over the shards."""
 
-    def __init__(self, target: Target, data: TrainData, config: TrainConfig, folder: Path):
+    def __init__(self, target: Target, data: TrainData, config: TrainSettings, folder: Path):
         self.name, self._folder, self._config = "eagle-train", folder / "eagle-train", config
         self.head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
         self.stepper = Stepper(self.head, target, config)
@@ -178,7 +178,7 @@ def write_vocabulary(data: TrainData, vocab_size: int, work: Path) -> list[str]:
     return [*sizes, "--d2t-path", str(work / "d2t.npy"), "--t2d-path", str(work / "t2d.npy")]
 
 
-def common_flags(config: TrainConfig, data: TrainData, work: Path, ratio: float) -> list[str]:
+def common_flags(config: TrainSettings, data: TrainData, work: Path, ratio: float) -> list[str]:
     """Return all variants' flags: data, the head's size, unrolled steps, and the settings without a GPU.
 
     speculators counts layer outputs from 1; 0 is the embedding.
@@ -202,7 +202,7 @@ def common_flags(config: TrainConfig, data: TrainData, work: Path, ratio: float)
     return [*flags, "--target-layer-ids", *(str(layer + 1) for layer in data.aux_layers)]
 
 
-def our_settings(config: TrainConfig) -> list[str]:
+def our_settings(config: TrainSettings) -> list[str]:
     """Return flags for our precision, and for our recipe's optimizer, rates, schedule and weights of draft steps."""
     values = {
         "hidden-states-dtype": "float32",

@@ -16,7 +16,7 @@ import numpy as np
 from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
 from eagle_mlx.hidden_states import in_16_bits
 from eagle_mlx.target import Target
-from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.config import TrainSettings
 from eagle_mlx.train.data import Rows, capture_rows
 from eagle_mlx.train.kinds.eagle3 import attend, causal_mask
 from eagle_mlx.train.step.inputs import make_plan
@@ -42,7 +42,7 @@ def timed(run: Callable[[], Any]) -> Time:
 class Pieces:
     """The pieces of an EAGLE-3 head's step. Methods return a call that computes one piece for a batch."""
 
-    def __init__(self, head: Any, target: Target, config: TrainConfig):
+    def __init__(self, head: Any, target: Target, config: TrainSettings):
         head.attach(target)
         self._head, self._target, self._config = head, target, config
         self._weights, self._objective = weights_of_steps(config), objective_of(config)

@@ -25,7 +25,7 @@ from eagle_mlx.cpu import blas, tune_process
 from eagle_mlx.errors import EagleError
 from eagle_mlx.machine import describe
 from eagle_mlx.target import Target, load_target
-from eagle_mlx.train.config import TrainConfig, load_config
+from eagle_mlx.train.config import TrainSettings, load_config
 from eagle_mlx.train.data import Batches, Rows, TrainData, training_data
 from eagle_mlx.train.kinds import KINDS, resolve
 from eagle_mlx.train.step import Stepper
@@ -40,7 +40,7 @@ _WARM_UP = 3
 """Rounds that are not counted."""
 
 
-def online(target: Target, data: TrainData, config: TrainConfig, steps: int) -> list[dict[str, Time]]:
+def online(target: Target, data: TrainData, config: TrainSettings, steps: int) -> list[dict[str, Time]]:
     """Time whole steps with capture, and their parts alone, batch by batch in turn."""
     head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     stepper, pieces = Stepper(head, target, config), Pieces(head, target, config)
@@ -61,7 +61,7 @@ def online(target: Target, data: TrainData, config: TrainConfig, steps: int) -> 
     return rounds
 
 
-def offline(target: Target, data: TrainData, config: TrainConfig, steps: int) -> dict[str, Any]:
+def offline(target: Target, data: TrainData, config: TrainSettings, steps: int) -> dict[str, Any]:
     """Time steps on shards: each step, its wait for its batch, and CPU seconds of reading alone."""
     head = KINDS[config.head.kind].new(target, config, data.kept, data.aux_layers)
     stepper = Stepper(head, target, config)

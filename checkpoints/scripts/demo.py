@@ -25,7 +25,7 @@ from eagle_mlx.files import new_folder
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.measure import BenchConfig, measure
-from eagle_mlx.serve.bench.modes import build_modes
+from eagle_mlx.serve.bench.modes import BenchModels, build_modes
 from eagle_mlx.serve.bench.report import BenchRun
 from eagle_mlx.serve.prompts import Question, read_questions
 from eagle_mlx.text import is_loop
