@@ -68,7 +68,7 @@ class Figures:
     """Ended by a stop token or their length."""
     cancelled: int = 0
     failed: int = 0
-    """Failed because their proposer raised, or because they read NaN."""
+    """Failed because their proposer raised, or because they or their drafts read NaN."""
     pauses: int = 0
     """How often a row was paused."""
     taken_over: int = 0
@@ -334,8 +334,9 @@ class History:
         figures.judged += len(tokens)
         if row.finish_reason == "error":
             figures.failed += 1
-            has_read_nan = self.sick in [*row.prompt, *tokens] and "NaN" in (row.error or "")
-            if not has_read_nan and not self.manners.raises:
+            drafts_nan = self.sick is not None and self.proposer is not None
+            may_read_nan = drafts_nan or self.sick in [*row.prompt, *tokens]
+            if not (may_read_nan and "NaN" in (row.error or "")) and not self.manners.raises:
                 self._fault(f"{said} failed: {row.error}")
         elif row.finish_reason == "cancelled":
             figures.cancelled += 1
@@ -366,8 +367,11 @@ class History:
         """Compare the hidden states that the proposer saw with those of a fresh forward."""
         if isinstance(self.proposer, HostileProposer) and self.proposer.misplaced:
             self._fault(f"{self.proposer.misplaced} drafts were asked for at another place than a text's end")
+        ended_by_nan = [row.text for row in self.rows if "NaN" in (row.error or "")]
         for sight in self.proposer.sights if isinstance(self.proposer, HostileProposer) else ():
             if not sight.hidden or self.sick in sight.text:
+                continue
+            if any(sight.text[: len(text)] == text for text in ended_by_nan):  # their last round may be anything
                 continue
             shown = np.stack(sight.hidden)
             text = sight.text[: len(shown)]

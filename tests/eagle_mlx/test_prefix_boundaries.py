@@ -57,8 +57,8 @@ def test_the_next_turn_and_another_question_continue_from_a_boundary(name: str, 
     answered(busy, [*CHAT, *OPENING], (len(SYSTEM), len(CHAT)))
     for shared, more in ((CHAT, [5, 6, 7] * 4), (SYSTEM, [8, 9] * 10)):
         got, wanted = answered(busy, [*shared, *more]), answered(cold, [*shared, *more])
-        assert (got.tokens, got.accepted_by_position) == (wanted.tokens, wanted.accepted_by_position)
-        assert got.cached_tokens == len(shared) - 1
+        assert (got.tokens, got.counts.accepted_by_position) == (wanted.tokens, wanted.counts.accepted_by_position)
+        assert got.counts.cached_tokens == len(shared) - 1
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5"])
@@ -66,7 +66,7 @@ def test_without_a_boundary_a_prompt_ends_in_one(name: str) -> None:
     busy = em.Engine(target(name), prefix_cache_bytes=MANY)
     answered(busy, CHAT)
     again = answered(busy, CHAT)
-    assert again.cached_tokens == len(CHAT) - 2
+    assert again.counts.cached_tokens == len(CHAT) - 2
     assert again.tokens == answered(em.Engine(target(name)), CHAT).tokens
 
 
@@ -84,7 +84,7 @@ def test_prompts_in_one_batch_have_separate_boundaries(name: str) -> None:
         assert row.tokens == answered(em.Engine(target(name)), prompt).tokens
         other = [*prompt[:end], *([3] * 20)]
         got = answered(busy, other)
-        assert got.cached_tokens == end - 1
+        assert got.counts.cached_tokens == end - 1
         assert got.tokens == answered(em.Engine(target(name)), other).tokens
 
 
