@@ -13,7 +13,7 @@ from time import perf_counter
 import mlx.core as mx
 import numpy as np
 
-from eagle_mlx.cache import RaggedCache
+from eagle_mlx.cache import RaggedCache, check_cacheable
 from eagle_mlx.files import cache_folder, write_whole
 from eagle_mlx.machine import describe
 from eagle_mlx.target import Target, fingerprint
@@ -41,8 +41,9 @@ def learn_costs(
 
     Times are kept in a file in `folder` (default: `costs` in the cache folder). Each call measures the sizes that are
     not settled yet: times from a busy machine improve at later starts. File errors are ignored. `kv_bits`, `exact`: the
-    engine's.
+    engine's. Raises TargetError if the target has no cache of `kv_bits`.
     """
+    check_cacheable(target.model, kv_bits=kv_bits)
     about = {
         "version": _VERSION,
         "machine": {name: str(value) for name, value in asdict(describe()).items()},
