@@ -152,13 +152,13 @@ sys.exit(train())
 
 
 @pytest.mark.parametrize("where", ["mlx", "mlx.core", "eagle_mlx.train.cli", "eagle_mlx.train.run"])
-def test_29_a_command_that_is_interrupted_while_it_is_imported_says_so_in_one_line(where: str) -> None:
+def test_a_command_that_is_interrupted_while_it_is_imported_says_so_in_one_line(where: str) -> None:
     ended = run(INTERRUPTED, where)
     assert ended.stderr == "interrupted\n"
     assert ended.returncode == 130
 
 
-def test_29_a_program_that_imports_the_library_sees_the_interruption_itself() -> None:
+def test_a_program_that_imports_the_library_sees_the_interruption_itself() -> None:
     ended = run(INTERRUPTED.replace("eagle-train", "program.py"), "mlx")
     assert "KeyboardInterrupt" in ended.stderr
     assert ended.returncode != 0

@@ -64,9 +64,7 @@ def oldest(requirements: list[str], environment: dict[str, str]) -> Version:
     ("platform", "system", "extra", "ours"),
     [("darwin", "Darwin", "", ""), ("linux", "Linux", "cpu", ""), ("linux", "Linux", "cuda13", "cuda")],
 )
-def test_14_no_mlx_is_allowed_that_is_older_than_mlx_lm_wants(
-    platform: str, system: str, extra: str, ours: str
-) -> None:
+def test_no_mlx_is_allowed_that_is_older_than_mlx_lm_wants(platform: str, system: str, extra: str, ours: str) -> None:
     project = PROJECT["project"]
     declared = project["optional-dependencies"][ours] if ours else project["dependencies"]
     environment = {"sys_platform": platform, "platform_system": system, "extra": extra}

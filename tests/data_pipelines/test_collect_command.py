@@ -106,7 +106,7 @@ def test_too_little_space_keeps_what_there_is(
     assert cli.main(command) == 0
 
 
-def test_26_collect_and_inspect_say_what_the_template_leaves_out(
+def test_collect_and_inspect_say_what_the_template_leaves_out(
     command: list[str], target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}

@@ -203,9 +203,7 @@ def test_a_file_ends_where_there_is_enough(target: Target, whole: bytes, tmp_pat
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_23_running_tries_stop_when_the_time_is_over(
-    target: Target, whole: bytes, tmp_path: Path, captures: bool
-) -> None:
+def test_running_tries_stop_when_the_time_is_over(target: Target, whole: bytes, tmp_path: Path, captures: bool) -> None:
     """Turns with complete answers are kept; a file without any is refused."""
     path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
     place = place_at(folder, target) if captures else None

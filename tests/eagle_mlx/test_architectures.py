@@ -95,7 +95,7 @@ def test_text_is_mlx_lms_own(name: str) -> None:
     ("name", "kept", "exact"),
     diagonal(in_full([*CHAINS_ONLY, *WITH_TREES], REPRESENTATIVE[:4]), [0, 1 << 20], [True, True, False]),
 )
-def test_05_text_of_rows_that_are_paused_is_mlx_lms_own(name: str, kept: int, exact: bool) -> None:
+def test_text_of_rows_that_are_paused_is_mlx_lms_own(name: str, kept: int, exact: bool) -> None:
     check_text_is_mlx_lms_own(name, pauses=0.3, kept=kept, exact=exact)
 
 

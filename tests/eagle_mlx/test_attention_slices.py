@@ -81,7 +81,7 @@ def test_text_with_slices_is_the_text_without(name: str, nodes: int, monkeypatch
     st.sampled_from([(2, 1), (4, 2), (9, 3), (8, 8)]),
     st.sampled_from([None, 40]),
 )
-def test_06_a_prompt_in_tiles_attends_as_in_one_call(
+def test_a_prompt_in_tiles_attends_as_in_one_call(
     length: int, past: list[int], heads: tuple[int, int], window: int | None
 ) -> None:
     """Rows of several lengths whose queries see different keys; a window hides the oldest."""
@@ -103,7 +103,7 @@ def test_06_a_prompt_in_tiles_attends_as_in_one_call(
 @pytest.mark.parametrize(
     "changed", ["few queries", "sinks", "a ring", "additive mask", "no cache of ours", "quantized"]
 )
-def test_06_other_attention_is_mlx_lms(changed: str) -> None:
+def test_other_attention_is_mlx_lms(changed: str) -> None:
     cache: object = RaggedCache(1, 1)[0]
     length, keys = (64 if changed == "few queries" else 65), 65
     mask = mx.ones((1, 1, length, keys), mx.bool_)

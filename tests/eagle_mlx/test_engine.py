@@ -573,7 +573,7 @@ class Turns:
 
 
 @pytest.mark.parametrize(("drafter", "nodes"), diagonal(["ngrams", "model", "none"], [0, 6]))
-def test_22_a_request_chooses_what_drafts(drafter: Drafter, nodes: int) -> None:
+def test_a_request_chooses_what_drafts(drafter: Drafter, nodes: int) -> None:
     def decode(*drafters: Drafter | None) -> list[RoundResult]:
         proposer = em.HybridProposer(em.HeadProposer(tiny_head(TARGET)), em.NgramProposer())
         engine = em.Engine(TARGET, proposer, policy=Turns(nodes), max_batch=2)
@@ -658,7 +658,7 @@ def test_drafter_and_policy_can_change_between_steps() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 4])
-def test_17_a_watcher_ends_the_text_with_its_token(depth: int) -> None:
+def test_a_watcher_ends_the_text_with_its_token(depth: int) -> None:
     """The watcher sees only accepted tokens. If it raises, no other request ends."""
     texts = {p: t for p, (t, _) in GREEDY.items()}
     engine = em.Engine(TARGET, Oracle(texts, 0.3) if depth else None, policy=em.FixedPolicy(depth), max_batch=3)

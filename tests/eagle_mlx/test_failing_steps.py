@@ -228,7 +228,7 @@ def test_a_proposer_that_always_raises_fails_batch_after_batch(method: str) -> N
 
 
 @pytest.mark.parametrize(("every", "groups"), [(False, 1), (True, 2)])
-def test_10_rows_continue_if_drafting_raises(every: bool, groups: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_continue_if_drafting_raises(every: bool, groups: int, caplog: pytest.LogCaptureFixture) -> None:
     """The target has read nothing by then. Each request is reported once."""
     proposer = Failing("draft", 3, every)
     engine = em.Engine(

@@ -255,7 +255,7 @@ def test_an_empty_list_of_layers_names_none(tmp_path: Path) -> None:
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
-def test_29_a_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
     """In weights of a head, in both kinds of files, and of a target."""
     said = r"is a Git LFS pointer and not the weights; type git lfs pull in"
     head = saved(tmp_path / "head")

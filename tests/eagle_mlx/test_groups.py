@@ -136,7 +136,7 @@ def sickly(cache: str) -> em.Target:
 
 
 @pytest.mark.parametrize(("cache", "drafts"), diagonal(CACHES, ["none", "head", "draft model"]))
-def test_3_an_unchecked_row_leaves_clean_slots(cache: str, drafts: str) -> None:
+def test_an_unchecked_row_leaves_clean_slots(cache: str, drafts: str) -> None:
     """Its keys are NaN, and it is cancelled before a round notices. A shorter row gets its place.
 
     One of eight rows can leave without a copy of the others, so its place remains.

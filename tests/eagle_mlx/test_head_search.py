@@ -118,7 +118,7 @@ def test_the_head_for_a_real_model_is_found_by_its_names_and_in_its_folder(name:
     assert find_heads("someone/SmolLM2-135M-Instruct") == [], "another owner's may be another model"
 
 
-def test_24_a_head_of_a_few_steps_is_not_offered(tmp_path: Path) -> None:
+def test_a_head_of_a_few_steps_is_not_offered(tmp_path: Path) -> None:
     for name, tau, prompts in (("good", 1.41, 96), ("test", 1.0, 3)):
         register(head_folder(tmp_path / name), EMBEDDED_TARGET, "trained", acceptance_length=tau, prompts=prompts)
     said: list[str] = []
@@ -142,7 +142,7 @@ def test_24_a_head_of_a_few_steps_is_not_offered(tmp_path: Path) -> None:
         ({"a": (None, None), "b": (None, None)}, "ba"),
     ],
 )
-def test_24_the_best_measured_head_comes_first(
+def test_the_best_measured_head_comes_first(
     tmp_path: Path, heads: dict[str, tuple[float | None, int | None]], order: str
 ) -> None:
     for name, (tau, prompts) in heads.items():
@@ -150,7 +150,7 @@ def test_24_the_best_measured_head_comes_first(
     assert "".join(Path(one.head).name for one in find_heads("someone/model")) == order
 
 
-def test_24_a_tau_of_other_weights_comes_after_one_of_these(tmp_path: Path) -> None:
+def test_a_tau_of_other_weights_comes_after_one_of_these(tmp_path: Path) -> None:
     for name, tau in (("old", 3.0), ("new", 2.8)):
         register(head_folder(tmp_path / name), "someone/model", "trained", name, tau, 80)
     assert [Path(one.head).name for one in find_heads("someone/model", "new")] == ["new", "old"]

@@ -425,7 +425,7 @@ def assert_nan_ends_its_rows_alone(outputs: Sequence[em.Output], texts: Sequence
 
 @CHAIN_AND_TREE
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_9_a_draft_that_leads_to_nan_ends_only_its_row(policy: em.FixedPolicy, params: em.SamplingParams) -> None:
+def test_a_draft_that_leads_to_nan_ends_only_its_row(policy: em.FixedPolicy, params: em.SamplingParams) -> None:
     """Its keys affect earlier positions: masked attention multiplies them by 0. No cached prefix has them."""
     texts = plain(poisoned([]), params)
     said = {token for text in [*texts, *PROMPTS] for token in text}
@@ -449,7 +449,7 @@ def test_9_a_draft_that_leads_to_nan_ends_only_its_row(policy: em.FixedPolicy, p
 
 
 @CHAIN_AND_TREE
-def test_9_a_text_that_leads_to_nan_fails_even_if_it_was_drafted(policy: em.FixedPolicy) -> None:
+def test_a_text_that_leads_to_nan_fails_even_if_it_was_drafted(policy: em.FixedPolicy) -> None:
     """At the same token as plain decoding, or in the round that reads it."""
     texts = plain(poisoned([]), GREEDY)
     bad = texts[1][6]
@@ -478,7 +478,7 @@ class Sickening(HostileProposer):
         [GREEDY, SEEDED, em.SamplingParams(max_tokens=COUNT, temperature=1.0, top_k=1)],
     ),
 )
-def test_9_a_draft_with_nan_harms_no_other_rows_recurrent_state(name: str, params: em.SamplingParams) -> None:
+def test_a_draft_with_nan_harms_no_other_rows_recurrent_state(name: str, params: em.SamplingParams) -> None:
     """Sampling from one token makes the rejection rule's text predictable."""
     params = replace(params, logit_bias={SICK: -1e4})
     healthy, sick = tiny_model(name), tiny_model(name)

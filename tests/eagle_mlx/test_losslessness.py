@@ -631,7 +631,7 @@ GUIDED_POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 @pytest.mark.parametrize(("policy", "acceptance"), diagonal(GUIDED_POLICIES, ["rejection", "coupled"]))
-def test_1_texts_with_a_grammar_follow_the_target(policy: str, acceptance: Acceptance) -> None:
+def test_texts_with_a_grammar_follow_the_target(policy: str, acceptance: Acceptance) -> None:
     texts, accepted = guided_texts(GUIDED_POLICIES[policy], acceptance)
     assert not misses(texts, guided_law(), SMALL)
     assert not misses(texts[:, :1], guided_law().reshape(SMALL, -1).sum(axis=1), SMALL)

@@ -33,14 +33,12 @@ def test_freed_buffers_are_limited_on_a_gpu_only() -> None:
         (0, 16 << 30, 11 * GB, 0),
     ],
 )
-def test_12_active_memory_is_wired_within_bounds(active: int, machine: int, recommended: int, wired: int) -> None:
+def test_active_memory_is_wired_within_bounds(active: int, machine: int, recommended: int, wired: int) -> None:
     assert memory.wired_bytes(active, machine, recommended) == wired
 
 
 @given(st.integers(0, 1 << 42), st.integers(1 << 30, 1 << 42), st.integers(0, 1 << 42))
-def test_12_wired_memory_never_exceeds_active_or_recommended_memory(
-    active: int, machine: int, recommended: int
-) -> None:
+def test_wired_memory_never_exceeds_active_or_recommended_memory(active: int, machine: int, recommended: int) -> None:
     wired = memory.wired_bytes(active, machine, recommended)
     assert 0 <= wired <= min(active, recommended)
     assert wired <= 0.6 * machine
@@ -57,11 +55,11 @@ def test_prefixes_and_rows_leave_memory_for_other_programs(free: int, machine: i
     ("machine", "share"),
     [(8 << 30, 0.6), (16 * GB, 0.6), (17_180_000_000 - (1 << 20), 0.6), (16 << 30, 0.6), (18 << 30, 0.8), (None, 0.8)],
 )
-def test_12_small_machines_have_a_smaller_share_for_keys_and_values(machine: int | None, share: float) -> None:
+def test_small_machines_have_a_smaller_share_for_keys_and_values(machine: int | None, share: float) -> None:
     assert memory.kv_bytes(10 * GB, machine) == share * 10 * GB
 
 
-def test_12_the_kv_share_of_an_engine_depends_on_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kv_share_of_an_engine_depends_on_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
     monkeypatch.setattr(em.Target, "free_memory", property(lambda _: 10 * GB))
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 16384}[name])

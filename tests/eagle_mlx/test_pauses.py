@@ -65,7 +65,7 @@ DRAFTS = {**PROPOSERS, "draft model": lambda _: em.DraftModelProposer(tiny_targe
     st.sampled_from([0, 1 << 20]),
     st.sampled_from([16, 2048]),
 )
-def test_05_pauses_at_any_round_do_not_change_answers(
+def test_pauses_at_any_round_do_not_change_answers(
     seed: int, drafts: str, pauses: float, rows: int, kept: int, chunk: int
 ) -> None:
     engine = em.Engine(
@@ -88,7 +88,7 @@ def test_05_pauses_at_any_round_do_not_change_answers(
     assert [each.logprob for each in found] == pytest.approx([each.logprob for each in wanted], abs=1e-3)
 
 
-def test_05_positions_read_again_after_a_pause_are_not_counted_as_cached() -> None:
+def test_positions_read_again_after_a_pause_are_not_counted_as_cached() -> None:
     engine = em.Engine(TARGET, max_batch=2, prefix_cache_bytes=1 << 22)
     params = replace(OPEN, max_tokens=12)
     first = generate(engine, [PROMPTS[1]], [params], 1.0)[0]
@@ -100,7 +100,7 @@ def test_05_positions_read_again_after_a_pause_are_not_counted_as_cached() -> No
 
 
 @pytest.mark.parametrize("chosen", [[None], [None, "ngrams", "model", "none"]])
-def test_05_texts_without_a_seed_follow_the_target_despite_pauses(chosen: list[Drafter | None]) -> None:
+def test_texts_without_a_seed_follow_the_target_despite_pauses(chosen: list[Drafter | None]) -> None:
     """Compared with an exact enumeration of two tokens. Rows of a batch choose what drafts, in turns."""
     target, draws = tiny_target(vocab=16, seed=4, layers=2), in_full(6000, 600)
     sampled = em.SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True)
@@ -145,7 +145,7 @@ MOST_STEPS, SLICE = 4, 64
 """Steps until another client's short prompt has its first token; rounds after which the only row is paused."""
 
 
-def test_05_the_guide_states_the_numbers_that_are_measured_here() -> None:
+def test_the_guide_states_the_numbers_that_are_measured_here() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     assert f"first token within {MOST_STEPS} steps" in guide
     assert f"gets the row after {SLICE} rounds" in guide
@@ -170,7 +170,7 @@ def alone(prompt: list[int], params: em.SamplingParams = OPEN) -> list[int]:
 
 
 @pytest.mark.parametrize(("drafts", "kept"), diagonal(["none", "head"], [0, 1 << 22]))
-def test_05_a_client_with_all_rows_gives_one_back(drafts: str, kept: int) -> None:
+def test_a_client_with_all_rows_gives_one_back(drafts: str, kept: int) -> None:
     target = short()
     engine = em.Engine(target, DRAFTS[drafts](target), policy=em.FixedPolicy(2), max_batch=4, prefix_cache_bytes=kept)
     greedy = [submit(engine, "a", prompt) for prompt in PROMPTS]
@@ -189,7 +189,7 @@ def test_05_a_client_with_all_rows_gives_one_back(drafts: str, kept: int) -> Non
     assert {request.finish_reason for request in greedy} == {"length"}
 
 
-def test_05_rows_are_shared_fairly() -> None:
+def test_rows_are_shared_fairly() -> None:
     engine = em.Engine(TARGET, max_batch=4)
     rows = {name: [submit(engine, name, PROMPTS[0]) for _ in range(6)] for name in ("a", "b", "c")}
 
@@ -210,7 +210,7 @@ def test_05_rows_are_shared_fairly() -> None:
     assert engine.idle
 
 
-def test_05_the_only_row_is_given_back_after_some_rounds() -> None:
+def test_the_only_row_is_given_back_after_some_rounds() -> None:
     target = tiny_target()
     target.context_length = 200
     text = em.Engine(target).generate([PROMPTS[0]], OPEN)[0].tokens
@@ -224,7 +224,7 @@ def test_05_the_only_row_is_given_back_after_some_rounds() -> None:
     assert 3 <= engine.pauses <= 8  # every 64 rounds, of two times 195
 
 
-def test_05_a_request_that_does_not_fit_does_not_delay_other_clients() -> None:
+def test_a_request_that_does_not_fit_does_not_delay_other_clients() -> None:
     """Its client already has rows. Other clients pass it, more often than requests of its own client may."""
     engine = em.Engine(TARGET, max_batch=4)
     size = engine.kv_budget.size
@@ -241,7 +241,7 @@ def test_05_a_request_that_does_not_fit_does_not_delay_other_clients() -> None:
     assert not large.tokens
 
 
-def test_05_memory_is_given_back_too() -> None:
+def test_memory_is_given_back_too() -> None:
     size = em.Engine(TARGET).kv_budget.size
     engine = em.Engine(TARGET, max_batch=4, kv_bytes=size.nbytes(2, 300))
     named = em.SamplingParams(max_tokens=250, ignore_eos=True)
@@ -258,7 +258,7 @@ def test_05_memory_is_given_back_too() -> None:
 
 
 @pytest.mark.parametrize("end", ["cancel", "cut off", "abandon"])
-def test_05_a_paused_request_can_be_ended(end: str) -> None:
+def test_a_paused_request_can_be_ended(end: str) -> None:
     engine = em.Engine(TARGET, max_batch=2, prefix_cache_bytes=1 << 20)
     rows = [submit(engine, "a", prompt) for prompt in (PROMPTS[0], PROMPTS[2])]
     for _ in range(4):
@@ -280,7 +280,7 @@ def test_05_a_paused_request_can_be_ended(end: str) -> None:
     assert len(other.tokens) == 40 or end == "abandon"
 
 
-def test_05_a_step_that_fails_leaves_paused_requests_alone() -> None:
+def test_a_step_that_fails_leaves_paused_requests_alone() -> None:
     engine = em.Engine(TARGET, max_batch=2)
     rows = [submit(engine, "a", prompt, em.SamplingParams(max_tokens=30, ignore_eos=True)) for prompt in PROMPTS[:3:2]]
     for _ in range(4):
@@ -303,7 +303,7 @@ def test_05_a_step_that_fails_leaves_paused_requests_alone() -> None:
 
 
 @pytest.mark.parametrize(("drafts", "kept"), diagonal(["none", "head"], [0, 1 << 22]))
-def test_07_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int) -> None:
+def test_rows_without_a_limit_never_outgrow_the_memory(drafts: str, kept: int) -> None:
     target = short()
     prompts = [prompt[:20] for prompt in PROMPTS]
     each = [replace(OPEN, temperature=1.0, seed=seed) for seed in range(8)]

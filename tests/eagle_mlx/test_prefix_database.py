@@ -38,7 +38,7 @@ def put(database: Database, number: int, size: int, model: str = MODEL) -> int:
     return database.write(entry(number, model), b"x" * size, number)
 
 
-def test_19_servers_that_share_a_folder_count_each_others_files_at_once(tmp_path: Path) -> None:
+def test_servers_that_share_a_folder_count_each_others_files_at_once(tmp_path: Path) -> None:
     databases = [opened(tmp_path) for _ in range(2)]
     for number in range(14):
         assert put(databases[number % 2], number, 100, (MODEL, OTHER)[number % 2]) == 100
@@ -48,14 +48,14 @@ def test_19_servers_that_share_a_folder_count_each_others_files_at_once(tmp_path
     assert put(databases[0], 20, 1001) == 0, "it would never fit"
 
 
-def test_19_a_file_that_two_servers_write_is_counted_once(tmp_path: Path) -> None:
+def test_a_file_that_two_servers_write_is_counted_once(tmp_path: Path) -> None:
     databases = [opened(tmp_path) for _ in range(2)]
     found = [put(database, number, 100) for database in databases for number in range(10)]
     assert found == [100] * 10 + [0] * 10
     assert [database.nbytes() for database in databases] == [1000, 1000]
 
 
-def test_19_a_write_that_failed_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_failed_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     database = opened(tmp_path)
     put(database, 0, 600)
 
@@ -71,7 +71,7 @@ def test_19_a_write_that_failed_is_not_counted(tmp_path: Path, monkeypatch: pyte
     assert nbytes(tmp_path) == database.nbytes() == 1000
 
 
-def test_19_servers_that_write_and_delete_at_the_same_time_keep_the_limit(tmp_path: Path) -> None:
+def test_servers_that_write_and_delete_at_the_same_time_keep_the_limit(tmp_path: Path) -> None:
     failed, most = list[BaseException](), list[int]()
 
     def serve(number: int) -> None:
@@ -118,7 +118,7 @@ def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["text", "cut", "version", "middle", "deleted"])
-def test_19_a_damaged_database_starts_over_with_its_files(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_database_starts_over_with_its_files(tmp_path: Path, damage: str) -> None:
     database, path, heard = opened(tmp_path), tmp_path / NAME, list[str]()
     for number in range(9):
         put(database, number, 100)
@@ -138,7 +138,7 @@ def test_19_a_damaged_database_starts_over_with_its_files(tmp_path: Path, damage
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_19_without_a_database_nothing_is_written_and_one_message_says_so(
+def test_without_a_database_nothing_is_written_and_one_message_says_so(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / NAME)

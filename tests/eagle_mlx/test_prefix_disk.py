@@ -55,7 +55,7 @@ def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", in_turn(KINDS, of=3))
-def test_16_namespaces_do_not_share_files(tmp_path: Path, kind: str) -> None:
+def test_namespaces_do_not_share_files(tmp_path: Path, kind: str) -> None:
     prompt = list(range(40))
 
     def cached(by: em.Engine, namespace: str) -> int:
@@ -274,7 +274,7 @@ def test_a_folder_that_cannot_be_created_is_reported_once(tmp_path: Path) -> Non
         engine(tmp_path / "file")
 
 
-def test_19_two_engines_in_one_folder_find_each_others_files(tmp_path: Path) -> None:
+def test_two_engines_in_one_folder_find_each_others_files(tmp_path: Path) -> None:
     one, two = engine(tmp_path), engine(tmp_path)
     answered(one, TEXT)
     written(one)
@@ -284,7 +284,7 @@ def test_19_two_engines_in_one_folder_find_each_others_files(tmp_path: Path) -> 
     assert disk(one).passed_over == disk(two).passed_over == 0
 
 
-def test_19_deleted_files_are_written_again(tmp_path: Path) -> None:
+def test_deleted_files_are_written_again(tmp_path: Path) -> None:
     """One missing block is noticed; the blocks after it are missing too."""
     with_text(tmp_path)
     before = [path.name for path in blocks(tmp_path)]
@@ -308,7 +308,7 @@ def test_the_folder_can_be_deleted_at_any_time(tmp_path: Path) -> None:
     assert answered(engine(tmp_path / "cache"), TEXT).counts.cached_tokens == len(TEXT) - 2
 
 
-def test_19_two_engines_keep_one_limit(tmp_path: Path) -> None:
+def test_two_engines_keep_one_limit(tmp_path: Path) -> None:
     with_text(tmp_path)
     one = nbytes(tmp_path)
     engines = [engine(tmp_path, limit=int(2.5 * one)) for _ in range(2)]
@@ -319,7 +319,7 @@ def test_19_two_engines_keep_one_limit(tmp_path: Path) -> None:
         assert one < nbytes(tmp_path) <= 2.5 * one
 
 
-def test_19_fifos_and_folders_with_the_name_of_a_block_are_skipped(tmp_path: Path) -> None:
+def test_fifos_and_folders_with_the_name_of_a_block_are_skipped(tmp_path: Path) -> None:
     with_text(tmp_path)
     first, second, third = blocks(tmp_path)[:3]
     second.unlink()
@@ -337,7 +337,7 @@ def test_19_fifos_and_folders_with_the_name_of_a_block_are_skipped(tmp_path: Pat
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_19_a_block_that_becomes_a_fifo_or_a_folder_is_skipped(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_block_that_becomes_a_fifo_or_a_folder_is_skipped(tmp_path: Path, make: Callable[[Path], None]) -> None:
     heard = list[str]()
     with_text(tmp_path)
     again = engine(tmp_path, say=said_of(["not a regular file"], heard))
@@ -374,7 +374,7 @@ def read_only() -> Iterator[Callable[[], Path]]:
 
 
 @pytest.mark.parametrize("share", [0.5, 2])
-def test_19_a_read_only_folder_is_read_and_reported_once(read_only: Callable[[], Path], share: float) -> None:
+def test_a_read_only_folder_is_read_and_reported_once(read_only: Callable[[], Path], share: float) -> None:
     heard = list[str]()
     folder = read_only()
     before = nbytes(folder)
@@ -473,7 +473,7 @@ def sickly(name: str) -> em.Target:
 
 
 @pytest.mark.parametrize(("name", "after"), diagonal(["gemma3_text", "gpt_oss", "qwen3_next"], [1, 9, 40]))
-def test_3_nan_is_not_cached(tmp_path: Path, name: str, after: int) -> None:
+def test_nan_is_not_cached(tmp_path: Path, name: str, after: int) -> None:
     """A prompt continues with a token that reads as NaN. Later prompts with its prefix read well, also from files."""
     which = sickly(name)
     params = em.SamplingParams(max_tokens=8, ignore_eos=True, logit_bias={SICK: -1e4})

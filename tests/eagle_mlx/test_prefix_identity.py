@@ -65,7 +65,7 @@ def write_into_row(target: em.Target, token: int) -> None:
 
 @pytest.mark.parametrize("change", [replace_row, write_into_row])
 @pytest.mark.parametrize("from_files", [False, True])
-def test_04_nothing_is_reused_when_one_embedding_row_was_changed_in_memory(
+def test_nothing_is_reused_when_one_embedding_row_was_changed_in_memory(
     tmp_path: Path, change: Callable[[em.Target, int], None], from_files: bool
 ) -> None:
     source = tiny_target_folder(tmp_path / "model") if from_files else None
@@ -84,7 +84,7 @@ def test_04_nothing_is_reused_when_one_embedding_row_was_changed_in_memory(
     assert said == answered(engine(cold, None))[1]
 
 
-def test_04_nothing_is_reused_when_one_embedding_row_was_changed_in_a_copy_of_the_files(tmp_path: Path) -> None:
+def test_nothing_is_reused_when_one_embedding_row_was_changed_in_a_copy_of_the_files(tmp_path: Path) -> None:
     folder = tiny_target_folder(tmp_path / "model")
     answered(engine(em.load_target(folder), tmp_path / "cache"))
     copy = tmp_path / "copy" / "model"
@@ -99,7 +99,7 @@ def test_04_nothing_is_reused_when_one_embedding_row_was_changed_in_a_copy_of_th
     assert said == answered(engine(em.load_target(copy), None))[1]
 
 
-def test_04_nothing_is_reused_with_other_adapters_types_or_heads(tmp_path: Path) -> None:
+def test_nothing_is_reused_with_other_adapters_types_or_heads(tmp_path: Path) -> None:
     folder = tiny_target_folder(tmp_path / "model")
 
     def loaded() -> em.Target:
@@ -119,7 +119,7 @@ def test_04_nothing_is_reused_with_other_adapters_types_or_heads(tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.int8])
-def test_04_every_bit_of_an_array_counts(dtype: mx.Dtype) -> None:
+def test_every_bit_of_an_array_counts(dtype: mx.Dtype) -> None:
     import mlx.nn as nn
 
     class Holder(nn.Module):

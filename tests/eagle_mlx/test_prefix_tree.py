@@ -154,7 +154,7 @@ def test_a_text_of_very_many_pieces_is_found() -> None:
     assert (found.length, len(found.pieces), len(tree)) == (399, 399, 1)
 
 
-def test_16_namespaces_share_only_the_limit() -> None:
+def test_namespaces_share_only_the_limit() -> None:
     tree, keys = PrefixTree(), (1, 2, 3)
     spaces = [("a", False), ("a", True), ("b", False)]
 

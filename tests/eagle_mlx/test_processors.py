@@ -476,7 +476,7 @@ def fails_alone(params: SamplingParams, message: str, drafts: bool) -> None:
 
 
 @pytest.mark.parametrize(("shape", "drafts"), diagonal(SHAPES, [False, True]))
-def test_8_masks_of_another_shape_fail_their_row_alone(shape: str, drafts: bool) -> None:
+def test_masks_of_another_shape_fail_their_row_alone(shape: str, drafts: bool) -> None:
     change, message = SHAPES[shape]
     fails_alone(
         SamplingParams(max_tokens=LENGTH, grammar=lambda: Misshapen(change)), f"the grammar failed: .*{message}", drafts
@@ -504,5 +504,5 @@ def spoils(tokens: list[int], logits: mx.array) -> mx.array:
         (spoils, r"a logits processor returned NaN"),
     ],
 )
-def test_8_9_processors_with_invalid_results_fail_only_their_row(processor: Any, message: str, drafts: bool) -> None:
+def test_processors_with_invalid_results_fail_only_their_row(processor: Any, message: str, drafts: bool) -> None:
     fails_alone(SamplingParams(max_tokens=LENGTH, logits_processors=(processor,)), message, drafts)

@@ -42,7 +42,7 @@ def test_a_terminal_gets_a_bar_in_place(monkeypatch: pytest.MonkeyPatch) -> None
     assert screen.getvalue().count("\r") >= 3
 
 
-def test_29_counts_have_singular_and_plural() -> None:
+def test_counts_have_singular_and_plural() -> None:
     assert [counted(n, "conversation") for n in (0, 1, 2000)] == [
         *("0 conversations", "1 conversation", "2,000 conversations")
     ]

@@ -325,7 +325,7 @@ def test_draft_vocabulary_shares_the_noise_of_the_targets_tokens() -> None:
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.5)])
-def test_13_confidences_of_bfloat16_logits_are_float32(params: SamplingParams) -> None:
+def test_confidences_of_bfloat16_logits_are_float32(params: SamplingParams) -> None:
     scale = params.temperature or 1.0
     logits = mx.array([[[scale * (20.0 + 5.0), scale * 20.0, *[-scale * 90.0] * 6]]]).astype(mx.bfloat16)
     surprise = surprise_of(logits, SamplingBatch.of([params], [0]))

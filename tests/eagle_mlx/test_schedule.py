@@ -255,7 +255,7 @@ def roomy() -> em.Target:
 
 
 @pytest.mark.parametrize(("speed", "chunk"), [(1000, 400), (100, 128), (1 << 20, 1024)])
-def test_06_a_chunk_takes_no_longer_than_asked_while_others_decode(
+def test_a_chunk_takes_no_longer_than_asked_while_others_decode(
     positions_read: list[int], speed: int, chunk: int
 ) -> None:
     """On a clock where the model reads a given number of positions per second: from 128 to what fits memory."""
@@ -276,7 +276,7 @@ def test_06_a_chunk_takes_no_longer_than_asked_while_others_decode(
     assert sum(chunks) in (26 * 100 - 1, 26 * 100)
 
 
-def test_06_chunks_have_full_size_if_no_request_decodes(positions_read: list[int]) -> None:
+def test_chunks_have_full_size_if_no_request_decodes(positions_read: list[int]) -> None:
     busy = em.Engine(roomy(), prefill_chunk=1024)
     reading = busy.prepare(PROMPTS[1] * 26, em.SamplingParams(max_tokens=1))
     busy.submit(reading)
@@ -285,7 +285,7 @@ def test_06_chunks_have_full_size_if_no_request_decodes(positions_read: list[int
     assert [count for count in positions_read if count > 2] == [1024, 1024, 551]
 
 
-def test_06_a_short_chat_passes_many_prompts_of_another_client() -> None:
+def test_a_short_chat_passes_many_prompts_of_another_client() -> None:
     busy = em.Engine(TARGET, max_batch=8)
     params = em.SamplingParams(max_tokens=8, ignore_eos=True)
     many = [busy.prepare(PROMPTS[1] * 2, params, client="many") for _ in range(64)]

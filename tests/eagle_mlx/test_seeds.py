@@ -120,7 +120,7 @@ GUIDED = [replace(each, grammar=WideSteps, stop_token_ids=(END,)) for each in PA
 
 
 @pytest.mark.parametrize(("proposer", "depth", "exact"), diagonal(in_turn(DRAFTS), [3, 5], [False, True]))
-def test_1_the_same_tokens_with_a_grammar(proposer: str, depth: int, exact: bool) -> None:
+def test_the_same_tokens_with_a_grammar(proposer: str, depth: int, exact: bool) -> None:
     engine = em.Engine(TARGET, DRAFTS[proposer](TARGET), policy=em.FixedPolicy(depth), max_batch=4, exact=exact)
     assert [output.tokens for output in engine.generate(PROMPTS, GUIDED)] == expected_of_grammars()
 

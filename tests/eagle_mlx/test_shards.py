@@ -58,7 +58,9 @@ def states(rows: int, layers: int, hidden: int, seed: int, spread: float) -> np.
 
 @settings(max_examples=some(100))
 @given(st.integers(0, 6), st.integers(0, 3), st.integers(1, 200), st.integers(0, 999), st.floats(0, 6))
-def test_8_bits_are_off_by_half_a_step_at_most(rows: int, layers: int, hidden: int, seed: int, spread: float) -> None:
+def test_eight_bits_are_off_by_half_a_step_at_most(
+    rows: int, layers: int, hidden: int, seed: int, spread: float
+) -> None:
     exact = states(rows, layers, hidden, seed, spread)
     integers, scales = quantize(exact, hidden)
     assert (integers.dtype, integers.shape) == (np.int8, exact.shape)
@@ -76,7 +78,7 @@ def test_8_bits_are_off_by_half_a_step_at_most(rows: int, layers: int, hidden: i
             assert (found[(block == 0)] == 0).all()
 
 
-def test_8_bits_of_the_largest_values_stay_finite() -> None:
+def test_eight_bits_of_the_largest_values_stay_finite() -> None:
     exact = rounded(np.full((1, 64), 1e38, np.float32))
     exact[0, ::2] |= 0x8000
     np.testing.assert_allclose(widened(dequantize(*quantize(exact, 64), 64)), widened(exact), rtol=2**-7)
@@ -91,7 +93,7 @@ def test_an_outlier_costs_its_own_block_alone() -> None:
 
 
 @pytest.mark.parametrize("hidden", [4, 64, 100])
-def test_8_bits_come_back_as_bfloat16_from_smaller_files(tmp_path: Path, hidden: int) -> None:
+def test_eight_bits_come_back_as_bfloat16_from_smaller_files(tmp_path: Path, hidden: int) -> None:
     meta = ShardMeta("tiny", hidden, 50, (1, 3), bits=8)
     samples = [
         replace(sample(n), states=HiddenStates((1, 3), states(n, 2, hidden, n, 1), states(n, 1, hidden, n, 1)))

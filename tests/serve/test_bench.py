@@ -569,9 +569,7 @@ def bf16_folder(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("shortcuts", [True, False])
-def test_30_text_equals_that_of_stock_mlx_lm(
-    shortcuts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_equals_that_of_stock_mlx_lm(shortcuts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without CPU shortcuts both decode in bfloat16 and the texts are equal. With them, the report names both types."""
     folder, figures = bf16_folder(tmp_path / "target"), tmp_path / "figures.json"
     prompts = write(tmp_path / "prompts.jsonl", *({"prompt": f"def f{n}(x):"} for n in range(in_full(20, 4))))

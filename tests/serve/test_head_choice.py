@@ -70,7 +70,7 @@ def test_a_head_trained_here_drafts(models: Path, target: Target) -> None:
     assert said == [f"head: {models}/head, trained here for target (τ 2.50)"]
 
 
-def test_24_a_head_without_gain_is_used_only_by_name(
+def test_a_head_without_gain_is_used_only_by_name(
     models: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_eagle3(tiny_head(tiny_target(tokenizer=True), draft_vocab=64), tmp_path / "test", target_name="tiny")

@@ -197,7 +197,7 @@ COMMANDS = ("generate", "bench", "serve", "regenerate")
     ("command", "flags"),
     [*((name, []) for name in COMMANDS), *((name, ["--no-wire"]) for name in in_full(COMMANDS, COMMANDS[:1]))],
 )
-def test_12_commands_wire_the_active_memory_after_the_head_is_loaded(
+def test_commands_wire_the_active_memory_after_the_head_is_loaded(
     models: tuple[Path, Path], tmp_path: Path, wired: list[int], command: str, flags: list[str]
 ) -> None:
     save_eagle3(tiny_head(em.load_target(models[0])), tmp_path / "head", target_name="tiny")

@@ -264,7 +264,7 @@ def test_the_verifier_is_a_model_that_speculators_can_load(
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_28_an_export_without_a_verifier_is_reported_as_not_loadable(
+def test_an_export_without_a_verifier_is_reported_as_not_loadable(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = quantized(tmp_path / "tiny-4bit", tiny_target_folder(tmp_path / "original"))
@@ -283,7 +283,7 @@ def test_28_an_export_without_a_verifier_is_reported_as_not_loadable(
 
 
 @pytest.mark.parametrize("card", [True, False])
-def test_28_a_base_model_that_mlx_has_quantized_is_refused(
+def test_a_base_model_that_mlx_has_quantized_is_refused(
     card: bool, tmp_path: Path, online: hub_server.Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = quantized(tmp_path / "tiny-4bit", tiny_target_folder(tmp_path / "original"))
@@ -311,7 +311,7 @@ def test_a_base_model_of_another_width_is_refused(tmp_path: Path, capsys: pytest
     refused(f"--base-model {other} has hidden states of 4096 numbers, but the head is for a model", tmp_path, capsys)
 
 
-def test_28_the_trial_of_a_head_is_announced_and_shows_progress(
+def test_the_trial_of_a_head_is_announced_and_shows_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tiny_target_folder(tmp_path / "target")

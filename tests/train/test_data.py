@@ -110,7 +110,7 @@ def test_skip_bad_skips_unusable_rows(tmp_path: Path) -> None:
     assert training_data(TARGET, config(str(source), skip_bad=True)).report["left_out"] == 1
 
 
-def test_26_answers_that_the_template_does_not_render_are_not_learned(tmp_path: Path, capsys: Any) -> None:
+def test_answers_that_the_template_does_not_render_are_not_learned(tmp_path: Path, capsys: Any) -> None:
     source = Path(chats(tmp_path, "some", 120))
     thought = [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "", "reasoning_content": "Hm."}]
     before = training_data(TARGET, config(str(source))).report

@@ -62,7 +62,7 @@ def test_a_head_is_measured_by_decoding() -> None:
         (60, 6, (10, 6)),
     ],
 )
-def test_48_prompts_come_before_many_measurements(seconds: float, times: int, expected: tuple[int, int]) -> None:
+def test_prompts_come_before_many_measurements(seconds: float, times: int, expected: tuple[int, int]) -> None:
     assert affordable(seconds, each=1.0, prompts=100, times=times) == expected
 
 

@@ -232,7 +232,7 @@ def metrics_of(out: Path, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("slower", "after"), in_full([(1.0, 0.0), (4.0, 0.3), (12.0, 0.5), (40.0, 0.4)], [(12.0, 0.5)])
 )
-def test_23_all_data_is_learned_if_making_slows_down(
+def test_all_data_is_learned_if_making_slows_down(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float, after: float
 ) -> None:
     """After a share of the time, each forward of data generation takes several times as long."""
@@ -262,7 +262,7 @@ def test_23_all_data_is_learned_if_making_slows_down(
 
 
 @pytest.mark.parametrize("slower", in_full([1.0, 1000.0], [1000.0]))
-def test_23_the_rate_falls_and_only_learned_data_counts_if_training_slows_down(
+def test_the_rate_falls_and_only_learned_data_counts_if_training_slows_down(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slower: float
 ) -> None:
     """Training slows down in the middle of the last phase, so much of its data is not used."""
@@ -291,7 +291,7 @@ def test_23_the_rate_falls_and_only_learned_data_counts_if_training_slows_down(
     assert factors[-1] < 1
 
 
-def test_23_the_rate_falls_if_a_measurement_takes_all_the_time(
+def test_the_rate_falls_if_a_measurement_takes_all_the_time(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, out = Clock(monkeypatch), tmp_path / "head"

@@ -38,7 +38,7 @@ def test_a_run_that_fails_leaves_only_checkpoints(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "checkpoints").exists()
 
 
-def test_29_a_full_disk_names_what_is_kept_and_how_to_continue(tmp_path: Path) -> None:
+def test_a_full_disk_names_what_is_kept_and_how_to_continue(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(OutputError, match=r"the results so far are kept: .*eagle-train --resume .*out$"):
         fail(tmp_path / "out", full, checkpoint=True)
@@ -93,7 +93,7 @@ def bad_places(tmp_path: Path) -> dict[str, Path]:
 @pytest.mark.usefixtures("nothing_is_loaded")
 @pytest.mark.parametrize("said", ["is a file, so", "cannot be written"])
 @pytest.mark.parametrize("command", ["train", "hours", "collect", "make", "regenerate", "convert", "mtp"])
-def test_25_output_is_checked_before_anything_is_loaded(
+def test_output_is_checked_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, said: str
 ) -> None:
     where = str(bad_places(tmp_path)[said])
@@ -115,7 +115,7 @@ def test_25_output_is_checked_before_anything_is_loaded(
 
 @pytest.mark.usefixtures("nothing_is_loaded")
 @pytest.mark.parametrize("more", [[], ["--overwrite"]])
-def test_25_the_second_run_in_a_folder_ends_at_once(
+def test_the_second_run_in_a_folder_ends_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
     """The first run has created the folder, which is still empty; the second run removes nothing."""
@@ -132,7 +132,7 @@ def test_25_the_second_run_in_a_folder_ends_at_once(
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_25_the_second_capture_into_a_folder_ends_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_second_capture_into_a_folder_ends_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = unfinished_folder(tmp_path / "s")
     shards.mkdir()
     (tmp_path / "chats.jsonl").write_text("")

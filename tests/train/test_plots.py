@@ -35,7 +35,7 @@ def test_plots_are_pictures(tmp_path: Path, muon: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 40])
-def test_29_every_curve_has_a_readable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_every_curve_has_a_readable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """A few names fit into the picture. Many are to its right, in a wider picture, and cover no curve."""
     drawn: dict[str, Figure] = {}
     monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: drawn.update({file.name: self}))

@@ -129,7 +129,7 @@ def test_a_plan_is_printed_without_a_network(capsys: pytest.CaptureFixture[str])
         ("Qwen/Qwen3-0.6B", False, 4),
     ],
 )
-def test_27_a_known_target_is_planned_without_a_network(
+def test_a_known_target_is_planned_without_a_network(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -153,7 +153,7 @@ def test_27_a_known_target_is_planned_without_a_network(
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_27_an_unknown_target_has_a_plan_that_says_what_is_missing(
+def test_an_unknown_target_has_a_plan_that_says_what_is_missing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -454,7 +454,7 @@ def test_a_short_request_does_not_wait_for_all_requests_of_another_client() -> N
         assert "".join(pieces).endswith("data: [DONE]\n\n")
 
 
-def test_15_forged_addresses_share_one_clients_slots(encoder: LongTexts, caplog: pytest.LogCaptureFixture) -> None:
+def test_forged_addresses_share_one_clients_slots(encoder: LongTexts, caplog: pytest.LogCaptureFixture) -> None:
     forged = {"X-Forwarded-For": "192.0.2.99"}
     with ExitStack() as stack:
         server = stack.enter_context(live(unbounded, wide(Limits(queue=12))))
@@ -482,7 +482,7 @@ def test_one_client_cannot_take_all_places(encoder: LongTexts) -> None:
 
 
 @ELSEWHERE
-def test_05_unread_streams_of_one_client_do_not_hold_up_another(unread: Callable[[Live], socket.socket]) -> None:
+def test_unread_streams_of_one_client_do_not_hold_up_another(unread: Callable[[Live], socket.socket]) -> None:
     with live(unread_bytes=4096) as server, another_client(server) as other:
         raws = [unread(server) for _ in range(8)]
         server.until(lambda: server.service.running == 4)
@@ -496,7 +496,7 @@ def test_05_unread_streams_of_one_client_do_not_hold_up_another(unread: Callable
 
 
 @ELSEWHERE
-def test_05_texts_of_a_client_that_gives_a_row_back_are_those_alone() -> None:
+def test_texts_of_a_client_that_gives_a_row_back_are_those_alone() -> None:
     asked = {"messages": [{"role": "user", "content": "def f"}], "n": 6, "temperature": 1.0, "seed": 3}
     asked |= {"ignore_eos": True}  # without max_tokens
 

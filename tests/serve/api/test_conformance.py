@@ -53,7 +53,7 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(each) for each in data if each != "[DONE]"]
 
 
-def test_21_completion_tokens_details_count_thoughts(thinker: Live) -> None:
+def test_completion_tokens_details_count_thoughts(thinker: Live) -> None:
     thinking = {"chat_template_kwargs": {"enable_thinking": True}, "seed": 3}
     used = ok(thinker, CHAT, max_tokens=20, **thinking)["usage"]
     assert used["completion_tokens_details"] == {"reasoning_tokens": 20}  # a random model never ends its reasoning
@@ -70,7 +70,7 @@ def test_21_completion_tokens_details_count_thoughts(thinker: Live) -> None:
     assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 20}
 
 
-def test_21_service_tier_is_accepted_and_echoed(server: Live) -> None:
+def test_service_tier_is_accepted_and_echoed(server: Live) -> None:
     for tier in ("auto", "default", "flex", "priority", "scale"):
         assert ok(server, CHAT, service_tier=tier)["service_tier"] == "default"
         assert ok(server, RESPONSES, service_tier=tier)["service_tier"] == "default"
@@ -84,7 +84,7 @@ def test_21_service_tier_is_accepted_and_echoed(server: Live) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_21_sampling_out_of_range_is_refused(server: Live, path: str) -> None:
+def test_sampling_out_of_range_is_refused(server: Live, path: str) -> None:
     most = 1 if path == MESSAGES else 2
     ok(server, path, temperature=most, top_p=0.5)
     for wrong in ({"temperature": most + 0.1}, {"temperature": -0.1}, {"top_p": 1.1}, {"top_p": -0.1}):
@@ -105,7 +105,7 @@ def test_21_sampling_out_of_range_is_refused(server: Live, path: str) -> None:
         assert refusal(server, path, **wrong) in wrong
 
 
-def test_21_results_without_calls_are_refused(caller: Live) -> None:
+def test_results_without_calls_are_refused(caller: Live) -> None:
     made = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
     assistant = {"role": "assistant", "content": None, "tool_calls": [made]}
     tools = [WEATHER]
@@ -132,7 +132,7 @@ def test_21_results_without_calls_are_refused(caller: Live) -> None:
     assert refusal(caller, RESPONSES, input=[wrong], previous_response_id=first["id"]) == "input[0].call_id"
 
 
-def test_21_requests_have_ids(server: Live) -> None:
+def test_requests_have_ids(server: Live) -> None:
     with anthropic.Anthropic(base_url=server.base, api_key="none", max_retries=0) as client:
         ids = {client.messages.create(model=NAME, max_tokens=1, messages=USER)._request_id for _ in range(2)}
     assert len(ids) == 2
@@ -141,7 +141,7 @@ def test_21_requests_have_ids(server: Live) -> None:
     assert server.openai.chat.completions.create(model=NAME, max_tokens=1, messages=USER)._request_id
 
 
-def test_21_models_for_clients_of_anthropic(server: Live) -> None:
+def test_clients_of_anthropic_get_the_models_in_its_form(server: Live) -> None:
     with anthropic.Anthropic(base_url=server.base, api_key="none", max_retries=0) as client:
         (model,) = list(client.models.list())
         assert (model.id, model.type, model.display_name) == (NAME, "model", NAME)
@@ -154,7 +154,7 @@ def test_21_models_for_clients_of_anthropic(server: Live) -> None:
     assert set(server.http.get("/v1/models", headers=ANTHROPIC).json()) == {"data", "has_more", "first_id", "last_id"}
 
 
-def test_21_an_unknown_previous_response_is_a_bad_request(server: Live) -> None:
+def test_an_unknown_previous_response_is_a_bad_request(server: Live) -> None:
     answer = server.http.post(RESPONSES, json={"input": "x", "previous_response_id": "resp_unknown"})
     error = answer.json()["error"]
     assert answer.status_code == 400
@@ -163,7 +163,7 @@ def test_21_an_unknown_previous_response_is_a_bad_request(server: Live) -> None:
     assert server.http.get(f"{RESPONSES}/resp_unknown").status_code == 404
 
 
-def test_21_input_items_are_listed(caller: Live) -> None:
+def test_input_items_are_listed(caller: Live) -> None:
     server = caller
     first = ok(server, RESPONSES, instructions="Be brief.")
     asked = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -187,7 +187,7 @@ def test_21_input_items_are_listed(caller: Live) -> None:
     assert server.http.get(f"{RESPONSES}/resp_unknown/input_items").status_code == 404
 
 
-def test_21_head_requests_work_on_all_readable_paths(server: Live) -> None:
+def test_head_requests_work_on_all_readable_paths(server: Live) -> None:
     kept = ok(server, RESPONSES)["id"]
     paths = ["/", "/health", "/version", "/metrics", "/openapi.json", "/v1/models", f"/v1/models/{NAME}"]
     for path in (*paths, f"{RESPONSES}/{kept}", f"{RESPONSES}/{kept}/input_items", "/v1/spec_decode/metrics"):
@@ -205,7 +205,7 @@ def raw(server: Live, target: str, host: str) -> bytes:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-def test_21_absolute_form_targets(server: Live) -> None:
+def test_targets_in_absolute_form_are_served(server: Live) -> None:
     for target in ("http://host/v1/models", "HTTP://host:80/v1/models?x=http://a/b", "https://h/v1/models/tiny"):
         answer = raw(server, target, "other")
         assert answer.startswith(b"HTTP/1.1 200"), answer
@@ -240,13 +240,13 @@ def test_21_absolute_form_targets(server: Live) -> None:
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
     ],
 )
-def test_21_errors_name_the_fields_of_clients(server: Live, path: str, more: dict[str, Any], param: str) -> None:
+def test_errors_name_the_fields_of_clients(server: Live, path: str, more: dict[str, Any], param: str) -> None:
     assert refusal(server, path, **more) == param
     message = server.http.post(path, json=BODIES[path] | more).json()["error"]["message"]
     assert "instance of" not in message
 
 
-def test_21_refusals_do_not_echo_long_values(caller: Live) -> None:
+def test_refusals_do_not_echo_long_values(caller: Live) -> None:
     long = "a" * 70_000
     bodies = [
         {"model": long},
@@ -282,7 +282,7 @@ def user_of_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_21_known_tools_need_no_schema(user_of_tools: Live, kind: str) -> None:
+def test_known_tools_need_no_schema(user_of_tools: Live, kind: str) -> None:
     name, given = KNOWN[kind]
     tool: dict[str, Any] = {"type": kind, "name": name, "cache_control": {"type": "ephemeral"}}
     message = ok(user_of_tools, MESSAGES, max_tokens=100, tools=[tool])
@@ -305,7 +305,7 @@ def test_21_known_tools_need_no_schema(user_of_tools: Live, kind: str) -> None:
     assert refusal(user_of_tools, MESSAGES, tools=[hosted]) == "tools[0].type"
 
 
-def test_21_older_response_format_with_a_schema(server: Live) -> None:
+def test_the_older_response_format_with_a_schema_is_followed(server: Live) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
     form = {"type": "json_object", "schema": schema | {"additionalProperties": False}}
     answer = ok(server, CHAT, max_tokens=60, seed=1, response_format=form)

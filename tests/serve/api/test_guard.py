@@ -107,7 +107,7 @@ def test_keys_need_the_bearer_scheme_in_any_case(guarded: Live, given: str, stat
     assert guarded.http.get(MODELS, headers=headers).status_code == status  # type: ignore[arg-type]
 
 
-def test_15_an_invalid_proxy_address_is_refused_at_startup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_proxy_address_is_refused_at_startup(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_trusted("") == ()
     assert main(["--forwarded-allow-ips", "proxy.local"]) == 2
     said = capsys.readouterr().err
@@ -115,7 +115,7 @@ def test_15_an_invalid_proxy_address_is_refused_at_startup(capsys: pytest.Captur
     assert "give addresses or networks" in said
 
 
-def test_20_a_refused_key_is_one_line_with_the_address_and_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_key_is_one_line_with_the_address_and_no_secret(caplog: pytest.LogCaptureFixture) -> None:
     with live(settings=wide(api_key="sesame", forwarded_allow_ips="127.0.0.1, 10.0.0.0/8")) as server:
         headers = {
             "X-Forwarded-For": "192.0.2.66, 192.0.2.7, 10.9.9.9",

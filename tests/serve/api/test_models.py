@@ -249,7 +249,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def test_18_a_broken_model_does_not_unload_a_working_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_model_does_not_unload_a_working_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     works = tiny_target_folder(tmp_path / "works", layers=2)
     for name, (damage, _) in DAMAGES.items():
         damage(Path(shutil.copytree(works, tmp_path / name)))

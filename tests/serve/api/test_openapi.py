@@ -202,7 +202,7 @@ def test_answers_of_all_kinds_are_as_published(short: Live) -> None:
 
 
 @ELSEWHERE
-def test_05_answers_are_as_published_while_another_client_holds_every_row() -> None:
+def test_answers_are_as_published_while_another_client_holds_every_row() -> None:
     endless = {"messages": [{"role": "user", "content": "x"}], "n": 8, "ignore_eos": True, "stream": True}
     with (
         live(lambda: Loaded(engine(context=2048), "ngram", DEPTH), wide()) as server,

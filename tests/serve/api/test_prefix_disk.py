@@ -66,7 +66,7 @@ def test_a_restarted_server_reuses_its_prefix_files(tmp_path: Path) -> None:
     assert 0 < numbers["eagle:prefix_disk_bytes"] <= numbers["eagle:prefix_disk_bytes_max"] == 1 << 30
 
 
-def test_16_after_a_restart_files_serve_the_key_and_salt_that_wrote_them(tmp_path: Path) -> None:
+def test_after_a_restart_files_serve_the_key_and_salt_that_wrote_them(tmp_path: Path) -> None:
     keys = wide(api_key="mine yours")
 
     def cached(running: Live, key: str, salt: str | None = None) -> bool:

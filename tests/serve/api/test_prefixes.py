@@ -93,7 +93,7 @@ def running_prompt(running: Live) -> list[int]:
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-def test_16_prompts_of_other_keys_and_salts_stay_hidden(path: str) -> None:
+def test_prompts_of_other_keys_and_salts_stay_hidden(path: str) -> None:
     with live(load, wide(api_key="mine yours")) as running:
         assert cached_tokens(running, path, "mine") == 0
         assert cached_tokens(running, path, "yours") == 0
@@ -106,14 +106,14 @@ def test_16_prompts_of_other_keys_and_salts_stay_hidden(path: str) -> None:
         assert running.http.post(path, json={}, headers={"x-api-key": "mine yours"}).status_code == 401
 
 
-def test_16_without_keys_requests_share_unless_they_are_salted() -> None:
+def test_without_keys_requests_share_unless_they_are_salted() -> None:
     with live(load) as running:
         assert cached_tokens(running, CHAT) == 0
         assert cached_tokens(running, MESSAGES) > 16
         assert cached_tokens(running, CHAT, cache_salt="pepper") == 0
 
 
-def test_16_counts_can_be_hidden() -> None:
+def test_counts_can_be_hidden() -> None:
     with live(load, wide(cache_report=False)) as running:
         for path in (CHAT, CHAT, MESSAGES, RESPONSES):
             assert cached_tokens(running, path) == 0

@@ -60,7 +60,7 @@ def complete(server: Live, **more: Any) -> dict[str, Any]:
     return body
 
 
-def test_22_a_request_chooses_among_all_that_is_loaded(hybrid: Live) -> None:
+def test_a_request_chooses_among_all_that_is_loaded(hybrid: Live) -> None:
     texts = set()
     for mode in ("eagle", "ngram", "none", None):
         results = rounds(hybrid)

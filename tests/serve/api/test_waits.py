@@ -125,7 +125,7 @@ def long_bodies() -> dict[str, dict[str, Any]]:
     }
 
 
-def test_16_hidden_cache_counts_are_not_streamed() -> None:
+def test_hidden_cache_counts_are_not_streamed() -> None:
     with gated(max_batch=1, cache_report=False) as (server, gate):
         stream = Stream(server, COMPLETIONS, {"prompt": LONG, "max_tokens": 2})
         assert stream.comment() == "waiting, 0 requests before this one"

@@ -390,7 +390,7 @@ def test_calls_of_a_family_are_parsed_whole_and_in_pieces(name: str, writer: Cal
 
 
 @pytest.mark.parametrize(("name", "writer"), CALLING)
-def test_17_an_answer_ends_with_its_only_call_in_every_format(name: str, writer: Callable[[Calls], str]) -> None:
+def test_an_answer_ends_with_its_only_call_in_every_format(name: str, writer: Callable[[Calls], str]) -> None:
     format = format_of(name)
     tokenizer = format.tokenizer
     assert tokenizer is not None

@@ -29,7 +29,7 @@ def is_linear(work: Callable[[int], Any], size: int) -> bool:
 
 
 @pytest.mark.parametrize("end", ["", "cch=1;"])
-def test_2_a_system_prompt_of_headers_takes_linear_time(end: str) -> None:
+def test_a_system_prompt_of_headers_takes_linear_time(end: str) -> None:
     """The long one has 200 KB, and took 6.6 s."""
 
     def leave_out(count: int) -> None:
@@ -42,7 +42,7 @@ def test_2_a_system_prompt_of_headers_takes_linear_time(end: str) -> None:
 @pytest.mark.parametrize(
     "add", [lambda c, t: c.say("user", t), lambda c, t: c.say("assistant", t), lambda c, t: c.think(t)]
 )
-def test_2_a_message_of_many_blocks_takes_linear_time(add: Callable[[Conversation, str], None]) -> None:
+def test_a_message_of_many_blocks_takes_linear_time(add: Callable[[Conversation, str], None]) -> None:
     def join(count: int) -> None:
         conversation = Conversation()
         for _ in range(count):
@@ -61,7 +61,7 @@ def test_2_a_message_of_many_blocks_takes_linear_time(add: Callable[[Conversatio
     ],
 )
 @pytest.mark.parametrize("body", ["call:f{", "{}"])
-def test_2_calls_without_an_end_take_linear_time(parser: str, answer: str, body: str) -> None:
+def test_calls_without_an_end_take_linear_time(parser: str, answer: str, body: str) -> None:
     """A schema can force a model to write them. The long ones took up to 19 s."""
     format = format_with_parser(parser)
 
@@ -85,7 +85,7 @@ def test_2_calls_without_an_end_take_linear_time(parser: str, answer: str, body:
         ("longcat", "<longcat_tool_call>fx</longcat_tool_call>", "<longcat_arg_key></longcat_arg_key>"),
     ],
 )
-def test_2_tags_without_an_end_take_linear_time(parser: str, answer: str, body: str) -> None:
+def test_tags_without_an_end_take_linear_time(parser: str, answer: str, body: str) -> None:
     """The long ones took 1 to 30 s."""
     format = format_with_parser(parser)
 
@@ -109,7 +109,7 @@ def test_a_value_of_tags_takes_linear_time(body: str) -> None:
     assert is_linear(parse, 1000)
 
 
-def test_2_calls_of_gemma_4_with_braces_in_texts_are_read() -> None:
+def test_calls_of_gemma_4_with_braces_in_texts_are_read() -> None:
     reader = AnswerParser(format_with_parser("gemma4"), [WEATHER])
     deltas = reader.push('<|tool_call>call:get_weather{city:<|"|>{{}}}{<|"|>,more:{a:1}}<tool_call|>')
     assert [delta.tool_call.arguments for delta in deltas if delta.tool_call] == [

@@ -125,7 +125,7 @@ def strict(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "special"), [("qwen", False), ("thinking", True)])
-def test_17_with_a_strict_tool_text_is_free_until_a_call_begins(name: str, special: bool) -> None:
+def test_with_a_strict_tool_text_is_free_until_a_call_begins(name: str, special: bool) -> None:
     make = GRAMMARS[name, special].grammar(None, ToolOffer.of([strict(WEATHER), CLOCK]))
 
     def may(text: str) -> bool:
@@ -146,14 +146,14 @@ def test_17_with_a_strict_tool_text_is_free_until_a_call_begins(name: str, speci
     assert not may(clock.replace("[1]", "[1"))
 
 
-def test_17_a_tag_cannot_be_spelled_past_the_grammar() -> None:
+def test_a_tag_cannot_be_spelled_past_the_grammar() -> None:
     make = GRAMMARS["qwen", False].grammar(None, ToolOffer.of([strict(WEATHER)]))
     assert make is not None
     vocab, grammar = tokenizer_of("qwen").get_vocab(), make()
     assert [grammar.advance(vocab[letter]) for letter in "<tool_call>"] == [True] * 10 + [False]
 
 
-def test_17_bytes_that_are_not_text_are_free_too() -> None:
+def test_bytes_that_are_not_text_are_free_too() -> None:
     make = GRAMMARS["qwen", False].grammar(None, ToolOffer.of([strict(WEATHER)]))
     assert make is not None
     vocab, grammar = tokenizer_of("qwen").get_vocab(), make()
@@ -162,7 +162,7 @@ def test_17_bytes_that_are_not_text_are_free_too() -> None:
     assert grammar.advance(vocab["a"])
 
 
-def test_17_tags_that_are_plain_text_begin_calls_too() -> None:
+def test_tags_that_are_plain_text_begin_calls_too() -> None:
     tags = format_of("qwen").calls
     assert tags is not None
     format = ChatFormat(tokenizer_of("plain"), AnswerStates(), tags)
@@ -172,12 +172,12 @@ def test_17_tags_that_are_plain_text_begin_calls_too() -> None:
     assert not allows(make, f"I see.\n{CALL.replace('3', '10')}")
 
 
-def test_17_tools_that_are_not_strict_leave_the_answer_free() -> None:
+def test_tools_that_are_not_strict_leave_the_answer_free() -> None:
     assert GRAMMARS["qwen", False].grammar(None, ToolOffer.of([WEATHER, CLOCK])) is None
     assert GRAMMARS["qwen", False].grammar(None, ToolOffer.of([strict(WEATHER)], "none")) is None
 
 
-def test_21_the_schema_of_an_older_json_object_is_followed() -> None:
+def test_the_schema_of_an_older_json_object_is_followed() -> None:
     make = compiled({"type": "json_object", "schema": SCHEMA})
     assert allows(make, ANSWER)
     assert not allows(make, ANSWER.replace("high", "higher"))

@@ -49,13 +49,13 @@ def test_only_changing_text_of_system_prompts_is_removed() -> None:
         HEADER.replace("2.1.37", "2" * 1000),
     ],
 )
-def test_2_only_a_header_of_known_fields_at_the_start_is_removed(text: str) -> None:
+def test_only_a_header_of_known_fields_at_the_start_is_removed(text: str) -> None:
     assert Volatile().strip([system_text(text)]) == [system_text(text)]
     kept = Volatile().strip([system_text(HEADER.format("1") + " cc_workload=cron;\n" + text)])
     assert kept == [system_text(text)]
 
 
-def test_2_only_the_beginning_of_a_long_text_is_searched() -> None:
+def test_only_the_beginning_of_a_long_text_is_searched() -> None:
     counter = Volatile.of([r"Tokens used: \d+\n"], known=False)
     early, late = system_text("Tokens used: 51\n" + RULES), system_text("x" * SEARCHED + "Tokens used: 51\n")
     assert [each["content"] for each in counter.strip([early, late])] == [RULES, late["content"]]
