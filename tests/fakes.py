@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eagle_mlx.cache import full
 from eagle_mlx.data_pipelines.jsonl import PartialFile
@@ -77,6 +78,18 @@ def _embedded_tokenizer() -> TokenizerWrapper:
 def embedded_tokenizer() -> TokenizerWrapper:
     """Return a copy that the test may change. Copying takes a fifth of the time of reading."""
     return deepcopy(_embedded_tokenizer())
+
+
+@cache
+def _plain_tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(EMBEDDED_TARGET)  # type: ignore[no-untyped-call]
+
+
+def plain_tokenizer(template: str | None = None) -> PreTrainedTokenizerBase:
+    """Return a copy of transformers' own tokenizer, which mlx-lm wraps, with this chat template."""
+    tokenizer = deepcopy(_plain_tokenizer())
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def tiny_target(

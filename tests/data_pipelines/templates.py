@@ -10,18 +10,17 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.data_pipelines.sources.rows import parse_row
-from tests.fakes import embedded_tokenizer
+from tests.fakes import plain_tokenizer
 
 _SPECIAL = re.compile(r"<\|[^<>\s']+\|>|<\|[a-z]+>|<[a-z]+\|>|</?think>")
 
 
 def template_tokenizer(template: str, ends: Sequence[str] = (), special: Sequence[str] = ()) -> TokenizerWrapper:
     """Return the embedded tokenizer with a chat template, whose tags are special tokens; `ends` end a turn."""
-    inner = embedded_tokenizer()._tokenizer
+    inner = plain_tokenizer(template)
     inner.add_special_tokens(
         {"additional_special_tokens": [*dict.fromkeys([*_SPECIAL.findall(template), *ends, *special])]}
     )
-    inner.chat_template = template
     return TokenizerWrapper(inner, eos_token_ids=inner.convert_tokens_to_ids(list(ends)))
 
 

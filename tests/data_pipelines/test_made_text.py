@@ -125,13 +125,13 @@ def test_where_a_text_begins() -> None:
     """With the tokenizer's prefix, else its BOS token, else the token between texts."""
     plain = tokenizer()
     assert beginning(plain, "M") == [2]
-    plain._tokenizer.bos_token = "<|endoftext|>"
+    plain.bos_token = "<|endoftext|>"
     assert beginning(plain, "M") == [0]
-    plain._tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+    plain.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
     )
     assert beginning(plain, "M") == [1]
     silent = tokenizer()
-    silent._tokenizer.eos_token = None
+    silent.eos_token = None
     with pytest.raises(TargetError, match="M has neither a chat template nor a token that begins or ends a text"):
         beginning(silent, "M")

@@ -508,7 +508,7 @@ def test_a_target_that_never_ends_a_turn_is_told_of(tmp_path: Path) -> None:
 def test_a_template_that_cannot_be_opened_is_named(template: str, why: str) -> None:
     target = tiny_target(tokenizer=True)
     assert target.tokenizer is not None
-    target.tokenizer._tokenizer.chat_template = template
+    target.tokenizer.chat_template = template
     with pytest.raises(TargetError, match=f"with the chat template of M: .*{why}.*regenerate --data"):
         find_user_place(target.tokenizer, [], "M")
 
@@ -526,7 +526,7 @@ def test_the_place_of_the_user_has_all_in_front_of_it_and_what_ends_it() -> None
     )
     assert whole.startswith(shown + "zzz")
     assert place.stop_token_ids or place.stop
-    tokenizer._tokenizer.chat_template = (
+    tokenizer.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}{% if add_generation_prompt %}"
         " ### Answer:{% endif %}"
     )
@@ -537,7 +537,7 @@ def test_the_place_of_the_user_has_all_in_front_of_it_and_what_ends_it() -> None
 def test_domains_that_a_template_cannot_steer_to_are_left_out() -> None:
     tokenizer = tiny_target(tokenizer=True).tokenizer
     assert tokenizer is not None
-    tokenizer._tokenizer.chat_template = (
+    tokenizer.chat_template = (
         "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         "<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import string
 from functools import cache
 
@@ -10,12 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from eagle_mlx.data_pipelines import Conversation, Message, render_all
 from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.errors import DataError
-from tests.fakes import EMBEDDED_TARGET
+from tests.fakes import embedded_tokenizer, plain_tokenizer
 from tests.full import some
 
 CHATML = None  # the embedded tokenizer's own
@@ -78,15 +76,13 @@ U, A, S = "user", "assistant", "system"
 
 @cache
 def base() -> TokenizerWrapper:
-    return load_tokenizer(EMBEDDED_TARGET)
+    return embedded_tokenizer()
 
 
 def tokenizer(template: str | None) -> TokenizerWrapper:
     if template is None:
         return base()
-    inner = copy.copy(base()._tokenizer)
-    inner.chat_template = template
-    return TokenizerWrapper(inner)
+    return TokenizerWrapper(plain_tokenizer(template))
 
 
 def conversation(*turns: tuple[str, str]) -> Conversation:
@@ -238,9 +234,7 @@ def test_a_template_that_refuses_the_conversation_is_named() -> None:
 
 
 def test_without_a_template_only_text_can_be_rendered() -> None:
-    inner = copy.copy(base()._tokenizer)
-    inner.chat_template = None
-    bare = TokenizerWrapper(inner)
+    bare = TokenizerWrapper(plain_tokenizer())
     with pytest.raises(DataError, match="no chat template"):
         render(bare, conversation((U, "a"), (A, "b")))
     assert render(bare, Conversation(text="a")).loss_mask == [1]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from eagle_mlx.data_pipelines import Conversation, DataConfig, prompt_tokens, read_conversations, render_all
 from eagle_mlx.data_pipelines.jsonl import as_line, write_lines
 from eagle_mlx.data_pipelines.rendering import examine, render
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.errors import DataError
-from tests.fakes import EMBEDDED_TARGET
+from tests.fakes import plain_tokenizer
 
 TOOLED = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t['function']['name'] }};{% endfor %}<|im_end|>\n"
@@ -50,9 +48,7 @@ ROW: dict[str, Any] = {
 
 
 def tokenizer(template: str) -> TokenizerWrapper:
-    inner = copy.copy(load_tokenizer(EMBEDDED_TARGET)._tokenizer)
-    inner.chat_template = template
-    return TokenizerWrapper(inner)
+    return TokenizerWrapper(plain_tokenizer(template))
 
 
 def shown(template: str, row: dict[str, Any]) -> str:

@@ -287,7 +287,7 @@ def test_other_tokenizers_and_ends_of_turn_are_refused() -> None:
     draft.tokenizer.eos_token_ids = {7}
     with pytest.raises(TargetError, match=r"tokens that end a turn: \[7\] and "):
         em.Engine(target, em.DraftModelProposer(draft))
-    draft.tokenizer._tokenizer.add_tokens(["<|extra|>"])
+    draft.tokenizer.add_tokens(["<|extra|>"])
     with pytest.raises(TargetError, match=r"id of .<\|extra\|>.: \d+ and missing"):
         em.Engine(target, em.DraftModelProposer(draft))
 

@@ -183,7 +183,7 @@ def test_verbosity_reaches_templates_that_support_it() -> None:
     target = tiny_target(layers=2, tokenizer=True)
     assert target.tokenizer is not None
     template = target.tokenizer.chat_template
-    target.tokenizer._tokenizer.chat_template = template + "{% if verbosity == 'low' %}Be brief.{% endif %}"
+    target.tokenizer.chat_template = template + "{% if verbosity == 'low' %}Be brief.{% endif %}"
     with live(lambda: Loaded(em.Engine(target), "none", 0)) as running:
         for path, body in (
             (CHAT, lambda wish: {"messages": USER, "max_tokens": 1, "verbosity": wish}),

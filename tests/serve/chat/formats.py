@@ -185,6 +185,7 @@ def _load(
     special: bool = False,
     parser: str | None = None,
     normalizer: str | None = None,
+    renderer: str | None = None,
 ) -> TokenizerWrapper:
     for file in TOKENIZER_FILES:
         shutil.copy(EMBEDDED_TARGET / file, folder / file)
@@ -195,8 +196,8 @@ def _load(
     content["normalizer"] = {"type": normalizer} if normalizer else content["normalizer"]
     path.write_text(json.dumps(content))
     (folder / "chat_template.jinja").write_text(template)
-    config: dict[str, Any] = {"tool_parser_type": parser} if parser else {}
-    return load_tokenizer(folder, config)
+    config = {"tool_parser_type": parser, "chat_template_type": renderer}
+    return load_tokenizer(folder, {key: value for key, value in config.items() if value})
 
 
 @cache
@@ -218,10 +219,13 @@ def format_with_parser(parser: str) -> ChatFormat:
 
 
 @cache
-def format_with_template(template: str, added: tuple[str, ...] = ()) -> ChatFormat:
-    """Return the format that mlx-lm detects for this template and these added tokens."""
+def format_with_template(template: str, added: tuple[str, ...] = (), renderer: str | None = None) -> ChatFormat:
+    """Return the format that mlx-lm detects for this template and these added tokens.
+
+    renderer: the module of mlx-lm's that writes prompts instead of the template.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = _load(Path(folder), template, added)
+        tokenizer = _load(Path(folder), template, added, renderer=renderer)
     return ChatFormat.of(em.Target(tiny_target(layers=2).model, tokenizer, name="told"))
 
 

@@ -29,7 +29,7 @@ FORGETS = """
 
 def format_with(template: str) -> ChatFormat:
     tokenizer = deepcopy(tokenizer_of("plain"))
-    tokenizer._tokenizer.chat_template = template
+    tokenizer.chat_template = template
     return ChatFormat(tokenizer, AnswerStates(), None)
 
 

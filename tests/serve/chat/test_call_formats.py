@@ -18,13 +18,10 @@ import mlx_lm.tool_parsers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.chat_templates import deepseek_v32
 
-import eagle_mlx as em
 from eagle_mlx.errors import PromptError
 from eagle_mlx.serve.chat import AnswerParser, ChatFormat, Delta, FirstCall
 from eagle_mlx.text import IncrementalText
-from tests.fakes import tiny_target
 from tests.full import some
 from tests.serve.chat.formats import HELLO, format_with_parser, format_with_template
 
@@ -408,10 +405,8 @@ def test_an_answer_ends_with_its_only_call_in_every_format(name: str, writer: Ca
 
 
 def test_deepseeks_template_lists_tools_and_calls_without_a_system_message() -> None:
-    tokenizer = format_of("DeepSeek V3.2, V4, V4.1").tokenizer
-    assert tokenizer is not None
-    known = type(tokenizer)(tokenizer._tokenizer, chat_template=deepseek_v32.apply_chat_template)
-    format = ChatFormat.of(em.Target(tiny_target(layers=2).model, known))
+    family = FAMILIES["DeepSeek V3.2, V4, V4.1"]
+    format = format_with_template(family.template, family.vocabulary, renderer="deepseek_v32")
     function = {"name": "clock", "arguments": "{}"}
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
     text = format.chat([*HELLO, call, {"role": "tool", "tool_call_id": "a", "content": "noon"}], TOOLS).text
