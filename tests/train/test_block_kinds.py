@@ -31,6 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "all slots": {},
     "causal, first slot drafts": {"causal": (True, True), "first_slot_drafts": True},
     "windows by slot": {"windows": (6, None), "causal": (True, False)},
+    "windows shorter than the block": {"windows": (2, 3), "causal": (True, False)},
     "windows by anchor": {"windows": (4, 7), "window_start": "anchor", "first_slot_drafts": True},
     "gemma": {**GEMMA, "embedding_scale": 5.0, "first_slot_drafts": True},
 }
@@ -209,6 +210,12 @@ def test_a_head_with_a_draft_vocabulary_is_saved_and_loaded(name: str, tmp_path:
     h = mx.array(np.random.default_rng(0).normal(size=(1, 2, model.hidden_size)), mx.float32)
     head.attach(model)
     np.testing.assert_allclose(loaded.logits(h), head.logits(h), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_by_default_slots_have_the_weights_of_the_published_losses(name: str) -> None:
+    decay = resolved(TrainConfig().changed(head=name)).optimization.decay
+    np.testing.assert_allclose([decay**slot for slot in range(7)], np.exp(-np.arange(7) / 4))
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -330,9 +330,9 @@ def test_features_in_training_are_those_of_decoding_for_a_target_with_a_huge_cha
     np.testing.assert_allclose(trained, decoded, rtol=0.02, atol=0.01 * float(mx.max(mx.abs(decoded))))
 
 
-def test_a_new_head_takes_a_value_that_its_target_has_for_each_layer_and_the_whole_context() -> None:
-    target = Target(tiny_model("step3p5"))
+def test_a_new_head_takes_the_largest_of_its_targets_values_for_each_layer_and_the_whole_context() -> None:
+    target = Target(tiny_model("step3p5", rope_theta=[1000.0, 4000.0, 1000.0, 2000.0]))
     target.context_length = 262_144
     shape = layer_shape(target, TrainConfig.of(target="tiny"))
-    assert shape["rope_theta"] == 1000.0
+    assert shape["rope_theta"] == 4000.0
     assert shape["max_position_embeddings"] == 262_144

@@ -63,6 +63,7 @@ def test_a_new_heads_projection_starts_with_the_targets_scale(name: str) -> None
     model = tiny_model(name, **SCALED[name])
     randomize(model, 0, 0.2)
     target, h = Target(model), mx.random.normal((5, 32), key=mx.random.key(0))
+    assert projection(target).dtype == mx.float32
     np.testing.assert_allclose(h @ projection(target).T, target.logits(h), rtol=1e-4, atol=1e-4)
 
 

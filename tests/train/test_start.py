@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear
 
 from eagle_mlx.data_pipelines import capture_to_shards
 from eagle_mlx.errors import CheckpointError, ConfigError, ShardError
@@ -106,6 +107,18 @@ def test_it_begins_as_the_head_that_was_saved_and_learns(tmp_path: Path, name: s
     np.testing.assert_allclose(
         loaded.logits(loaded(e, g, None, "causal")), head.logits(head(e, g, None, "causal")), rtol=1e-5, atol=1e-5
     )
+
+
+def test_additions_of_low_rank_begin_with_mlx_lms_bound(tmp_path: Path) -> None:
+    """Uniform within 1 / sqrt(n) for a matrix with n inputs, times zeros."""
+    folder = written(SHAPES["eagle3.1"](), tmp_path / "head")
+    head: Any = existing_head(TARGET, config_of("eagle3", folder, lora_rank=8))
+    additions = [part for _, part in head.named_modules() if isinstance(part, LoRALinear)]
+    assert len({part.lora_a.shape[0] for part in additions}) > 1
+    for part in additions:
+        bound = part.lora_a.shape[0] ** -0.5
+        assert 0.9 * bound < float(mx.max(mx.abs(part.lora_a))) <= bound
+        assert not mx.any(part.lora_b)
 
 
 def test_a_quantized_head_is_trained_dequantized(tmp_path: Path) -> None:
