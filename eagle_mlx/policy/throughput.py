@@ -129,6 +129,8 @@ class ThroughputPolicy:
         self.max_depth, self.max_nodes, self.explore = max_depth, max_nodes, explore
         self.costs = Costs(curve)
         self._chains = [Plan(depth) for depth in range(1, max_depth + 1)]
+        self._exits = {None: self._chains, False: [replace(chain, lookup=False) for chain in self._chains]}
+        """The chains that an early exit may end as, by its `lookup`."""
         self.max_lookup = _LONGER * max_depth
         lookups = {*range(1, max_depth + 1), (max_depth + self.max_lookup) // 2, self.max_lookup} - {0}
         self._lookups = [Plan(depth, lookup=True) for depth in sorted(lookups)]
@@ -193,7 +195,7 @@ class ThroughputPolicy:
         return acceptance.expected_tokens(arm.size) / self._seconds(rows, arm)
 
     def _best_chain(self, rows: int, early: Plan) -> float:
-        return max(self._speed(rows, replace(chain, lookup=early.lookup)) for chain in self._chains)
+        return max(self._speed(rows, chain) for chain in self._exits[early.lookup])
 
     def _seconds(self, rows: int, arm: Plan, size: int | None = None) -> float:
         usual = arm.size if arm.stop_below is None else _SHORT
