@@ -11,21 +11,25 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from eagle_mlx.serve.api.encoding import PIECE, encode
-from tests.fakes import tiny_target
+from eagle_mlx.serve.api import encoding
+from eagle_mlx.serve.api.encoding import encode
+from tests.fakes import embedded_tokenizer
+from tests.full import in_full
 
+PIECE = in_full(encoding.PIECE, encoding.PIECE // 8)
+"""Shorter than the server's pieces, so that shorter texts have several."""
 RNG = random.Random(1)
 SOURCE = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py")))
 PARTS = ["foo", "  ", " ", "\n", "\n\n", "7", "é", "漢", "👍🏽", "}", "\t", "'s", "<s>", " bar", "</s> "]
 TEXTS = {
-    "code": SOURCE,
-    "parts": "".join(RNG.choice(PARTS) for _ in range(90_000)),
-    "spaces": " " * 150_000 + "x" + " " * 150_001,
-    "lines": "\n" * 150_001,
-    "digits": "7" * 150_001,
-    "letters": "a" * 70_000 + "b" * 80_000,
-    "chinese": "".join(chr(RNG.randint(0x4E00, 0x9FFF)) for _ in range(150_000)),
-    "emoji": "👩‍👩‍👧‍👦é" * 18_000,
+    "code": SOURCE[: 5 * PIECE],
+    "parts": "".join(RNG.choice(PARTS) for _ in range(PIECE * 11 // 8)),
+    "spaces": " " * (PIECE * 9 // 4) + "x" + " " * (PIECE * 9 // 4 + 1),
+    "lines": "\n" * (PIECE * 9 // 4 + 1),
+    "digits": "7" * (PIECE * 9 // 4 + 1),
+    "letters": "a" * PIECE + "b" * (PIECE * 5 // 4),
+    "chinese": "".join(chr(RNG.randint(0x4E00, 0x9FFF)) for _ in range(PIECE * 9 // 4)),
+    "emoji": "👩‍👩‍👧‍👦é" * (PIECE * 9 // 32),
 }
 GPT4 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -75,10 +79,15 @@ def trained(made: Tokenizer) -> TokenizerWrapper:
         "Unigram": lambda: trainers.UnigramTrainer(vocab_size=900, special_tokens=special, unk_token="<unk>"),
         "WordPiece": lambda: trainers.WordPieceTrainer(vocab_size=1500, special_tokens=special),
     }[type(made.model).__name__]()
-    made.train_from_iterator(SOURCE[:200_000].splitlines(keepends=True), trainer)
+    made.train_from_iterator(SOURCE[: in_full(200_000, 50_000)].splitlines(keepends=True), trainer)
     ids = [(token, made.token_to_id(token)) for token in ("<s>", "</s>")]
     made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ids)
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>"))
+
+
+@pytest.fixture(autouse=True)
+def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "PIECE", PIECE)
 
 
 @pytest.fixture(scope="module", params=[byte_level, llama, gemma, unigram, words], ids=lambda make: make.__name__)
@@ -89,6 +98,7 @@ def tokenizer(request: pytest.FixtureRequest) -> TokenizerWrapper:
 @pytest.mark.parametrize("name", TEXTS)
 def test_pieces_have_the_tokens_of_the_whole_text(tokenizer: TokenizerWrapper, name: str) -> None:
     text = TEXTS[name]
+    assert len(text) >= 2 * PIECE
     for special in (False, True):
         assert encode(tokenizer, text, special, lambda: None) == tokenizer.encode(text, add_special_tokens=special)
 
@@ -96,8 +106,7 @@ def test_pieces_have_the_tokens_of_the_whole_text(tokenizer: TokenizerWrapper, n
 @pytest.mark.parametrize("name", ["code", "parts", "chinese"])
 def test_a_text_is_encoded_in_pieces(name: str) -> None:
     """An error between them ends the work."""
-    tokenizer, calls = tiny_target(tokenizer=True).tokenizer, 0
-    assert tokenizer is not None
+    tokenizer, calls = embedded_tokenizer(), 0
 
     def check() -> None:
         nonlocal calls
