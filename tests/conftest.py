@@ -86,7 +86,7 @@ def _short_head_checks(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     """
     trial = sys.modules.get("eagle_mlx.head_check")
     if trial is not None and not FULL and request.path.name != "test_head_check.py":
-        monkeypatch.setattr(trial, "TOKENS", 24)
+        monkeypatch.setattr(trial, "TOKENS", 8)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Reduce `make test-full` to `make test`: fewer cases of the same properties.
 
 `make test` still uses every value of every parameter. In it, MLX compiles kernels only if a test asks for it
-(`compiled`), since g++ takes a second for each, and commands try heads on 24 tokens (tests/conftest.py).
+(`compiled`), since g++ takes a second for each, and commands try heads on 8 tokens (tests/conftest.py).
 
 `EAGLE_FULL=1 pytest tests/...` runs any test in full.
 """
@@ -23,8 +23,8 @@ def in_full(full: T, otherwise: T) -> T:
 
 
 def some(count: int) -> int:
-    """Return the number of hypothesis examples: all in full, else a quarter."""
-    return in_full(count, max(4, count // 4))
+    """Return the number of hypothesis examples: all in full, else a sixth."""
+    return in_full(count, max(4, count // 6))
 
 
 def in_turn(values: Iterable[T], turn: int = 0, of: int = 2, full: bool = FULL) -> list[T]:

@@ -14,7 +14,7 @@ from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
 from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import KINDS, load_head
 from eagle_mlx.heads.block import BlockHead
-from eagle_mlx.heads.block.fields import default_aux_layers
+from eagle_mlx.heads.block.fields import default_aux_layers, layer_types
 from tests.eagle_mlx import test_blocks_golden as golden
 from tests.eagle_mlx.heads import BLOCKS, dflash, dspark
 from tests.fakes import tiny_target
@@ -233,3 +233,9 @@ def test_speculators_own_package_reads_it(tmp_path: Path) -> None:
     assert config.block_size == head.config.block_size
     assert json.loads((tmp_path / "h" / "config.json").read_text())["aux_hidden_state_layer_ids"] == [1, 3]
     assert np.allclose(config.transformer_layer_config.rms_norm_eps, head.config.rms_norm_eps)
+
+
+@pytest.mark.parametrize(("uses", "first", "full"), [(True, 2, 2), (True, 28, 3), (False, 2, 3)])
+def test_layers_without_types_slide_from_the_first_that_the_config_names(uses: bool, first: int, full: int) -> None:
+    config = {"num_hidden_layers": 3, "use_sliding_window": uses, "max_window_layers": first}
+    assert layer_types(config) == ["full_attention"] * full + ["sliding_attention"] * (3 - full)

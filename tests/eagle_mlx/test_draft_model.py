@@ -309,3 +309,18 @@ def test_trees_of_a_draft_model_keep_the_text_and_accept_more(params: SamplingPa
         assert [o.tokens for o in outputs] == [o.tokens for o in plain]
         rounds.append(sum(o.rounds for o in outputs))
     assert rounds[1] < rounds[0]
+
+
+@pytest.mark.parametrize(("drafted", "read"), [(True, 32), (False, 0)])
+def test_plain_rounds_leave_few_tokens_unread_of_rows_that_have_drafted(
+    drafted: bool, read: int, positions_read: list[int]
+) -> None:
+    proposer = em.DraftModelProposer(DRAFT)
+    proposer.bind(TARGET)
+    state = proposer.open([[5, 6, 7]])
+    if drafted:
+        state.draft(Plan(2), SamplingBatch.of([SamplingParams()], [0]), mx.array([3]))
+    positions_read.clear()
+    for _ in range(40):
+        state.observe(Observation([[9]], ()))
+    assert sum(positions_read) == read

@@ -21,6 +21,7 @@ from eagle_mlx.heads.eagle import save_eagle
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.eagle3.speculators import save_speculators
 from eagle_mlx.heads.mtp import mtp_of_model, save_mtp
+from eagle_mlx.heads.mtp.published import has_mtp_layer
 from eagle_mlx.target import load_target
 from tests.eagle_mlx import test_heads_golden as golden
 from tests.eagle_mlx.heads import BLOCKS, KINDS, PARALLEL, eagle, eagle3, mtp
@@ -271,3 +272,9 @@ def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
         file.write_text(POINTER)
     with pytest.raises(TargetError, match=said):
         load_target(target)
+
+
+@pytest.mark.parametrize("config", ["", "[]", "{}", '{"model_type": "qwen3_next"}', '{"model_type": 3}'])
+def test_a_folder_that_cannot_be_read_has_no_mtp_layer(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    assert not has_mtp_layer(tmp_path)

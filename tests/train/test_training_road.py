@@ -39,8 +39,10 @@ def passed(row: dict[str, Any], folder: Path) -> set[str]:
 
     def note(frame: FrameType, event: str, arg: object) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(ROOT) and ".venv" not in path.parts and "tests" not in path.parts:
-            found.add(path.relative_to(ROOT).as_posix())
+        if event == "call" and path.is_relative_to(ROOT):
+            name = path.relative_to(ROOT)
+            if name.parts[0] not in (".venv", "tests"):
+                found.add(name.as_posix())
 
     threading.setprofile(note)
     sys.setprofile(note)
