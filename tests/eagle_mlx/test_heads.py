@@ -66,6 +66,11 @@ def test_drafts_are_those_of_a_head_without_a_cache(name: str) -> None:
         if gains:
             before, known = known, [n + gain for n, gain in zip(known, gains, strict=True)]
             state.observe(seen(head, texts, [n - 1 for n in before], [n - 1 for n in known]))
+    for part, rows in ((state.take(1), [1]), (state, [0, 2])):  # a row that moves keeps what the head has read of it
+        batch = SamplingBatch.of([em.SamplingParams()] * len(rows), [0] * len(rows))
+        draft = part.draft(Plan(depth), batch, mx.array([known[row] for row in rows]))
+        for at, row in enumerate(rows):
+            assert draft.tokens[at].tolist() == slow_draft(head, texts[row][: known[row]], depth)
 
 
 def slow_draft(head: DraftHead, text: list[int], depth: int) -> list[int]:
