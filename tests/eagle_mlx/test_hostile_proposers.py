@@ -405,11 +405,12 @@ def test_zeroing_a_ring_keeps_visible_entries(length: int) -> None:
     ring.update_and_fetch(bad, bad)
     cache.zero(0, length)
     cache.zero(1, length)
-    assert ring.keys is not None
-    held = np.array(ring.keys[:, 0, :, 0])
-    assert np.isfinite(held[:2]).all()
-    for place in range(max(0, length - 7), length):
-        assert (held[:, place % 24] == place + 1).all()
+    for buffer in (ring.keys, ring.values):
+        assert buffer is not None
+        held = np.array(buffer[:, 0, :, 0])
+        assert np.isfinite(held[:2]).all()
+        for place in range(max(0, length - 7), length):
+            assert (held[:, place % 24] == place + 1).all()
 
 
 def assert_nan_ends_its_rows_alone(outputs: Sequence[em.Output], texts: Sequence[Sequence[int]]) -> int:
