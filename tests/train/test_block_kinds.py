@@ -214,7 +214,7 @@ def test_a_head_with_a_draft_vocabulary_is_saved_and_loaded(name: str, tmp_path:
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_by_default_slots_have_the_weights_of_the_published_losses(name: str) -> None:
-    decay = resolved(TrainConfig().changed(head=name)).optimization.decay
+    decay = resolve(TrainConfig().changed(head=name), 32).optimization.decay
     np.testing.assert_allclose([decay**slot for slot in range(7)], np.exp(-np.arange(7) / 4))
 
 
