@@ -68,7 +68,7 @@ class ChatTemplate(NamedTuple):
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-class MessagePart(NamedTuple):
+class MessageString(NamedTuple):
     """A string of a message, of which every template renders all or nothing."""
 
     message: int
@@ -86,7 +86,7 @@ class Point(NamedTuple):
 class Marking(NamedTuple):
     """Where a text has the parts of its messages."""
 
-    parts: list[MessagePart]
+    parts: list[MessageString]
     points: list[Point]
     """In the text's order."""
     opaque: frozenset[int]
@@ -112,7 +112,7 @@ class Marking(NamedTuple):
         return cls(parts, result or [], frozenset(range(len(parts))).difference(seen))
 
     @property
-    def dropped(self) -> list[MessagePart]:
+    def dropped(self) -> list[MessageString]:
         """The parts that the template drops."""
         present = {point.part for point in self.points}
         return [part for number, part in enumerate(self.parts) if number not in present | self.opaque]
@@ -140,14 +140,14 @@ def mark(text: str, number: int) -> str:
     return f"{text[:begin]}{_OPEN}{digits}{core}{_CLOSE}{digits}{text[begin + len(core) :]}"
 
 
-def marked(messages: Messages, only: Collection[int]) -> tuple[Messages, list[MessagePart]]:
+def marked(messages: Messages, only: Collection[int]) -> tuple[Messages, list[MessageString]]:
     """Return messages with marks around the parts with the given numbers, and all parts."""
-    parts: list[MessagePart] = []
+    parts: list[MessageString] = []
 
     def part(text: str, message: int, kind: str) -> str:
         if not text.strip():
             return text
-        parts.append(MessagePart(message, kind))
+        parts.append(MessageString(message, kind))
         return mark(text, len(parts) - 1) if len(parts) - 1 in only else text
 
     def content(text: str, message: int, split: bool) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("eagle_mlx", "train", "serve", "data_pipelines")
-MOST = 9
+MOST = 5
 """Names that may have several owners."""
 
 
