@@ -16,7 +16,7 @@ QUICK := tests/test_imports.py tests/test_mlx_lm_contract.py \
 # Each process of the tests would compile all modules again where the environment forbids to keep what is compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help model demo real test test-full check docs format blas clean
+.PHONY: help model demo real test test-full check quick docs format blas clean
 
 help:
 	@echo 'make model      fetch a real model of 135 M parameters, whose head is included (out/real)'
@@ -53,6 +53,9 @@ check: $(READY) blas
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks/*.py
 	$(BIN)/mypy examples/*.py
+	@$(MAKE) --no-print-directory quick
+
+quick: $(READY) blas
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK)
 
 # The pages are laid out as in the repository, so that links work in both.

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from eagle_mlx.cpu import blas, tune_process
+from eagle_mlx import blas
+from eagle_mlx.cpu import tune_process
 from eagle_mlx.errors import EagleError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.tensors import weights_of

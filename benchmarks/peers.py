@@ -24,8 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from eagle_mlx import blas
 from eagle_mlx.catalog import embedded
-from eagle_mlx.cpu import blas
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats.tensors import read_safetensors
 from eagle_mlx.heads import kind_of, load_head

@@ -13,7 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
+from eagle_mlx.blas import one_blas_thread
+from eagle_mlx.cpu import default_streams, make_streams
 from eagle_mlx.hidden_states import in_16_bits
 from eagle_mlx.target import Target
 from eagle_mlx.train.config import TrainSettings

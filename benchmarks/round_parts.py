@@ -29,12 +29,12 @@ from step_costs import measure_costs, measure_rollback
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.catalog import embedded
 from eagle_mlx.engine.batch import Batch
-from eagle_mlx.engine.prefill import PREFILL_CHUNK, Prefill
+from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.engine.prefix_tree import Past
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.precision import in_dtype
 from eagle_mlx.machine import describe
-from eagle_mlx.plan import Plan
+from eagle_mlx.plan import PREFILL_CHUNK, Plan
 from eagle_mlx.proposers.base import Observation
 from eagle_mlx.proposers.head import HeadProposer, HeadState
 

@@ -30,8 +30,8 @@ from typing import Any, Protocol
 import httpx
 from peers import blas_of_children, copy_in_float32
 
+from eagle_mlx import blas
 from eagle_mlx.catalog import embedded
-from eagle_mlx.cpu import blas
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.machine import describe

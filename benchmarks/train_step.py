@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from eagle_mlx.cpu import blas, tune_process
+from eagle_mlx import blas
+from eagle_mlx.cpu import tune_process
 from eagle_mlx.errors import EagleError
 from eagle_mlx.machine import describe
 from eagle_mlx.target import Target, load_target

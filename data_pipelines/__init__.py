@@ -3,13 +3,21 @@
 The command `eagle-data` is in `cli`. Training uses only the names below.
 """
 
-from .capturing import ShardPlace, capture, capture_to_shards, shard_meta
-from .conversation import Conversation, Message, held_out_prompts
-from .rendering import Sample, prompt_tokens, render_all
-from .sources.reading import DataConfig, FilterOptions, ReadReport, check_conversations, read_conversations
-from .sources.rows import place_of
-from .sources.spec import public_source
-from .synthesis.file import Enough, MakeLimits, Wanted, make_once, make_to_file, prompt_keys
-from .synthesis.loop import FIRST_ROWS, growing_engine
-from .synthesis.tries import MakeConfig, beginning
-from .synthesis.user_turns import steerable
+from typing import TYPE_CHECKING
+
+from eagle_mlx.late import late_names
+
+if TYPE_CHECKING:
+    from .capturing import ShardPlace, capture, capture_to_shards, shard_meta
+    from .conversation import Conversation, Message, held_out_prompts
+    from .options import FIRST_ROWS, MakeConfig
+    from .rendering import Sample, prompt_tokens, render_all
+    from .sources.reading import DataConfig, FilterOptions, ReadReport, check_conversations, read_conversations
+    from .sources.rows import place_of
+    from .sources.spec import public_source
+    from .synthesis.file import Enough, MakeLimits, Wanted, make_once, make_to_file, prompt_keys
+    from .synthesis.loop import growing_engine
+    from .synthesis.tries import beginning
+    from .synthesis.user_turns import steerable
+
+__getattr__ = late_names(__name__, __file__)

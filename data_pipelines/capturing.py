@@ -17,7 +17,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread
+from eagle_mlx.blas import one_blas_thread
+from eagle_mlx.cpu import default_streams, make_streams
 from eagle_mlx.errors import OutputError, TargetError
 from eagle_mlx.files import PART
 from eagle_mlx.hidden_states import Bits, Example, HiddenStates, in_16_bits, read_states, widened

@@ -1,29 +1,27 @@
-"""Settings that the commands of `eagle-data` share: what to read and keep, and how the target generates."""
+"""Settings of the commands of `eagle-data`: what to read and keep, what to write, and how the target generates."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-from eagle_mlx.engine import Engine
-from eagle_mlx.errors import ConfigError, TargetError
-from eagle_mlx.head_check import head_warning
-from eagle_mlx.heads import load_head
-from eagle_mlx.heads.eagle3 import default_aux_layers
-from eagle_mlx.heads.precision import quantize_for
+from eagle_mlx.errors import ConfigError
 from eagle_mlx.policy.throughput import MOST_TOKENS
-from eagle_mlx.setting import AT_LEAST_1, DRAFT_TOKENS, REQUIRED, SEED, Group, Limit, setting
-from eagle_mlx.target import Target
+from eagle_mlx.sampling_params import SamplingParams, limit_of
+from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, DRAFT_TOKENS, REQUIRED, SEED, SHARE, Group, Limit, setting
 from eagle_mlx.target_options import TargetOptions
+from eagle_mlx.text import LEAST_DISTINCT
 
-from .capturing import ShardPlace
 from .sources.reading import DataConfig, FilterOptions, Split
-from .synthesis.loop import FIRST_ROWS, MOST_ROWS, growing_engine
+from .synthesis.user_turns import DOMAINS, FILE, Domain, choose_domains
 
+FIRST_ROWS = 32
+"""Initial batch size: 32 x 500 tokens take 2.4 GB with an 8B model (36 layers, 8 KV heads of 128, 16 bits)."""
+MOST_ROWS = 256
+"""Maximum batch size. Its logits take 150 MB with a vocabulary of 150,000. `kv_bytes` limits the KV cache."""
 TARGET_HELP = "folder or hub id of the model"
 AUX_LAYERS = "layers that the head reads (default: 1, N/2-1 and N-4 of N)"
 LAYER_NUMBERS = Limit(
@@ -85,31 +83,159 @@ class DraftingOptions(Group):
     num_speculative_tokens: int = setting(MOST_TOKENS, "maximum drafted tokens per round", DRAFT_TOKENS, metavar="K")
 
 
-def engine_of(
-    options: DraftingOptions, loading: TargetOptions, target: Target, place: ShardPlace | None = None
-) -> Engine:
-    """Return an engine that captures for a `place`, if any. Raises HeadError if the head does not fit the target."""
-    head = None
-    if options.head is not None and options.num_speculative_tokens:
-        head = load_head(options.head, target)
-        quantize_for(head, target)
-        if (said := head_warning(head, target)) is not None:
-            print(f"warning: {said}", file=sys.stderr)
-    loading.wire_active()
-    return growing_engine(target, head, place, options.num_speculative_tokens, options.batch)
+@dataclass(frozen=True)
+class MakeSampling(Group):
+    """How answers and user turns are sampled.
+
+    Magpie's scripts use a temperature of 1 for user turns and 0 for answers, SpecForge's 0.8; heads serve both.
+    """
+
+    temperatures: tuple[float, ...] = setting(
+        (0.0, 0.8),
+        "temperature of answers; if there are several, the seed chooses one per conversation",
+        limit_of("temperature"),
+        name="temperature",
+        metavar="T",
+    )
+    top_p: float = setting(1.0, "top-p of answers", limit_of("top_p"))
+    max_tokens: int = setting(512, "maximum tokens of an answer", AT_LEAST_1)
+    user_temperature: float = setting(1.0, "temperature of user turns", limit_of("temperature"), metavar="T")
+    user_top_p: float = setting(1.0, "top-p of user turns", limit_of("top_p"), metavar="P")
+    user_tokens: int = setting(256, "maximum tokens of a user turn; longer ones are dropped", AT_LEAST_1)
+    systems: tuple[str, ...] = setting(
+        ("",),
+        "system prompt for answers; '' for the template's own; if repeated, each conversation gets one",
+        name="system",
+        repeat=True,
+    )
 
 
-def aux_layers_of(wish: str | None, target: Target) -> tuple[int, ...]:
-    """Return the layers of `--aux-layers`, or EAGLE-3's default layers. Raises ConfigError if a layer is invalid."""
-    if wish is None:
-        return default_aux_layers(target.num_layers)
-    layers = tuple(map(int, wish.split(",")))
-    if max(layers) >= target.num_layers:
-        raise ConfigError(f"--aux-layers {wish}: the target has layers 0 to {target.num_layers - 1}")
-    return layers
+@dataclass(frozen=True, kw_only=True)
+class MakeConfig(MakeSampling):
+    """How to make up conversations. Raises ConfigError on creation if a setting is invalid."""
+
+    seed: int = 0
+    domains: tuple[Domain, ...] = DOMAINS
+    turns: tuple[float, ...] = (0.7, 0.2, 0.1)
+    """Shares of conversations with one planned user turn, two, and so on."""
+    questions: tuple[tuple[str, str], ...] = ()
+    """System prompts (or "") and first user turns. Every second conversation begins with the next of them."""
+
+    def _check(self) -> None:
+        for name in ("domains", "turns", "temperatures", "systems"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} must have at least one value")
+        if min(self.turns) < 0 or not sum(self.turns) > 0:
+            raise ConfigError(f"--turns {self.turns}: each share must be 0 or more, and at least one must be above 0")
+        for temperature in self.temperatures:
+            self.answer(temperature)
+        self.question()
+
+    def question(self) -> SamplingParams:
+        """Return the sampling parameters for a user turn."""
+        return SamplingParams(temperature=self.user_temperature, top_p=self.user_top_p, max_tokens=self.user_tokens)
+
+    def answer(self, temperature: float) -> SamplingParams:
+        """Return the sampling parameters for an answer."""
+        return SamplingParams(temperature=temperature, top_p=self.top_p, max_tokens=self.max_tokens)
 
 
-def tokenizer_of(target: Target) -> TokenizerWrapper:
-    if target.tokenizer is None:
-        raise TargetError(f"{target.name} has no tokenizer")
-    return target.tokenizer
+@dataclass(frozen=True)
+class WritingOptions(MakeSampling):
+    """What to write, and how to sample it."""
+
+    domains: Path = setting(
+        FILE,
+        "file of domains (subjects) to write about; each name has the keys weight, system and openings",
+        metavar="FILE.yaml",
+    )
+    domain: tuple[str, ...] = setting((), "only these domains; repeatable", metavar="NAME[=WEIGHT]", repeat=True)
+    turns: str = setting(
+        ",".join(f"{share:g}" for share in MakeConfig.turns),
+        "shares of conversations with one user turn, two, …",
+        metavar="A,B,…",
+    )
+
+    def config(self, seed: int) -> MakeConfig:
+        """Return the configuration for this seed. Raises ConfigError if a setting is invalid."""
+        sampling = {field.name: getattr(self, field.name) for field in fields(MakeSampling)}
+        domains = choose_domains(self.domain, self.domains)
+        try:
+            turns = tuple(map(float, self.turns.split(",")))
+        except ValueError as e:
+            raise ConfigError(f"--turns {self.turns}: it must be numbers with commas, such as 0.7,0.2,0.1") from e
+        return MakeConfig(seed=seed, domains=domains, turns=turns, **sampling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeOptions(Group):
+    """The number of conversations to make, and the output."""
+
+    target: str = setting(REQUIRED, TARGET_HELP, metavar="MODEL")
+    output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl[.gz]")
+    rows: int | None = setting(None, "conversations to make", AT_LEAST_1)
+    tokens: int | None = setting(None, "tokens to make, template included", AT_LEAST_1)
+    seed: int = setting(MakeConfig.seed, "seed of everything random", SEED)
+    overwrite: bool = setting(False, "replace an existing output")
+    finish: bool = setting(False, "finish the output of an interrupted command, without making more")
+    capture: Path | None = setting(None, "folder for shards with the hidden states", metavar="DIR")
+    aux_layers: str | None = setting(None, AUX_LAYERS, LAYER_NUMBERS, metavar="A,B,C")
+    bits: Literal[16, 8] = setting(16, "bits per value in the shards")
+    writing: WritingOptions = field(default_factory=WritingOptions)
+    drafting: DraftingOptions = field(default_factory=DraftingOptions)
+    loading: TargetOptions = field(default_factory=TargetOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateOptions(ReadOptions):
+    """What to answer, and how."""
+
+    output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl")
+    temperature: float = setting(SamplingParams.temperature, "0 is greedy", limit_of("temperature"))
+    top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens", limit_of("top_k"))
+    top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens", limit_of("top_p"))
+    max_tokens: int = setting(512, "maximum tokens of an answer", AT_LEAST_1)
+    system: tuple[str, ...] = setting(
+        (),
+        "system prompt that replaces a conversation's own; '' for none; if repeated, the seed chooses one for each row",
+        repeat=True,
+    )
+    least_distinct: float = setting(
+        0.0, f"drop answers with a smaller share of distinct 4-grams; {LEAST_DISTINCT} drops loops", SHARE, metavar="R"
+    )
+    drafting: DraftingOptions = field(default_factory=DraftingOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectOptions(ReadOptions):
+    """What to capture, and where to write it."""
+
+    split: Split | None = setting("train", SPLIT_HELP)
+    output: Path = setting(REQUIRED, "folder for the shards", metavar="DIR")
+    max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
+    aux_layers: str | None = setting(None, AUX_LAYERS, LAYER_NUMBERS, metavar="A,B,C")
+    batch_tokens: int = setting(2048, "tokens per forward", AT_LEAST_1)
+    bits: Literal[16, 8] = setting(16, "bits per value in the shards")
+    resume: bool = setting(False, "capture the damaged shards of a complete DIR again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(Group):
+    """What to inspect."""
+
+    data: tuple[str, ...] = setting(
+        REQUIRED, "a folder of shards, or sources as for --data", name="SOURCE", positional=True
+    )
+    target: str | None = setting(
+        None, "render conversations for this model, and mark the learned parts", metavar="MODEL"
+    )
+    limit: int = setting(3, "conversations to show", AT_LEAST_1)
+    histogram: int = setting(1000, "conversations in the histogram of lengths; 0 for no histogram", AT_LEAST_0)
+    split: Split | None = setting("all", SPLIT_HELP)
+    choice: ChoiceOptions = field(default_factory=ChoiceOptions)
+    loading: TargetOptions = field(default_factory=TargetOptions)
+
+
+@dataclass(frozen=True)
+class PresetsOptions(Group):
+    """No settings."""

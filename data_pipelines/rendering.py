@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
-
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from typing import TYPE_CHECKING, NamedTuple
 
 from eagle_mlx.errors import DataError
 from eagle_mlx.progress import counted
@@ -17,6 +15,9 @@ from eagle_mlx.text import template_args
 
 from .conversation import Conversation
 from .template import Messages, Point, RenderedChat, TokenPlaces, common_prefix, marked, strip
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _BEGUN = re.compile(r"[^\s>\]]+$")
 """The beginning of a word or tag."""

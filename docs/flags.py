@@ -40,7 +40,7 @@ COMMANDS = (
 )
 INTRODUCTION = """# Flags
 
-`python docs/flags.py` writes this page from `--help`, which has full texts and examples. `--no-`, as in `--no-ngram`,
+`python docs/flags.py` writes this page from `--help`, which also has examples. `--no-`, as in `--no-ngram`,
 turns a switch off.
 """
 Row = tuple[str, str, str]
@@ -77,7 +77,7 @@ def rows_of(text: str) -> Iterator[Row]:
                 and flag not in ("-h, --help", "--version")
                 and (flag.startswith("-") or title == "positional arguments")
             ):
-                yield flag, *default_and_clause(meaning)
+                yield flag, *default_and_meaning(meaning)
 
 
 def names(flag: str) -> str:
@@ -87,13 +87,10 @@ def names(flag: str) -> str:
     return (", ".join(name for name in found if f"--{name.removeprefix('--no-')}" not in found[:-1]) + value).strip()
 
 
-def default_and_clause(meaning: str) -> tuple[str, str]:
-    """Split a help text into the default and what the flag does, with the meaning of a 0 but no other explanation."""
-    found = re.search(r" ?\(default: (.*?)\)(?=$|;)", meaning)
-    default = found[1] if found else ""
-    clause, *others = re.split(r"; |\. (?=[A-Z])", meaning.replace(found[0], "") if found else meaning)
-    zero = [other for other in others if other.startswith(("0 ", "with 0,"))] if default == "0" else []
-    return default, "; ".join([clause, *zero])
+def default_and_meaning(meaning: str) -> tuple[str, str]:
+    """Split a help text into the default and what the flag does."""
+    default = re.search(r" ?\(default: (.*?)\)(?=$|;)", meaning)
+    return (default[1], meaning.replace(default[0], "")) if default else ("", meaning)
 
 
 def page() -> str:

@@ -10,18 +10,12 @@ print(engine.generate(["def fib(n):"], em.SamplingParams(max_tokens=64))[0].text
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module, metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-try:
-    import eagle_mlx.cpu  # noqa: F401  (first: it loads the fast BLAS before MLX)
-except KeyboardInterrupt:
-    if not Path(sys.argv[0]).name.startswith("eagle-"):  # imported by another program
-        raise
-    print("interrupted", file=sys.stderr)
-    raise SystemExit(130) from None
+from eagle_mlx import blas
+from eagle_mlx.late import late_names
+
+blas.activate()  # before anything imports MLX
 
 if TYPE_CHECKING:
     from eagle_mlx.engine import Engine
@@ -59,32 +53,8 @@ __all__ = [
     "load_target",
 ]
 
-_HOMES = {
-    "engine": ("Engine",),
-    "engine.cost_curve": ("learn_costs",),
-    "errors": ("EagleError", "HeadWarning"),
-    "head_check": ("load_head",),
-    "policy": ("AcceptancePolicy", "FixedPolicy", "HybridPolicy", "ThroughputPolicy"),
-    "proposers.draft_model": ("DraftModelProposer",),
-    "proposers.head": ("HeadProposer",),
-    "proposers.hybrid": ("HybridProposer",),
-    "proposers.ngram": ("NgramProposer",),
-    "request": ("Chunk", "Output"),
-    "sampling_params": ("SamplingParams",),
-    "target": ("Target", "load_target"),
-}
-"""The public names of each module. A module is imported on first use, because importing mlx-lm takes over a second."""
-
-
-__version__ = metadata.version("eagle-mlx")
-
-
-def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
-        if name in names:
-            value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__version__ = "0.1.0.dev0"
+__getattr__ = late_names(__name__, __file__)
 
 
 def __dir__() -> list[str]:

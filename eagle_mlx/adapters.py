@@ -1,12 +1,15 @@
-"""LoRA adapters of a target: their folder, their digest, and loading them with mlx-lm."""
+"""What a user adds to a target: LoRA adapters, which mlx-lm loads, and arguments of the chat template."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters
 
 from eagle_mlx import hub
@@ -42,3 +45,18 @@ def add_adapters(model: nn.Module, folder: Path) -> Adapter:
     model.eval()
     digests = [hashlib.sha256((folder / name).read_bytes()).digest() for name in _FILES]
     return Adapter(hub.public_name(folder), hashlib.sha256(b"".join(digests)).hexdigest()[:16])
+
+
+class ChatTokenizer(TokenizerWrapper):
+    """mlx-lm's tokenizer that passes fixed arguments to its chat template."""
+
+    template_args: Mapping[str, Any] = {}
+
+    def __init__(self, tokenizer: TokenizerWrapper, template_args: Mapping[str, Any]):
+        """Do not use `tokenizer` afterwards: both share their state."""
+        vars(self).update(vars(tokenizer))
+        self.template_args = dict(template_args)
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        """Render messages as in mlx-lm, with the template's arguments; returns text or token ids."""
+        return super().apply_chat_template(*args, **{**self.template_args, **kwargs})

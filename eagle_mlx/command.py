@@ -14,12 +14,12 @@ import typing
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+from eagle_mlx import __version__
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.setting import REQUIRED, Group, Setting, flag, groups_of, settings_of
 
@@ -140,9 +140,7 @@ class Parser(argparse.ArgumentParser):
         raw = argparse.RawDescriptionHelpFormatter
         fixed: dict[str, Any] = {"formatter_class": raw, "argument_default": argparse.SUPPRESS, "allow_abbrev": False}
         super().__init__(**fixed, **more)
-        self.add_argument(
-            "--version", action="version", version=f"%(prog)s {version('eagle-mlx')}", help="show the version"
-        )
+        self.add_argument("--version", action="version", version=f"%(prog)s {__version__}", help="show the version")
         self._settings: dict[str, Setting] | None = None
         """Settings by flag; None if this parser has subcommands."""
         self._hidden: dict[str, str] = {}
@@ -238,19 +236,20 @@ def add_flags(
     parser: Parser,
     group: type[Group],
     say: DefaultText = default_text,
-    to: argparse._ActionsContainer | None = None,
+    add: Callable[..., object] | None = None,
 ) -> None:
     """Add a flag for each setting, with a heading for each inner group; flags not given are not in the namespace.
 
-    `say` formats the default for the help. `to` is the heading to add the flags to, by default the parser.
+    `say` formats the default for the help. `add` adds an argument under a heading, by default to the parser.
     """
-    if to is None:
+    if add is None:
         parser.know(settings_of(group))
     for known in settings_of(group).values():
         if len(known.path) == 1:
-            _add_one(to or parser, known, say)
+            _add_one(add or parser.add_argument, known, say)
     for name, inner in groups_of(group).items():
-        add_flags(parser, inner, say, parser.add_argument_group(name.replace("_", " "), inspect.getdoc(inner)))
+        heading = parser.add_argument_group(name.replace("_", " "), inspect.getdoc(inner))
+        add_flags(parser, inner, say, heading.add_argument)
 
 
 def flags_of(declared: Setting) -> list[str]:
@@ -258,20 +257,20 @@ def flags_of(declared: Setting) -> list[str]:
     return [name if name.startswith("-") else flag(name) for name in (declared.name, *declared.also)]
 
 
-def _add_one(to: argparse._ActionsContainer, known: Setting, say: DefaultText) -> None:
+def _add_one(add: Callable[..., object], known: Setting, say: DefaultText) -> None:
     text, shown = known.help.replace("%", "%%"), say(known) if known.shown is None else known.shown
     help_ = f"{text} (default: {shown})" if shown else text
     how: dict[str, Any] = {"help": help_, "default": argparse.SUPPRESS}
     if known.positional:
-        to.add_argument(known.name, **how, **_argument(known))
+        add(known.name, **how, **_argument(known))
         return
     how |= {"dest": known.name}
     flags = flags_of(known)
     if known.type is bool and known.default is False:  # --no-x overrides a file of settings that says true
-        to.add_argument(*flags, action="store_true", **how)
-        to.add_argument(f"--no-{flags[0][2:]}", action="store_false", **{**how, "help": argparse.SUPPRESS})
+        add(*flags, action="store_true", **how)
+        add(f"--no-{flags[0][2:]}", action="store_false", **{**how, "help": argparse.SUPPRESS})
         return
-    to.add_argument(*flags, required=known.default is REQUIRED, **how, **_argument(known))
+    add(*flags, required=known.default is REQUIRED, **how, **_argument(known))
 
 
 def _argument(known: Setting) -> dict[str, Any]:

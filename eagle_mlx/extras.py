@@ -1,57 +1,40 @@
-"""Entry points of the commands, which first check that the packages of their extra are installed."""
+"""Entry points of the commands, and the packages that only some of their work needs."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from functools import partial
 from importlib.util import find_spec
 
-from eagle_mlx.command import HELP, exit_code
+from eagle_mlx.command import exit_code
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.late import late
 
-_PACKAGES = {
-    "train": ("datasets", "matplotlib", "mlx-data", "pydantic", "wandb"),
-    "serve": (
-        *("fastapi", "h11", "httpx", "llguidance", "prometheus-client", "pydantic", "sse-starlette", "starlette"),
-        "uvicorn",
-    ),
-}
 EXTRAS = {
-    extra: {name: "mlx.data" if name == "mlx-data" else name.replace("-", "_") for name in names}
-    for extra, names in _PACKAGES.items()
+    "train": ("mlx-data", "pydantic"),
+    "serve": (
+        *("transformers", "fastapi", "starlette", "uvicorn", "h11", "pydantic", "pydantic-core"),
+        *("sse-starlette", "prometheus-client", "llguidance"),
+    ),
+    "datasets": ("datasets",),
+    "wandb": ("wandb",),
+    "plots": ("matplotlib",),
 }
-"""The packages of each extra in pyproject.toml, and the modules that they are imported as."""
+"""The packages of each extra in pyproject.toml."""
 
 
-def require(what: str, extra: str, *packages: str) -> None:
-    """Raise ConfigError if packages of an extra, by default all of them, are not installed.
+def module_of(package: str) -> str:
+    """Return the module that a package of an extra is imported as."""
+    return "mlx.data" if package == "mlx-data" else package.replace("-", "_")
 
-    `what` needs them: a command or a flag. The message says what to type.
-    """
-    missing = [name for name in packages or EXTRAS[extra] if not _installed(EXTRAS[extra][name])]
+
+def require(what: str, extra: str) -> None:
+    """Raise ConfigError, with the line to type, if packages of an extra are not installed; `what` needs them."""
+    missing = [name for name in EXTRAS[extra] if not _installed(module_of(name))]
     if missing:
         raise ConfigError(
             f"{what} needs packages that are not installed ({', '.join(missing)}): "
             f"type: pip install 'eagle-mlx[{extra}]'"
         )
-
-
-def _run(command: str, entry: str, extra: str | None = None) -> int:
-    """Run a command; return its exit status: 2 if its extra is missing, 130 after an unhandled Ctrl-C.
-
-    Help and version need no extra. The application is imported within `exit_code`, because that takes seconds in which
-    the user may press Ctrl-C.
-    """
-
-    def work() -> int:
-        if extra is not None and HELP.isdisjoint(sys.argv[1:]):
-            require(command, extra)
-        module, function = entry.split(":")
-        status: int = getattr(importlib.import_module(f"eagle_mlx.{module}"), function)()
-        return status
-
-    return exit_code(work)
 
 
 def _installed(module: str) -> bool:
@@ -61,13 +44,18 @@ def _installed(module: str) -> bool:
         return False
 
 
-data = partial(_run, "eagle-data", "data_pipelines.cli:main", "train")
-train = partial(_run, "eagle-train", "train.cli:main", "train")
-convert = partial(_run, "eagle-convert", "train.convert.cli:main")
-publish = partial(_run, "eagle-publish", "train.publish.cli:main", "train")
-chat = partial(_run, "eagle-chat", "serve.terminal_chat:main")
-generate = partial(_run, "eagle-generate", "serve.generate:main")
-bench = partial(_run, "eagle-bench", "serve.bench.cli:main")  # it checks for the package that `--plot` needs
-heads = partial(_run, "eagle-heads", "serve.heads:main")
-doctor = partial(_run, "eagle-doctor", "serve.doctor.cli:main")
-serve = partial(_run, "eagle-serve", "serve.api.cli:command", "serve")
+def _run(main: str) -> int:
+    """Run a command; return its exit status, 130 after an unhandled Ctrl-C, even while it is imported."""
+    return exit_code(late(f"eagle_mlx.{main}"))
+
+
+data = partial(_run, "data_pipelines.cli:main")
+train = partial(_run, "train.cli:main")
+convert = partial(_run, "train.convert.cli:main")
+publish = partial(_run, "train.publish.cli:main")
+chat = partial(_run, "serve.terminal_chat:main")
+generate = partial(_run, "serve.generate:main")
+bench = partial(_run, "serve.bench.cli:main")
+heads = partial(_run, "serve.heads:main")
+doctor = partial(_run, "serve.doctor.cli:main")
+serve = partial(_run, "serve.api.cli:command")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from eagle_mlx.cpu import blas
+from eagle_mlx import blas
 
 
 @dataclass(frozen=True)

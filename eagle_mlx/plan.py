@@ -1,4 +1,4 @@
-"""The plan of a round and its result, as plain numbers that can be logged, replayed and sent."""
+"""The sizes of prompts' chunks, the plan of a round, and its result: plain numbers to be logged, replayed and sent."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from typing import NamedTuple
 
 CONFIDENCE_LAG = 2
 """An early exit uses the confidence of the token this many steps before the newest. The device drafts meanwhile."""
+PREFILL_CHUNK = 2048
+"""Prompt positions per forward, over all rows: mlx-lm's `prefill_step_size` (0.32, `generate_step`)."""
+PREFILL_MS = 400
+"""Milliseconds that a chunk may take while others decode. With a round, that is less than the one second after which
+a reader loses the train of thought (Nielsen 1993, Usability Engineering, chapter 5)."""
+LEAST_CHUNK = 128
+"""Minimum positions of a chunk. With fewer, reading the weights would cost too much per position."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 LOG_SECONDS = 30.0
 """Seconds between updates if stderr is not a terminal."""
@@ -27,6 +28,8 @@ def tokens_per_second(rate: float) -> str:
 
 def progress_bar(iterable: Iterable[Any] | None = None, **settings: Any) -> tqdm[Any]:
     """Return a tqdm bar on stderr; in a log, it is updated only every LOG_SECONDS."""
+    from tqdm import tqdm  # not at the top: most of --help would be this import
+
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
     return tqdm(iterable, **({} if on_terminal else {"mininterval": LOG_SECONDS}) | settings)
 

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from numbers import Integral
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from eagle_mlx.errors import PromptError
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.target import Target
+
+if TYPE_CHECKING:
+    from eagle_mlx.target import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Raw text, token ids, or messages that go through the target's chat template."""

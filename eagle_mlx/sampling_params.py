@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
-
-import mlx.core as mx
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.setting import Limit
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 Acceptance = Literal["auto", "coupled", "rejection", "threshold"]
 Rule = Literal["greedy", "coupled", "rejection", "threshold"]
@@ -40,7 +41,7 @@ _RANGES: Mapping[str, tuple[type[int] | type[float], float, float, str]] = {
 }
 """Types, limits and descriptions of the numbers in `SamplingParams`."""
 
-LogitsProcessor = Callable[[list[int], mx.array], mx.array]
+LogitsProcessor = Callable[[list[int], "mx.array"], "mx.array"]
 """Takes the prompt with the text so far and logits [1, V]; returns logits [1, V], as in mlx-lm.
 
 It is called for every verified position, including those after rejected draft tokens, so it must not count its calls.

@@ -43,6 +43,8 @@ GIGABYTES = Limit(lambda value: value >= 1e-9, "must be above 0, not {}")
 SEED = Limit(lambda value: 0 <= value < 2**63, "must be at least 0 and below 2^63, not {}")
 DRAFT_TOKENS = between(0, 20)
 """Tokens of a draft. Longer ones are hardly ever accepted whole, and checking one at the start takes minutes."""
+RANK_SECONDS = 60.0
+"""Seconds after which a silent rank counts as lost: longer than any forward, including a prompt's longest chunk."""
 _UNIONS = (types.UnionType, typing.Union)
 REQUIRED = dataclasses.MISSING
 """The default of a required setting."""

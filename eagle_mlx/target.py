@@ -34,7 +34,6 @@ from eagle_mlx.hooks import (
     suit_attention,
 )
 from eagle_mlx.memory import free_memory, limit_mlx
-from eagle_mlx.text import ChatTokenizer
 
 # Names of the parts in mlx-lm's models, in the order in which we look for them.
 _BACKBONES = ("model", "language_model.model", "model.language_model", "transformer", "backbone", "model.model")
@@ -279,7 +278,7 @@ def load_target(
                 )
             tokenizer.add_eos_token(token)
         if chat_template_args:
-            tokenizer = ChatTokenizer(tokenizer, chat_template_args)
+            tokenizer = adapters.ChatTokenizer(tokenizer, chat_template_args)
         if shard is not None:
             digest = _digest_of_files(folder, dtype, tokenizer, trust_remote_code)
             shard(model)

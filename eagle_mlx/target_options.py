@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.memory import wire_active
-from eagle_mlx.ranks import TIMEOUT, ProcessGroup, load_over_ranks
-from eagle_mlx.setting import ABOVE_0, Group, setting
-from eagle_mlx.target import Target, load_target
+from eagle_mlx.setting import ABOVE_0, RANK_SECONDS, Group, setting
+
+if TYPE_CHECKING:
+    from eagle_mlx.target import Target
 
 _OF_THE_RENDERING = {
     *("messages", "conversation", "tools", "add_generation_prompt"),
@@ -43,7 +43,7 @@ class TargetOptions(Group):
         "some of the layers (pipeline, without a head)",
     )
     rank_seconds: float = setting(
-        TIMEOUT, "with --shard: exit if a process does not answer for this long", ABOVE_0, metavar="S"
+        RANK_SECONDS, "with --shard: exit if a process does not answer for this long", ABOVE_0, metavar="S"
     )
     wire: bool = setting(True, "on a Mac, keep weights from being paged out; at most three fifths of its memory")
 
@@ -57,12 +57,18 @@ class TargetOptions(Group):
         Raises an EagleError if the target, its adapters or a template's file is not available.
         """
         if self.shard != "none" and not lazy:
+            from eagle_mlx.ranks import load_over_ranks
+
             return load_over_ranks(name, self.shard, self.rank_seconds, self.wire_active, **self.arguments())
+        from eagle_mlx.target import load_target
+
         return load_target(name, lazy=lazy, **self.arguments())
 
     def wire_active(self) -> None:
         """Wire the memory in use, unless `wire` is off; call this once the target and the draft model are loaded."""
         if self.wire:
+            from eagle_mlx.memory import wire_active
+
             wire_active()
 
     def follow(self, name: str | Path) -> None:
@@ -70,8 +76,11 @@ class TargetOptions(Group):
 
         For commands that load the target outside of the main thread.
         """
-        if self.shard != "none" and not ProcessGroup.init().is_rank_zero:
-            self.load(name)
+        if self.shard != "none":
+            from eagle_mlx.ranks import ProcessGroup
+
+            if not ProcessGroup.init().is_rank_zero:
+                self.load(name)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments for `load_target`. Raises ConfigError if a template's file cannot be read."""

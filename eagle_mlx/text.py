@@ -1,11 +1,12 @@
-"""From tokens to text: incremental decoding, stop strings, and a tokenizer with chat template arguments."""
+"""From tokens to text: incremental decoding, stop strings, template arguments and loops."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _CHARACTER = 4
 """Bytes of the longest character (RFC 3629, section 3), which is also the most tokens that it can take."""
@@ -115,22 +116,9 @@ class StopStrings:
         return text[:at], self.strings[index] if found else None
 
 
-class ChatTokenizer(TokenizerWrapper):
-    """mlx-lm's tokenizer that passes fixed arguments to its chat template."""
-
-    def __init__(self, tokenizer: TokenizerWrapper, template_args: Mapping[str, Any]):
-        """Do not use `tokenizer` afterwards: both share their state."""
-        vars(self).update(vars(tokenizer))
-        self._template_args = dict(template_args)
-
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-        """Render messages as in mlx-lm, with the template's arguments; returns text or token ids."""
-        return super().apply_chat_template(*args, **{**self._template_args, **kwargs})
-
-
 def template_args(tokenizer: TokenizerWrapper | None) -> Mapping[str, Any]:
-    """Return a tokenizer's chat template arguments; empty if none were given."""
-    return tokenizer._template_args if isinstance(tokenizer, ChatTokenizer) else {}
+    """Return a tokenizer's chat template arguments (`adapters.ChatTokenizer`); empty if none were given."""
+    return getattr(tokenizer, "template_args", {})
 
 
 LEAST_DISTINCT = 0.6

@@ -7,14 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-from eagle_mlx.cpu import blas
-from eagle_mlx.engine import Engine
+import eagle_mlx as em
+from eagle_mlx import blas
 from eagle_mlx.errors import loading
-from eagle_mlx.memory import prefix_cache_bytes
 from eagle_mlx.request import Chunk, draft_runs
 from eagle_mlx.sampling_params import SamplingParams, limit_of
 from eagle_mlx.setting import Group, setting
@@ -23,6 +20,9 @@ from eagle_mlx.text import TextStream
 
 from .memory_options import MemoryOptions
 from .speculation import TARGET_HELP, Speculation, load_proposer
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 GREEN, DIM = 32, 2
 """Codes of ANSI escape sequences (ECMA-48, section 8.3.117)."""
@@ -76,8 +76,10 @@ class DecodingOptions(Group):
         if not self.quiet:
             print(text, file=sys.stderr)
 
-    def engine(self, max_batch: int, cache_prefixes: bool = False) -> Engine:
+    def engine(self, max_batch: int, cache_prefixes: bool = False) -> em.Engine:
         """Load the models and return an engine. Raises EagleError."""
+        from eagle_mlx.memory import prefix_cache_bytes
+
         self.say(f"blas: {blas.activate()}")
         name, speculation = self.speculation.for_target(self.target)
         with loading(name):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from eagle_mlx import Engine, Output, SamplingParams, Target
+import eagle_mlx as em
 from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import OutputError, PromptError
 from eagle_mlx.files import check_file, write_output
@@ -75,7 +75,7 @@ def _generate(options: GenerateOptions) -> None:
     options.say(summary(outputs, perf_counter() - began))
 
 
-def _one(engine: Engine, options: GenerateOptions, params: SamplingParams) -> list[Output]:
+def _one(engine: em.Engine, options: GenerateOptions, params: em.SamplingParams) -> list[em.Output]:
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     outputs = []
     render = renderer(engine.target.tokenizer, params.stop, options.color and has_color(sys.stdout))
@@ -86,7 +86,7 @@ def _one(engine: Engine, options: GenerateOptions, params: SamplingParams) -> li
     return outputs
 
 
-def prompt_of(text: str, target: Target, options: GenerateOptions) -> EnginePrompt:
+def prompt_of(text: str, target: em.Target, options: GenerateOptions) -> EnginePrompt:
     """Return `text` as a conversation if the target has a chat template and --raw is off, else unchanged."""
     if not text:
         raise PromptError("the prompt is empty; give some text")
@@ -99,12 +99,12 @@ def prompt_of(text: str, target: Target, options: GenerateOptions) -> EngineProm
 
 
 def _many(
-    engine: Engine, options: GenerateOptions, params: SamplingParams, questions: Sequence[Question]
-) -> list[Output]:
+    engine: em.Engine, options: GenerateOptions, params: em.SamplingParams, questions: Sequence[Question]
+) -> list[em.Output]:
     """Decode a file's rows together, turn by turn, and write one line of JSON per row, in order."""
     for question in questions:
         question.check(engine.target, params.max_tokens)
-    answers: list[list[Output]] = [[] for _ in questions]
+    answers: list[list[em.Output]] = [[] for _ in questions]
     for turn in range(1 + max(len(question.later) for question in questions)):
         asked = [index for index, question in enumerate(questions) if turn <= len(question.later)]
         prompts = [
@@ -123,13 +123,13 @@ def _many(
     return [output for each in answers for output in each]
 
 
-def _row(question: Question, answers: Sequence[Output]) -> dict[str, object]:
+def _row(question: Question, answers: Sequence[em.Output]) -> dict[str, object]:
     if question.category is None:
         return _result(answers[0])
     return {"category": question.category, "turns": [_result(answer) for answer in answers]}
 
 
-def _result(output: Output) -> dict[str, object]:
+def _result(output: em.Output) -> dict[str, object]:
     return {
         "text": output.text,
         "finish_reason": output.finish_reason,
@@ -139,7 +139,7 @@ def _result(output: Output) -> dict[str, object]:
     }
 
 
-def summary(outputs: Sequence[Output], seconds: float) -> str:
+def summary(outputs: Sequence[em.Output], seconds: float) -> str:
     """Summarize tokens, speed and acceptance in one line."""
     tokens, rounds = sum(len(o.tokens) for o in outputs), sum(o.rounds for o in outputs)
     drafted, accepted = sum(o.drafted for o in outputs), sum(o.accepted for o in outputs)

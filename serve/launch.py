@@ -8,7 +8,11 @@ import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any, Literal
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from eagle_mlx.command import exit_code, read
 from eagle_mlx.errors import ConfigError
@@ -24,6 +28,8 @@ examples:
 Arguments after -- go to the program. If the server needs a key, set EAGLE_API_KEY. The programs' own files do not
 change; docs/agents.md shows how to change them."""
 _KEY = "EAGLE_API_KEY"
+_SECONDS = 5
+"""Timeout of the request for the models, which a running server answers at once; httpx has the same default."""
 _PACKAGES = {"claude": "@anthropic-ai/claude-code", "codex": "@openai/codex", "opencode": "opencode-ai"}
 """Names in npm's registry."""
 _MOST_OUTPUT = 8192
@@ -94,14 +100,15 @@ def _run(options: LaunchOptions, more: Sequence[str]) -> None:
 
 def find(url: str, name: str, key: str | None) -> ServedModel:
     """Ask a server for its models. Raises ConfigError if it does not answer, refuses the key, or lacks the model."""
-    import httpx  # not at the top, so that --help needs no package of the extra
-
     try:
-        answer = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise ConfigError(f"{url} needs another key than {_KEY}" if key else f"{url} needs a key; set {_KEY}")
-        models: list[dict[str, Any]] = answer.raise_for_status().json()["data"]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as e:
+        request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+        with urlopen(request, timeout=_SECONDS) as answer:
+            models: list[dict[str, Any]] = json.load(answer)["data"]
+    except (OSError, HTTPException, ValueError, KeyError) as e:
+        if isinstance(e, HTTPError) and e.code == HTTPStatus.UNAUTHORIZED:
+            raise ConfigError(
+                f"{url} needs another key than {_KEY}" if key else f"{url} needs a key; set {_KEY}"
+            ) from e
         raise ConfigError(f"no eagle-serve answers at {url} ({e}); start it, or name its address with --url") from e
     fitting = [model for model in models if name in ("", model["id"])]
     if not fitting:

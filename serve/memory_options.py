@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eagle_mlx.engine.prefill import PREFILL_CHUNK
-from eagle_mlx.memory import fits_machine
+from eagle_mlx.late import late
+from eagle_mlx.plan import PREFILL_CHUNK
 from eagle_mlx.setting import AT_LEAST_1, Group, Limit, setting
 
 IN_MEMORY = Limit(
-    lambda gigabytes: gigabytes >= 1e-9 and fits_machine(gigabytes),
+    lambda gigabytes: gigabytes >= 1e-9 and late("eagle_mlx.memory:fits_machine")(gigabytes),
     "must be above 0 and at most this machine's memory, not {} GB",
 )
 

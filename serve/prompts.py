@@ -13,10 +13,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import eagle_mlx as em
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.request import Prompt
 from eagle_mlx.request import encode as encode_prompt
-from eagle_mlx.target import Target
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -33,7 +33,7 @@ class Question:
     origin: str = "the prompt"
     """`file:line`, for errors."""
 
-    def encode(self, target: Target, answers: Sequence[str] = (), max_tokens: int = 0) -> list[int]:
+    def encode(self, target: em.Target, answers: Sequence[str] = (), max_tokens: int = 0) -> list[int]:
         """Return the tokens of the turn that follows `answers`. Raises PromptError if they and an answer do not fit."""
         content = self.content
         for answer, turn in zip(answers, self.later, strict=False):
@@ -48,7 +48,7 @@ class Question:
             )
         return tokens
 
-    def check(self, target: Target, max_tokens: int) -> None:
+    def check(self, target: em.Target, max_tokens: int) -> None:
         """Raise PromptError if the last turn may not fit the context after answers of `max_tokens` each."""
         self.encode(target, [""] * len(self.later), max_tokens * (1 + len(self.later)))
 
@@ -113,7 +113,7 @@ _LEAST_CHARS = 200
 """Minimum length of a docstring; shorter ones are labels."""
 
 
-def with_filler(questions: Sequence[Question], target: Target, tokens: int) -> list[Question]:
+def with_filler(questions: Sequence[Question], target: em.Target, tokens: int) -> list[Question]:
     """Put a different text of `tokens` tokens, from docstrings of Python's standard library, before each question.
 
     Raises ConfigError if the target has no tokenizer, or if there is too little text.

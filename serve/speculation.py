@@ -1,28 +1,18 @@
-"""Settings of speculation that all decoding commands share, and the choice of a head if none is named."""
+"""Settings of speculation that all decoding commands share."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import mlx.core as mx
-import mlx.nn as nn
-
-from eagle_mlx import DraftModelProposer, EagleError, Engine, HeadProposer, NgramProposer, hub, learn_costs
+import eagle_mlx as em
 from eagle_mlx.catalog import embedded
-from eagle_mlx.catalog.head_search import FoundHead, fetch_notice, find_heads, load_found, where_mtp_layers_are
 from eagle_mlx.errors import ConfigError
-from eagle_mlx.head_check import head_warning
-from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.precision import described, quantize_for
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
-from eagle_mlx.proposers.base import Proposer
-from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM, HybridProposer
 from eagle_mlx.sampling_params import Acceptance, Drafter, SamplingParams, limit_of
 from eagle_mlx.setting import (
     AT_LEAST_0,
@@ -38,9 +28,11 @@ from eagle_mlx.setting import (
     setting,
     settings_of,
 )
-from eagle_mlx.target import Target, fingerprint, load_target
 
 from .memory_options import MemoryOptions
+
+if TYPE_CHECKING:
+    from eagle_mlx.proposers.base import Proposer
 
 Mode = Literal["none", "ngram", "draft", "eagle", "mtp"]
 _HEADS: tuple[Mode, ...] = ("eagle", "mtp")
@@ -208,7 +200,7 @@ class Speculation(Group):
         """The maximum depth of a draft."""
         return max(self.depth, levels_for(self.tree_nodes) if self.policy == "throughput" else 0)
 
-    def proposer(self, target: Target) -> Proposer | None:
+    def proposer(self, target: em.Target) -> Proposer | None:
         """Load the proposer, or return None for plain decoding. Raises EagleError if a model does not fit."""
         mode = self.resolved_mode()
         if mode == "ngram":
@@ -218,8 +210,10 @@ class Speculation(Group):
 
     def for_requests(self, model: Proposer | None) -> Proposer | None:
         """Return a proposer that can also draft with n-grams, alone if there is no model, unless they are off."""
-        if self.ngrams and isinstance(model, HeadProposer | DraftModelProposer):
-            return HybridProposer(model, self._ngrams(MAX_NGRAM, MIN_NGRAM))
+        from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM
+
+        if self.ngrams and isinstance(model, em.HeadProposer | em.DraftModelProposer):
+            return em.HybridProposer(model, self._ngrams(MAX_NGRAM, MIN_NGRAM))
         return self._ngrams(3, 1) if self.ngrams and model is None and self.depth else model
 
     @property
@@ -237,47 +231,51 @@ class Speculation(Group):
         defaults = {each.field: each.default for each in _of_ema() if policy != "acceptance-ema"}
         return replace(self, policy=policy, num_tokens=num_tokens, **defaults)
 
-    def _ngrams(self, longest: int, shortest: int) -> NgramProposer:
+    def _ngrams(self, longest: int, shortest: int) -> em.NgramProposer:
         """Return an n-gram proposer with these lengths, unless flags set others."""
         longest = self.ngram_max or max(longest, self.ngram_min or 0)
         shortest = self.ngram_min or min(shortest, longest)
-        return NgramProposer(longest, shortest, self.prompt_lookup)
+        return em.NgramProposer(longest, shortest, self.prompt_lookup)
 
-    def _model(self, target: Target, mode: Mode) -> HeadProposer | DraftModelProposer | None:
+    def _model(self, target: em.Target, mode: Mode) -> em.HeadProposer | em.DraftModelProposer | None:
+        from .head_choice import load_head, quantize
+
         if mode in _HEADS:
             if self.head is None:
                 raise ConfigError(f"--spec-decode {mode} needs a head for {target.name}: give --head")
-            proposer = HeadProposer(load_head(self.head, target, self.head_bits))
+            proposer = em.HeadProposer(load_head(self.head, target, self.head_bits))
             if self.mode is not None and proposer.name != self.mode:
                 raise ConfigError(f"--spec-decode {mode}: {self.head} has the mode {proposer.name}; leave the flag out")
             return proposer
         if mode == "draft":
             assert self.draft_model is not None
-            draft = load_target(self.draft_model)
+            draft = em.load_target(self.draft_model)
             if self.draft_bits is not None:
                 quantize(draft.model, self.draft_bits)
-            return DraftModelProposer(draft)
+            return em.DraftModelProposer(draft)
         return None
 
-    def make_policy(self, target: Target | None = None, kv_bits: int | None = None, exact: bool = False) -> Policy:
+    def make_policy(self, target: em.Target | None = None, kv_bits: int | None = None, exact: bool = False) -> Policy:
         """Return a new policy; each engine needs its own. Unless `keep` is off, it knows the target's cost curve."""
         if self.policy == "fixed":
             return FixedPolicy(self.depth, self.tree_nodes)
         if self.policy == "throughput":
-            curve = learn_costs(target, kv_bits, exact) if self.keep and target is not None else None
+            curve = em.learn_costs(target, kv_bits, exact) if self.keep and target is not None else None
             return ThroughputPolicy(self.depth, max_nodes=self.tree_nodes, curve=curve)
         threshold = self.threshold if self.dynamic else 0.0
         return AcceptancePolicy(self.depth, self.alpha, threshold, self.disable_at_rows, self.adaptive)
 
-    def engine(self, target: Target, proposer: Proposer | None, memory: MemoryOptions, **more: Any) -> Engine:
+    def engine(self, target: em.Target, proposer: Proposer | None, memory: MemoryOptions, **more: Any) -> em.Engine:
         """Return an engine with a new policy and `more` arguments."""
         more |= {"prefill_chunk": memory.prefill_chunk, "kv_bytes": memory.kv_bytes, "exact": memory.exact}
         measured = target if proposer is not None else None
         policy = self.make_policy(measured, more.get("kv_bits"), memory.exact)
-        return Engine(target, proposer, policy=policy, **more)
+        return em.Engine(target, proposer, policy=policy, **more)
 
-    def notes(self, engine: Engine) -> list[str]:
+    def notes(self, engine: em.Engine) -> list[str]:
         """Return lines on the head's number format, missing trees and lossy acceptance, if they apply."""
+        from eagle_mlx.heads.precision import described
+
         head = engine.proposer.head if engine.proposer is not None else None
         notes = [f"head precision: {described(head)}"] if head is not None else []
         if engine.chains_only:
@@ -328,43 +326,26 @@ def _from_json(text: str | None) -> dict[str, Any]:
     return {"mode": mode, **{names[key]: value for key, value in config.items()}}
 
 
-def load_head(name: str | Path, target: Target, bits: int | None) -> DraftHead:
-    """Load and quantize a head; warn on stderr if it is rarely accepted. Raises EagleError if it is not available."""
-    if (notice := fetch_notice(name)) is not None:
-        print(f"head: {notice}", file=sys.stderr)
-    head = load_found(name, target)
-    quantize_for(head, target, bits)
-    if (warning := head_warning(head, target)) is not None:
-        print(f"warning: {warning}", file=sys.stderr)
-    return head
-
-
-def quantize(model: nn.Module, bits: Bits, group_size: int = 64) -> None:
-    """Quantize a model's weights in place. Layers with rows that do not divide into groups stay unchanged."""
-
-    def fits(_: str, module: nn.Module) -> bool:
-        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
-
-    nn.quantize(model, group_size, int(bits.removesuffix("bit")), class_predicate=fits)
-    mx.eval(model.parameters())
-
-
 def load_proposer(
-    speculation: Speculation, target: Target, name: str | Path, say: Callable[[str], None]
+    speculation: Speculation, target: em.Target, name: str | Path, say: Callable[[str], None]
 ) -> tuple[Speculation, Proposer | None]:
     """Return the speculation with the head that was found, and its proposer. `say` reports the choice.
 
     name: the target as the user named it. Skips found heads that do not load. Raises EagleError if a named model is not
     available, or if a required head is not found.
     """
+    from eagle_mlx.target import fingerprint
+
+    from .head_choice import usable_heads
+
     if speculation.head != AUTO or speculation.resolved_mode() == "none":
         return speculation, speculation.proposer(target)
     for found in usable_heads(name, say, fingerprint(target), speculation.mode):
         one = replace(speculation, head=found.head, mode=speculation.mode or found.mode)
         try:
             proposer = one.proposer(target)
-            Engine(target, proposer, max_batch=1)  # check that the target has the hidden states that the head reads
-        except EagleError as e:
+            em.Engine(target, proposer, max_batch=1)  # check that the target has the hidden states that the head reads
+        except em.EagleError as e:
             say(f"head: {found.head} is skipped: {e}")
             continue
         say(f"head: {found.about}")
@@ -374,36 +355,3 @@ def load_proposer(
     say(f"head: none found for {target.name}; n-grams draft when that is faster (for other ways, see docs/heads.md)")
     without = replace(speculation, head=None, head_bits=None, mode="ngram")
     return without, without.proposer(target)
-
-
-def usable_heads(
-    target: str | Path, say: Callable[[str], None], digest: str | None = None, mode: str | None = None
-) -> Iterator[FoundHead]:
-    """Yield the available heads for a target, and fetch them if the target was named by its hub id.
-
-    Naming a hub id already fetches the model's weights. For a folder, `say` reports the command to fetch a head
-    instead. Heads whose license is not known to permit any use are reported, but not yielded.
-    """
-    by_hub_id = hub.full_id(hub.public_name(target))
-    named = False
-    for found in find_heads(target, digest, lambda text: say(f"head: {text}")):
-        if mode is not None and found.mode not in (None, mode):
-            continue
-        if found.only_by_name:
-            if not named:
-                say(f"head: {found.about}: it is used only if you name it; type --head {found.head}")
-            named = True
-            continue
-        if not found.here and not by_hub_id:
-            say(f"head: not downloaded: {found.about}; to fetch it: eagle-heads pull {found.head}")
-            break  # available heads come first
-        if (notice := fetch_notice(found.head)) is not None:
-            say(f"head: {notice}")
-        try:
-            hub.resolve(found.head)
-        except EagleError as e:
-            say(f"head: {found.about}, but it cannot be fetched now: {e}")
-            break
-        yield found
-    if mode != "eagle" and (command := where_mtp_layers_are(target)) is not None:
-        say(f"head: this conversion leaves out the model's own MTP layers; to fetch them: {command}")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from time import perf_counter
 
+import eagle_mlx as em
 from eagle_mlx.command import Stop, Stopped, exit_code, read
-from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError, PromptError
 from eagle_mlx.request import Chunk, encode
 from eagle_mlx.sampling_params import limit_of
@@ -89,7 +89,7 @@ class Tally:
 class TerminalChat:
     """A conversation with a model."""
 
-    def __init__(self, engine: Engine, options: ChatOptions):
+    def __init__(self, engine: em.Engine, options: ChatOptions):
         """Raises ConfigError for invalid sampling parameters, and PromptError if the model has no chat template."""
         tokenizer = engine.target.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:

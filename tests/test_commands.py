@@ -14,18 +14,15 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.command import Parser, add_flags
-from eagle_mlx.data_pipelines.cli import CollectOptions
 from eagle_mlx.data_pipelines.cli import main as data
-from eagle_mlx.data_pipelines.inspect_command import InspectOptions
-from eagle_mlx.data_pipelines.make_command import MakeOptions
-from eagle_mlx.data_pipelines.synthesis.regeneration import RegenerateOptions
+from eagle_mlx.data_pipelines.options import CollectOptions, InspectOptions, MakeOptions, RegenerateOptions
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.serve.api.cli import main as serve
 from eagle_mlx.serve.api.options import ServeOptions
-from eagle_mlx.serve.bench.cli import BenchOptions
 from eagle_mlx.serve.bench.cli import main as bench
-from eagle_mlx.serve.doctor.cli import DoctorOptions
+from eagle_mlx.serve.bench.options import BenchOptions
 from eagle_mlx.serve.doctor.cli import main as doctor
+from eagle_mlx.serve.doctor.options import DoctorOptions
 from eagle_mlx.serve.generate import GenerateOptions
 from eagle_mlx.serve.generate import main as generate
 from eagle_mlx.serve.heads import main as heads
@@ -35,9 +32,9 @@ from eagle_mlx.setting import REQUIRED, Group, Setting, flag, settings_of
 from eagle_mlx.train.cli import main as train
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.convert.cli import main as convert
-from eagle_mlx.train.convert.conversion import Conversion, Extraction
-from eagle_mlx.train.publish.cli import PublishOptions
+from eagle_mlx.train.convert.options import Conversion, Extraction
 from eagle_mlx.train.publish.cli import main as publish
+from eagle_mlx.train.publish.options import PublishOptions
 
 Main = Callable[[list[str]], int]
 ROOT = Path(__file__).parent.parent

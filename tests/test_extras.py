@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eagle_mlx.extras import EXTRAS
+from eagle_mlx.extras import EXTRAS, module_of
+from eagle_mlx.train.report.plots import write_plots
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -34,20 +35,10 @@ def command(entry):
 sys.meta_path.insert(0, Hidden())
 """
 ONE = "sys.exit(command(entry))"
-ALL_HELP = """
-commands, codes = sys.argv, []
-for each, name in zip(entry.split(","), commands):
-    for flag in ("--help", "--version"):
-        sys.argv = [*name.split(), flag]
-        try:
-            codes.append(command(each))
-        except SystemExit as end:
-            codes.append(end.code)
-sys.exit(any(codes))
-"""
-BASE_COMMANDS = ("eagle-bench", "eagle-chat", "eagle-convert", "eagle-doctor", "eagle-generate", "eagle-heads")
-NEEDS = {"eagle-data": "train", "eagle-publish": "train", "eagle-serve": "serve", "eagle-train": "train"}
-OF_EXTRAS = {module: name for extra in EXTRAS.values() for name, module in extra.items()}
+NEEDS = {"eagle-serve": "serve", "eagle-train": "train"}
+"""The commands that always need an extra."""
+MODULES = {module_of(name): name for names in EXTRAS.values() for name in names}
+HIDDEN = [name for name in MODULES if name not in ("transformers", "h11")]  # mlx-lm and huggingface_hub bring these
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -63,8 +54,11 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
 
 
-def imported(paths: list[Path]) -> set[str]:
-    """Return the names of the distributions that files import directly."""
+def imported(*places: str) -> set[str]:
+    """Return the names of the distributions that files import directly, at the top or later."""
+    paths = [
+        path for place in places for path in ((ROOT / place).rglob("*.py") if "." not in place else [ROOT / place])
+    ]
     found = set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -72,10 +66,11 @@ def imported(paths: list[Path]) -> set[str]:
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
                 found.add(node.module)
-    roots = {name.split(".")[0] for name in found if not any(f"{name}.".startswith(f"{m}.") for m in OF_EXTRAS)}
-    known = packages_distributions()
-    known["mlx"] = ["mlx"]  # several distributions share this folder
-    return {known[root][0].lower().replace("_", "-") for root in roots - sys.stdlib_module_names - {"eagle_mlx"}}
+    known = {**packages_distributions(), "mlx": ["mlx"]}  # several distributions share this folder
+    data = {name for name in found if f"{name}.".startswith("mlx.data.")}
+    roots = {name.partition(".")[0] for name in found - data} - sys.stdlib_module_names - {"eagle_mlx"}
+    names = {known[root][0].lower().replace("_", "-") for root in roots}
+    return names | ({"mlx-data"} if data else set())
 
 
 def test_every_package_of_an_extra_is_looked_for() -> None:
@@ -85,29 +80,31 @@ def test_every_package_of_an_extra_is_looked_for() -> None:
     assert "eagle-mlx[all]" in extras["dev"]
 
 
-def test_the_base_is_what_the_library_and_its_commands_import() -> None:
-    folders = ("eagle_mlx", "serve/bench", "train/convert")
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    paths += (ROOT / "serve").glob("*.py")
-    # mlx-lm brings jinja2 and regex in any case
-    paths += [ROOT / "train" / "publish" / "card.py", ROOT / "serve" / "chat" / "call_parser.py"]
-    assert imported(paths) == names(PROJECT["dependencies"])
+def test_every_import_is_declared_and_every_declaration_is_imported() -> None:
+    declared = {name for packages in EXTRAS.values() for name in packages} | names(PROJECT["dependencies"])
+    assert imported("eagle_mlx", "serve", "train", "data_pipelines") == declared
 
 
-def test_without_extras_every_command_shows_its_help_and_version() -> None:
-    commands = [*sorted(PROJECT["scripts"]), "eagle-data make", "eagle-serve launch", "eagle-train report"]
-    entries = ",".join(PROJECT["scripts"][command.split()[0]] for command in commands)
-    hidden = OF_EXTRAS.keys() - {"h11"}  # huggingface_hub needs it, too
-    ended = run(HIDING + ALL_HELP, ",".join(hidden), entries, *commands)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert all(f"usage: {command} " in ended.stdout for command in commands)
-    assert all(f"{command} {version('eagle-mlx')}\n" in ended.stdout for command in commands)
+@pytest.mark.parametrize(
+    ("places", "extras"),
+    [
+        (("eagle_mlx", "serve/doctor", "serve/generate.py", "train/convert", "train/publish/upload.py"), ()),
+        (("serve/bench",), ("plots",)),
+        (("data_pipelines",), ("datasets",)),
+        (("train",), ("train", "wandb", "plots")),
+        (("serve/api", "serve/chat"), ("serve",)),
+    ],
+    ids=str,
+)
+def test_a_part_imports_only_the_base_and_its_extras(places: tuple[str, ...], extras: tuple[str, ...]) -> None:
+    allowed = {name for extra in extras for name in EXTRAS[extra]}
+    assert imported(*places) - names(PROJECT["dependencies"]) == allowed
 
 
 @pytest.mark.parametrize("command", sorted(NEEDS))
 def test_a_command_without_its_extra_says_what_to_type(command: str) -> None:
     extra = NEEDS[command]
-    ended = run_without(list(EXTRAS[extra].values()), command, "--target", "missing")
+    ended = run_without([module_of(name) for name in EXTRAS[extra]], command, "--target", "missing")
     assert ended.stderr == (
         f"error: {command} needs packages that are not installed ({', '.join(EXTRAS[extra])}): "
         f"type: pip install 'eagle-mlx[{extra}]'\n"
@@ -115,24 +112,41 @@ def test_a_command_without_its_extra_says_what_to_type(command: str) -> None:
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
-def test_only_what_is_missing_is_named() -> None:
-    ended = run_without(["datasets"], "eagle-train", "--target", "missing")
-    assert ended.stderr == (
-        "error: eagle-train needs packages that are not installed (datasets): type: pip install 'eagle-mlx[train]'\n"
+@pytest.mark.parametrize(
+    ("command", "hidden", "what"),
+    [
+        ("eagle-train --target missing", "pydantic", "eagle-train"),
+        ("eagle-train --target missing --wandb", "wandb", "--wandb"),
+        ("eagle-train report checkpoints/head --plot x.png", "matplotlib", "eagle-train report --plot"),
+        ("eagle-bench --plot x.png", "matplotlib", "eagle-bench --plot"),
+        ("eagle-data inspect owner/name", "datasets", "owner/name"),
+    ],
+)
+def test_only_what_is_used_is_asked_for(command: str, hidden: str, what: str) -> None:
+    ended = run_without([hidden], *command.split())
+    assert ended.stderr.splitlines()[-1] == (
+        f"error: {what} needs packages that are not installed ({MODULES[hidden]}): "
+        f"type: pip install 'eagle-mlx[{next(extra for extra in EXTRAS if MODULES[hidden] in EXTRAS[extra])}]'"
     )
+    assert ended.returncode == 2
 
 
-def test_a_bench_that_cannot_draw_measures_nothing(tmp_path: Path) -> None:
-    ended = run_without(["matplotlib"], "eagle-bench", "--plot", str(tmp_path / "bench.png"))
-    assert ended.stderr == (
-        "error: eagle-bench --plot needs packages that are not installed (matplotlib): "
-        "type: pip install 'eagle-mlx[train]'\n"
-    )
-    assert (ended.returncode, ended.stdout) == (2, "")
+def test_without_extras_data_are_read_and_heads_are_published(tmp_path: Path) -> None:
+    inspect = run_without(HIDDEN, "eagle-data", "inspect", "builtin:python", "--limit", "1", "--histogram", "0")
+    assert inspect.returncode == 0, inspect.stderr
+    assert "1 conversation" in inspect.stdout
+    publish = ("eagle-publish", str(ROOT / "checkpoints" / "head"), "--repo", "a/b", "--license", "mit", "--dry-run")
+    ended = run_without(HIDDEN, *publish, "--base-model", "a/c")
+    assert ended.returncode == 0, ended.stderr
+    assert "would go to a/b" in ended.stdout
 
 
-def test_every_command_is_one_of_the_two() -> None:
-    assert {*BASE_COMMANDS, *NEEDS} == set(PROJECT["scripts"])
+def test_a_run_without_matplotlib_has_no_plots_and_says_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert write_plots([{"kind": "train", "step": 1, "loss": 1.0}], tmp_path) == []
+    assert "note: plotting needs packages" in capsys.readouterr().err
 
 
 INTERRUPTED = """
@@ -159,6 +173,6 @@ def test_a_command_that_is_interrupted_while_it_is_imported_says_so_in_one_line(
 
 
 def test_a_program_that_imports_the_library_sees_the_interruption_itself() -> None:
-    ended = run(INTERRUPTED.replace("eagle-train", "program.py"), "mlx")
+    ended = run(INTERRUPTED.split("from eagle_mlx")[0] + "import eagle_mlx\neagle_mlx.Engine\n", "mlx")
     assert "KeyboardInterrupt" in ended.stderr
     assert ended.returncode != 0

@@ -100,7 +100,7 @@ def rooms(sources: Iterable[tuple[Path, str]]) -> dict[str, set[str]]:
         me = room(module_name(path))
         for module, name, _ in imported(path, ast.parse(source)):
             other = room(f"{module}.{name}" if module == "eagle_mlx" else module)
-            if other is not None and me is not None and other != me:
+            if other not in (None, "", "__version__") and me is not None and other != me:
                 found.setdefault(me, set()).add(other)
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -17,6 +17,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+import eagle_mlx as em
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("eagle_mlx", "train", "serve", "data_pipelines")
@@ -50,7 +52,7 @@ def test_applications_are_mapped_into_the_package() -> None:
 
 
 def test_installed_version_is_the_projects() -> None:
-    assert version("eagle-mlx") == PROJECT["project"]["version"]
+    assert version("eagle-mlx") == em.__version__
 
 
 def oldest(requirements: list[str], environment: dict[str, str]) -> Version:
@@ -71,14 +73,29 @@ def test_no_mlx_is_allowed_that_is_older_than_mlx_lm_wants(platform: str, system
     assert oldest(declared, environment) >= oldest(requires("mlx-lm") or [], environment)
 
 
+def test_a_release_has_urls_and_links_that_work_outside_of_the_repository() -> None:
+    spec = importlib.util.spec_from_file_location("release_links", ROOT / ".github" / "release_links.py")
+    assert spec is not None
+    assert spec.loader is not None
+    links = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(links)
+    address, tag = "https://example.org/eagle-mlx", "v0.1.0"
+    readme = links.absolute((ROOT / "README.md").read_text(encoding="utf-8"), address, tag)
+    assert f"]({address}/blob/{tag}/docs/install.md)" in readme
+    assert f"]({address}/raw/{tag}/docs/images/" in readme
+    assert all(link.startswith(("http", "#")) for link in re.findall(r"\]\(([^)]+)\)", readme))
+    project = tomllib.loads(links.with_urls((ROOT / "pyproject.toml").read_text(encoding="utf-8"), address, tag))
+    assert project["project"]["urls"]["Repository"] == address
+
+
 def test_changelog_speaks_of_this_version() -> None:
-    release = PROJECT["project"]["version"].split(".dev")[0]
+    release = em.__version__.split(".dev")[0]
     assert f"## {release}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_the_citation_names_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["version"] == PROJECT["project"]["version"]
+    assert citation["version"] == em.__version__
     assert citation["license"] == PROJECT["project"]["license"]
 
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx.catalog import is_embedded_target
-from eagle_mlx.command import Parser, Stop, add_flags, arguments, default_text, exit_code, shown
-from eagle_mlx.cpu import blas, tune_process
-from eagle_mlx.errors import ConfigError
+from eagle_mlx.command import Parser, add_flags, arguments, default_text, exit_code, shown
+from eagle_mlx.extras import require
+from eagle_mlx.late import late
 from eagle_mlx.setting import Group, Setting, find, setting, settings_of
 
-from .config import NOT_WITH_HOURS, SELF, TrainConfig, named_settings
-from .distributed import SINGLE_PROCESS, World
-from .job import run
-from .kinds import KINDS
-from .plan import Recipe, load_recipe, plan_of, recipe_for, recipe_names
+from .config import TrainConfig
+from .kind_settings import KIND_SETTINGS
+from .recipes import OWN_RECIPE, recipe_names
 from .report.runs import main as report
-from .run import resumed_config
 
-OWN_RECIPE = ""
-"""The value of `--recipe` without a name: use the target's recipe."""
 _HELP = """\
 Train a new head for a target, or continue training an existing one.
 
@@ -92,56 +86,8 @@ def _main(given: Sequence[str]) -> None:
     flags = vars(flags_parser().parse_args(given))
     start = StartOptions.of(**{name: flags.pop(name) for name in settings_of(StartOptions) if name in flags})
     flags = {name: find(TrainConfig, name).convert(value) for name, value in flags.items()}
-    print(f"blas: {blas.activate()}", file=sys.stderr)
-    resume, name = start.resume, start.recipe
-    if resume is not None and (name is not None or start.dry_run):
-        raise ConfigError("--resume uses the run's own settings: leave out --recipe and --dry-run")
-    if start.dry_run:
-        print(plan_of(*new_run(name, start.config_file, flags)))
-        return
-    tune_process()
-    stop, world = Stop(), World.init()
-    with stop.listening():
-        if not world.is_rank_zero:
-            config = TrainConfig.of(**world.broadcast())
-        elif resume is None:
-            config, _ = new_run(name, start.config_file, flags)
-        elif start.config_file is not None:
-            raise ConfigError("--resume uses the run's own settings: leave out -c")
-        else:
-            config = resumed_config(resume, flags)
-        if world.is_rank_zero:
-            world.broadcast(config.flat())
-        if config.loading.shard != "none":
-            config.loading.follow(config.head.target)
-            world = SINGLE_PROCESS  # the other ranks only run the target; this process trains the head
-        run(config, stop, resume, world)
-
-
-def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tuple[TrainConfig, Recipe | None]:
-    """Return the settings of a new run and its recipe. Without data settings, the target makes up the data.
-
-    Raises ConfigError.
-    """
-    named = named_settings(file, flags)
-    target = str(named.get("target", ""))
-    if name == OWN_RECIPE and not target:
-        raise ConfigError("--recipe without a name uses the recipe for the target: name the target with --target")
-    recipe = None if name is None else load_recipe(name or target, str(named.get("head", "")))
-    known = dict(recipe.settings) if recipe else {}
-    if named.get("hours"):  # the target makes the data, so ignore a recipe's
-        known = {setting: value for setting, value in known.items() if setting not in ("map", *NOT_WITH_HOURS)}
-        known["data"] = [SELF]
-    named = named_settings(file, flags, known)
-    if target and not (named.get("data") or named.get("shards") or is_embedded_target(target)):
-        named["data"] = [SELF]
-        fits = recipe_for(target)
-        others = f"; data sets for it: --recipe {fits.name}" if fits else ""
-        print(f"no --data is given, so {target} writes conversations first (--data self){others}", file=sys.stderr)
-    config = TrainConfig.of(**named)
-    if "self_tokens" in named and not config.data.is_self:
-        raise ConfigError("--self-tokens applies only to --data self; leave it out with other data")
-    return config, recipe
+    require("eagle-train", "train")
+    late(f"{__package__}.command:run_command")(start.resume, start.recipe, start.dry_run, start.config_file, flags)
 
 
 def flags_parser() -> Parser:
@@ -158,13 +104,13 @@ def flags_parser() -> Parser:
 
 def _default(known: Setting) -> str:
     """Return the default for a flag's help, for each kind of head if they differ."""
-    if not any(known.name in kind.defaults for kind in KINDS.values()):
+    if not any(known.name in kind.defaults for kind in KIND_SETTINGS.values()):
         return default_text(known)
     kinds: dict[Any, list[str]] = {}
-    for kind in KINDS.values():
+    for title, kind in KIND_SETTINGS.items():
         if known.name not in kind.foreign:
             value = kind.defaults.get(known.name, known.written(known.default))
-            kinds.setdefault(value, []).append(kind.name)
+            kinds.setdefault(value, []).append(title)
     if len(kinds) == 1:
         return shown(next(iter(kinds)))
     return "; ".join(f"{shown(value) or 'none'} for {', '.join(names)}" for value, names in kinds.items())

@@ -6,25 +6,23 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import mlx.core as mx
+from typing import TYPE_CHECKING, Any, Literal
 
 from eagle_mlx.data_pipelines import FilterOptions
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import read_yaml
-from eagle_mlx.heads import KINDS
 from eagle_mlx.setting import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SEED, SHARE, Group, Limit, between, find, flag, setting
-from eagle_mlx.shards import BITS
 from eagle_mlx.target_options import TargetOptions
+
+from .kind_settings import KIND_SETTINGS
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 SELF = "self"
 """The data source for conversations that the target writes."""
-_TRAINED = [name for name, kind in KINDS.items() if kind.trainable]
-_KNOWN = Limit(
-    lambda kind: kind in KINDS and KINDS[kind].trainable, f"must be one of {', '.join(_TRAINED)}, not {{!r}}"
-)
-_CACHE_BITS = Limit(BITS.__contains__, f"must be {' or '.join(map(str, BITS))}, not {{}}")
+_KNOWN = Limit(KIND_SETTINGS.__contains__, f"must be one of {', '.join(KIND_SETTINGS)}, not {{!r}}")
+_CACHE_BITS = Limit((16, 8).__contains__, "must be 16 or 8, not {}")
 
 
 def open_number(help: str, unset: float = 0, **more: Any) -> Any:
@@ -42,7 +40,7 @@ class HeadConfig(Group):
         "kind of head: EAGLE-3, P-EAGLE, EAGLE-1 and 2 (eagle), multi-token prediction, or a block drafter",
         _KNOWN,
         name="head",
-        metavar=f"{{{','.join(_TRAINED)}}}",
+        metavar=f"{{{','.join(KIND_SETTINGS)}}}",
     )
     init_from: str = setting("", "folder or hub id of a head of this kind to continue from; it sets the shape")
     lora_rank: int | None = open_number(
@@ -356,9 +354,6 @@ def named_settings(
     return {**(recipe or {}), **values, **(overrides or {})}
 
 
-_NAMED = {"float32": mx.float32, "bfloat16": mx.bfloat16}
-
-
 def pass_type(config: TrainConfig, device: mx.Device | None = None) -> mx.Dtype:
     """Return the dtype of the forward and backward pass on a device, by default the default device.
 
@@ -366,12 +361,16 @@ def pass_type(config: TrainConfig, device: mx.Device | None = None) -> mx.Dtype:
     (karpathy/nanochat#793, on MPS: 26 % less memory, 0.04 % of the loss). MLX's float32 products on an M5 keep 11 bits
     anyway (ml-explore/mlx#4411). On a CPU only float32 uses BLAS, which is ten times faster.
     """
+    import mlx.core as mx
+
     if config.optimization.dtype is not None:
-        return _NAMED[config.optimization.dtype]
+        return file_type(config)
     on_gpu = (device or mx.default_device()).type == mx.DeviceType.gpu
     return mx.bfloat16 if on_gpu else mx.float32
 
 
 def file_type(config: TrainConfig) -> mx.Dtype:
     """Return the dtype of the saved head: as configured, else bfloat16, as is usual for published heads."""
-    return _NAMED[config.optimization.dtype or "bfloat16"]
+    import mlx.core as mx
+
+    return mx.float32 if config.optimization.dtype == "float32" else mx.bfloat16

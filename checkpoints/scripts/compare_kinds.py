@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx.cpu import blas, tune_process
+from eagle_mlx import blas
+from eagle_mlx.cpu import tune_process
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import EagleError
 from eagle_mlx.files import new_folder

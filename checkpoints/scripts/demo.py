@@ -18,14 +18,16 @@ from typing import Any
 import matplotlib
 
 import eagle_mlx as em
+from eagle_mlx import blas
 from eagle_mlx.command import Stop
-from eagle_mlx.cpu import blas, tune_process
+from eagle_mlx.cpu import tune_process
 from eagle_mlx.errors import EagleError, OutputError
 from eagle_mlx.files import new_folder
 from eagle_mlx.machine import describe
 from eagle_mlx.serve.bench import report
-from eagle_mlx.serve.bench.measure import BenchConfig, measure
+from eagle_mlx.serve.bench.measure import measure
 from eagle_mlx.serve.bench.modes import BenchModels, build_modes
+from eagle_mlx.serve.bench.options import BenchConfig
 from eagle_mlx.serve.bench.report import BenchRun
 from eagle_mlx.serve.prompts import Question, read_questions
 from eagle_mlx.text import is_loop

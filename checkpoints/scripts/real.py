@@ -21,8 +21,7 @@ import make_real_model
 import matplotlib
 
 import eagle_mlx as em
-from eagle_mlx import hub
-from eagle_mlx.cpu import blas
+from eagle_mlx import blas, hub
 from eagle_mlx.errors import EagleError, OutputError
 from eagle_mlx.files import check_file, write_whole
 from eagle_mlx.heads.base import DraftHead
@@ -30,8 +29,9 @@ from eagle_mlx.machine import describe
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.decoding import Mode, tolerance_for
-from eagle_mlx.serve.bench.measure import BenchConfig, measure
+from eagle_mlx.serve.bench.measure import measure
 from eagle_mlx.serve.bench.modes import BenchModels, build_modes
+from eagle_mlx.serve.bench.options import BenchConfig
 from eagle_mlx.serve.bench.report import BenchRun
 from eagle_mlx.serve.prompts import read_questions
 

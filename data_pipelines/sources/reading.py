@@ -12,9 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal, TypeVar, cast, get_args
-
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
 
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.progress import counted
@@ -26,6 +24,9 @@ from .rows import choose, parse_row, place_of
 from .spec import Source, parse
 from .stdlib import library_conversations
 from .tables import Found, decoded, few_rows, is_table, open_rows, stream_rows, text_files
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 T = TypeVar("T")
 
@@ -188,7 +189,9 @@ class _Reading:
                     continue
                 self.seen.add(key)
             try:
-                fits = tokens is None or len(all_tokens(cast(TokenizerWrapper, self.tokenizer), conversation)) in tokens
+                fits = (
+                    tokens is None or len(all_tokens(cast("TokenizerWrapper", self.tokenizer), conversation)) in tokens
+                )
             except DataError as e:
                 self._leave_out(e, source)
                 continue

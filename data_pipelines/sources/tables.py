@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_mlx.errors import DataError
+from eagle_mlx.extras import require
 
 from ..conversation import Conversation
 from ..jsonl import GZ
@@ -119,6 +120,7 @@ def _existing(path: Path) -> Path:
 
 
 def _load(source: Source, streaming: bool = False) -> Any:
+    require(source.spec, "datasets")
     import datasets  # slow, so only if needed
 
     datasets.disable_progress_bars()

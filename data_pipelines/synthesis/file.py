@@ -19,10 +19,11 @@ from eagle_mlx.target import Target
 from ..capturing import MadeShards, ShardPlace, ShardPlan, open_shards
 from ..conversation import Conversation
 from ..jsonl import Done, PartialFile, as_line, difference, open_partial
+from ..options import MakeConfig
 from ..sources.rows import parse_row
 from .loop import growing_engine, run_tasks, text_settings
 from .report import MakeReport
-from .tries import MakeConfig, Try, tries
+from .tries import Try, tries
 
 FREE_TRIES = 64
 """Number of tries that may all fail. If one try in twenty is usable, at least one of 64 is with probability 0.96."""

@@ -20,12 +20,9 @@ from eagle_mlx.target import Target, fingerprint
 from eagle_mlx.text import template_args
 
 from ..capturing import ShardPlace
+from ..options import FIRST_ROWS, MOST_ROWS
 from .report import LOOK
 
-FIRST_ROWS = 32
-"""Initial batch size: 32 x 500 tokens take 2.4 GB with an 8B model (36 layers, 8 KV heads of 128, 16 bits)."""
-MOST_ROWS = 256
-"""Maximum batch size. Its logits take 150 MB with a vocabulary of 150,000. `kv_bytes` limits the KV cache."""
 _AHEAD = 4
 """Number of extra requests that wait, so that a free row is filled in the same step."""
 ROUNDS = 64

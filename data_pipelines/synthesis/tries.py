@@ -9,88 +9,31 @@ from __future__ import annotations
 import bisect
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.engine import Engine
-from eagle_mlx.errors import ConfigError, DataError, TargetError
+from eagle_mlx.errors import DataError, TargetError
 from eagle_mlx.hidden_states import Example
 from eagle_mlx.proposers.capturing import CapturingProposer
 from eagle_mlx.request import Output
 from eagle_mlx.request_state import RequestState
-from eagle_mlx.sampling_params import SamplingParams, limit_of
-from eagle_mlx.setting import AT_LEAST_1, Group, setting
+from eagle_mlx.sampling_params import SamplingParams
 
 from ..conversation import Conversation, Message
+from ..options import MakeConfig
 from ..rendering import prompt_tokens, render
 from ..template import common_prefix
 from .loop import Task, seed_of
 from .report import MakeReport, loops_so_far, why_no_answer, why_no_question
-from .user_turns import DOMAINS, Domain, find_user_place, steerable
+from .user_turns import Domain, find_user_place, steerable
 
 A = TypeVar("A")
 OWN = "own"
 """The domain of conversations that begin with a given question."""
-
-
-@dataclass(frozen=True)
-class MakeSampling(Group):
-    """How answers and user turns are sampled.
-
-    Magpie's scripts use a temperature of 1 for user turns and 0 for answers, SpecForge's 0.8; heads serve both.
-    """
-
-    temperatures: tuple[float, ...] = setting(
-        (0.0, 0.8),
-        "temperature of answers; if there are several, the seed chooses one per conversation",
-        limit_of("temperature"),
-        name="temperature",
-        metavar="T",
-    )
-    top_p: float = setting(1.0, "top-p of answers", limit_of("top_p"))
-    max_tokens: int = setting(512, "maximum tokens of an answer", AT_LEAST_1)
-    user_temperature: float = setting(1.0, "temperature of user turns", limit_of("temperature"), metavar="T")
-    user_top_p: float = setting(1.0, "top-p of user turns", limit_of("top_p"), metavar="P")
-    user_tokens: int = setting(256, "maximum tokens of a user turn; longer ones are dropped", AT_LEAST_1)
-    systems: tuple[str, ...] = setting(
-        ("",),
-        "system prompt for answers; '' for the template's own; if repeated, each conversation gets one",
-        name="system",
-        repeat=True,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MakeConfig(MakeSampling):
-    """How to make up conversations. Raises ConfigError on creation if a setting is invalid."""
-
-    seed: int = 0
-    domains: tuple[Domain, ...] = DOMAINS
-    turns: tuple[float, ...] = (0.7, 0.2, 0.1)
-    """Shares of conversations with one planned user turn, two, and so on."""
-    questions: tuple[tuple[str, str], ...] = ()
-    """System prompts (or "") and first user turns. Every second conversation begins with the next of them."""
-
-    def _check(self) -> None:
-        for name in ("domains", "turns", "temperatures", "systems"):
-            if not getattr(self, name):
-                raise ConfigError(f"{name} must have at least one value")
-        if min(self.turns) < 0 or not sum(self.turns) > 0:
-            raise ConfigError(f"--turns {self.turns}: each share must be 0 or more, and at least one must be above 0")
-        for temperature in self.temperatures:
-            self.answer(temperature)
-        self.question()
-
-    def question(self) -> SamplingParams:
-        """Return the sampling parameters for a user turn."""
-        return SamplingParams(temperature=self.user_temperature, top_p=self.user_top_p, max_tokens=self.user_tokens)
-
-    def answer(self, temperature: float) -> SamplingParams:
-        """Return the sampling parameters for an answer."""
-        return SamplingParams(temperature=temperature, top_p=self.top_p, max_tokens=self.max_tokens)
 
 
 class Try(Task):

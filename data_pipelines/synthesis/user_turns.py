@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from typing import TYPE_CHECKING
 
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.files import read_yaml
 from eagle_mlx.setting import ABOVE_0, REQUIRED, Group, setting
 
 from ..conversation import Message
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 FILE = Path(__file__).parent / "domains.yaml"
 

@@ -1,20 +1,14 @@
 """Code for the CPU only. The rest of the library and the applications import it from here.
 
-`import eagle_mlx.cpu` loads a fast BLAS, which must happen before MLX is loaded. The package also has CPU versions that
-are faster than MLX's own: exponentials, RoPE angles shared by all layers, and parallel streams.
-
-Code with a CPU version and a GPU version calls `use_shortcuts()` to choose. `EAGLE_MLX_CPU_SHORTCUTS=0` turns the CPU
-versions off, so that a machine without a GPU can test the GPU's code path. It does not affect the BLAS.
+The package has CPU versions that are faster than MLX's own: exponentials, RoPE angles shared by all layers, and
+parallel streams. Code with a CPU version and a GPU version calls `use_shortcuts()` to choose.
+`EAGLE_MLX_CPU_SHORTCUTS=0` turns the CPU versions off, so that a machine without a GPU can test the GPU's code path. It
+does not affect the BLAS.
 """
 
-from eagle_mlx.cpu import blas
-
-blas.activate()  # before anything imports MLX
-
-from eagle_mlx.cpu import fastmath  # noqa: E402
-from eagle_mlx.cpu.blas import one_blas_thread  # noqa: E402
-from eagle_mlx.cpu.rope_cache import RopeCache  # noqa: E402
-from eagle_mlx.cpu.shortcuts import (  # noqa: E402
+from eagle_mlx.cpu import fastmath
+from eagle_mlx.cpu.rope_cache import RopeCache
+from eagle_mlx.cpu.shortcuts import (
     default_streams,
     make_streams,
     pad_to_fours,
@@ -24,11 +18,9 @@ from eagle_mlx.cpu.shortcuts import (  # noqa: E402
 
 __all__ = [
     "RopeCache",
-    "blas",
     "default_streams",
     "fastmath",
     "make_streams",
-    "one_blas_thread",
     "pad_to_fours",
     "tune_process",
     "use_shortcuts",

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from eagle_mlx.cache import may_pad
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.groups import KVBudget
-from eagle_mlx.engine.prefill import LEAST_CHUNK, PREFILL_MS, Prefill
+from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.engine.prefix import Prefix, PrefixCache
 from eagle_mlx.engine.request_queue import RequestQueue
 from eagle_mlx.memory import FreedBuffers
+from eagle_mlx.plan import LEAST_CHUNK, PREFILL_MS
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target

@@ -18,12 +18,11 @@ from eagle_mlx.cache.tree_support import why_no_trees
 from eagle_mlx.engine.admission import Admission
 from eagle_mlx.engine.disk import DiskTier
 from eagle_mlx.engine.groups import GROUPS, Groups, KVBudget, RoundReads, check_settings, size_of
-from eagle_mlx.engine.prefill import PREFILL_CHUNK, PREFILL_MS
 from eagle_mlx.engine.prefix import PrefixCache
 from eagle_mlx.engine.runner import Collect, Pause, Runner, Work
 from eagle_mlx.engine.schedule import Schedule
 from eagle_mlx.errors import ConfigError, PromptError
-from eagle_mlx.plan import RoundResult
+from eagle_mlx.plan import PREFILL_CHUNK, PREFILL_MS, RoundResult
 from eagle_mlx.policy import Policy, ThroughputPolicy
 from eagle_mlx.progress import progress_bar
 from eagle_mlx.proposers import ProposerLike, as_proposer

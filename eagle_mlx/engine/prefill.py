@@ -10,14 +10,6 @@ from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
 from eagle_mlx.proposers.base import Observation
 
-PREFILL_CHUNK = 2048
-"""Prompt positions per forward, over all rows: mlx-lm's `prefill_step_size` (0.32, `generate_step`)."""
-PREFILL_MS = 400
-"""Milliseconds that a chunk may take while others decode. With a round, that is less than the one second after which
-a reader loses the train of thought (Nielsen 1993, Usability Engineering, chapter 5)."""
-LEAST_CHUNK = 128
-"""Minimum positions of a chunk. With fewer, reading the weights would cost too much per position."""
-
 
 class Prefill:
     """Reads the prompts of a batch together until its requests can decode."""

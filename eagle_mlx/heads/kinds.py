@@ -70,8 +70,6 @@ class HeadKind:
     """Name of this way to draft in `--spec-decode`."""
     unusual: Callable[[Any], list[str]] = lambda head: []
     """Returns the fields of a head's config that some loaders may not know."""
-    trainable: bool = True
-    """Whether `eagle-train` can train it."""
 
     @property
     def one_head(self) -> str:

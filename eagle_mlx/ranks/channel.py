@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from eagle_mlx.decoding.draft import Branches
 from eagle_mlx.errors import RanksError
 from eagle_mlx.ranks.world import ProcessGroup, sum_over
+from eagle_mlx.setting import RANK_SECONDS
 
-TIMEOUT = 60.0
-"""Seconds after which a silent rank counts as lost: longer than any forward, including a prompt's longest chunk."""
 _TEXT = 2048
 """Bytes of text in the first sum. A round of 8 rows takes a few hundred, a chunk of a prompt ten thousand."""
 _MAGIC = 0x4EAD
@@ -59,7 +58,7 @@ class Channel:
     wait forever.
     """
 
-    def __init__(self, world: ProcessGroup, timeout: float = TIMEOUT):
+    def __init__(self, world: ProcessGroup, timeout: float = RANK_SECONDS):
         self.world, self.timeout = world, timeout
         self.state = State.RUNS
         self.on_lost: Callable[[str], None] = end_process

@@ -16,10 +16,11 @@ import mlx.nn as nn
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.kinds import model_file
 from eagle_mlx.errors import ConfigError, RanksError, TargetError
-from eagle_mlx.ranks.channel import TIMEOUT, Channel
+from eagle_mlx.ranks.channel import Channel
 from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
 from eagle_mlx.ranks.world import ProcessGroup
+from eagle_mlx.setting import RANK_SECONDS
 from eagle_mlx.target import Target, fingerprint, load_target
 
 _PACKAGES = ("mlx", "mlx-lm", "eagle-mlx")
@@ -31,7 +32,7 @@ _HEADS = ("num_attention_heads", "n_heads", "linear_num_key_heads", "linear_num_
 def load_over_ranks(
     name: str | Path,
     shard: Literal["tensor", "pipeline"] = "tensor",
-    timeout: float = TIMEOUT,
+    timeout: float = RANK_SECONDS,
     when_loaded: Callable[[], object] = lambda: None,
     **how: Any,
 ) -> LeadingTarget:

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from eagle_mlx.command import arguments, exit_code, read
+from eagle_mlx.command import HELP, arguments, exit_code, read
+from eagle_mlx.extras import require
+from eagle_mlx.late import late
 
 from .. import launch
 from .options import ServeOptions
@@ -52,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = "Serve a model over HTTP with OpenAI's API and speculative decoding: the same text, sooner."
 
     def work() -> int:
-        options = read(ServeOptions, given, "eagle-serve", about, EPILOG)
-        from .start import run  # not at the top, so that --help needs no package of the extra
-
-        return run(options)
+        if HELP.isdisjoint(given):
+            require("eagle-serve", "serve")
+        status: int = late(f"{__package__}.start:run")(read(ServeOptions, given, "eagle-serve", about, EPILOG))
+        return status
 
     return exit_code(work)
 

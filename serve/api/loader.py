@@ -9,8 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from eagle_mlx import Engine, FixedPolicy, SamplingParams, Target, hub, memory
-from eagle_mlx.cpu import blas
+from eagle_mlx import Engine, FixedPolicy, SamplingParams, Target, blas, hub, memory
 from eagle_mlx.engine.disk import DiskTier, default_bytes
 from eagle_mlx.errors import ConfigError, TargetError, loading
 from eagle_mlx.formats.tensors import check_length

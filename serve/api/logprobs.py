@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.decoding.logprobs import listed, logprobs_of
@@ -19,8 +18,11 @@ from eagle_mlx.text import TextStream
 
 from .errors import Shape
 
-BYTE_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""The byte for each of the 256 letters of byte-level vocabularies."""
+_PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
+"""The byte for each of the 256 letters of byte-level vocabularies: printable bytes are their own letters, and the
+others count up from 256 (Radford et al. 2019, GPT-2)."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = "a"
 """Text before a token, so that its leading space is kept."""

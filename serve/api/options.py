@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
 from eagle_mlx.catalog import embedded
-from eagle_mlx.engine.prefill import LEAST_CHUNK, PREFILL_MS
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.plan import LEAST_CHUNK, PREFILL_MS
 from eagle_mlx.setting import (
     ABOVE_0,
     AT_LEAST_0,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf
 from time import perf_counter
-from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -17,11 +16,7 @@ from eagle_mlx import Output, SamplingParams, Target
 from eagle_mlx.decoding.sampling import SamplingBatch, gumbel
 
 from ..speculation import PolicyName
-
-ModeName = Literal[
-    "mlx-lm", "mlx-lm-batch", "mlx-lm-draft", "mlx-lm-stock", "plain", "ngram", "draft", "eagle", "hybrid"
-]
-
+from .options import ModeName
 
 Decoding = Generator[int, None, list[Output]]
 """Yields the number of new tokens after every step; returns the output of each prompt."""

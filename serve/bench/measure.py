@@ -6,70 +6,25 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 from tqdm import tqdm
 
-from eagle_mlx import Output, SamplingParams, Target
+from eagle_mlx import Output, Target
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.progress import counted, progress_bar, show_step
-from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, SEED, SHARE, Group, setting
-from eagle_mlx.text import LEAST_DISTINCT, is_loop
+from eagle_mlx.text import is_loop
 
 from ..memory_options import MemoryOptions
 from ..prompts import Question
 from . import decoding
-from .modes import BASELINES, BenchModels, EngineMode, MlxLmMode
+from .modes import BenchModels, EngineMode, MlxLmMode
+from .options import BASELINES, BenchConfig
 from .report import BenchRun, Category
 
 GROUP_PER_ROW = 4
 """Prompts per row of the batch in one turn. Rows that end early are filled with further prompts."""
-
-
-@dataclass(frozen=True)
-class BenchConfig(Group):
-    """How to measure."""
-
-    max_tokens: int = setting(128, "maximum number of new tokens", AT_LEAST_1)
-    temperature: float = 0.0
-    repeats: int = setting(3, "number of measurements", AT_LEAST_1)
-    seed: int = setting(
-        0, "seed of the first prompt if the temperature is above 0; later prompts count up from it", SEED
-    )
-    least_distinct: float = setting(
-        LEAST_DISTINCT,
-        "minimum share of distinct 4-grams in a reference continuation; prompts with less loop, and are left out",
-        SHARE,
-        metavar="R",
-    )
-    acceptance: Literal["coupled", "rejection"] = setting(
-        "coupled", "acceptance rule for sampled drafts; only coupled texts can be compared"
-    )
-    ignore_eos: bool = setting(False, "make every continuation --max-tokens long")
-    turn: int = setting(
-        0,
-        "switch modes after N tokens per row instead of after whole prompts; helps if the machine's speed "
-        "varies; mlx-lm-batch always takes one long turn",
-        AT_LEAST_0,
-        shown="",
-    )
-    tolerance: float | None = setting(
-        None,
-        "difference of logits that counts as rounding; both tokens' logits must be this close to the best "
-        "(default: by the model's type)",
-        AT_LEAST_0,
-    )
-
-    def check(self, modes: Sequence[decoding.Mode]) -> None:
-        """Raise ConfigError if a mode cannot follow these settings."""
-        if self.ignore_eos and any(mode.name in BASELINES for mode in modes):
-            raise ConfigError("mlx-lm cannot ignore the end of text; leave out its modes, or --ignore-eos")
-
-    def params(self, count: int, max_tokens: int) -> list[SamplingParams]:
-        seeds = [self.seed + index if self.temperature else None for index in range(count)]
-        common = SamplingParams(self.temperature, max_tokens=max_tokens, acceptance=self.acceptance)
-        return [replace(common, ignore_eos=self.ignore_eos, seed=seed) for seed in seeds]
 
 
 Place = tuple[int, int]
@@ -135,7 +90,7 @@ def measure(
     """
     if not prompts or not modes:
         raise ConfigError("there is nothing to measure: no prompts or no modes")
-    config.check(modes)
+    config.check([mode.name for mode in modes])
     questions = [prompt if isinstance(prompt, Question) else Question(prompt) for prompt in prompts]
     for question in questions:
         question.check(target, config.max_tokens)

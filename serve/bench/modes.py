@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final, get_args
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -21,11 +21,8 @@ from eagle_mlx.target import Target, arrays_of, nbytes_of
 
 from ..memory_options import MemoryOptions
 from ..speculation import PolicyName, Speculation
-from .decoding import Decoding, Mode, ModeName
-
-MLX_LM = "mlx-lm"
-"""Prefix of the names of mlx-lm's modes."""
-STOCK: Final = "mlx-lm-stock"
+from .decoding import Decoding, Mode
+from .options import NEEDS, STOCK, USE_HEAD, ModeName
 
 
 class StockModel:
@@ -131,18 +128,7 @@ def _sampler(params: SamplingParams) -> Callable[[mx.array], mx.array] | None:
     return (lambda logprobs: mx.random.categorical(logprobs / temperature)) if temperature else None
 
 
-BASELINES: tuple[ModeName, ...] = ("mlx-lm", "mlx-lm-batch", "mlx-lm-draft", STOCK)
-DEFAULT_MODES: tuple[ModeName, ...] = tuple(name for name in get_args(ModeName) if name != STOCK)
-"""Modes that need no second copy of the target in memory."""
 DRAFTING: tuple[ModeName, ...] = ("ngram", "draft", "eagle", "hybrid")
-NEEDS: dict[ModeName, tuple[str, ...]] = {
-    "eagle": ("--head",),
-    "hybrid": ("--head", "--draft-model"),
-    "draft": ("--draft-model",),
-    "mlx-lm-draft": ("--draft-model",),
-}
-"""Modes that need a second model, and the flags that name one."""
-USE_HEAD: tuple[ModeName, ...] = ("eagle", "hybrid")
 
 
 def missing(name: ModeName) -> ConfigError:

@@ -18,7 +18,7 @@ from eagle_mlx import Output, SamplingParams, Target
 from eagle_mlx.progress import progress_bar
 
 from .decoding import Mode, acceptance_length, compare, first_difference, tolerance_for
-from .modes import BASELINES
+from .options import BASELINES
 
 WARMUP_TOKENS = 16
 """Some rounds of every mode, so that its functions are compiled before the race."""

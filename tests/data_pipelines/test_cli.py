@@ -109,7 +109,7 @@ def test_an_existing_output_is_kept(
 def test_too_little_space_is_said_before_the_work(
     target: str, chats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "bytes_per_token", lambda _: 10**15)
+    monkeypatch.setattr("eagle_mlx.data_pipelines.commands.bytes_per_token", lambda _: 10**15)
     argv = ["collect", "--target", target, "--data", chats, "--output", str(tmp_path / "s"), "--max-length", "64"]
     assert cli.main(argv) == 2
     assert "MB free" in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_too_little_space_keeps_what_there_is(
     before = content(unfinished_folder(tmp_path / "s"))
     stop.undo()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "bytes_per_token", lambda _: 10**15)
+        patch.setattr("eagle_mlx.data_pipelines.commands.bytes_per_token", lambda _: 10**15)
         assert cli.main(command) == 2
     assert "MB free" in capsys.readouterr().err
     assert content(unfinished_folder(tmp_path / "s")) == before

@@ -67,7 +67,7 @@ def test_a_file_is_the_same_while_rows_grow(
         engines.append(loop.growing_engine(*args))
         return engines[-1]
 
-    monkeypatch.setattr("eagle_mlx.data_pipelines.options.growing_engine", growing)
+    monkeypatch.setattr("eagle_mlx.data_pipelines.commands.growing_engine", growing)
     model = talking_target_folder(tmp_path / "model")
     flags = ["--target", str(model), "--max-tokens", "8", "--output"]
     make = ["make", "--rows", "6", "--user-tokens", "40", *flags]

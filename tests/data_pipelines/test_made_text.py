@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 from eagle_mlx.data_pipelines import beginning, cli
 from eagle_mlx.data_pipelines.capturing import ShardPlace, capture_to_shards, shard_meta
 from eagle_mlx.data_pipelines.jsonl import partial_path
+from eagle_mlx.data_pipelines.options import MakeConfig
 from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.data_pipelines.synthesis.file import Wanted, make_to_file
-from eagle_mlx.data_pipelines.synthesis.tries import MakeConfig
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import TargetError
 from eagle_mlx.hidden_states import widened

@@ -21,6 +21,7 @@ from eagle_mlx.data_pipelines import DataConfig, cli, read_conversations
 from eagle_mlx.data_pipelines.capturing import ShardPlace, capture_to_shards, shard_meta
 from eagle_mlx.data_pipelines.conversation import Conversation, Message
 from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
+from eagle_mlx.data_pipelines.options import MakeConfig
 from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.data_pipelines.synthesis import loop as loop_module
@@ -42,7 +43,6 @@ from eagle_mlx.data_pipelines.synthesis.report import (
     why_no_answer,
     why_no_question,
 )
-from eagle_mlx.data_pipelines.synthesis.tries import MakeConfig
 from eagle_mlx.data_pipelines.synthesis.user_turns import (
     DOMAINS,
     Domain,

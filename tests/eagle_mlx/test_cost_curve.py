@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import eagle_mlx as em
-from eagle_mlx.cpu import blas
+from eagle_mlx import blas
 from eagle_mlx.engine import cost_curve
 from eagle_mlx.engine.cost_curve import SIZES, curve_of, learn_costs, measured_times
 from eagle_mlx.policy import ThroughputPolicy

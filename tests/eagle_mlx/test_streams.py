@@ -9,7 +9,9 @@ import sys
 import mlx.core as mx
 import pytest
 
-from eagle_mlx.cpu import blas, default_streams, make_streams, one_blas_thread
+from eagle_mlx import blas
+from eagle_mlx.blas import one_blas_thread
+from eagle_mlx.cpu import default_streams, make_streams
 
 
 def test_threads_have_their_own_streams() -> None:

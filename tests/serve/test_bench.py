@@ -37,8 +37,9 @@ from eagle_mlx.serve.bench.decoding import (
     first_difference,
     take_turns,
 )
-from eagle_mlx.serve.bench.measure import BenchConfig, measure
-from eagle_mlx.serve.bench.modes import DEFAULT_MODES, BenchModels, EngineMode, build_modes
+from eagle_mlx.serve.bench.measure import measure
+from eagle_mlx.serve.bench.modes import BenchModels, EngineMode, build_modes
+from eagle_mlx.serve.bench.options import DEFAULT_MODES, BenchConfig
 from eagle_mlx.serve.bench.report import BenchRun
 from eagle_mlx.target import compute_dtype, nbytes_of
 from eagle_mlx.text import distinct_ratio

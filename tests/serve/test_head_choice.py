@@ -17,8 +17,9 @@ from eagle_mlx.catalog.models import described_target
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.generate import main as generate
+from eagle_mlx.serve.head_choice import load_proposer
 from eagle_mlx.serve.heads import main as heads
-from eagle_mlx.serve.speculation import AUTO, Speculation, load_proposer
+from eagle_mlx.serve.speculation import AUTO, Speculation
 from eagle_mlx.target import Target
 from tests import hub_server
 from tests.fakes import embedded_tokenizer, tiny_config, tiny_head, tiny_target, tiny_target_folder
@@ -32,7 +33,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "registry"))
     known = (KnownHead(TARGET, HEAD, "eagle3", "mit", "https://example.org/table"),)
     monkeypatch.setattr(head_search, "known_heads", lambda: known)
-    monkeypatch.setattr("eagle_mlx.serve.heads.known_heads", lambda: known)
+    monkeypatch.setattr("eagle_mlx.serve.head_choice.known_heads", lambda: known)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench.cli import main
-from eagle_mlx.serve.bench.measure import BenchConfig, measure
-from eagle_mlx.serve.bench.modes import DEFAULT_MODES, BenchModels, build_modes
+from eagle_mlx.serve.bench.measure import measure
+from eagle_mlx.serve.bench.modes import BenchModels, build_modes
+from eagle_mlx.serve.bench.options import DEFAULT_MODES, BenchConfig
 from eagle_mlx.serve.prompts import Question, read_questions, with_filler
 from eagle_mlx.target import Target
 from eagle_mlx.text import is_loop

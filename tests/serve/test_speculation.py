@@ -19,7 +19,8 @@ from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.heads.mtp import save_mtp
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
-from eagle_mlx.serve.speculation import AUTO, Speculation, quantize
+from eagle_mlx.serve.head_choice import quantize
+from eagle_mlx.serve.speculation import AUTO, Speculation
 from tests.eagle_mlx.heads import mtp
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 

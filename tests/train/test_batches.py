@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.cpu.blas import blas_threads, set_blas_threads
+from eagle_mlx.blas import blas_threads, set_blas_threads
 from eagle_mlx.errors import ShardError
 from eagle_mlx.hidden_states import Example, HiddenStates, rounded, widened
 from eagle_mlx.shards import ShardMeta, ShardReader

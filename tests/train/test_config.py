@@ -55,7 +55,7 @@ def test_errors_name_the_file(tmp_path: Path, line: str, said: str) -> None:
         ({"limit": -1}, "--limit must be at least 0"),
         ({"decay": 1.5}, "--decay must be between 0 and 1"),
         ({"length": 6, "unroll": 7}, "--length 6 is too short"),
-        ({"head": "medusa"}, "--head must be one of mtp, "),
+        ({"head": "medusa"}, "--head must be one of peagle, "),
         ({"loss": "l1"}, "--loss must be one of auto, soft, hard, tv, lk"),
         ({"step_weights": [1, 0]}, "--step-weights must be above 0, not 0"),
         ({"step_weights": [1, 1], "unroll": 3}, "has 2 draft steps, but --unroll is 3"),

@@ -33,7 +33,8 @@ from eagle_mlx.errors import CheckpointError, DataError
 from eagle_mlx.shards.format import bytes_per_token
 from eagle_mlx.target import Target, fingerprint, load_target
 from eagle_mlx.train import hours
-from eagle_mlx.train.cli import main, new_run
+from eagle_mlx.train.cli import main
+from eagle_mlx.train.command import new_run
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.hours import FINGERPRINT, portions

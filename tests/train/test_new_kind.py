@@ -1,12 +1,12 @@
-"""A toy kind of head, added by two registrations: trained, loaded, used, converted, published."""
+"""A toy kind of head, added by three registrations: trained, loaded, used, converted, published."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,6 +25,7 @@ from eagle_mlx.train import kinds
 from eagle_mlx.train.cli import main
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.convert.cli import main as convert
+from eagle_mlx.train.kind_settings import KIND_SETTINGS, KindSettings
 from eagle_mlx.train.kinds.base import Kind, layer_shape
 from eagle_mlx.train.publish.bundle import read_source
 
@@ -70,8 +71,6 @@ TOY = HeadKind("toy", "Toy", ToyHead, (LAYOUT,))
 
 class ToyRecipe(Kind[ToyHead]):
     head_class = ToyHead
-    defaults: ClassVar[Mapping[str, Any]] = {"unroll": 2, "decay": 0.8, "loss": "soft", "feature_noise": 0.0}
-    foreign: ClassVar[Mapping[str, str]] = {"layers": "it has one"}
 
     def head_config(self, target: Target, config: TrainConfig, *_: Any) -> ToyConfig:
         return ToyConfig(**layer_shape(target, config))
@@ -86,7 +85,9 @@ class ToyRecipe(Kind[ToyHead]):
 
 @pytest.fixture
 def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the two registrations."""
+    """Make the three registrations."""
+    defaults = {"unroll": 2, "decay": 0.8, "loss": "soft", "feature_noise": 0.0}
+    monkeypatch.setitem(KIND_SETTINGS, "toy", KindSettings("", defaults, {"layers": "it has one"}))
     monkeypatch.setitem(heads.KINDS, "toy", TOY)
     monkeypatch.setitem(kinds.KINDS, "toy", ToyRecipe())
 

@@ -24,7 +24,7 @@ from eagle_mlx.heads.mtp import save_mtp
 from eagle_mlx.heads.mtp.formats import save_speculators_mtp
 from eagle_mlx.heads.precision import quantization_of, quantize
 from eagle_mlx.serve.bench.cli import main as bench
-from eagle_mlx.serve.bench.decoding import ModeName
+from eagle_mlx.serve.bench.options import ModeName
 from eagle_mlx.serve.speculation import Speculation
 from eagle_mlx.target import load_target
 from eagle_mlx.train.cli import flags_parser as train_parser

@@ -16,7 +16,8 @@ import pytest
 from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.data_pipelines import MakeConfig
 from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
-from eagle_mlx.train.cli import flags_parser, main, new_run
+from eagle_mlx.train.cli import flags_parser, main
+from eagle_mlx.train.command import new_run
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import storage
 from eagle_mlx.train.run import loop

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from eagle_mlx import blas
 from eagle_mlx.command import arguments, exit_code, read
-from eagle_mlx.cpu import blas
-from eagle_mlx.heads import KINDS
+from eagle_mlx.late import late
 
-from .conversion import LAYOUTS, Conversion, Extraction, convert, extract
+from ..kind_settings import LAYOUTS
+from .options import Conversion, Extraction
 
 _HELP = """\
 Write a head in another layout with the same weights, or extract the MTP head of a published model
@@ -58,19 +59,12 @@ def run(given: Sequence[str]) -> None:
     what: Extraction | Conversion
     if given[:1] == ["mtp"]:
         what = read(Extraction, given[1:], "eagle-convert mtp", _MTP_HELP, _MTP_EXAMPLES)
+        work = late(f"{__package__}.conversion:extract")
     else:
-        what = read(Conversion, given, "eagle-convert", _HELP + _layouts(), _EXAMPLES)
+        what = read(Conversion, given, "eagle-convert", _HELP + LAYOUTS, _EXAMPLES)
+        work = late(f"{__package__}.conversion:convert")
     say(f"blas: {blas.activate()}")
-    print(extract(what, say) if isinstance(what, Extraction) else convert(what, say))
-
-
-def _layouts() -> str:
-    lines = []
-    for name in LAYOUTS:
-        found = [(kind.title, each) for kind in KINDS.values() for each in kind.formats if each.name == name]
-        readers = dict.fromkeys(reader for _, each in found for reader in each.readers)
-        lines.append(f"  {name:<12} {', '.join(title for title, _ in found)}: {', '.join(readers) or 'EAGLE-MLX'}\n")
-    return "".join(lines)
+    print(work(what, say))
 
 
 if __name__ == "__main__":

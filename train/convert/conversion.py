@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
 from eagle_mlx import hub
-from eagle_mlx.catalog.base_model import BASE_MODEL, base_model_of, check_base_model, check_width
+from eagle_mlx.catalog.base_model import BASE_MODEL, base_model_of, check_width
 from eagle_mlx.catalog.head_search import register
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_free
 from eagle_mlx.formats.fields import NOTED, read_config, reading
 from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, INDEX, read_index, read_tensors, weights_of
 from eagle_mlx.head_check import PROMPTS, TOKENS, head_warning
-from eagle_mlx.heads import KINDS, DraftHead, Format, kind_of, load_head
+from eagle_mlx.heads import DraftHead, Format, kind_of, load_head
 from eagle_mlx.heads.mtp import choices_of, mtp_of_model, save_mtp
 from eagle_mlx.heads.mtp.formats import quantized
 from eagle_mlx.heads.mtp.published import SIDECAR, mtp_prefix, shards_of
 from eagle_mlx.heads.precision import described, quantization_of
-from eagle_mlx.setting import REQUIRED, Group, Limit, between, setting
 from eagle_mlx.target import load_target
 
-Hidden = Literal["after", "before"]
-OVERWRITE = "replace an existing output"
-Dtype = Literal["float32", "bfloat16", "float16"]
+from .options import Conversion, Extraction
+
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-LAYOUTS = tuple(dict.fromkeys(sorted(layout.name for kind in KINDS.values() for layout in kind.formats)))
 
 _NO_VERIFIER = (
     "the target's base model is not known for certain, so the config names no verifier, and speculators and vLLM "
@@ -37,40 +33,6 @@ _NO_VERIFIER = (
 )
 OURS = ("target", COPY, NOTED, "target_norm")
 """Keys under `eagle_mlx` that the writers set themselves."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversion(Group):
-    """The head to convert, and its new layout. Raises ConfigError."""
-
-    given: str | None = setting(None, "folder or hub id of the head", name="SOURCE", positional=True)
-    named: str | None = setting(None, "the same as SOURCE", name="source", metavar="SOURCE")
-    to: str = setting(REQUIRED, "layout to write", metavar=f"{{{','.join(LAYOUTS)}}}")
-    output: str = setting(REQUIRED, "folder for the converted head", metavar="DIR")
-    target: str | None = setting(None, "folder or hub id of the model", metavar="MODEL")
-    base_model: str | None = setting(
-        None,
-        "folder or hub id of the model that speculators and vLLM load in place of the target (default: the "
-        "target or, if MLX has quantized it, the base model on its card)",
-        metavar="MODEL",
-    )
-    dtype: Dtype | None = setting(None, "dtype of the weights (default: unchanged)")
-    depth: int | None = setting(
-        None, "with --to speculators: draft tokens per round (default: as in SOURCE, or 3)", between(1, 20)
-    )
-    check: bool = setting(True, "test the head on the target; this takes a while")
-    overwrite: bool = setting(False, OVERWRITE)
-
-    def _check(self) -> None:
-        if bool(self.given) == bool(self.named):
-            raise ConfigError("give the head's folder or hub id, either as SOURCE or with --source")
-        if self.base_model is not None:
-            check_base_model(self.base_model)
-
-    @property
-    def source(self) -> str:
-        """Folder or hub id of the head."""
-        return self.given or self.named or ""
 
 
 def convert(what: Conversion, say: Callable[[str], None]) -> str:
@@ -201,26 +163,6 @@ def _closing(what: Conversion, head: DraftHead, layout: Format, dtype: mx.Dtype,
 def _copies_embedding(head: DraftHead, layout: Format) -> bool:
     """Return whether the layout needs a copy of the target's embedding. MLX-quantized heads never do."""
     return layout.has_embedding and not head.config.own_embedding and quantization_of(head) is None
-
-
-@dataclass(frozen=True)
-class Extraction(Group):
-    """The head to extract and its model. Raises ConfigError."""
-
-    source: str = setting(REQUIRED, "folder or hub id of the published model", metavar="MODEL")
-    output: str | None = setting(None, "folder for the head (default: the model's name and -mtp)", metavar="DIR")
-    index: int = setting(
-        0, "number of the MTP layer, from 0", Limit(lambda index: index >= 0, "counts MTP layers from 0; got {}")
-    )
-    bits: Literal[4, 8] | None = setting(None, "quantize the large matrices to this many bits")
-    group_size: Literal[32, 64, 128] = setting(64, "with --bits: weights that share a scale")
-    hidden: Hidden = setting("after", "use the target's hidden state after or before its final norm")
-    dtype: Dtype | None = setting(None, "dtype of unquantized weights (default: the model's)")
-    overwrite: bool = setting(False, OVERWRITE)
-
-    def _check(self) -> None:
-        if not self.source:
-            raise ConfigError("no source: give the model's folder or hub id with --source")
 
 
 def extract(what: Extraction, say: Callable[[str], None]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 from eagle_mlx.errors import ConfigError
@@ -10,14 +11,11 @@ from eagle_mlx.setting import find
 from eagle_mlx.target import Target
 
 from ..config import TrainConfig, TrainSettings, flag
+from ..kind_settings import KIND_SETTINGS
 from .base import Head, Kind, choose_trained, merged, parameters_of
-from .block import DFlashKind, DSparkKind
-from .eagle3 import Eagle3Kind
-from .last_layer import EagleKind, MTPKind
-from .peagle import PEagleKind
 
 KINDS: dict[str, Kind[Any]] = {
-    kind.name: kind for kind in (PEagleKind(), Eagle3Kind(), EagleKind(), MTPKind(), DFlashKind(), DSparkKind())
+    name: resolve_name(f"{__name__}.{kind.recipe}")() for name, kind in KIND_SETTINGS.items()
 }
 _RATE, USUAL_WIDTH = 1e-4, 4096
 """Peak learning rate of AdamW for heads of targets with this hidden size."""

@@ -26,6 +26,7 @@ from eagle_mlx.hidden_states import features_of, last_of
 from eagle_mlx.target import Target, arrays_of
 
 from ..config import TrainSettings, pass_type
+from ..kind_settings import KIND_SETTINGS
 from ..unroll import unroll_feedback
 from .least_squares import Matrix, Moments
 
@@ -48,10 +49,6 @@ class Kind(ABC, Generic[H]):
     By default it reads only the last layer, and drafts the target's whole vocabulary.
     """
 
-    defaults: ClassVar[Mapping[str, Any]]
-    """This kind's defaults for open settings."""
-    foreign: ClassVar[Mapping[str, str]]
-    """Settings that it does not support, with reasons."""
     head_class: type[H]
     unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll_feedback)
     """Returns the outputs of all draft steps."""
@@ -68,6 +65,16 @@ class Kind(ABC, Generic[H]):
     def name(self) -> str:
         """The value of `--head`."""
         return next(kind.name for kind in KINDS.values() if kind.head_class is self.head_class)
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """This kind's defaults for open settings."""
+        return KIND_SETTINGS[self.name].defaults
+
+    @property
+    def foreign(self) -> Mapping[str, str]:
+        """Settings that it does not support, with reasons."""
+        return KIND_SETTINGS[self.name].foreign
 
     @property
     def title(self) -> str:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -216,8 +216,6 @@ def attend(
     return out.transpose(0, 3, 1, 2, 4, 5).reshape(q.shape).astype(q.dtype)
 
 
-_DECAY = float(np.exp(-1 / 4))
-"""exp(-k / 4) is the weight of slot k in the published losses for blocks of about eight slots."""
 B = TypeVar("B", bound=BlockHead)
 
 
@@ -229,19 +227,6 @@ class BlockKind(Kind[B]):
 
     in_blocks = True
     unroll = staticmethod(unroll_blocks)
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "draft_vocab": 32000,
-        "unroll": 7,
-        "decay": _DECAY,
-        "layers": 2,
-        "loss": "hard",
-        "feature_noise": 0.0,
-    }
-    foreign: ClassVar[Mapping[str, str]] = {
-        "feature_norm": "its norm is fixed",
-        "recycle": "it has no draft steps",
-        "norm_before_residual": "it has no such norm",
-    }
 
     def head_config(
         self, target: Target, config: TrainSettings, draft_vocab_size: int, aux_layers: tuple[int, ...]
@@ -301,7 +286,6 @@ class DSparkKind(BlockKind[DSparkHead]):
     """Loss: 0.1 of cross entropy, 0.9 of the distance |p - q|, and the cross entropy of the confidence."""
 
     head_class = DSparkHead
-    defaults: ClassVar[Mapping[str, Any]] = {**BlockKind.defaults, "loss_weights": (0.9, 0.1)}
     confidence_weight = 1.0
 
     def head_config(self, target: Target, config: TrainSettings, *rest: Any) -> BlockConfig:

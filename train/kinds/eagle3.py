@@ -210,17 +210,6 @@ def project_each(attention: Attention, x: mx.array, positions: mx.array) -> tupl
 class Eagle3Kind(Kind[Eagle3Head]):
     head_class = Eagle3Head
     unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll)
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "draft_vocab": 32000,
-        "unroll": 7,
-        "decay": 0.8,
-        "layers": 1,
-        "loss": "soft",
-        "feature_noise": 0.0,
-        "feature_norm": "each",
-        "recycle": "normed",
-    }
-    foreign: ClassVar[Mapping[str, str]] = {"loss_weights": "--loss is its only loss"}
 
     def head_config(
         self, target: Target, config: TrainSettings, draft_vocab_size: int, aux_layers: tuple[int, ...]

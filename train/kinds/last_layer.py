@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 
@@ -17,29 +16,11 @@ from ..config import TrainSettings
 from .base import Kind, layer_shape
 from .least_squares import Matrix, Moments
 
-_FOREIGN = {
-    "draft_vocab": "it drafts the target's whole vocabulary",
-    "aux_layers": "it reads only the target's last layer",
-    "layers": "it has one layer",
-    "feature_norm": "it has no such norm",
-    "recycle": "its format determines it",
-    "norm_before_residual": "it has no such norm",
-}
-"""Settings that neither kind supports."""
-
 
 class EagleKind(Kind[EagleHead]):
     """Source: Li et al. 2024, EAGLE, section 4.2 (regression and 0.1 of classification, noise on the features)."""
 
     head_class = EagleHead
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "unroll": 1,
-        "decay": 0.8,
-        "loss": "soft",
-        "loss_weights": (1.0, 0.1),
-        "feature_noise": 0.1,
-    }
-    foreign: ClassVar[Mapping[str, str]] = _FOREIGN
 
     def head_config(self, target: Target, config: TrainSettings, *_: Any) -> EagleConfig:
         return EagleConfig(**layer_shape(target, config))
@@ -62,12 +43,6 @@ class MTPKind(Kind[MTPHead]):
     """
 
     head_class = MTPHead
-    defaults: ClassVar[Mapping[str, Any]] = {"unroll": 3, "decay": 0.6, "loss": "soft", "feature_noise": 0.0}
-    foreign: ClassVar[Mapping[str, str]] = {
-        **_FOREIGN,
-        **dict.fromkeys(("intermediate_size", "heads", "kv_heads"), "its layer has the shape of the target's"),
-        "loss_weights": "--loss is its only loss",
-    }
 
     def head_config(self, target: Target, config: TrainSettings, *_: Any) -> MTPConfig:
         model = target.model

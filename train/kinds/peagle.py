@@ -6,7 +6,7 @@ Sources: arXiv 2602.01469; vllm-project/speculators, `models/peagle` (which slot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar
@@ -19,20 +19,21 @@ from eagle_mlx.heads.layers import PlainLayer
 from eagle_mlx.target import Target
 
 from ..config import TrainSettings
+from ..kind_settings import ANCHOR_SHARE
 from ..unroll import Inputs, Step, UnrolledCache, recomputed, take_rows
 from .block import mask_token
 from .eagle3 import Eagle3Kind, attend, causal_mask, project_each
 from .least_squares import Matrix, Moments
 
-_SHARE, _LEAST = 0.7, 0.2
-"""Share of anchors that each slot keeps of those of the slot before, and the least share of all anchors."""
+_LEAST = 0.2
+"""The least share of all anchors that a slot keeps."""
 _CONSTANT = 1e-3
 """An input of the linear start too small to be used, whose products with the others give their mean."""
 
 
 def share_of(slot: int) -> float:
     """Return the share of all anchors that keep this slot, from 0."""
-    return max(_SHARE**slot, _LEAST)
+    return max(ANCHOR_SHARE**slot, _LEAST)
 
 
 def unroll_masks(head: PEagleHead, inputs: Inputs, steps: int, recompute: bool = False) -> list[mx.array]:
@@ -101,12 +102,6 @@ class PEagleKind(Eagle3Kind):
     head_class: type[Any] = PEagleHead
     in_blocks = True
     unroll: ClassVar[Callable[..., list[mx.array]]] = staticmethod(unroll_masks)
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **{name: value for name, value in Eagle3Kind.defaults.items() if name != "recycle"},
-        "layers": 2,
-        "decay": _SHARE,
-    }
-    foreign: ClassVar[Mapping[str, str]] = {**Eagle3Kind.foreign, "recycle": "it has no draft steps"}
 
     def share(self, slot: int) -> float:
         return share_of(slot)

@@ -3,4 +3,4 @@
 from .batch_size import BatchSizePlan, batches_for, typical
 from .dry_run import plan_of
 from .memory import Bound, Probe, bound_of, probe
-from .recipe import Recipe, load_recipe, recipe_for, recipe_names
+from .recipe import Recipe, load_recipe, recipe_for

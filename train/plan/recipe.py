@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,8 +16,7 @@ from eagle_mlx.catalog.models import published_model
 from eagle_mlx.errors import ConfigError
 
 from ..config import TrainConfig
-
-FOLDER = Path(__file__).parent.parent / "recipes"
+from ..recipes import RECIPES, recipe_names
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,6 @@ class Recipe:
     def base_model(self) -> str:
         """Hub id of the original model."""
         return self.source.removeprefix("https://huggingface.co/")
-
-
-def recipe_names() -> list[str]:
-    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
 def load_recipe(name: str, head: str = "") -> Recipe:
@@ -74,7 +68,7 @@ def _read(name: str) -> Recipe:
 
 def _fields(name: str) -> dict[str, Any]:
     """Return the fields of a recipe's file over those of its `base`, another recipe."""
-    own: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    own: dict[str, Any] = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
     if "base" not in own:
         return {**own, "model": published_model(own["model"])}
     base = _fields(own.pop("base"))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.extras import require
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import, and is needed only at the end
     from matplotlib.axes import Axes
@@ -16,7 +20,12 @@ Row = dict[str, Any]
 
 
 def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Plot a run as PNG files in `folder`: all of PICTURES for which the rows have data."""
+    """Plot a run as PNG files in `folder`: all of PICTURES for which the rows have data; none without matplotlib."""
+    try:
+        require("plotting", "plots")
+    except ConfigError as e:
+        print(f"note: {e}", file=sys.stderr)
+        return []
     from matplotlib.figure import Figure
 
     written = []

@@ -12,6 +12,7 @@ from typing import Any
 
 from eagle_mlx.command import exit_code, read, shown
 from eagle_mlx.errors import DataError, OutputError
+from eagle_mlx.extras import require
 from eagle_mlx.files import check_file, name_of, write_output, write_whole
 from eagle_mlx.setting import REQUIRED, Group, Limit, setting
 
@@ -198,6 +199,8 @@ def main(argv: Sequence[str]) -> int:
 
 def run(options: ReportOptions) -> None:
     """Read all runs, then write the comparison."""
+    if options.plot:
+        require("eagle-train report --plot", "plots")
     for file in filter(None, (options.output, options.plot)):
         check_file(file)
         if file.exists() and not options.overwrite:

@@ -16,8 +16,8 @@ import mlx.core as mx
 from mlx.utils import tree_unflatten
 from tqdm import tqdm
 
+from eagle_mlx import blas
 from eagle_mlx.command import Stopped
-from eagle_mlx.cpu import blas
 from eagle_mlx.errors import EagleError
 from eagle_mlx.files import write_whole
 from eagle_mlx.hub import public_name

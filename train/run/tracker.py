@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.extras import require
 
 from ..config import TrainSettings
 from ..evaluation import Generation, per_round, write_generations
@@ -29,6 +30,7 @@ from ..report import METRICS, PICTURES, Row, truncate
 
 def check_wandb() -> None:
     """Raise ConfigError if Weights & Biases is unreachable or the login fails. Prompts for the key on a terminal."""
+    require("--wandb", "wandb")
     try:
         import wandb
 

@@ -16,7 +16,8 @@ import numpy as np
 from mlx.utils import tree_map, tree_reduce, tree_unflatten
 from numpy.typing import NDArray
 
-from eagle_mlx.cpu import default_streams, make_streams, one_blas_thread, use_shortcuts
+from eagle_mlx.blas import one_blas_thread
+from eagle_mlx.cpu import default_streams, make_streams, use_shortcuts
 from eagle_mlx.errors import EagleError
 from eagle_mlx.formats.tensors import EXACT
 from eagle_mlx.hidden_states import from_16_bits, last_of

@@ -6,7 +6,7 @@ from eagle_mlx.heads.block.head import BlockHead, DFlash2Head, DFlashHead, DSpar
 from eagle_mlx.heads.kinds import HeadKind
 
 DFLASH = HeadKind("dflash", "DFlash", DFlashHead, DFLASH_FORMATS)
-DFLASH2 = HeadKind("dflash2", "DFlash2", DFlash2Head, DFLASH2_FORMATS, trainable=False)
+DFLASH2 = HeadKind("dflash2", "DFlash2", DFlash2Head, DFLASH2_FORMATS)
 DSPARK = HeadKind("dspark", "DSpark", DSparkHead, DSPARK_FORMATS)
 
 __all__ = ["BlockConfig", "BlockHead", "DFlash2Head", "DFlashHead", "DSparkHead"]

@@ -33,7 +33,7 @@ class _Kind:
     """Whether its attention takes masks only as arrays."""
 
 
-_KINDS = {
+LAYERS = {
     "deepseek_v3": _Kind("DeepseekV3DecoderLayer", index=lambda args: args.num_hidden_layers, mask_arrays=True),
     "glm4_moe": _Kind("DecoderLayer", index=lambda args: args.num_hidden_layers),
     "llama": _Kind("TransformerBlock"),
@@ -64,10 +64,10 @@ class MTPConfig:
     """None if no layer is quantized."""
 
     def __post_init__(self) -> None:
-        if self.model_type not in _KINDS:
+        if self.model_type not in LAYERS:
             raise ConfigError(
                 f"MTP layers of model_type {self.model_type} are not supported, only those of "
-                f"{', '.join(sorted(_KINDS))}"
+                f"{', '.join(sorted(LAYERS))}"
             )
         for name in ("hidden_size", "vocab_size", "rms_norm_eps"):
             value, kinds = self.layer.get(name), (int, float) if name == "rms_norm_eps" else int
@@ -88,7 +88,7 @@ def layer_args(model_type: str, layer: Mapping[str, Any]) -> Any:
     """Return mlx-lm's arguments for an architecture. Raises ConfigError if mlx-lm cannot use the config."""
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
     with _usable(model_type):
-        return getattr(module, _KINDS[model_type].args).from_dict({**_flat_rope(layer), **layer})
+        return getattr(module, LAYERS[model_type].args).from_dict({**_flat_rope(layer), **layer})
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def _flat_rope(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 def decoder_block(config: MTPConfig) -> nn.Module:
     """Return the architecture's own decoder layer, with full attention."""
-    kind, args = _KINDS[config.model_type], layer_args(config.model_type, config.layer)
+    kind, args = LAYERS[config.model_type], layer_args(config.model_type, config.layer)
     make = getattr(importlib.import_module(f"mlx_lm.models.{config.model_type}"), kind.layer)
     with _usable(config.model_type):
         block: nn.Module = make(args) if kind.index is None else make(args, kind.index(args))
@@ -152,7 +152,7 @@ class MTPHead(HeadBase[MTPConfig]):
         """Embeddings [B, L, H] of tokens t+1, hidden states g [B, L, H] of positions t -> h [B, L, H]."""
         x = self.eh_proj(self.normed(embeddings, g))
         [kept] = caches_of(cache, 1)
-        mask = layer_mask(kept, x.shape[1], mask, as_array=_KINDS[self.config.model_type].mask_arrays)
+        mask = layer_mask(kept, x.shape[1], mask, as_array=LAYERS[self.config.model_type].mask_arrays)
         h: mx.array = self.block(x, mask, kept)
         return self.norm(h) if self.config.norm_output else h
 

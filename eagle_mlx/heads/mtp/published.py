@@ -24,7 +24,7 @@ SIDECAR = "mtp.safetensors"
 """A file of MTP layers that some conversions write next to the model's own files."""
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 """The model's own tensors, to detect copies of them in an MTP layer."""
-_FILES = {
+FILES = {
     **{name: name for name in ("deepseek_v3", "glm4_moe", "mimo", "qwen3", "qwen3_next")},
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "qwen3_5"),
 }
@@ -74,7 +74,7 @@ def has_mtp_layer(folder: Path) -> bool:
 def published_with_mtp(config: Mapping[str, Any]) -> bool:
     """Return whether a config mentions MTP layers, though a conversion may have dropped them."""
     layer = config.get("text_config") or config
-    known = (layer.get("model_type") or config.get("model_type")) in _FILES
+    known = (layer.get("model_type") or config.get("model_type")) in FILES
     return known and bool(_count(layer))
 
 
@@ -180,11 +180,11 @@ def _layer_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _file_of(model_type: Any) -> str:
-    if not isinstance(model_type, str) or model_type not in _FILES:
+    if not isinstance(model_type, str) or model_type not in FILES:
         raise ConfigError(
-            f"MTP layers of model_type {model_type} are not supported, only those of {', '.join(sorted(_FILES))}"
+            f"MTP layers of model_type {model_type} are not supported, only those of {', '.join(sorted(FILES))}"
         )
-    return _FILES[model_type]
+    return FILES[model_type]
 
 
 def _under(tensors: Mapping[str, mx.array], prefix: str) -> dict[str, mx.array]:

@@ -6,49 +6,21 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.progress import counted
-from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, REQUIRED, Group, setting
 from eagle_mlx.shards import MANIFEST, ShardReader
-from eagle_mlx.target_options import TargetOptions
 
+from .commands import tokenizer_of
 from .conversation import Conversation
-from .options import SPLIT_HELP, ChoiceOptions, tokenizer_of
+from .options import InspectOptions, PresetsOptions
 from .rendering import Rendered, RenderReport, examine
-from .sources.reading import ReadReport, Split, read_conversations
+from .sources.reading import ReadReport, read_conversations
 from .sources.spec import describe_presets
-
-HELP = (
-    "Look at conversations and their lengths, or check a folder of shards. With --target, the learned parts are "
-    "between ⟦ and ⟧."
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectOptions(Group):
-    """What to inspect."""
-
-    data: tuple[str, ...] = setting(
-        REQUIRED, "a folder of shards, or sources as for --data", name="SOURCE", positional=True
-    )
-    target: str | None = setting(
-        None, "render conversations for this model, and mark the learned parts", metavar="MODEL"
-    )
-    limit: int = setting(3, "conversations to show", AT_LEAST_1)
-    histogram: int = setting(1000, "conversations in the histogram of lengths; 0 for no histogram", AT_LEAST_0)
-    split: Split | None = setting("all", SPLIT_HELP)
-    choice: ChoiceOptions = field(default_factory=ChoiceOptions)
-    loading: TargetOptions = field(default_factory=TargetOptions)
-
-
-@dataclass(frozen=True)
-class PresetsOptions(Group):
-    """No settings."""
 
 
 def list_presets(_: PresetsOptions) -> None:

@@ -1,0 +1,187 @@
+"""The work of `eagle-data make`, `regenerate` and `collect`, and what they do with a loaded target."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from eagle_mlx.cpu import tune_process
+from eagle_mlx.engine import Engine
+from eagle_mlx.errors import ConfigError, DataError, OutputError, TargetError
+from eagle_mlx.files import check_free, check_idle, check_writable, free_disk
+from eagle_mlx.head_check import head_warning
+from eagle_mlx.heads import load_head
+from eagle_mlx.heads.eagle3 import default_aux_layers
+from eagle_mlx.heads.precision import quantize_for
+from eagle_mlx.progress import counted
+from eagle_mlx.sampling_params import SamplingParams
+from eagle_mlx.shards import bytes_per_token, unfinished_folder
+from eagle_mlx.target import Target
+from eagle_mlx.target_options import TargetOptions
+
+from .capturing import ShardCapture, ShardPlace, shard_meta
+from .jsonl import check_new, partial_path
+from .options import CollectOptions, DraftingOptions, MakeConfig, MakeOptions, RegenerateOptions
+from .rendering import render_all
+from .sources.reading import ReadReport, check_conversations, read_conversations
+from .synthesis.file import MakeLimits, Wanted, make_to_file
+from .synthesis.loop import growing_engine
+from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
+from .synthesis.tries import beginning
+from .synthesis.user_turns import steerable
+
+
+def make(options: MakeOptions) -> None:
+    """Check the template first, so that an unusable target is reported at once, then make conversations."""
+    check_new(options.output, options.overwrite)
+    begun, limits = partial_path(options.output), MakeLimits()
+    check_idle(begun)
+    if options.capture is not None:
+        check_writable(options.capture)
+    if options.finish:
+        if not begun.exists():
+            raise DataError(f"there is no {begun} to finish; leave out --finish to make conversations")
+        limits = MakeLimits(enough=lambda made, coming: True, first=False)
+    wanted = Wanted(options.rows or 0, options.tokens or 0)
+    config = options.writing.config(options.seed)
+    tune_process()
+    target = options.loading.load(options.target)
+    _tell_unsteered(target, config)
+    place: ShardPlace | None = None
+    if options.capture is not None:
+        meta = shard_meta(target, aux_layers_of(options.aux_layers, target), options.bits)
+        place = ShardPlace(options.capture, meta, options.overwrite)
+    engine = engine_of(options.drafting, options.loading, target, place)
+    report = make_to_file(engine, config, wanted, options.output, options.overwrite, True, place, limits=limits)
+    print(f"{options.output}: {report.summary()}")
+
+
+def _tell_unsteered(target: Target, config: MakeConfig) -> None:
+    """Tell what the target cannot be steered to. Raises TargetError if it cannot make up anything."""
+    tokenizer = tokenizer_of(target)
+    if not tokenizer.has_chat_template:
+        begin = tokenizer.decode(beginning(tokenizer, target.name))
+        print(f"without a chat template, the target writes texts from their beginning ({begin!r})", file=sys.stderr)
+        return
+    usable = {domain.name for domain in steerable(tokenizer, config.domains, target.name)}
+    if left := ", ".join(domain.name for domain in config.domains if domain.name not in usable):
+        print(f"the chat template accepts no system prompt, so these domains are left out: {left}", file=sys.stderr)
+
+
+def regenerate(options: RegenerateOptions) -> None:
+    """Read the conversations first, so that bad data is reported at once, then answer them."""
+    check_new(options.output, options.overwrite)
+    check_idle(partial_path(options.output))
+    params = SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.choice.seed,
+        max_tokens=options.max_tokens,
+    )
+    config = RegenerateConfig(params, options.system, options.least_distinct)
+    settings = {**asdict(options.data_config()), "split": options.split}
+    check_conversations(options.data_config(), options.split)
+    target = options.loading.load(options.target)
+    report = ReadReport()
+    found = read_conversations(options.data_config(), options.split, tokenizer_of(target), report)
+    asked = found if options.choice.filters.stream else list(found)
+    if not asked:  # never of a stream
+        raise DataError(f"nothing to answer in {', '.join(options.data)}; try --split all")
+    if not options.choice.filters.stream and report.left_out:
+        print(report)
+    engine = engine_of(options.drafting, options.loading, target)
+    count, done = regenerate_to_file(
+        engine, asked, config, options.output, settings, options.overwrite, True, options.limit
+    )
+    if options.choice.filters.stream and report.left_out:
+        print(report)
+    print(
+        f"{counted(count, 'conversation')} with {counted(done.answers, 'answer')} of "
+        f"{counted(done.tokens, 'token')} to {options.output}; "
+        f"{counted(done.cut, 'answer')} cut at {options.max_tokens} tokens, {done.looping:,} dropped as loops, "
+        f"{counted(done.too_long, 'prompt')} too long for the context, {counted(done.dropped, 'conversation')} dropped"
+    )
+
+
+def collect(options: CollectOptions) -> None:
+    """Check all data first, so that errors show at once, then capture the missing shards."""
+    if not options.resume:
+        check_free(options.output, options.overwrite)
+    check_idle(options.output, unfinished_folder(options.output))  # before the target is loaded
+    config = options.data_config()
+    check_conversations(config, options.split, answers=True)
+    tune_process()
+    target = options.loading.load(options.target)
+    options.loading.wire_active()
+    aux_layers = aux_layers_of(options.aux_layers, target)
+    if options.max_length > target.context_length:
+        raise ConfigError(f"--max-length {options.max_length}: the target's context is {target.context_length} tokens")
+    tokenizer, read = tokenizer_of(target), ReadReport()
+    found = read_conversations(config, options.split, tokenizer, read)
+    samples, report = render_all(tokenizer, found, options.max_length, options.choice.filters.skip_bad)
+    if read.left_out or report.unusable:
+        print(f"{read}; {report.unusable:,} more refused by the chat template" if report.unusable else read)
+    print(
+        f"{counted(report.conversations, 'conversation')}, {counted(report.tokens, 'token')}, "
+        f"{report.loss_tokens:,} to learn; "
+        f"{report.cut:,} cut at {options.max_length} tokens, {report.dropped:,} dropped because no answer was left"
+    )
+    for note in report.notes(target.name):
+        print(note)
+    if not samples:
+        raise DataError(f"nothing to capture from {', '.join(options.data)}; try --split all or a larger --max-length")
+    plan = ShardCapture(target, aux_layers, samples, options.bits, options.batch_tokens)
+    with plan.open(options.output, options.overwrite, options.resume) as shards:
+        missing = plan.missing(shards)
+        if shards.files:
+            print(f"{len(shards.files):,} of {len(plan):,} shards are complete and are kept")
+        need = plan.tokens(missing) * bytes_per_token(plan.meta)
+        if need > (free := free_disk(options.output)):
+            raise OutputError(
+                f"{options.output} needs {need / 1e6:,.1f} MB and its disk has {free / 1e6:,.1f} MB free; use --bits 8 "
+                "or a smaller --limit, or train online, which stores no hidden states"
+            )
+        print(
+            f"layers {aux_layers} and the last of {target.num_layers} in {options.bits} bits; "
+            f"{plan.tokens(missing):,} tokens, {need / 1e6:,.1f} MB to {options.output}"
+        )
+        try:
+            plan.run(shards, progress=True)
+        except KeyboardInterrupt as e:
+            if shards.files:
+                kept = f"{len(shards.files):,} of {len(plan):,} shards are kept"
+                e.args = (f"{kept}, and the same command continues from there",)
+            raise
+
+
+def engine_of(
+    options: DraftingOptions, loading: TargetOptions, target: Target, place: ShardPlace | None = None
+) -> Engine:
+    """Return an engine that captures for a `place`, if any. Raises HeadError if the head does not fit the target."""
+    head = None
+    if options.head is not None and options.num_speculative_tokens:
+        head = load_head(options.head, target)
+        quantize_for(head, target)
+        if (said := head_warning(head, target)) is not None:
+            print(f"warning: {said}", file=sys.stderr)
+    loading.wire_active()
+    return growing_engine(target, head, place, options.num_speculative_tokens, options.batch)
+
+
+def aux_layers_of(wish: str | None, target: Target) -> tuple[int, ...]:
+    """Return the layers of `--aux-layers`, or EAGLE-3's default layers. Raises ConfigError if a layer is invalid."""
+    if wish is None:
+        return default_aux_layers(target.num_layers)
+    layers = tuple(map(int, wish.split(",")))
+    if max(layers) >= target.num_layers:
+        raise ConfigError(f"--aux-layers {wish}: the target has layers 0 to {target.num_layers - 1}")
+    return layers
+
+
+def tokenizer_of(target: Target) -> TokenizerWrapper:
+    if target.tokenizer is None:
+        raise TargetError(f"{target.name} has no tokenizer")
+    return target.tokenizer

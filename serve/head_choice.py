@@ -1,0 +1,163 @@
+"""Heads for a target: their list, downloads, those to choose from, and loading."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from eagle_mlx import EagleError, hub
+from eagle_mlx.catalog.base_model import names_of
+from eagle_mlx.catalog.head_search import (
+    PERMITTING,
+    FoundHead,
+    KnownHead,
+    fetch_notice,
+    find_heads,
+    included,
+    known_heads,
+    known_heads_for,
+    load_found,
+    records,
+    register,
+    where_mtp_layers_are,
+)
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.formats.fields import read_config
+from eagle_mlx.head_check import head_warning
+from eagle_mlx.heads.base import DraftHead
+from eagle_mlx.heads.precision import quantize_for
+from eagle_mlx.target import Target
+
+_MOST_LAYERS = 8
+"""Heads have few layers; anything with more is a model and is not downloaded as a head."""
+
+
+def load_head(name: str | Path, target: Target, bits: int | None) -> DraftHead:
+    """Load and quantize a head; warn on stderr if it is rarely accepted. Raises EagleError if it is not available."""
+    if (notice := fetch_notice(name)) is not None:
+        print(f"head: {notice}", file=sys.stderr)
+    head = load_found(name, target)
+    quantize_for(head, target, bits)
+    if (warning := head_warning(head, target)) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
+    return head
+
+
+def quantize(model: nn.Module, bits: Literal["4bit", "8bit"], group_size: int = 64) -> None:
+    """Quantize a model's weights in place. Layers with rows that do not divide into groups stay unchanged."""
+
+    def fits(_: str, module: nn.Module) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+
+    nn.quantize(model, group_size, int(bits.removesuffix("bit")), class_predicate=fits)
+    mx.eval(model.parameters())
+
+
+def usable_heads(
+    target: str | Path, say: Callable[[str], None], digest: str | None = None, mode: str | None = None
+) -> Iterator[FoundHead]:
+    """Yield the available heads for a target, and fetch them if the target was named by its hub id.
+
+    Naming a hub id already fetches the model's weights. For a folder, `say` reports the command to fetch a head
+    instead. Heads whose license is not known to permit any use are reported, but not yielded.
+    """
+    by_hub_id = hub.full_id(hub.public_name(target))
+    named = False
+    for found in find_heads(target, digest, lambda text: say(f"head: {text}")):
+        if mode is not None and found.mode not in (None, mode):
+            continue
+        if found.only_by_name:
+            if not named:
+                say(f"head: {found.about}: it is used only if you name it; type --head {found.head}")
+            named = True
+            continue
+        if not found.here and not by_hub_id:
+            say(f"head: not downloaded: {found.about}; to fetch it: eagle-heads pull {found.head}")
+            break  # available heads come first
+        if (notice := fetch_notice(found.head)) is not None:
+            say(f"head: {notice}")
+        try:
+            hub.resolve(found.head)
+        except EagleError as e:
+            say(f"head: {found.about}, but it cannot be fetched now: {e}")
+            break
+        yield found
+    if mode != "eagle" and (command := where_mtp_layers_are(target)) is not None:
+        say(f"head: this conversion leaves out the model's own MTP layers; to fetch them: {command}")
+
+
+def list_all() -> int:
+    """Print the heads on this machine and the published ones; return the exit status."""
+    print("here:")
+    for record in [*records(), *included()]:
+        print(f"  {record}")
+    print("published (*: in the hub's cache):")
+    for known in known_heads():
+        print(f"{'*' if hub.cached(known.head) else ' '} {known}")
+    return 0
+
+
+def list_for(target: str) -> int:
+    """Print the heads for a target; return the exit status, 1 if there is none."""
+    found = find_heads(target, say=lambda text: print(text, file=sys.stderr))
+    for one in found:
+        ready = one.here and not one.only_by_name
+        print(f"{one.about}{'' if ready else '; to use it: eagle-heads pull ' + one.head}")
+    if (command := where_mtp_layers_are(target)) is not None:
+        print(f"this conversion leaves out the model's own MTP layers; to fetch them: {command}")
+    if not found:
+        print(f"no head is known for {' or '.join(names_of(target))}; eagle-train makes one", file=sys.stderr)
+    return 0 if found else 1
+
+
+def pull(name: str, target: str | None) -> int:
+    """Download a head, or the first published one for the target `name`; return the exit status. Raises EagleError."""
+    known = _known(name)
+    repo, of = (known.head, target or known.target) if known else (hub.hub_id(name), target)
+    if repo is None:
+        raise ConfigError(f"{name} is not a hub id; to use a head in a folder, give --head {name} to eagle-serve")
+    if known is None:
+        _check_size(repo)
+    else:
+        print(f"{known}, by {known.source}", file=sys.stderr)
+    if (notice := fetch_notice(repo)) is not None:
+        print(notice, file=sys.stderr)
+    folder = hub.resolve(repo)
+    if of is not None:
+        register(repo, of, "fetched")
+    print(folder)
+    command = f"eagle-serve --target {of}" if of is not None else f"eagle-serve --target ITS_TARGET --head {repo}"
+    print(f"to use it: {command}", file=sys.stderr)
+    return 0
+
+
+def _known(name: str) -> KnownHead | None:
+    """Return the published head of that name, or else the first one for a target of that name.
+
+    Raises ConfigError if no head for the target has a license that is known to permit any use.
+    """
+    for_target = known_heads_for(names_of(name))
+    heads = [head for head in known_heads() if head.head.lower() == name.lower()]
+    heads = heads or [head for head in for_target if head.license in PERMITTING]
+    if for_target and not heads:
+        raise ConfigError(
+            f"no head for {name} has a license that is known to permit any use; name one: "
+            + ", ".join(f"eagle-heads pull {head.head} (license {head.license})" for head in for_target)
+        )
+    return next(iter(heads), None)
+
+
+def _check_size(repo: str) -> None:
+    """Raise ConfigError if `repo` is a whole model. Downloads only its config."""
+    config = hub.fetch_file(repo, "config.json")
+    assert config is not None
+    layers = read_config(config.parent).get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise ConfigError(
+            f"{repo} is a model with {layers} layers, not a head, and no head is known for it; see `eagle-heads list`"
+        )
