@@ -17,9 +17,8 @@ from eagle_mlx.catalog.models import described_target
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.serve.generate import main as generate
-from eagle_mlx.serve.head_choice import load_proposer
 from eagle_mlx.serve.heads import main as heads
-from eagle_mlx.serve.speculation import AUTO, Speculation
+from eagle_mlx.serve.speculation import AUTO, Speculation, load_proposer
 from eagle_mlx.target import Target
 from tests import hub_server
 from tests.fakes import embedded_tokenizer, tiny_config, tiny_head, tiny_target, tiny_target_folder
@@ -173,7 +172,7 @@ def test_a_head_without_a_known_license_is_used_only_by_name(
     assert said[0] == f"head: {about}: it is used only if you name it; type --head {HEAD}"
     assert len(online.requests) == requests
     assert isinstance(chosen(target, name, head=HEAD)[1], em.HeadProposer)
-    monkeypatch.setattr("eagle_mlx.serve.heads.known_heads", lambda: known)
+    monkeypatch.setattr("eagle_mlx.serve.head_choice.known_heads", lambda: known)
     assert heads(["pull", TARGET]) == 2
     assert f"name one: eagle-heads pull {HEAD} (license unknown)" in capsys.readouterr().err
     assert heads(["pull", HEAD]) == 0
