@@ -97,6 +97,7 @@ $(READY): pyproject.toml
 	@touch $(READY)
 
 # On Linux the wheel's own BLAS is about 40 times slower than OpenBLAS; without root this says what to type and goes on.
+# Which of OpenBLAS and BLIS is faster depends on the processor; the first command measures it.
 blas: $(READY)
 	@if [ "$$(uname -s)" != Linux ] || [ -n "$$EAGLE_MLX_BLAS" ]; then exit 0; fi; \
 	found='import ctypes; ctypes.CDLL("libopenblas.so.0")'; \
@@ -104,9 +105,10 @@ blas: $(READY)
 	as=none; \
 	if [ "$$(id -u)" = 0 ]; then as=''; elif sudo -n true 2>/dev/null; then as='sudo -n'; fi; \
 	if [ "$$as" != none ] && command -v apt-get >/dev/null; then \
-	  echo 'installing libopenblas0-pthread, a fast BLAS'; \
+	  echo 'installing libopenblas0-pthread and libblis4-openmp, fast BLAS libraries'; \
 	  install="$$as env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libopenblas0-pthread"; \
 	  $$install >/dev/null 2>&1 || { $$as apt-get update -qq && $$install; } >/dev/null 2>&1 || true; \
+	  $$install libblis4-openmp >/dev/null 2>&1 || true; \
 	fi; \
 	if ! $(BIN)/python -c "$$found" 2>/dev/null; then \
 	  echo 'note: OpenBLAS is missing, so everything runs, slowly. To fix it, type:'; \

@@ -13,22 +13,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from eagle_mlx.cpu import blas_choice, blas_trial
+
 ENVIRONMENT = "EAGLE_MLX_BLAS"
 INSTALL_HINT = "apt-get install libopenblas0-pthread (Debian, Ubuntu) or dnf install openblas-threads (Fedora)"
 _CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
 _CORETYPE = "OPENBLAS_CORETYPE"
-_FALLBACK = "Prescott"
-"""OpenBLAS's kernels for an Intel processor that it does not know, from 2004 (its driver/others/dynamic.c)."""
+_BLIS_THREADS = "bli_thread_set_num_threads"
+_THREADS_AND_KERNELS = {
+    *(_CORETYPE, "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"),
+    *("BLIS_NUM_THREADS", "BLIS_ARCH_TYPE"),
+}
+"""Variables of a user who has chosen."""
 
 
 @dataclass(frozen=True)
 class Blas:
-    kind: Literal["openblas", "reference", "accelerate", "other"]  # other: a named library, such as MKL
+    kind: Literal["openblas", "blis", "reference", "accelerate", "other"]  # other: a named library, such as MKL
     path: str = ""  # the library's file; empty if MLX brings its own
     kernels: str = ""  # the processor for which OpenBLAS's kernels are made; OPENBLAS_CORETYPE can name another
+    choice: blas_choice.Choice | None = None  # if a trial chose
 
     def __str__(self) -> str:
-        return self.kind + (f" for {self.kernels}" if self.kernels else "") + (f" ({self.path})" if self.path else "")
+        name = self.kind + (f" for {self.kernels}" if self.kernels else "") + (f" ({self.path})" if self.path else "")
+        if self.choice is None:
+            return name
+        threads = f"{self.choice.threads} threads in rounds, {self.choice.prompt_threads} for prompts"
+        return f"{name}, {threads}: in a trial {self.choice.gain} times OpenBLAS's own settings"
 
     @property
     def public(self) -> str:
@@ -38,12 +49,13 @@ class Blas:
 
 @functools.cache
 def activate() -> Blas:
-    """Load OpenBLAS into the global symbol table, once, and return the BLAS that MLX will use.
+    """Load a fast BLAS into the global symbol table, once, and return the BLAS that MLX will use.
 
-    This must run before `mlx.core` is imported; `import eagle_mlx` does it. `EAGLE_MLX_BLAS=reference` keeps the BLAS
-    in MLX's wheel; `EAGLE_MLX_BLAS=/path/to/lib.so` names a library. A missing library is not an error: after one
-    warning, everything runs slowly on the reference BLAS. If OpenBLAS does not know the processor, this sets
-    `OPENBLAS_CORETYPE`, unless the user has.
+    This must run before `mlx.core` is imported; `import eagle_mlx` does it. Without `EAGLE_MLX_BLAS`, it is what was
+    fastest on this machine (`blas_choice`), else OpenBLAS. `openblas` and `blis` are these libraries as they are,
+    `reference` keeps the BLAS in MLX's wheel, and `/path/to/lib.so` names a library. A missing library is not an error:
+    after one warning, everything runs slowly on the reference BLAS. If OpenBLAS does not know the processor, it gets
+    kernels that fit, unless `OPENBLAS_CORETYPE` is set.
     """
     wish = os.environ.get(ENVIRONMENT, "")
     if sys.platform == "darwin":
@@ -53,12 +65,20 @@ def activate() -> Blas:
     if "mlx.core" in sys.modules and _provider() is None:
         _warn("mlx was imported before eagle_mlx, too late to give it OpenBLAS; import eagle_mlx first")
         return Blas("reference")
-    for name in _CANDIDATES if wish in ("", "openblas") else (wish,):
+    choice = None
+    if not wish and not _THREADS_AND_KERNELS & os.environ.keys():
+        choice = blas_choice.choose(_CANDIDATES, _fitting_kernels())
+    names = {"": (choice.library,) if choice else _CANDIDATES, "openblas": _CANDIDATES, "blis": (blas_choice.BLIS,)}
+    for name in names.get(wish, (wish,)):
         with contextlib.suppress(OSError):
-            _load(name)
+            _load(name, choice.kernels if choice else "")
             if provider := _provider():
-                kernels = _kernels(ctypes.CDLL(provider))
-                return Blas("openblas" if kernels else "other", provider, kernels)
+                library = ctypes.CDLL(provider)
+                kernels = blas_trial.kernels_of(library)
+                kind = "openblas" if kernels else "blis" if hasattr(library, _BLIS_THREADS) else "other"
+                if choice:
+                    blas_trial.set_threads(library, choice.threads)
+                return Blas(kind, provider, kernels, choice)
     where = f"{wish} cannot be loaded" if wish not in ("", "openblas") else "no OpenBLAS found"
     _warn(f"{where}: matrix products run on the reference BLAS, about 40 times slower. To fix it: {INSTALL_HINT}")
     return Blas("reference")
@@ -85,23 +105,18 @@ def _provider() -> str | None:
     return os.fsdecode(info.file) if dladdr(symbol, ctypes.byref(info)) and info.file else None
 
 
-def _kernels(library: ctypes.CDLL) -> str:
-    """Return the processor for which an OpenBLAS chose its kernels; empty for another library."""
-    try:
-        name = library.openblas_get_corename
-    except AttributeError:
-        return ""
-    name.restype = ctypes.c_char_p
-    return os.fsdecode(name())
-
-
-def _load(name: str) -> None:
-    """Load a BLAS; load OpenBLAS again if it does not know the processor, because it chooses its kernels only then."""
-    library = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-    if _kernels(library) == _FALLBACK and _CORETYPE not in os.environ and (kernels := _fitting_kernels()):
+def _load(name: str, kernels: str) -> None:
+    """Load a BLAS. OpenBLAS chooses its kernels when it is loaded; if it takes the oldest ones, it is loaded again."""
+    named = _CORETYPE in os.environ
+    if kernels:
         os.environ[_CORETYPE] = kernels
+    library = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+    if blas_trial.kernels_of(library) == blas_choice.FALLBACK and not named and (fitting := _fitting_kernels()):
+        os.environ[_CORETYPE] = fitting
         ctypes.CDLL(None).dlclose(ctypes.c_void_p(library._handle))
         ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+    if not named:  # child processes choose for themselves
+        os.environ.pop(_CORETYPE, None)
 
 
 def _fitting_kernels() -> str | None:
@@ -114,7 +129,7 @@ def _fitting_kernels() -> str | None:
 
 @contextlib.contextmanager
 def one_blas_thread(wanted: bool) -> Iterator[None]:
-    """Run OpenBLAS on one thread within the block if `wanted`, for parallel streams."""
+    """Run the BLAS on one thread within the block if `wanted`, for parallel streams."""
     before = blas_threads()
     if wanted:
         set_blas_threads(1)
@@ -124,19 +139,38 @@ def one_blas_thread(wanted: bool) -> Iterator[None]:
         set_blas_threads(before)
 
 
+@contextlib.contextmanager
+def prompt_threads() -> Iterator[None]:
+    """Within the block, use as many threads as are best for many rows."""
+    before, choice = blas_threads(), activate().choice
+    if choice:
+        set_blas_threads(choice.prompt_threads)
+    try:
+        yield
+    finally:
+        if choice:
+            set_blas_threads(before)
+
+
 def blas_threads() -> int:
-    """Return the number of OpenBLAS threads; 0 with another BLAS. It affects the last bits of matrix products."""
-    openblas = _openblas()
-    return int(openblas.openblas_get_num_threads()) if openblas else 0
+    """Return the number of BLAS threads; 0 if unknown. It affects the last bits of matrix products."""
+    kind, library = activate().kind, _library()
+    if library is None:
+        return 0
+    if kind == "openblas":
+        return int(library.openblas_get_num_threads())
+    library.bli_thread_get_num_threads.restype = ctypes.c_int64
+    return max(1, library.bli_thread_get_num_threads())  # -1 if nothing has set it
 
 
 def set_blas_threads(count: int) -> None:
-    openblas = _openblas()
-    if openblas and count:
-        openblas.openblas_set_num_threads(count)
+    """Set the number of BLAS threads, if it is not 0 and the library can change it."""
+    library = _library()
+    if library is not None and count:
+        blas_trial.set_threads(library, count)
 
 
 @functools.cache
-def _openblas() -> ctypes.CDLL | None:
-    library = activate()
-    return ctypes.CDLL(library.path) if library.kind == "openblas" else None
+def _library() -> ctypes.CDLL | None:
+    blas = activate()
+    return ctypes.CDLL(blas.path) if blas.kind in ("openblas", "blis") else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from eagle_mlx.cpu import prompt_threads
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
 from eagle_mlx.proposers.base import Observation
@@ -90,7 +91,8 @@ class Prefill:
             batch.state.prefill(Observation(following, aux))
         batch.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
         batch.cache.sync(ends)
-        mx.eval(batch.cache.state)
+        with prompt_threads():
+            mx.eval(batch.cache.state)
 
 
 def stops(boundaries: Sequence[int], prompt: int, known: int = 0) -> list[int]:

@@ -50,7 +50,10 @@ def given_target_of(name: str) -> em.Target:
 def whole_target_of(name: str) -> em.Target:
     """Return the same in one process."""
     if TARGET is None:
-        return target_of(name, True) if RANKS == 1 else target_of.__wrapped__(name, True)  # each one shards its own
+        if RANKS > 1:
+            return target_of.__wrapped__(name, True)  # each rank shards its own
+        kept = target_of(name, True)
+        return em.Target(kept.model, kept.tokenizer, name=name)  # an engine's end closes its target
     with tempfile.TemporaryDirectory() as folder:
         return em.load_target(with_format(Path(TARGET), name, Path(folder)), mx.float32)
 
