@@ -187,6 +187,14 @@ def test_the_draft_model_reads_along_while_nothing_is_drafted(cache: str, reads:
     assert drawn.tokens.tolist() == [slow_draft(draft, text, 2, SamplingParams()) for text in texts]
 
 
+def test_a_draft_may_end_at_the_last_position_of_the_draft_models_context() -> None:
+    draft = em.Target(tiny_model("qwen3", max_position_embeddings=40))
+    for length, drafts in ((37, 2), (38, 2), (39, 0)):
+        state = em.DraftModelProposer(draft).open([[3 + 7 * i % 90 for i in range(length)]])
+        drawn = state.draft(Plan(2), SamplingBatch.of([SamplingParams()], [0]), mx.array([length]))
+        assert drawn.lengths.tolist() == [drafts]
+
+
 @pytest.mark.parametrize("plan", [em.FixedPolicy(3), em.FixedPolicy(3, nodes=5)], ids=["chain", "tree"])
 def test_texts_longer_than_the_draft_models_context_continue_without_drafts(
     plan: em.FixedPolicy, reads: list[tuple[em.Target, int]], caplog: pytest.LogCaptureFixture

@@ -85,6 +85,21 @@ def test_drafts_equal_those_of_a_head_without_a_cache(
             state.observe(seen([n - 1 for n in before], [n - 1 for n in known]))
 
 
+def test_a_row_that_kept_one_token_drafts_from_it_while_others_kept_more() -> None:
+    """Not from the padding after it."""
+    head, short, long = HEADS["all"], list(range(5)), list(range(20, 28))
+    proposer = em.HeadProposer(head)
+    proposer.bind(TARGET)
+    state = proposer.open([short[:4], long[:4]])
+    aux = TARGET.forward(mx.array([short[:4] + [99] * 3, long[:7]]), aux_layers=head.config.aux_layers).aux
+    state.prefill(Observation([short[1:4], long[1:4]], tuple(x[:, :3] for x in aux)))
+    batch = SamplingBatch.of([SamplingParams()] * 2, [0, 0])
+    state.draft(Plan(1), batch, mx.array([4, 4]))
+    state.observe(Observation([short[4:5], long[4:8]], tuple(x[:, 3:] for x in aux)))
+    drawn = state.draft(Plan(3), batch, mx.array([5, 8]))
+    assert drawn.tokens.tolist() == [slow_draft("all", text, 3, SamplingParams(), 0) for text in (short, long)]
+
+
 @pytest.mark.parametrize("proposer", [em.HeadProposer(HEADS["all"]), em.DraftModelProposer(TARGET)])
 @pytest.mark.parametrize(
     ("depth", "stop_below", "length", "looks"),
