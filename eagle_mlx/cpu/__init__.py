@@ -11,7 +11,6 @@ from eagle_mlx.cpu.rope_cache import RopeCache
 from eagle_mlx.cpu.shortcuts import (
     default_streams,
     make_streams,
-    pad_to_fours,
     tune_process,
     use_shortcuts,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "default_streams",
     "fastmath",
     "make_streams",
-    "pad_to_fours",
     "tune_process",
     "use_shortcuts",
 ]

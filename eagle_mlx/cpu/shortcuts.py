@@ -37,22 +37,6 @@ def without_shortcuts() -> Iterator[None]:
         _wanted = before
 
 
-_AT_ONCE, _MANY = 4, 32
-"""The vectors that OpenBLAS multiplies at once, and the number from which the last of them no longer matter."""
-
-
-def pad_to_fours(x: mx.array) -> mx.array:
-    """On a CPU, append zeros to x [B, n, H] so that the number of vectors, if small, is a multiple of four.
-
-    OpenBLAS takes 1.5 times as long for products with 7 vectors as with 8.
-    """
-    rows, count, _ = x.shape
-    if not use_shortcuts() or not 2 < rows * count < _MANY:
-        return x
-    more = next(more for more in range(_AT_ONCE) if rows * (count + more) % _AT_ONCE == 0)
-    return mx.pad(x, [(0, 0), (0, more), (0, 0)]) if more else x
-
-
 # MLX runs an elementwise operation on one thread, and half of a small head's step is elementwise. Two streams in one
 # `mx.eval` keep two cores busy; two consecutive `mx.async_eval` do not.
 

@@ -14,8 +14,6 @@ from eagle_mlx.cpu import fastmath, use_shortcuts
 from eagle_mlx.formats.fields import Quantization, check, check_quantization, window_json
 from eagle_mlx.heads.base import Mask, layer_mask
 
-_MAX_JOINT_ROPE = 32
-"""Maximum positions for rotating queries and keys together. For more, the copy costs more than a second call."""
 _WRITTEN = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
     *("head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "attention_bias"),
@@ -106,15 +104,8 @@ class Attention(nn.Module):
         v = self.v_proj(x).reshape(b, length, self.kv_heads, -1).transpose(0, 2, 1, 3)
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self._rotated(q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3), offset)
+        q, k = (self.rope(part.transpose(0, 2, 1, 3), offset=offset) for part in (q, k))
         return q, k, v
-
-    def _rotated(self, q: mx.array, k: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
-        """Apply RoPE to queries and keys; on the CPU, in one call, since RoPE takes about twenty operations there."""
-        if q.shape[2] > _MAX_JOINT_ROPE or not use_shortcuts():
-            return self.rope(q, offset=offset), self.rope(k, offset=offset)
-        rotated = self.rope(mx.concatenate([q, k], axis=1), offset=offset)
-        return rotated[:, : self.heads], rotated[:, self.heads :]
 
     def output(self, attended: mx.array) -> mx.array:
         """attended [B, heads, L, D] -> [B, L, H]."""

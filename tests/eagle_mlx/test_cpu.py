@@ -15,9 +15,7 @@ import pytest
 
 from eagle_mlx.cpu import default_streams, fastmath, shortcuts, use_shortcuts
 from eagle_mlx.cpu.shortcuts import without_shortcuts
-from eagle_mlx.heads.layers import Attention
 from eagle_mlx.target import compute_dtype
-from tests.fakes import tiny_head, tiny_target
 
 on_a_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU has no shortcuts")
 REPORT = "from eagle_mlx.cpu import use_shortcuts; print(use_shortcuts())"
@@ -85,18 +83,3 @@ def test_both_ways_compute_the_same(compute: Callable[[mx.array], mx.array]) -> 
     with without_shortcuts():
         wanted = np.array(compute(x))
     np.testing.assert_allclose(np.array(compute(x)), wanted, rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.usefixtures("with_shortcuts")
-def test_queries_and_keys_are_rotated_separately_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = tiny_head(tiny_target())
-    attention = next(module for module in head.modules() if isinstance(module, Attention))
-    heads: list[int] = []
-    rope = attention.rope
-    monkeypatch.setattr(attention, "rope", lambda x, offset: (heads.append(x.shape[1]), rope(x, offset=offset))[1])
-    x = mx.random.normal((1, 3, attention.q_proj.weight.shape[1]), key=mx.random.key(1))
-    together = attention.project(x)
-    with without_shortcuts():
-        apart = attention.project(x)
-    assert heads == [attention.heads + attention.kv_heads, attention.heads, attention.kv_heads]
-    assert all(mx.allclose(a, b, atol=1e-5).item() for a, b in zip(together, apart, strict=True))

@@ -161,7 +161,7 @@ def _layer(
     def attended(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         return attend(q, past_keys, past_values, context, k, v, block)
 
-    return [layer(x, None, attended, anchors.reshape(-1), x.shape[1])]
+    return [layer(x, None, attended, anchors.reshape(-1))]
 
 
 def _masks(sees: BlockAttention, segments: mx.array, anchors: mx.array, slots: int) -> tuple[mx.array, mx.array]:

@@ -105,18 +105,18 @@ class BlockAttention:
     causal: bool
     window_start: WindowStart
 
-    def mask(self, start: int | mx.array, longest: int, slots: int, queries: int) -> mx.array | None:
-        """Return a mask [B or 1, 1, queries, longest + slots] bool, or None if every slot sees everything.
+    def mask(self, start: int | mx.array, longest: int, slots: int) -> mx.array | None:
+        """Return a mask [B or 1, 1, slots, longest + slots] bool, or None if every slot sees everything.
 
         Context entries come first, then each row's block, from its own position on. start: each row's number of
-        context positions, an int if all have `longest`, else [B] int32; queries: the slots and padding after them.
+        context positions, an int if all have `longest`, else [B] int32.
         """
         if isinstance(start, int) and not self.causal and (self.window is None or longest + slots <= self.window):
             return None
         first = mx.array([start], mx.int32) if isinstance(start, int) else start
         anchor = first[:, None, None]
         keys = mx.arange(longest + slots)[None, None]
-        places = anchor + mx.arange(queries)[None, :, None]
+        places = anchor + mx.arange(slots)[None, :, None]
         context, block = keys < anchor, (keys >= anchor) & (keys < anchor + slots)
         if self.causal:
             block = block & (keys <= places)

@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.cpu import pad_to_fours
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of
 from eagle_mlx.heads.block.config import BlockAttention, BlockConfig
 from eagle_mlx.heads.block.layers import (
@@ -86,14 +85,14 @@ class BlockHead(HeadBase[BlockConfig]):
         if cache is not None:
             start, longest = cache[0].offset, cache[0].lengths.upper
         masks: dict[BlockAttention, mx.array | None] = {}
-        slots, x = embeddings.shape[1], pad_to_fours(embeddings)
+        slots, x = embeddings.shape[1], embeddings
         for index, (layer, kept) in enumerate(zip(self.layers, caches_of(cache, self.cache_layers), strict=True)):
             sees = self.config.sees(index)
             if sees not in masks:
-                masks[sees] = sees.mask(start, longest, slots, x.shape[1])
+                masks[sees] = sees.mask(start, longest, slots)
             past = layer.self_attn.context(g, 0) if kept is None else kept
-            x = layer(x, masks[sees], past, start, slots)
-        out: mx.array = self.norm(x)[:, :slots]
+            x = layer(x, masks[sees], past, start)
+        out: mx.array = self.norm(x)
         return out
 
     def block(self, newest: mx.array, cache: Any, drafts: int) -> mx.array:
@@ -113,7 +112,7 @@ class BlockHead(HeadBase[BlockConfig]):
         """h [..., H], normed -> logits over the draft vocabulary [..., Vd], without the Markov head's bias."""
         plain = self.lm_head if self.config.own_lm_head else self.target.lm_head
         project = self.target.logits if self._as_target else plain
-        out: mx.array = project(pad_to_fours(h))[..., : h.shape[-2], :] if h.ndim == 3 else project(h)
+        out: mx.array = project(h)
         if self._as_target:
             return out
         if self.config.output_multiplier != 1:

@@ -35,14 +35,13 @@ class ContextAttention(Attention):
         k = self.k_norm(k) if self.normed else k
         return self.rope(k.transpose(0, 2, 1, 3), offset=offset), v
 
-    def slots(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array, slots: int) -> mx.array:
+    def slots(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array) -> mx.array:
         """x [B, b, H] of a block at positions offset + 0..b-1 -> [B, b, H].
 
         past: the layer's cache, or keys and values of the context, or a function that attends to the context too: its
-        arguments are the block's scaled queries, keys and values. All but the first `slots` of x are padding.
+        arguments are the block's scaled queries, keys and values.
         """
         q, k, v = self.project(x, offset)
-        k, v = k[:, :, :slots], v[:, :, :slots]
         if callable(past):
             return self.output(past(q * self.scale, k, v))
         if isinstance(past, tuple):
@@ -63,9 +62,9 @@ class BlockLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
 
-    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array, slots: int) -> mx.array:
+    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array) -> mx.array:
         """x [B, b, H] -> [B, b, H]; other arguments as in `ContextAttention.slots`."""
-        h = x + self.self_attn.slots(self.input_layernorm(x), mask, past, offset, slots)
+        h = x + self.self_attn.slots(self.input_layernorm(x), mask, past, offset)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -108,8 +107,8 @@ class GemmaLayer(BlockLayer):
         self.post_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
         self.layer_scalar = mx.ones((1,))
 
-    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array, slots: int) -> mx.array:
-        attended = self.self_attn.slots(self.input_layernorm(x), mask, past, offset, slots)
+    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array) -> mx.array:
+        attended = self.self_attn.slots(self.input_layernorm(x), mask, past, offset)
         h = x + self.post_attention_layernorm(attended)
         out: mx.array = h + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(h)))
         return out * self.layer_scalar
@@ -147,10 +146,10 @@ class ConvolvedLayer(BlockLayer):
         super().__init__(config)
         self.attention_conv, self.mlp_conv = GroupedConvolution(config), GroupedConvolution(config)
 
-    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array, slots: int) -> mx.array:
+    def __call__(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array) -> mx.array:
         a = self.input_layernorm(x)
         before, after = self.attention_conv.kernels(a)
-        attended = self.self_attn.slots(self.attention_conv(a, before), mask, past, offset, slots)
+        attended = self.self_attn.slots(self.attention_conv(a, before), mask, past, offset)
         h = x + self.attention_conv(attended, after)
         a = self.post_attention_layernorm(h)
         before, after = self.mlp_conv.kernels(a)
