@@ -50,8 +50,11 @@ QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK":
 
 def blas_of_children() -> dict[str, str]:
     """Return an environment for processes without this package: its BLAS, no network, no telemetry."""
-    library = blas.activate()
-    return {**os.environ, **QUIET, **({"LD_PRELOAD": library.path} if library.path else {})}
+    library, threads = blas.activate(), str(blas.blas_threads())
+    same = {"OPENBLAS_CORETYPE": library.kernels} if library.kernels else {}
+    if library.choice:
+        same |= {"OPENBLAS_NUM_THREADS": threads, "BLIS_NUM_THREADS": threads}
+    return {**os.environ, **QUIET, **({"LD_PRELOAD": library.path} if library.path else {}), **same}
 
 
 class Engine:

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -19,12 +20,8 @@ ENVIRONMENT = "EAGLE_MLX_BLAS"
 INSTALL_HINT = "apt-get install libopenblas0-pthread (Debian, Ubuntu) or dnf install openblas-threads (Fedora)"
 _CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
 _CORETYPE = "OPENBLAS_CORETYPE"
-_BLIS_THREADS = "bli_thread_set_num_threads"
-_THREADS_AND_KERNELS = {
-    *(_CORETYPE, "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"),
-    *("BLIS_NUM_THREADS", "BLIS_ARCH_TYPE"),
-}
-"""Variables of a user who has chosen."""
+_CHOSEN = {_CORETYPE, "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS", "BLIS_ARCH_TYPE"}
+"""Variables with which a user chooses."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +63,17 @@ def activate() -> Blas:
         _warn("mlx was imported before eagle_mlx, too late to give it OpenBLAS; import eagle_mlx first")
         return Blas("reference")
     choice = None
-    if not wish and not _THREADS_AND_KERNELS & os.environ.keys():
-        choice = blas_choice.choose(_CANDIDATES, _fitting_kernels())
-    names = {"": (choice.library,) if choice else _CANDIDATES, "openblas": _CANDIDATES, "blis": (blas_choice.BLIS,)}
+    if not wish and not _CHOSEN & os.environ.keys():
+        choice = blas_choice.choose(_CANDIDATES, _fitting_kernels)
+    first = (choice.library,) if choice else ()
+    names = {"": (*first, *_CANDIDATES), "openblas": _CANDIDATES, "blis": (blas_choice.BLIS,)}
     for name in names.get(wish, (wish,)):
         with contextlib.suppress(OSError):
             _load(name, choice.kernels if choice else "")
             if provider := _provider():
                 library = ctypes.CDLL(provider)
                 kernels = blas_trial.kernels_of(library)
-                kind = "openblas" if kernels else "blis" if hasattr(library, _BLIS_THREADS) else "other"
+                kind = "openblas" if kernels else "blis" if hasattr(library, "bli_thread_set_num_threads") else "other"
                 if choice:
                     blas_trial.set_threads(library, choice.threads)
                 return Blas(kind, provider, kernels, choice)
@@ -127,29 +125,25 @@ def _fitting_kernels() -> str | None:
     return next((kernels for kernels, needed in needs.items() if needed.issubset(flags)), None)
 
 
-@contextlib.contextmanager
-def one_blas_thread(wanted: bool) -> Iterator[None]:
+def one_blas_thread(wanted: bool) -> AbstractContextManager[None]:
     """Run the BLAS on one thread within the block if `wanted`, for parallel streams."""
+    return _threads(1 if wanted else 0)
+
+
+def prompt_threads() -> AbstractContextManager[None]:
+    """Within the block, use as many threads as are best for many rows, if a trial chose."""
+    choice = activate().choice
+    return _threads(choice.prompt_threads if choice else 0)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
     before = blas_threads()
-    if wanted:
-        set_blas_threads(1)
+    set_blas_threads(count)
     try:
         yield
     finally:
         set_blas_threads(before)
-
-
-@contextlib.contextmanager
-def prompt_threads() -> Iterator[None]:
-    """Within the block, use as many threads as are best for many rows."""
-    before, choice = blas_threads(), activate().choice
-    if choice:
-        set_blas_threads(choice.prompt_threads)
-    try:
-        yield
-    finally:
-        if choice:
-            set_blas_threads(before)
 
 
 def blas_threads() -> int:

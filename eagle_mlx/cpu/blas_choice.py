@@ -7,11 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from eagle_mlx.cpu import blas_trial
 from eagle_mlx.files import cache_folder, write_whole
@@ -22,27 +22,19 @@ FALLBACK = "Prescott"
 """OpenBLAS's kernels for an Intel processor that it does not know, from 2004 (its driver/others/dynamic.c)."""
 _GAIN = 1.1
 """The least gain for which the default is left. Trials of a quiet machine differ by up to a tenth."""
-_SECONDS, _PASSES = 0.5, 2
-_TIMEOUT = 30.0
-_QUIET = 0.6
-"""The greatest load per core at which a trial means something."""
+_SECONDS, _TIMEOUT = 1.0, 30.0
+_QUIET = 0.25
+"""The greatest load per core for a trial: beside one busy program, two threads of OpenBLAS take five times as long."""
 _ROUNDS = 64
 """Decoding is judged by a chunk of 256 tokens of a prompt, and so many rounds."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A library that was tried."""
-
+class Variant(NamedTuple):
     library: str
     kernels: str
     """Processor whose kernels OpenBLAS was told to use; empty if it chose."""
-    times: Mapping[int, Mapping[int, float]]
+    times: Mapping[tuple[int, int], float]
     """Seconds by threads and rows (`blas_trial.ROWS`)."""
-
-    def most_rows(self) -> int:
-        """Return the number of threads that is best for many rows."""
-        return min(self.times, key=lambda threads: self.times[threads][blas_trial.MANY])
 
 
 @dataclass(frozen=True)
@@ -53,15 +45,15 @@ class Choice:
     """Threads while rounds are computed."""
     prompt_threads: int
     """Threads while prompts are computed, and in training."""
-    gain: float
+    gain: float = 1.0
     """Expected speed, relative to OpenBLAS with its own settings."""
 
 
-def choose(libraries: Sequence[str], kernels: str | None) -> Choice | None:
+def choose(libraries: Sequence[str], kernels: Callable[[], str | None]) -> Choice | None:
     """Return the choice for this process; None for OpenBLAS with its own settings.
 
     The first command on a quiet machine measures; others use the result, which is kept until the processor or the
-    installed libraries change. `libraries`: names of OpenBLAS; `kernels`: the newest kernels that the processor runs.
+    installed libraries change. `libraries`: names of OpenBLAS; `kernels`: returns the newest ones for this processor.
     """
     command = Path(sys.argv[0]).name
     file = cache_folder() / "blas" / f"{_machine()}.json"
@@ -75,7 +67,9 @@ def choose(libraries: Sequence[str], kernels: str | None) -> Choice | None:
     with suppress(OSError):  # without a place to keep the result, every command would measure
         file.parent.mkdir(parents=True, exist_ok=True)
         print("measuring which BLAS is fastest here, once (4 s)", file=sys.stderr)
-        choices = decide(_measured(libraries, kernels), _cores())
+        openblas = ":".join(libraries)
+        variants = _trial(openblas), _trial(openblas, kernels() or ""), _trial(BLIS)
+        choices = decide([variant for variant in variants if variant is not None], _cores())
         write_whole(file, json.dumps({name: choice and asdict(choice) for name, choice in choices.items()}).encode())
         return choices[purpose]
     return None
@@ -86,46 +80,27 @@ def decide(variants: Sequence[Variant], cores: int) -> dict[Purpose, Choice | No
 
     BLIS's threads wait in a loop, so in rounds they leave one core to Python.
     """
-    decoding: list[tuple[float, Variant, int]] = []
-    training: list[tuple[float, Variant, int]] = []
-    for variant in variants:
-        many = variant.most_rows()
-        training.append((variant.times[1][blas_trial.MANY], variant, many))  # of parallel streams, each has one thread
-        prompt = variant.times[many][blas_trial.MANY]
-        for threads, by_rows in sorted(variant.times.items(), reverse=True):
-            if threads == 1 or threads < cores or BLIS not in variant.library:
-                rounds = [seconds for rows, seconds in by_rows.items() if rows != blas_trial.MANY]
-                decoding.append((_ROUNDS * sum(rounds) / len(rounds) + prompt, variant, threads))
-    return {"decoding": _best(decoding), "training": _best(training)}
+    few = [rows for rows in blas_trial.ROWS if rows != blas_trial.MANY]
+    costs: dict[Purpose, list[tuple[float, Choice]]] = {"decoding": [], "training": []}
+    for library, kernels, times in variants:
+        counts = sorted({threads for threads, _ in times}, reverse=True)
+        many = min(counts, key=lambda threads: times[threads, blas_trial.MANY])
+        # In training, each of several parallel streams has one thread.
+        costs["training"].append((times[1, blas_trial.MANY], Choice(library, kernels, many, many)))
+        for threads in counts:
+            if threads == 1 or threads < cores or BLIS not in library:
+                rounds = _ROUNDS / len(few) * sum(times[threads, rows] for rows in few)
+                cost = rounds + times[many, blas_trial.MANY]
+                costs["decoding"].append((cost, Choice(library, kernels, threads, many)))
+    best: dict[Purpose, Choice | None] = dict.fromkeys(costs)
+    for purpose, entries in costs.items():
+        cost, choice = min(entries, key=lambda entry: entry[0], default=(1.0, None))
+        if choice is not None and (gain := round(entries[0][0] / cost, 2)) >= _GAIN:
+            best[purpose] = replace(choice, gain=gain)
+    return best
 
 
-def _best(costs: Sequence[tuple[float, Variant, int]]) -> Choice | None:
-    """Return the choice of the least cost; None if the first is as good, or nearly."""
-    if not costs:
-        return None
-    cost, variant, threads = min(costs, key=lambda entry: entry[0])
-    gain = round(costs[0][0] / cost, 2)
-    return Choice(variant.library, variant.kernels, threads, variant.most_rows(), gain) if gain >= _GAIN else None
-
-
-def _measured(libraries: Sequence[str], kernels: str | None) -> list[Variant]:
-    """Return what this machine has, with its times: first OpenBLAS as it is without a choice."""
-    openblas = ":".join(libraries)
-    variants = [(openblas, ""), *([(openblas, kernels)] if kernels else []), (BLIS, "")]
-    measured: dict[tuple[str, str], Variant] = {}
-    for libraries_, core in variants * _PASSES:
-        variant = _trial(libraries_, core)
-        if variant is not None:
-            before = measured.get((libraries_, core), variant).times
-            least = {
-                count: {rows: min(seconds, before[count][rows]) for rows, seconds in by_rows.items()}
-                for count, by_rows in variant.times.items()
-            }
-            measured[libraries_, core] = replace(variant, times=least)
-    return list(measured.values())
-
-
-def _trial(libraries: str, kernels: str) -> Variant | None:
+def _trial(libraries: str, kernels: str = "") -> Variant | None:
     """Return the first of the libraries that can be loaded, with its times; None if none can be used."""
     cores = _cores()
     counts = sorted({1, (cores + 1) // 2, max(1, cores - 1), cores})
@@ -133,10 +108,9 @@ def _trial(libraries: str, kernels: str) -> Variant | None:
     environment = {**os.environ, **({"OPENBLAS_CORETYPE": kernels} if kernels else {})}
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=_TIMEOUT)
-        result = json.loads(done.stdout)
-        if result["kernels"] != FALLBACK:
-            times = {int(n): {int(m): s for m, s in by_rows.items()} for n, by_rows in result["times"].items()}
-            return Variant(result["library"], kernels, times)
+        library, used, times = json.loads(done.stdout)
+        if used != FALLBACK:
+            return Variant(library, kernels, {(threads, rows): seconds for threads, rows, seconds in times})
     return None
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import sys
+from itertools import product
 from time import perf_counter
 
 MANY = 256
@@ -37,7 +39,7 @@ def set_threads(library: ctypes.CDLL, count: int) -> None:
         library.bli_thread_set_num_threads(ctypes.c_int64(count))
 
 
-def times(library: ctypes.CDLL, threads: list[int], seconds: float) -> dict[int, dict[int, float]]:
+def times(library: ctypes.CDLL, threads: list[int], seconds: float) -> dict[tuple[int, int], float]:
     """Return the least seconds of a pass over all matrices, by threads and rows. Every case runs at least twice."""
     real, pointer, number = ctypes.c_float, ctypes.c_void_p, ctypes.c_int
     sgemm = library.cblas_sgemm
@@ -57,15 +59,13 @@ def times(library: ctypes.CDLL, threads: list[int], seconds: float) -> dict[int,
             )  # fmt: skip
         return (perf_counter() - start) * _MATRICES / count
 
-    least = {count: dict.fromkeys(ROWS, float("inf")) for count in threads}
+    least: dict[tuple[int, int], float] = {}
     end = perf_counter() + seconds
-    while True:
-        for count, by_rows in least.items():
-            set_threads(library, count)
-            for rows in ROWS:
-                by_rows[rows] = min(by_rows[rows], one_pass(rows), one_pass(rows))
-        if perf_counter() > end:
-            return least
+    while not least or perf_counter() < end:
+        for case in product(threads, ROWS):
+            set_threads(library, case[0])
+            least[case] = min(least.get(case, math.inf), one_pass(case[1]), one_pass(case[1]))
+    return least
 
 
 def load(names: str) -> tuple[str, ctypes.CDLL]:
@@ -79,4 +79,4 @@ def load(names: str) -> tuple[str, ctypes.CDLL]:
 if __name__ == "__main__":
     named, tried = load(sys.argv[1])
     measured = times(tried, [int(count) for count in sys.argv[3:]], float(sys.argv[2]))
-    print(json.dumps({"library": named, "kernels": kernels_of(tried), "times": measured}))
+    print(json.dumps([named, kernels_of(tried), [[*case, least] for case, least in measured.items()]]))

@@ -180,8 +180,8 @@ def trial(command, env, **options):
     print("trial", file=sys.stderr)
     kernels = env.get("OPENBLAS_CORETYPE", "")
     few = {{"": 2.0, "Haswell": 1.0, "SkylakeX": 1.0}}[kernels] if "openblas" in command[3] else 9.0
-    times = {{count: {{rows: few * float(count) for rows in (1, 2, 4, 8, 256)}} for count in command[5:]}}
-    result = {{"library": command[3].split(":")[0], "kernels": "Zen", "times": times}}
+    times = [[int(count), rows, few * float(count)] for count in command[5:] for rows in (1, 2, 4, 8, 256)]
+    result = [command[3].split(":")[0], "Zen", times]
     return subprocess.CompletedProcess(command, 0, json.dumps(result))
 run, subprocess.run = subprocess.run, trial
 import eagle_mlx
@@ -245,12 +245,10 @@ def test_blis_can_be_named(tmp_path: Path) -> None:
     assert "Warning" not in warnings
 
 
-def times(few: float, many: float, other: float = 1.0) -> dict[int, dict[int, float]]:
+def times(few: float, many: float, other: float = 1.0) -> dict[tuple[int, int], float]:
     """Return times of one thread, and of two that take `other` times as long."""
-    return {
-        count: {rows: (many if rows == max(ROWS) else few) * factor for rows in ROWS}
-        for count, factor in ((1, 1.0), (2, other))
-    }
+    of_one = {rows: many if rows == max(ROWS) else few for rows in ROWS}
+    return {(count, rows): of_one[rows] * (other if count == 2 else 1.0) for rows in ROWS for count in (1, 2)}
 
 
 USUAL = Variant("libopenblas.so.0", "", times(1.0, 20.0))
