@@ -23,7 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.attention import sliced, tiled
-from eagle_mlx.cpu import RopeCache, use_shortcuts
+from eagle_mlx.cpu import RopeCache
 
 _ROPE_CACHE = "rope_cache"
 """The attribute of hooked RoPE modules."""
@@ -169,8 +169,8 @@ class RecordsInput(Hook):
 def place_one_by_one(model: nn.Module, hooks: Hooks) -> None:
     """Let a model's RoPE modules also accept an offset [B, L], a position for each of L inputs.
 
-    Other offsets work as before. On a CPU, while the hooks' `rope_cache` is `sharing`, chains are rotated like trees,
-    by angles that are computed once instead of in every layer.
+    Other offsets work as before. On a CPU, while the hooks' `rope_cache` is `sharing`, their angles are computed once
+    instead of in every layer.
     """
     for module in model.modules():
         if _takes_offset(type(module)):
@@ -191,18 +191,10 @@ class PlacesOneByOne(Hook):
 
     def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
         plain: Any = super().__call__  # type: ignore[misc]
-        dims = offset.ndim if isinstance(offset, mx.array) else 0
-        if dims < 2 and not self.rope_cache.shared:
-            out: mx.array = plain(x, offset, *args, **kwargs)
+        if not isinstance(offset, mx.array) or offset.ndim < 2:
+            cached = None if args or kwargs else self.rope_cache.rotated(self, plain, x, offset)  # type: ignore[arg-type]
+            out: mx.array = plain(x, offset, *args, **kwargs) if cached is None else cached
             return out
-        known = isinstance(offset, int) or dims > 0
-        if known and x.dtype == mx.float32 and not args and not kwargs and use_shortcuts():
-            rotation = self.rope_cache.rotation(self, plain, x.shape[-1])  # type: ignore[arg-type]
-            if rotation is not None and (dims > 1 or rotation.suits_chains):
-                return rotation(x, offset)
-        return self._apart(plain, x, offset, *args, **kwargs) if dims > 1 else plain(x, offset, *args, **kwargs)
-
-    def _apart(self, plain: Any, x: mx.array, offset: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         rows, count = offset.shape
         moved = mx.moveaxis(x, -2, 1)
         shape = moved.shape

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
+from eagle_mlx.cache import RaggedCache
 from eagle_mlx.hooks import Hooks, place_one_by_one
+from tests.fakes import tiny_target
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 KINDS = {
@@ -115,6 +117,14 @@ def test_shared_angles_are_computed_once_for_all_layers() -> None:
     for module in modules:
         module(x, offset=3)
     assert CountingRope.calls == 4
+
+
+@pytest.mark.usefixtures("with_shortcuts")
+def test_a_forward_of_a_target_computes_its_angles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, calls, rope = tiny_target(), list[int](), nn.RoPE.__call__
+    monkeypatch.setattr(nn.RoPE, "__call__", lambda *args, **more: (calls.append(1), rope(*args, **more))[1])
+    target.forward(mx.array([[1, 2]]), RaggedCache.of(target.model, 1))
+    assert len(calls) == 1
 
 
 def test_different_modules_use_their_own_angles() -> None:
