@@ -24,9 +24,12 @@ _CHOSEN = {_CORETYPE, "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREA
 """Variables with which a user chooses."""
 
 
+Kind = Literal["openblas", "blis", "reference", "accelerate", "other"]
+
+
 @dataclass(frozen=True)
 class Blas:
-    kind: Literal["openblas", "blis", "reference", "accelerate", "other"]  # other: a named library, such as MKL
+    kind: Kind  # other: a named library, such as MKL
     path: str = ""  # the library's file; empty if MLX brings its own
     kernels: str = ""  # the processor for which OpenBLAS's kernels are made; OPENBLAS_CORETYPE can name another
     choice: blas_choice.Choice | None = None  # if a trial chose
@@ -73,7 +76,9 @@ def activate() -> Blas:
             if provider := _provider():
                 library = ctypes.CDLL(provider)
                 kernels = blas_trial.kernels_of(library)
-                kind = "openblas" if kernels else "blis" if hasattr(library, "bli_thread_set_num_threads") else "other"
+                kind: Kind = "openblas" if kernels else "other"
+                if hasattr(library, "bli_thread_set_num_threads"):
+                    kind = "blis"
                 if choice:
                     blas_trial.set_threads(library, choice.threads)
                 return Blas(kind, provider, kernels, choice)
@@ -154,7 +159,7 @@ def blas_threads() -> int:
     if kind == "openblas":
         return int(library.openblas_get_num_threads())
     library.bli_thread_get_num_threads.restype = ctypes.c_int64
-    return max(1, library.bli_thread_get_num_threads())  # -1 if nothing has set it
+    return max(1, int(library.bli_thread_get_num_threads()))  # -1 if nothing has set it
 
 
 def set_blas_threads(count: int) -> None:
