@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from eagle_mlx.cpu import prompt_threads
+from eagle_mlx.blas import prompt_threads
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.prefix import LEAST, PrefixCache
 from eagle_mlx.proposers.base import Observation

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from eagle_mlx.cpu import blas, prompt_threads
-from eagle_mlx.cpu.blas_choice import Choice, Variant, decide
-from eagle_mlx.cpu.blas_trial import ROWS
+from eagle_mlx import blas
+from eagle_mlx.blas import prompt_threads
+from eagle_mlx.blas.choice import Choice, Variant, decide
+from eagle_mlx.blas.trial import ROWS
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere MLX brings a fast BLAS of its own")
 

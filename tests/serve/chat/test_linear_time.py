@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eagle_mlx.serve.api.conversation import Conversation
+from eagle_mlx.serve.api.conversation import Turns
 from eagle_mlx.serve.chat import Volatile
 from eagle_mlx.serve.chat.parser import AnswerParser
 from tests.serve.chat.formats import WEATHER, format_with_parser
@@ -42,9 +42,9 @@ def test_a_system_prompt_of_headers_takes_linear_time(end: str) -> None:
 @pytest.mark.parametrize(
     "add", [lambda c, t: c.say("user", t), lambda c, t: c.say("assistant", t), lambda c, t: c.think(t)]
 )
-def test_a_message_of_many_blocks_takes_linear_time(add: Callable[[Conversation, str], None]) -> None:
+def test_a_message_of_many_blocks_takes_linear_time(add: Callable[[Turns, str], None]) -> None:
     def join(count: int) -> None:
-        conversation = Conversation()
+        conversation = Turns()
         for _ in range(count):
             add(conversation, "abcdefgh")
         assert len(conversation.messages) == 1

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from eagle_mlx.cpu import blas_choice, blas_trial
+from eagle_mlx.blas import choice as blas_choice
+from eagle_mlx.blas import trial as blas_trial
 
 ENVIRONMENT = "EAGLE_MLX_BLAS"
 INSTALL_HINT = "apt-get install libopenblas0-pthread (Debian, Ubuntu) or dnf install openblas-threads (Fedora)"

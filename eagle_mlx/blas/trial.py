@@ -1,4 +1,4 @@
-"""Time the products of a BLAS: `python blas_trial.py LIBRARIES SECONDS THREADS…` prints JSON.
+"""Time the products of a BLAS: `python trial.py LIBRARIES SECONDS THREADS…` prints JSON.
 
 A process of its own, because kernels are chosen when a library is loaded. It needs nothing but Python.
 """

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from eagle_mlx.cpu import blas_trial
+from eagle_mlx.blas import trial as blas_trial
 from eagle_mlx.files import cache_folder, write_whole
 
 Purpose = Literal["decoding", "training"]
