@@ -86,14 +86,14 @@ def test_every_model_file_in_our_tables_exists(name: str) -> None:
 def test_the_wrapper_of_a_tokenizer_holds_it_and_keeps_its_own_state() -> None:
     """Else loss masks by tags, `Chat.tokens` and `--chat-template-args` raise AttributeError."""
     tokenizer = load_tokenizer(TARGET)
-    assert isinstance(tokenizer._tokenizer, PreTrainedTokenizerBase)
+    assert isinstance(vars(tokenizer)["_tokenizer"], PreTrainedTokenizerBase)
     assert ChatTokenizer(tokenizer, {"x": 1}).eos_token_ids == tokenizer.eos_token_ids
     assert template_args(ChatTokenizer(tokenizer, {"x": 1})) == {"x": 1}
 
 
 def test_a_plain_tokenizer_keeps_the_methods_of_the_base_class() -> None:
     """Else the server encodes every chat whole, and texts are no longer shared at their messages' boundaries."""
-    kind = type(load_tokenizer(TARGET)._tokenizer)
+    kind = type(vars(load_tokenizer(TARGET))["_tokenizer"])
     for name in ("__call__", "encode", "apply_chat_template"):
         assert getattr(kind, name) is getattr(PreTrainedTokenizerBase, name)
     rendering = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters

@@ -35,7 +35,7 @@ class RopeCache:
         if self._cos_sin is None or not isinstance(rope, nn.RoPE) or rope.traditional or x.dtype != mx.float32:
             return None
         half = x.shape[-1] // 2
-        if x.ndim != 4 or rope.dims != 2 * half:
+        if x.ndim != 4 or rope.dims != 2 * half or (isinstance(offset, mx.array) and not offset.ndim):
             return None
         key = rope.base, rope.scale, half, x.shape[2], offset if isinstance(offset, int) else id(offset)
         if key not in self._cos_sin:  # the image of (1, 0) under a rotation is (cos, sin)

@@ -21,7 +21,18 @@ from tests.fakes import tiny_target
 
 ROOT = Path(data_pipelines.__file__).parents[1]
 TARGET = tiny_target(vocab=4096, tokenizer=True)
-COMPUTES = ("heads/", "cpu/", "kinds/", "unroll", "target.py", "hooks.py", "attention.py", "memory.py", "progress.py")
+COMPUTES = (
+    "heads/",
+    "blas/",
+    "cpu/",
+    "kinds/",
+    "unroll",
+    "target.py",
+    "hooks.py",
+    "attention.py",
+    "memory.py",
+    "progress.py",
+)
 """The parts of target and head, which know nothing of lines of data."""
 MOST_FILES, MOST_FORMS = 15, 6
 

@@ -232,7 +232,8 @@ class Hours:
             self._make(number, self._limits(number), self._setup.folder / BEST)
         except DataError as e:
             tqdm.write(f"{e}; the rest of the time goes to learning from the existing data")
-            self._journal.portions[number].tokens, self._journal.portions[number].last = 0, True
+            portion = self._journal.portions[number]
+            portion.tokens, portion.last = 0, True
             self._write()
 
     def _make(self, number: int, limits: MakeLimits, head: Path | str | None) -> None:
