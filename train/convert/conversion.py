@@ -16,7 +16,7 @@ from eagle_mlx.files import check_free
 from eagle_mlx.formats.fields import NOTED, read_config, reading
 from eagle_mlx.formats.tensors import COPY, DTYPE_NAMES, INDEX, read_index, read_tensors, weights_of
 from eagle_mlx.head_check import PROMPTS, TOKENS, head_warning
-from eagle_mlx.heads import DraftHead, Format, kind_of, load_head
+from eagle_mlx.heads import DraftHead, Format, HeadKind, kind_of, load_head
 from eagle_mlx.heads.mtp import choices_of, mtp_of_model, save_mtp
 from eagle_mlx.heads.mtp.formats import quantized
 from eagle_mlx.heads.mtp.published import SIDECAR, mtp_prefix, shards_of
@@ -50,12 +50,7 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     tensors = read_tensors(folder)
     types = sorted({str(x.dtype).removeprefix("mlx.core.") for x in tensors.values()})
     say(f"{what.source}: {kind.one_head} with tensors of {', '.join(types)}")
-    layout = next((layout for layout in kind.formats if layout.name == what.to), None)
-    if layout is None:
-        raise ConfigError(
-            f"{what.source} is {kind.one_head}, which cannot be written as {what.to}; "
-            f"--to can be {' or '.join(layout.name for layout in kind.formats)}"
-        )
+    layout = _layout(what, kind)
     if _copies_embedding(head, layout) and target is None:
         raise ConfigError(
             f"the {what.to} layout includes an embedding, but this head uses its target's; name the target with "
@@ -98,6 +93,17 @@ def convert(what: Conversion, say: Callable[[str], None]) -> str:
     )
     load_head(what.output, target)  # the closing line says that it was read back
     return _closing(what, head, layout, dtype, base)
+
+
+def _layout(what: Conversion, kind: HeadKind) -> Format:
+    """Return the layout to write. Raises ConfigError if heads of this kind cannot be written in it."""
+    layout = next((layout for layout in kind.formats if layout.name == what.to), None)
+    if layout is None:
+        raise ConfigError(
+            f"{what.source} is {kind.one_head}, which cannot be written as {what.to}; "
+            f"--to can be {' or '.join(layout.name for layout in kind.formats)}"
+        )
+    return layout
 
 
 def _exact_dtype(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> mx.Dtype:
