@@ -1,4 +1,4 @@
-"""The work of `eagle-data make`, `regenerate` and `collect`, and what they do with a loaded target."""
+"""`eagle-data make`, `regenerate` and `collect`, after their settings are read."""
 
 from __future__ import annotations
 

@@ -23,10 +23,11 @@ FALLBACK = "Prescott"
 _GAIN = 1.1
 """The least gain for which the default is left. Trials of a quiet machine differ by up to a tenth."""
 _SECONDS, _TIMEOUT = 1.0, 30.0
+"""Seconds of one library's trial, so that three take four with their starts; and the limit of a trial that hangs."""
 _QUIET = 0.25
-"""The greatest load per core for a trial: beside one busy program, two threads of OpenBLAS take five times as long."""
+"""The greatest load per core for a trial: with one busy program, two threads of OpenBLAS take five times as long."""
 _ROUNDS = 64
-"""Decoding is judged by a chunk of 256 tokens of a prompt, and so many rounds."""
+"""Decoding is judged by a chunk of 256 tokens of a prompt and this many rounds, which is a short answer."""
 
 
 class Variant(NamedTuple):

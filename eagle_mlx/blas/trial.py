@@ -19,6 +19,7 @@ ROWS = (1, 2, 4, 8, MANY)
 _SIDE, _MATRICES, _OF_MANY = 1024, 28, 4
 """The matrices hold 117 MB together, more than a processor's cache. A chunk is multiplied with four of them."""
 _ROW_MAJOR, _NO_TRANSPOSE, _TRANSPOSE = 101, 111, 112
+"""CBLAS's constants (cblas.h)."""
 _BYTE = 0x3C
 """Four such bytes are the number 0.0115. Pages of zeros would share one page of memory."""
 
