@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from threading import Event, current_thread
+from time import monotonic
 from typing import Any, Literal
 
 import h11
@@ -318,6 +319,25 @@ def test_h11_reads_few_chunks_of_a_body_that_is_refused(key: bytes, monkeypatch:
         server.until(lambda: not server.server.connections)
         assert events[h11.Data] <= 520
         assert server.http.get("/health").status_code == 200
+
+
+def test_the_rest_of_a_refused_body_is_read_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = []
+    receive_data = h11.Connection.receive_data
+
+    def timed(self: h11.Connection, data: bytes) -> None:
+        times.append(monotonic())
+        receive_data(self, data)
+
+    monkeypatch.setattr(h11.Connection, "receive_data", timed)
+    nbytes, most = 2_000_000, 4e6
+    with live(settings=wide(api_key="secret")) as server, closing(connect(server)) as raw:
+        for _ in range(2):  # the connection can be used again
+            times.clear()
+            raw.sendall(request(CHAT, {"prompt": " " * nbytes}))
+            assert raw.recv(1000).startswith(b"HTTP/1.1 401")
+            server.until(lambda: len(times) >= nbytes / 2**14)
+            assert times[-1] - times[0] > 0.5 * nbytes / most
 
 
 @pytest.mark.parametrize(("count", "status"), [(90, b"404"), (12_000, b"400")])
