@@ -62,7 +62,7 @@ quick: $(READY) blas
 docs: $(READY)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[docs]'
 	@rm -rf build/pages && mkdir -p build/pages
-	@git ls-files '*.md' '*.jsonl' docs examples CITATION.cff LICENSE | grep -v '^\.github' | tar -cf - -T - | tar -xf - -C build/pages
+	@git ls-files '*.md' '*.jsonl' docs examples benchmarks/results CITATION.cff LICENSE | grep -v '^\.github' | tar -cf - -T - | tar -xf - -C build/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(READY)

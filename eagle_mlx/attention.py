@@ -23,7 +23,7 @@ _LONGEST_VERIFY = 64
 """Forwards with more queries are prompts, for which attention scores are a small part of the work."""
 _TILE = 128
 """Queries of a prompt that attend together on a CPU, only to earlier keys. Otherwise MLX computes all scores there, and
-their exponentials take most of the time (docs/decisions.md). Smaller tiles cost more in overhead."""
+their exponentials take most of the time (benchmarks/results/prompt-tiles.yaml). Smaller tiles cost more in overhead."""
 
 
 def queries_at_once(length: int, sharing: int, width: int) -> int:

@@ -24,7 +24,7 @@ MOST_TOKENS = 8
 """The default length limit of a chain: early exits are rare after it."""
 _LONGER = 2
 """N-grams may draft this many times as many tokens as a model, because finding them takes no time. It raised the mean
-speed on a real model from 1.53 to 1.57 of plain decoding (benchmarks/results/real-model.md)."""
+speed on a real model from 1.53 to 1.57 of plain decoding (benchmarks/results/ngrams-replayed.yaml)."""
 _SHORT = CONFIDENCE_LAG + 1
 """Draft tokens of a chain before its first early exit."""
 _TREES = (8, 16, 32, 64)
