@@ -3,7 +3,8 @@
     python docs/results.py
 
 It also prints how many words are written by hand. A test compares the pages with what this script would write.
-Other pages hold `<!-- table: NAME/TABLE -->` or `<!-- bars: NAME … -->` before a table, and `<!-- end -->` after it.
+Other pages hold `<!-- table: NAME/TABLE -->`, `<!-- bars: NAME … -->` or `<!-- metrics: … -->` before a table, and
+`<!-- end -->` after it. `<!-- generated: … -->` marks what another script or test writes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import runpy
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cache
@@ -35,7 +37,7 @@ GENERATED = ("docs/flags.md", *(f"benchmarks/results/{name}.md" for name in PAGE
 """Pages that scripts write."""
 MOST_WORDS = 22_000
 """Words of README, CONTRIBUTING, docs/ and benchmarks/results/ that are written by hand."""
-BLOCK = re.compile(r"(<!-- (table|bars|generated): (.*?) -->\n\n)(.*?)(\n<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (table|bars|metrics|generated): ([^\n]*) -->\n\n)(.*?)(<!-- end -->)", re.DOTALL)
 """A part of a page that a script writes: its kind, its arguments, its text."""
 
 
@@ -90,6 +92,8 @@ def part(kind: str, names: str, page: Path) -> str:
     """Return the text of a block in `page`."""
     if kind == "bars":
         return bars(names.split(), page)
+    if kind == "metrics":
+        return table(["name", "meaning"], runpy.run_path(str(ROOT / "docs" / "metrics.py"))[names]())
     name, _, wanted = names.partition("/")
     rows = next(entry for entry in results()[name].tables if entry.get("name") == wanted)
     return table(rows["columns"], rows["rows"])
@@ -124,7 +128,7 @@ def with_parts(path: Path) -> str:
     """Return the text of a page with its blocks as they should be."""
 
     def filled(match: re.Match[str]) -> str:
-        text = match[4] if match[2] == "generated" else part(match[2], match[3], path)
+        text = match[4] if match[2] == "generated" else part(match[2], match[3], path) + "\n"
         return match[1] + text + match[5]
 
     return BLOCK.sub(filled, path.read_text(encoding="utf-8"))
