@@ -105,7 +105,7 @@ def section(name: str, result: Result) -> str:
     for number, entry in enumerate(result.tables):
         parts += [f"{entry['caption']}:\n"] if "caption" in entry else []
         parts += [table(entry["columns"], entry["rows"])]
-        parts += [f"![The same as a plot]({picture(name, number).name})\n"] if "plot" in entry else []
+        parts += [f"![{result.title}, plotted]({picture(name, number).name})\n"] if "plot" in entry else []
     if result.bars:
         parts += [
             table(["figure", "result", "bar"], [[row["figure"], row["result"], row["bar"]] for row in result.bars])

@@ -10,11 +10,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPT = runpy.run_path(str(ROOT / "docs" / "results.py"))
 RESULTS = SCRIPT["results"]()
+PAGES = SCRIPT["pages"]()
 
 
-@pytest.mark.parametrize("path", sorted(SCRIPT["pages"]()), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(PAGES), ids=lambda path: path.name)
 def test_pages_are_up_to_date(path: Path) -> None:
-    assert path.read_text(encoding="utf-8") == SCRIPT["pages"]()[path], "type: python docs/results.py"
+    assert path.read_text(encoding="utf-8") == PAGES[path], "type: python docs/results.py"
 
 
 def test_plots_are_up_to_date() -> None:
