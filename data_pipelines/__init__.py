@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from .conversation import Conversation, Message, held_out_prompts
     from .options import FIRST_ROWS, MakeConfig
     from .rendering import Sample, prompt_tokens, render_all
+    from .sources import public_source
     from .sources.reading import DataConfig, FilterOptions, ReadReport, check_conversations, read_conversations
     from .sources.rows import place_of
-    from .sources.spec import public_source
     from .synthesis.file import Enough, MakeLimits, Wanted, make_once, make_to_file, prompt_keys
     from .synthesis.loop import growing_engine
     from .synthesis.tries import beginning

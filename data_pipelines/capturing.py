@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -45,10 +44,9 @@ def capture(
     batch_tokens: int = 2048,
     progress: bool = False,
 ) -> Iterator[Example]:
-    """Yield each conversation with the outputs of `aux_layers` and of the last layer (before the final norm).
+    """Yield each conversation with the outputs, bfloat16, of `aux_layers` and the last layer (before the final norm).
 
     Conversations of similar length form a right-padded batch of up to `batch_tokens` tokens, so the order is not kept.
-    Hidden states are bfloat16.
     """
     total = sum(len(sample[0]) for sample in samples) if isinstance(samples, Sequence) else None
     with _bar(total, progress) as bar:
@@ -101,17 +99,16 @@ def _hidden_states(
             states.append(in_16_bits(read_states(target, mx.array(padded), aux_layers)))
     with one_blas_thread(len(streams) > 1):
         mx.eval(states)
-    found = [np.array(state) for state in states]
+    copies = [np.array(state) for state in states]
     del states
     FreedBuffers().after_chunk()
-    return found
+    return copies
 
 
 class ShardCapture:
-    """A capture into shards of whole batches.
+    """A capture into shards of whole batches, in a folder that appears once it is complete. The same call continues it.
 
-    Order and contents depend only on the samples' lengths and the sizes given here, so any shard can be captured alone,
-    and is the same byte for byte on the same machine.
+    Order and contents depend only on the samples' lengths and the sizes given here, so any shard can be captured alone.
     """
 
     def __init__(
@@ -123,10 +120,10 @@ class ShardCapture:
         batch_tokens: int = 2048,
         tokens_per_shard: int = TOKENS_PER_SHARD,
     ):
-        self.target, self.aux_layers = target, tuple(aux_layers)
+        self.target = target
+        self.aux_layers = tuple(aux_layers)
         self.meta = shard_meta(target, aux_layers, bits)
         self._shards: list[list[list[TokensAndMask]]] = []
-        """The batches of each shard."""
         for batch in make_batches(samples, batch_tokens):
             if not self._shards or self.tokens([len(self) - 1]) >= tokens_per_shard:
                 self._shards.append([])
@@ -148,18 +145,14 @@ class ShardCapture:
         return len(self._shards)
 
     def missing(self, shards: ShardWriter) -> list[int]:
-        """Return the indices of the shards that are still to be captured."""
         return [index for index in range(len(self)) if index not in shards.files]
 
     def tokens(self, shards: Collection[int]) -> int:
-        """Return the number of tokens in these shards."""
         return sum(len(sample[0]) for index in shards for batch in self._shards[index] for sample in batch)
 
     def run(self, shards: ShardWriter, progress: bool = False) -> None:
         """Capture the missing shards. Raises OutputError if writing fails; shards already written are kept."""
         missing, total = self.missing(shards), self.tokens(range(len(self)))
-        if not missing:
-            return
         batches = chain.from_iterable(self._shards[index] for index in missing)
         with _bar(total, progress, total - self.tokens(missing)) as bar:
             captured = capture_batches(self.target, self.aux_layers, batches, bar)
@@ -176,10 +169,7 @@ def capture_to_shards(
     bits: int = 16,
     resume: bool = False,
 ) -> None:
-    """Capture into a folder of shards, which appears once it is complete. The same call continues it.
-
-    Raises OutputError if the folder exists or cannot be written. With `resume`, its damaged shards are captured again.
-    """
+    """Capture into a folder of shards, as ShardCapture does. Raises OutputError if it exists or cannot be written."""
     plan = ShardCapture(target, aux_layers, samples, bits)
     with plan.open(folder, resume=resume) as shards:
         plan.run(shards, progress)
@@ -190,7 +180,6 @@ def _bar(total: int | None, progress: bool, done: int = 0) -> tqdm[NoReturn]:
 
 
 def shard_meta(target: Target, aux_layers: Sequence[int], bits: int = 16) -> ShardMeta:
-    """Return the metadata for shards of this target's hidden states."""
     adapter = "" if target.adapter is None else target.adapter.digest
     return ShardMeta(target.name, target.hidden_size, target.vocab_size, tuple(aux_layers), bits, adapter)
 
@@ -207,8 +196,6 @@ def _conversations(samples: Sequence[TokensAndMask]) -> str:
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """The folder and metadata of the shards. `open_shards` raises OutputError if they cannot be written there."""
-
     folder: Path
     meta: ShardMeta
     overwrite: bool = False
@@ -226,18 +213,15 @@ class ShardPlan:
         self._tokens = 0
 
     def choose(self, number: int, tokens: int) -> None:
-        """Add the next training conversation, with its number of tokens."""
         self._open.append(number)
         self._tokens += tokens
         if self._tokens >= TOKENS_PER_SHARD:
             self.finish()
 
     def drop(self, number: int) -> None:
-        """Exclude a try from training."""
         self.dropped.add(number)
 
     def finish(self) -> None:
-        """Close the current shard."""
         if self._open:
             self.groups.append(self._open)
             self.write(len(self.groups) - 1)
@@ -257,13 +241,12 @@ class MadeShards(ShardPlan):
         self._meta = replace(place.meta, bits=16)
 
     @property
-    def whole(self) -> int:
-        """Number of complete shards, counted from the first."""
+    def whole(self) -> int | None:
+        """Number of complete shards, counted from the first; None for all."""
         shards = self._shards
-        return sys.maxsize if shards is None else next(index for index in count() if index not in shards.files)
+        return None if shards is None else next(index for index in count() if index not in shards.files)
 
     def holds(self, number: int) -> bool:
-        """Return whether a try's sample waits undamaged."""
         try:
             with safe_open(str(self._file(number)), "numpy"):
                 return True
@@ -278,7 +261,6 @@ class MadeShards(ShardPlan):
             part.write_bytes(encode([sample], self._meta))  # no fsync: a lost sample is made again
             part.replace(path)
         except OSError as e:
-            part.unlink(missing_ok=True)
             raise OutputError(
                 f"{path} could not be written: {e.strerror or e}; finished rows are kept, so make room and run "
                 "the same command again"
@@ -290,12 +272,10 @@ class MadeShards(ShardPlan):
 
     def write(self, index: int) -> None:
         if self._shards is not None and index not in self._shards.files:
-            self._shards.write(index, [self._read(number) for number in self.groups[index]])
+            files = map(self._file, self.groups[index])
+            self._shards.write(index, [decode(file, slice(None), self._meta) for file in files])
         for number in self.groups[index]:
             self._file(number).unlink(missing_ok=True)
-
-    def _read(self, number: int) -> Example:
-        return decode(self._file(number), slice(None), self._meta)
 
     def _file(self, number: int) -> Path:
         return self._waiting / f"{number}{SUFFIX}"
@@ -305,8 +285,8 @@ class MadeShards(ShardPlan):
 def open_shards(place: ShardPlace, settings: Mapping[str, Any], wanted: Mapping[str, int]) -> Iterator[MadeShards]:
     """Yield the shards; they appear in their folder once the block succeeds. Raises OutputError as ShardWriter does."""
     layers = ", ".join(map(str, place.meta.aux_layers))
-    found = {**settings, "wanted": wanted, "layers": layers, "bits": place.meta.bits}
-    made_from = {name: str(value) for name, value in found.items()}
+    made_from = {name: str(value) for name, value in settings.items()}
+    made_from |= {"wanted": str(wanted), "layers": layers, "bits": str(place.meta.bits)}
     waiting = place.folder.absolute().with_name(place.folder.name + ".waiting")
     if (place.folder / MANIFEST).exists() and ShardReader(place.folder).manifest.made_from == made_from:
         yield MadeShards(place, waiting, None)

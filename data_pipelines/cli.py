@@ -11,8 +11,8 @@ from eagle_mlx.command import Parser, Stop, Subcommands, arguments, exit_code
 from eagle_mlx.late import late
 
 from .options import CollectOptions, InspectOptions, MakeOptions, PresetsOptions, RegenerateOptions
+from .sources import SPECS
 from .sources.rows import SHAPES
-from .sources.spec import SPECS
 from .synthesis.user_turns import DOMAINS, FILE
 
 _HELP = f"""\
@@ -31,8 +31,6 @@ Rows of files and of data sets on the hub:
 {SHAPES}
 
 examples:
-  eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl
-  eagle-data inspect builtin:python --target checkpoints/target
   eagle-data inspect preset:gsm8k --target checkpoints/target --keep-tokens :512 --dedupe prompt
   eagle-data regenerate --target Qwen3-4B --data a.jsonl=0.7 b.parquet=0.3 --limit 9000 --output answers.jsonl
   eagle-data collect --target checkpoints/target --data answers.jsonl --limit 1000 --output out/shards
@@ -56,9 +54,7 @@ FILE.jsonl is complete, and the same command continues with it after an interrup
 without reading them again. Then --rows and --tokens may not change.
 
 examples:
-  eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl
   eagle-data make --target Qwen3-4B --tokens 3000000 --output own.jsonl --domain any=2 --domain code --seed 1
-  eagle-train --target Qwen3-4B --data own.jsonl --output out/head
   eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl --capture out/shards --bits 8
   eagle-train --target Qwen3-4B --shards out/shards --eval-data own.jsonl --output out/head
 """
@@ -68,15 +64,13 @@ Replace every assistant answer by the target's own, which a draft head must pred
 Finished rows are in FILE.jsonl.partial until FILE.jsonl is complete, and the same command continues with it after an
 interruption; --batch, --head and --num-speculative-tokens may change. To start over, delete the .partial file.
 
-examples:
-  eagle-data regenerate --target Qwen3-4B --data chats.jsonl --output answers.jsonl --temperature 0.7
+example:
   eagle-data regenerate --target Qwen3-4B --head out/head --data preset:ultrachat --limit 20000 --dedupe prompt \\
       --system 'You are a helpful assistant.' --system '' --output answers.jsonl
 """
-_INSPECT = (
-    "Look at conversations and their lengths, or check a folder of shards. With --target, the learned parts are "
-    "between ⟦ and ⟧."
-)
+_INSPECT = "Look at conversations and lengths, with the learned parts between ⟦ and ⟧, or check a folder of shards."
+_COLLECT = "Run the target over conversations; keep its hidden states."
+_PRESETS = "List the sets that --data preset:NAME reads."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,13 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(given: list[str]) -> int | None:
     commands = Subcommands(Parser(prog="eagle-data", usage="%(prog)s COMMAND …", description=_HELP))
-    about = "Run the target over conversations; keep its hidden states."
-    commands.add("collect", CollectOptions, late(f"{__package__}.commands:collect"), about)
+    commands.add("collect", CollectOptions, late(f"{__package__}.commands:collect"), _COLLECT)
     commands.add("make", MakeOptions, late(f"{__package__}.commands:make"), _MAKE)
     commands.add("regenerate", RegenerateOptions, late(f"{__package__}.commands:regenerate"), _REGENERATE)
-    commands.add("inspect", InspectOptions, late(f"{__package__}.inspection:inspect"), _INSPECT)
-    about = "List the sets that --data preset:NAME reads."
-    commands.add("presets", PresetsOptions, late(f"{__package__}.inspection:list_presets"), about)
+    commands.add("inspect", InspectOptions, late(f"{__package__}.commands:inspect"), _INSPECT)
+    commands.add("presets", PresetsOptions, late(f"{__package__}.commands:list_presets"), _PRESETS)
     work = commands.parse(given)
     print(f"blas: {blas.activate()}", file=sys.stderr)
     with Stop().listening():

@@ -1,9 +1,16 @@
-"""`eagle-data make`, `regenerate` and `collect`, after their settings are read."""
+"""The commands of `eagle-data`, after their settings are read."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -17,20 +24,33 @@ from eagle_mlx.heads.eagle3 import default_aux_layers
 from eagle_mlx.heads.precision import quantize_for
 from eagle_mlx.progress import counted
 from eagle_mlx.sampling_params import SamplingParams
-from eagle_mlx.shards import bytes_per_token, unfinished_folder
+from eagle_mlx.shards import MANIFEST, ShardReader, bytes_per_token, unfinished_folder
 from eagle_mlx.target import Target
 from eagle_mlx.target_options import TargetOptions
 
 from .capturing import ShardCapture, ShardPlace, shard_meta
+from .conversation import Conversation
 from .jsonl import check_new, partial_path
-from .options import CollectOptions, DraftingOptions, MakeConfig, MakeOptions, RegenerateOptions
-from .rendering import render_all
+from .options import (
+    CollectOptions,
+    DraftingOptions,
+    InspectOptions,
+    MakeConfig,
+    MakeOptions,
+    PresetsOptions,
+    RegenerateOptions,
+)
+from .rendering import Rendered, RenderReport, examine, render_all
+from .sources import describe_presets
 from .sources.reading import ReadReport, check_conversations, read_conversations
 from .synthesis.file import MakeLimits, Wanted, make_to_file
 from .synthesis.loop import growing_engine
 from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
 from .synthesis.tries import beginning
 from .synthesis.user_turns import steerable
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_BAR = 40  # characters
 
 
 def make(options: MakeOptions) -> None:
@@ -82,21 +102,22 @@ def regenerate(options: RegenerateOptions) -> None:
         max_tokens=options.max_tokens,
     )
     config = RegenerateConfig(params, options.system, options.least_distinct)
-    settings = {**asdict(options.data_config()), "split": options.split}
-    check_conversations(options.data_config(), options.split)
+    data, stream = options.data_config(), options.choice.filters.stream
+    settings = {**asdict(data), "split": options.split}
+    check_conversations(data, options.split)
     target = options.loading.load(options.target)
     report = ReadReport()
-    found = read_conversations(options.data_config(), options.split, tokenizer_of(target), report)
-    asked = found if options.choice.filters.stream else list(found)
-    if not asked:  # never of a stream
+    conversations = read_conversations(data, options.split, tokenizer_of(target), report)
+    questions = conversations if stream else list(conversations)
+    if not questions:  # never of a stream
         raise DataError(f"nothing to answer in {', '.join(options.data)}; try --split all")
-    if not options.choice.filters.stream and report.left_out:
+    if report.left_out:
         print(report)
     engine = engine_of(options.drafting, options.loading, target)
     count, done = regenerate_to_file(
-        engine, asked, config, options.output, settings, options.overwrite, True, options.limit
+        engine, questions, config, options.output, settings, options.overwrite, True, options.limit
     )
-    if options.choice.filters.stream and report.left_out:
+    if stream and report.left_out:
         print(report)
     print(
         f"{counted(count, 'conversation')} with {counted(done.answers, 'answer')} of "
@@ -120,8 +141,8 @@ def collect(options: CollectOptions) -> None:
     if options.max_length > target.context_length:
         raise ConfigError(f"--max-length {options.max_length}: the target's context is {target.context_length} tokens")
     tokenizer, read = tokenizer_of(target), ReadReport()
-    found = read_conversations(config, options.split, tokenizer, read)
-    samples, report = render_all(tokenizer, found, options.max_length, options.choice.filters.skip_bad)
+    conversations = read_conversations(config, options.split, tokenizer, read)
+    samples, report = render_all(tokenizer, conversations, options.max_length, options.choice.filters.skip_bad)
     if read.left_out or report.unusable:
         print(f"{read}; {report.unusable:,} more refused by the chat template" if report.unusable else read)
     print(
@@ -165,19 +186,19 @@ def engine_of(
     if options.head is not None and options.num_speculative_tokens:
         head = load_head(options.head, target)
         quantize_for(head, target)
-        if (said := head_warning(head, target)) is not None:
-            print(f"warning: {said}", file=sys.stderr)
+        if (warning := head_warning(head, target)) is not None:
+            print(f"warning: {warning}", file=sys.stderr)
     loading.wire_active()
     return growing_engine(target, head, place, options.num_speculative_tokens, options.batch)
 
 
-def aux_layers_of(wish: str | None, target: Target) -> tuple[int, ...]:
+def aux_layers_of(given: str | None, target: Target) -> tuple[int, ...]:
     """Return the layers of `--aux-layers`, or EAGLE-3's default layers. Raises ConfigError if a layer is invalid."""
-    if wish is None:
+    if given is None:
         return default_aux_layers(target.num_layers)
-    layers = tuple(map(int, wish.split(",")))
+    layers = tuple(map(int, given.split(",")))
     if max(layers) >= target.num_layers:
-        raise ConfigError(f"--aux-layers {wish}: the target has layers 0 to {target.num_layers - 1}")
+        raise ConfigError(f"--aux-layers {given}: the target has layers 0 to {target.num_layers - 1}")
     return layers
 
 
@@ -185,3 +206,96 @@ def tokenizer_of(target: Target) -> TokenizerWrapper:
     if target.tokenizer is None:
         raise TargetError(f"{target.name} has no tokenizer")
     return target.tokenizer
+
+
+def list_presets(_: PresetsOptions) -> None:
+    print(describe_presets())
+
+
+def inspect(options: InspectOptions) -> None:
+    """Show the first conversations, then a histogram of lengths; or check a folder of shards."""
+    if (Path(options.data[0]) / MANIFEST).is_file():
+        if len(options.data) > 1:
+            raise ConfigError("inspect checks one folder of shards at a time; run it again for each of the others")
+        _inspect_shards(Path(options.data[0]))
+        return
+    tokenizer = tokenizer_of(options.loading.load(options.target)) if options.target else None
+    report, template, lengths, learned = ReadReport(), RenderReport(), [], 0
+    config = options.choice.config(options.data, max(options.limit, options.histogram))
+    for index, conversation in enumerate(read_conversations(config, options.split, tokenizer, report)):
+        length = len(conversation.text or "") + sum(len(message.content) for message in conversation.messages)
+        if tokenizer is not None:
+            try:
+                rendered, lost = examine(tokenizer, conversation)
+            except DataError:
+                if not options.choice.filters.skip_bad:
+                    raise
+                continue
+            template.add(lost)
+            length, to_learn = len(rendered.tokens), sum(rendered.loss_mask)
+            learned += to_learn
+        if index < options.limit:
+            print(f"--- {conversation.origin}")
+            print(as_text(conversation) if tokenizer is None else marked(rendered, tokenizer.decode))
+            if tokenizer is not None:
+                print(f"--- {length} tokens, {to_learn} to learn, between ⟦ and ⟧")
+        lengths.append(length)
+    print(report)
+    if options.histogram:
+        print(histogram(lengths, "characters" if tokenizer is None else "tokens"))
+    if tokenizer is not None and lengths:
+        print(f"{learned:,} of {sum(lengths):,} tokens to learn ({learned / sum(lengths):.0%})")
+    for note in template.notes(options.target or ""):
+        print(note)
+
+
+def _inspect_shards(folder: Path) -> None:
+    reader = ShardReader(folder)
+    reader.verify()
+    for name, value in vars(reader.meta).items():
+        print(f"{name:12} {value or 'none'}")
+    size = sum(f.size for f in reader.files)
+    print(f"{counted(len(reader), 'conversation')}, {counted(reader.tokens, 'token')}, {reader.loss_tokens:,} to learn")
+    print(f"{counted(len(reader.files), 'shard')}, {size / 1e6:,.1f} MB; every SHA-256 is correct")
+
+
+def marked(rendered: Rendered, decode: Callable[[list[int]], str]) -> str:
+    parts = []
+    for learned, pairs in groupby(zip(*rendered, strict=True), itemgetter(1)):
+        text = escape_control_characters(decode([token for token, _ in pairs]))
+        parts.append(f"⟦{text}⟧" if learned else text)
+    return "".join(parts)
+
+
+def as_text(conversation: Conversation) -> str:
+    lines = [conversation.text] if conversation.text is not None else []
+    if conversation.tools:
+        lines.append(f"[tools] {json.dumps(list(conversation.tools), ensure_ascii=False)}")
+    for message in conversation.messages:
+        lines.append(f"[{message.role}] {message.content}")
+        lines += [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in message.extra.items()]
+    return escape_control_characters("\n".join(lines))
+
+
+def escape_control_characters(text: str) -> str:
+    """Return the text with control characters escaped, so that data cannot send commands to a terminal."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def histogram(lengths: Sequence[int], unit: str) -> str:
+    """Return a histogram of lengths in bins that double, with a line of statistics."""
+    if not lengths:
+        return f"no conversations, so there are no lengths in {unit}"
+    ordered = sorted(lengths)
+    bins = Counter(max(16, 1 << (length - 1).bit_length()) for length in ordered)
+    edges = [1 << power for power in range(min(bins).bit_length() - 1, max(bins).bit_length())]
+    width, most = len(f"{edges[-1]:,}"), max(bins.values())
+    lines = [
+        f"  up to {edge:>{width},}  {'█' * round(_BAR * bins[edge] / most):{_BAR}}  {bins[edge]:,}" for edge in edges
+    ]
+    median, high, higher = (ordered[len(ordered) * share // 100] for share in (50, 90, 99))
+    figures = (
+        f"shortest {ordered[0]:,}, median {median:,}, mean {sum(ordered) / len(ordered):,.0f}, "
+        f"90 % below {high:,}, 99 % below {higher:,}, longest {ordered[-1]:,}"
+    )
+    return "\n".join([f"{counted(len(ordered), 'conversation')}, lengths in {unit}:", *lines, figures])

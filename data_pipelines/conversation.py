@@ -29,12 +29,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Either messages or plain text."""
-
     messages: tuple[Message, ...] = ()
     text: str | None = None
     tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
-    """Tool definitions for the chat template."""
     origin: str = field(default="", compare=False)
     """Source, for error messages, such as `file.jsonl:12`."""
 
@@ -47,14 +44,11 @@ class Conversation:
         """Return a row for a jsonl file. `parse_row` turns it back into this conversation."""
         if self.text is not None:
             return {"text": self.text}
-        row: dict[str, Any] = {"messages": [m.as_dict() for m in self.messages]}
-        return {**row, "tools": [dict(tool) for tool in self.tools]} if self.tools else row
+        tools = {"tools": [dict(tool) for tool in self.tools]} if self.tools else {}
+        return {"messages": [m.as_dict() for m in self.messages], **tools}
 
     def prompt_key(self) -> int:
-        """Return a 64-bit hash of the normalized text of all messages except the assistant's and the system's.
-
-        So conversations with like prompts are never on both sides of a split.
-        """
+        """Return a 64-bit hash of the normalized text of all messages except the assistant's and the system's."""
         return self._key([m for m in self.messages if m.role not in ("assistant", *_SYSTEM)])
 
     @property
@@ -67,12 +61,12 @@ class Conversation:
         return self._key(self.messages)
 
     def _key(self, messages: Sequence[Message]) -> int:
-        said = [normal(self.text or "")]
+        texts = [normal(self.text or "")]
         for message in messages:
             calls = message.extra.get("tool_calls")
             shown = json.dumps(calls, sort_keys=True, default=str) if calls else ""
-            said.append(f"{message.role}\0{normal(message.content)}\0{shown}")
-        return int.from_bytes(hashlib.blake2s("\0\0".join(said).encode(errors="replace")).digest()[:8], "big")
+            texts.append(f"{message.role}\0{normal(message.content)}\0{shown}")
+        return int.from_bytes(hashlib.blake2s("\0\0".join(texts).encode(errors="replace")).digest()[:8], "big")
 
 
 def held_out_prompts(keys: Collection[int]) -> frozenset[int]:

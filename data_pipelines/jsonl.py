@@ -17,6 +17,7 @@ from eagle_mlx.files import check_file, locked, write_whole
 from .conversation import Conversation
 
 GZ = ".gz"
+_FORMAT = 2
 
 
 def check_new(path: str | Path, overwrite: bool = False) -> Path:
@@ -53,20 +54,14 @@ def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = Fals
     return len(rows)
 
 
-_FORMAT = 2
-
-
 class Done(NamedTuple):
     """A row that is already in the partial file."""
 
     key: int
-    """Key of the source conversation."""
     counts: dict[str, int]
     """What the row adds to the report's counts, by name."""
-    at: int
-    """Offset of the row's text in the file, in bytes."""
-    size: int
-    """Size of the row's text in bytes; 0 if the conversation was dropped."""
+    row: bytes
+    """A line with its line end; empty if the conversation was dropped."""
 
 
 @dataclass
@@ -80,52 +75,40 @@ class PartialFile:
     path: Path
     output: Path
     done: dict[int, Done]
-    """Finished rows by row number."""
     _file: BinaryIO
 
     def check(self, index: int, key: int, origin: str) -> bool:
         """Return whether the row is done. Raises DataError if it was made from another conversation."""
-        found = self.done.get(index)
-        if found is not None and found.key != key:
-            raise DataError(
-                f"{origin} is not the conversation that was there when {self.path} was started: the data has changed; "
-                f"restore it to continue, or delete {self.path} to start over"
-            )
-        return found is not None
+        done = self.done.get(index)
+        if done is not None and done.key != key:
+            raise self._changed(f"{origin} is not the conversation that was there when {self.path} was started")
+        return done is not None
 
     def add(self, index: int, key: int, counts: dict[str, int], row: bytes) -> None:
         """Write a row: a line with its line end, or nothing. Raises OSError, for `open_partial` to report."""
         head = json.dumps([index, key, zlib.crc32(row), counts]).encode()
-        start = self._file.tell() + len(head) + 1
         self._file.write(head + b"\t" + (row or b"\n"))
         self._file.flush()
-        self.done[index] = Done(key, counts, start, len(row))
+        self.done[index] = Done(key, counts, row)
 
     def finish(self, total: int, overwrite: bool = False) -> int:
         """Write the rows in order and return their number. Raises DataError for rows beyond `total`."""
         if (last := max(self.done, default=-1)) >= total:
-            raise DataError(
-                f"{self.path} holds row {last + 1}, but the data now has only {total} conversations: it has "
-                f"changed; restore it to continue, or delete {self.path} to start over"
-            )
+            raise self._changed(f"{self.path} holds row {last + 1}, but the data now has only {total} conversations")
         return self.finish_with(sorted(self.done), overwrite)
 
     def finish_with(self, indexes: Sequence[int], overwrite: bool = False) -> int:
         """Write only these rows, in this order, as `finish` does."""
-        rows = []
-        with self.path.open("rb") as file:
-            for found in (self.done[index] for index in indexes if self.done[index].size):
-                file.seek(found.at)
-                rows.append(file.read(found.size))
-        count = write_lines(self.output, rows, overwrite)
+        count = write_lines(self.output, filter(None, (self.done[index].row for index in indexes)), overwrite)
         self.path.unlink()
         return count
 
+    def _changed(self, what: str) -> DataError:
+        return DataError(f"{what}: the data has changed; restore it to continue, or delete {self.path} to start over")
+
 
 def partial_path(output: str | Path) -> Path:
-    """Return the path of the partial file for an output."""
-    path = Path(output)
-    return path.with_name(f"{path.name}.partial")
+    return Path(f"{output}.partial")
 
 
 @contextmanager
@@ -160,11 +143,8 @@ def _read(file: BinaryIO, path: Path, settings: Mapping[str, Any]) -> dict[int, 
             break
         if end == 0:
             _compare(line, path, settings)
-        else:
-            found = _row(line, end)
-            if found is None:
-                break
-            done[found[0]] = found[1]
+        elif not _add_row(line, done):
+            break
         end += len(line)
     file.truncate(end)
     file.seek(end)
@@ -175,25 +155,27 @@ def _read(file: BinaryIO, path: Path, settings: Mapping[str, Any]) -> dict[int, 
     return done
 
 
-def _row(line: bytes, at: int) -> tuple[int, Done] | None:
-    """Parse a line; return None if it is damaged."""
+def _add_row(line: bytes, done: dict[int, Done]) -> bool:
+    """Parse a row's line and add it; return False if the line is damaged."""
     head, _, row = line.partition(b"\t")
     row = b"" if row == b"\n" else row
     try:
         index, key, crc, counts = json.loads(head)
     except (ValueError, TypeError):
-        return None
-    done = Done(key, counts, at + len(head) + 1, len(row))
-    return (index, done) if zlib.crc32(row) == crc else None
+        return False
+    if zlib.crc32(row) != crc:
+        return False
+    done[index] = Done(key, counts, row)
+    return True
 
 
 def _compare(line: bytes, path: Path, settings: Mapping[str, Any]) -> None:
     try:
         head = json.loads(line)
-        begun = head["settings"] if head["partial"] == _FORMAT else None
+        begun = dict(head["settings"]) if head["partial"] == _FORMAT else None
     except (ValueError, TypeError, KeyError):
         begun = None
-    if not isinstance(begun, dict):
+    if begun is None:
         raise OutputError(f"{path} was not started by this version of this command; move it away")
     if wrong := difference(begun, settings):
         raise OutputError(

@@ -22,16 +22,16 @@ FIRST_ROWS = 32
 """Initial batch size: 32 x 500 tokens take 2.4 GB with an 8B model (36 layers, 8 KV heads of 128, 16 bits)."""
 MOST_ROWS = 256
 """Maximum batch size. Its logits take 150 MB with a vocabulary of 150,000. `kv_bytes` limits the KV cache."""
-TARGET_HELP = "folder or hub id of the model"
-AUX_LAYERS = "layers that the head reads (default: 1, N/2-1 and N-4 of N)"
-LAYER_NUMBERS = Limit(
-    re.compile(r"\d+(,\d+)*").fullmatch,
-    "must be layer numbers with commas, such as 1,6,10, not {}",
-)
-SPLIT_HELP = (
+_AUX_LAYERS = "layers that the head reads (default: 1, N/2-1 and N-4 of N)"
+_LAYER_NUMBERS = Limit(re.compile(r"\d+(,\d+)*").fullmatch, "must be layer numbers such as 1,6,10, not {}")
+_SPLIT = (
     "part to read; heldout is one conversation in 25 (in small files one in 10), chosen by a hash of its prompt (for "
     "builtin:, of its file); train is the rest"
 )
+_BITS = "bits per value in the shards"
+_SYSTEM = "system prompt that replaces a conversation's own, '' for none; if repeated, the seed chooses for each row"
+_BATCH = f"batch size (default: {FIRST_ROWS}, doubled while that is faster, up to {MOST_ROWS})"
+_MAP = "field names (role=from,content=value or prompt=question,completion=answer); repeatable, one for each SPEC"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,7 @@ class ChoiceOptions(Group):
     """How rows are read, and in which order."""
 
     seed: int = setting(DataConfig.seed, "seed of everything random", SEED)
-    map: tuple[str, ...] = setting(
-        (),
-        "field names of the rows (role=from,content=value or prompt=question,completion=answer); repeatable, "
-        "one for each SPEC",
-        metavar="[SPEC:]FIELD=NAME,…",
-        repeat=True,
-    )
+    map: tuple[str, ...] = setting((), _MAP, metavar="[SPEC:]FIELD=NAME,…", repeat=True)
     filters: FilterOptions = field(default_factory=FilterOptions)
 
     def config(self, sources: Sequence[str], limit: int | None) -> DataConfig:
@@ -57,16 +51,15 @@ class ChoiceOptions(Group):
 class ReadOptions(Group):
     """A target, the conversations that it reads, and whether to replace the output."""
 
-    target: str = setting(REQUIRED, TARGET_HELP, metavar="MODEL")
+    target: str = setting(REQUIRED, "folder or hub id of the model", metavar="MODEL")
     data: tuple[str, ...] = setting(REQUIRED, "sources to read; repeatable", metavar="SPEC[=WEIGHT]")
-    split: Split | None = setting(None, SPLIT_HELP, shown="train of builtin:, all of anything else")
+    split: Split | None = setting(None, _SPLIT, shown="train of builtin:, all of anything else")
     limit: int | None = setting(None, "maximum number of conversations from all sources together", AT_LEAST_1)
     overwrite: bool = setting(False, "replace an existing output")
     choice: ChoiceOptions = field(default_factory=ChoiceOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
 
     def data_config(self) -> DataConfig:
-        """Return what to read. Raises ConfigError or DataError if a setting or source is invalid."""
         return self.choice.config(self.data, self.limit)
 
 
@@ -74,12 +67,8 @@ class ReadOptions(Group):
 class DraftingOptions(Group):
     """Batch size and draft head."""
 
-    batch: int | None = setting(
-        None, f"batch size (default: {FIRST_ROWS}, doubled while that is faster, up to {MOST_ROWS})", AT_LEAST_1
-    )
-    head: str | None = setting(
-        None, "draft head for the target; makes decoding faster without changing the text", metavar="DIR_OR_ID"
-    )
+    batch: int | None = setting(None, _BATCH, AT_LEAST_1)
+    head: str | None = setting(None, "draft head, which saves time without changing the text", metavar="DIR_OR_ID")
     num_speculative_tokens: int = setting(MOST_TOKENS, "maximum drafted tokens per round", DRAFT_TOKENS, metavar="K")
 
 
@@ -127,16 +116,11 @@ class MakeConfig(MakeSampling):
                 raise ConfigError(f"{name} must have at least one value")
         if min(self.turns) < 0 or not sum(self.turns) > 0:
             raise ConfigError(f"--turns {self.turns}: each share must be 0 or more, and at least one must be above 0")
-        for temperature in self.temperatures:
-            self.answer(temperature)
-        self.question()
 
     def question(self) -> SamplingParams:
-        """Return the sampling parameters for a user turn."""
         return SamplingParams(temperature=self.user_temperature, top_p=self.user_top_p, max_tokens=self.user_tokens)
 
     def answer(self, temperature: float) -> SamplingParams:
-        """Return the sampling parameters for an answer."""
         return SamplingParams(temperature=temperature, top_p=self.top_p, max_tokens=self.max_tokens)
 
 
@@ -144,17 +128,9 @@ class MakeConfig(MakeSampling):
 class WritingOptions(MakeSampling):
     """What to write, and how to sample it."""
 
-    domains: Path = setting(
-        FILE,
-        "file of domains (subjects) to write about; each name has the keys weight, system and openings",
-        metavar="FILE.yaml",
-    )
+    domains: Path = setting(FILE, "file of domains (subjects) to write about", metavar="FILE.yaml")
     domain: tuple[str, ...] = setting((), "only these domains; repeatable", metavar="NAME[=WEIGHT]", repeat=True)
-    turns: str = setting(
-        ",".join(f"{share:g}" for share in MakeConfig.turns),
-        "shares of conversations with one user turn, two, …",
-        metavar="A,B,…",
-    )
+    turns: str = setting("0.7,0.2,0.1", "shares of conversations with one user turn, two, …", metavar="A,B,…")
 
     def config(self, seed: int) -> MakeConfig:
         """Return the configuration for this seed. Raises ConfigError if a setting is invalid."""
@@ -171,7 +147,7 @@ class WritingOptions(MakeSampling):
 class MakeOptions(Group):
     """The number of conversations to make, and the output."""
 
-    target: str = setting(REQUIRED, TARGET_HELP, metavar="MODEL")
+    target: str = setting(REQUIRED, "folder or hub id of the model", metavar="MODEL")
     output: Path = setting(REQUIRED, "file to write", metavar="FILE.jsonl[.gz]")
     rows: int | None = setting(None, "conversations to make", AT_LEAST_1)
     tokens: int | None = setting(None, "tokens to make, template included", AT_LEAST_1)
@@ -179,8 +155,8 @@ class MakeOptions(Group):
     overwrite: bool = setting(False, "replace an existing output")
     finish: bool = setting(False, "finish the output of an interrupted command, without making more")
     capture: Path | None = setting(None, "folder for shards with the hidden states", metavar="DIR")
-    aux_layers: str | None = setting(None, AUX_LAYERS, LAYER_NUMBERS, metavar="A,B,C")
-    bits: Literal[16, 8] = setting(16, "bits per value in the shards")
+    aux_layers: str | None = setting(None, _AUX_LAYERS, _LAYER_NUMBERS, metavar="A,B,C")
+    bits: Literal[16, 8] = setting(16, _BITS)
     writing: WritingOptions = field(default_factory=WritingOptions)
     drafting: DraftingOptions = field(default_factory=DraftingOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
@@ -195,11 +171,7 @@ class RegenerateOptions(ReadOptions):
     top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens", limit_of("top_k"))
     top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens", limit_of("top_p"))
     max_tokens: int = setting(512, "maximum tokens of an answer", AT_LEAST_1)
-    system: tuple[str, ...] = setting(
-        (),
-        "system prompt that replaces a conversation's own; '' for none; if repeated, the seed chooses one for each row",
-        repeat=True,
-    )
+    system: tuple[str, ...] = setting((), _SYSTEM, repeat=True)
     least_distinct: float = setting(
         0.0, f"drop answers with a smaller share of distinct 4-grams; {LEAST_DISTINCT} drops loops", SHARE, metavar="R"
     )
@@ -210,12 +182,12 @@ class RegenerateOptions(ReadOptions):
 class CollectOptions(ReadOptions):
     """What to capture, and where to write it."""
 
-    split: Split | None = setting("train", SPLIT_HELP)
+    split: Split | None = setting("train", _SPLIT)
     output: Path = setting(REQUIRED, "folder for the shards", metavar="DIR")
     max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
-    aux_layers: str | None = setting(None, AUX_LAYERS, LAYER_NUMBERS, metavar="A,B,C")
+    aux_layers: str | None = setting(None, _AUX_LAYERS, _LAYER_NUMBERS, metavar="A,B,C")
     batch_tokens: int = setting(2048, "tokens per forward", AT_LEAST_1)
-    bits: Literal[16, 8] = setting(16, "bits per value in the shards")
+    bits: Literal[16, 8] = setting(16, _BITS)
     resume: bool = setting(False, "capture the damaged shards of a complete DIR again")
 
 
@@ -223,15 +195,11 @@ class CollectOptions(ReadOptions):
 class InspectOptions(Group):
     """What to inspect."""
 
-    data: tuple[str, ...] = setting(
-        REQUIRED, "a folder of shards, or sources as for --data", name="SOURCE", positional=True
-    )
-    target: str | None = setting(
-        None, "render conversations for this model, and mark the learned parts", metavar="MODEL"
-    )
+    data: tuple[str, ...] = setting(REQUIRED, "folder of shards, or sources", name="SOURCE", positional=True)
+    target: str | None = setting(None, "render for this model, and mark the learned parts", metavar="MODEL")
     limit: int = setting(3, "conversations to show", AT_LEAST_1)
     histogram: int = setting(1000, "conversations in the histogram of lengths; 0 for no histogram", AT_LEAST_0)
-    split: Split | None = setting("all", SPLIT_HELP)
+    split: Split | None = setting("all", _SPLIT)
     choice: ChoiceOptions = field(default_factory=ChoiceOptions)
     loading: TargetOptions = field(default_factory=TargetOptions)
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from eagle_mlx.errors import DataError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _BEGUN = re.compile(r"[^\s>\]]+$")
 """The beginning of a word or tag."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_START = Point(0, -1)
 
 
 class Rendered(NamedTuple):
@@ -31,12 +32,9 @@ class Rendered(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A rendered conversation to learn from."""
-
     tokens: list[int]
     loss_mask: list[int]
     key: int
-    """The conversation's `prompt_key`."""
 
 
 class Unrendered(NamedTuple):
@@ -47,7 +45,6 @@ class Unrendered(NamedTuple):
     turns: frozenset[int] = frozenset()
     """Indices of assistant messages that render as nothing. They are not learned."""
     answers: int = 0
-    """Number of assistant messages that render as something."""
 
 
 @dataclass
@@ -55,11 +52,9 @@ class RenderReport:
     """Counts of rendered conversations, and of what the chat template drops from them."""
 
     conversations: int = 0
-    """Conversations that are kept."""
     tokens: int = 0
     loss_tokens: int = 0
     cut: int = 0
-    """Conversations that `max_length` shortened."""
     dropped: int = 0
     """Conversations dropped because `max_length` cut off all of the assistant's tokens."""
     unusable: int = 0
@@ -81,22 +76,22 @@ class RenderReport:
         return True
 
     def notes(self, target: str) -> list[str]:
-        """Return one line for each part that a target's chat template drops."""
-        lost = [
+        lines = [
             f"the chat template of {target} does not {part}: {counted(count, 'conversation')} affected"
             for part, count in sorted(self.parts.items())
         ]
-        skipped = [f"{counted(self.empty, 'conversation')} skipped"] * bool(self.empty)
-        skipped += [f"{counted(self.empty_turns, 'turn')} of other conversations not learned"] * bool(self.empty_turns)
-        return [*lost, *([f"answers that render as nothing: {', '.join(skipped)}"] if skipped else [])]
+        skipped = [f"{counted(self.empty, 'conversation')} skipped"] if self.empty else []
+        if self.empty_turns:
+            skipped.append(f"{counted(self.empty_turns, 'turn')} of other conversations not learned")
+        return [*lines, f"answers that render as nothing: {', '.join(skipped)}"] if skipped else lines
 
 
 def render_all(
     tokenizer: TokenizerWrapper, conversations: Iterable[Conversation], max_length: int, skip_bad: bool = False
 ) -> tuple[list[Sample], RenderReport]:
-    """Render conversations; drop those without an answer in their first `max_length` tokens. The report counts them.
+    """Render conversations; drop and count those without an answer in their first `max_length` tokens.
 
-    Conversations are also dropped if every answer renders as nothing and, with `skip_bad`, if `render` refuses them.
+    With `skip_bad`, those that `render` refuses are dropped too.
     """
     kept: list[Sample] = []
     report = RenderReport()
@@ -110,15 +105,15 @@ def render_all(
             continue
         if not report.add(lost):
             continue
-        rendered = Sample(whole.tokens[:max_length], whole.loss_mask[:max_length], conversation.prompt_key())
+        sample = Sample(whole.tokens[:max_length], whole.loss_mask[:max_length], conversation.prompt_key())
         report.cut += len(whole.tokens) > max_length
-        if not any(rendered.loss_mask):
+        if not any(sample.loss_mask):
             report.dropped += 1
             continue
-        kept.append(rendered)
+        kept.append(sample)
         report.conversations += 1
-        report.tokens += len(rendered.tokens)
-        report.loss_tokens += sum(rendered.loss_mask)
+        report.tokens += len(sample.tokens)
+        report.loss_tokens += sum(sample.loss_mask)
     return kept, report
 
 
@@ -126,9 +121,8 @@ def render(tokenizer: TokenizerWrapper, conversation: Conversation) -> Rendered:
     """Return the tokens and the loss mask of one conversation.
 
     Plain text is learned from end to end. In messages, the assistant's part is learned: between the template's `{%
-    generation %}` tags, or found by rendering the conversation up to each answer. Answers that render as nothing are
-    not learned. Raises DataError with the conversation's origin if there is no such part, or if the template refuses
-    the conversation.
+    generation %}` tags, or found by rendering the conversation up to each answer. Raises DataError with the
+    conversation's origin if there is no such part, or if the template refuses the conversation.
     """
     return _learned(tokenizer, conversation)[0]
 
@@ -153,19 +147,20 @@ def examine(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Re
         tokens = list(tokenizer.encode(conversation.text))
         return Rendered(tokens, [1] * len(tokens)), Unrendered()
     chat = RenderedChat.of(tokenizer, conversation)
-    places, opaque = TokenPlaces.of(chat), {chat.marking.parts[part].message for part in chat.marking.opaque}
-    turns = [turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    shown = opaque | {chat.marking.parts[point.part].message for point in chat.marking.points}
-    silent = frozenset(turns) - shown
-    spans, tagged = _answer_spans(chat, places.tokens, shown.intersection(turns))
-    tokens, mask = places.tokens, _loss_mask(chat, spans, places)
+    places = TokenPlaces.of(chat)
+    turns = {turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"}
+    silent = turns - chat.marking.shown
     lost = _left_out(chat)
-    if tagged:
+    spans = _tagged_spans(chat, places.tokens)
+    if spans is None:
+        spans = _found_spans(chat, turns - silent)
+    else:
         lost |= {f"mark {kind} for learning" for kind in _outside(chat, spans)}
-    learned = {token for token, learn in zip(tokens, mask, strict=True) if learn}
+    mask = _loss_mask(chat, spans, places)
+    learned = {token for token, learn in zip(places.tokens, mask, strict=True) if learn}
     if learned and learned.isdisjoint(tokenizer.eos_token_ids):
         lost.add("end answers with an end token")
-    return Rendered(tokens, mask), Unrendered(tuple(sorted(lost)), silent, len(turns) - len(silent))
+    return Rendered(places.tokens, mask), Unrendered(tuple(sorted(lost)), frozenset(silent), len(turns - silent))
 
 
 def _left_out(chat: RenderedChat) -> set[str]:
@@ -175,12 +170,11 @@ def _left_out(chat: RenderedChat) -> set[str]:
     last = max((part.message for part in chat.marking.parts if part.kind == "reasoning"), default=0)
     lost = set()
     for part in chat.marking.dropped:
-        role = chat.messages[part.message]["role"]
-        if role == "tool":
+        if part.role == "tool":
             lost.add("render tool results")
-        elif role != "assistant":
-            lost.add(f"render messages of role {role}")
-        elif part.kind == "text" and part.message not in chat.marking.lost:
+        elif part.role != "assistant":
+            lost.add(f"render messages of role {part.role}")
+        elif part.kind == "text" and part.message in chat.marking.shown:
             lost.add("render text of answers with tool calls")
         elif part.kind == "tool calls" or (part.kind == "reasoning" and part.message == last >= user):
             lost.add(f"render {part.kind}")
@@ -189,17 +183,9 @@ def _left_out(chat: RenderedChat) -> set[str]:
             plain = chat.template._replace(options={}).text(chat.messages)
         except DataError:  # the template needs tools, so it reads them
             plain = ""
-        lost |= {"render tools"} if plain == chat.text else set()
+        if plain == chat.text:
+            lost.add("render tools")
     return lost
-
-
-def _outside(chat: RenderedChat, spans: Sequence[_Span]) -> set[str]:
-    places = [
-        (point.at, chat.marking.parts[point.part])
-        for point in chat.marking.points
-        if chat.messages[chat.marking.parts[point.part].message]["role"] == "assistant"
-    ]
-    return {part.kind for at, part in places if not any(span.start <= at <= span.end for span in spans)}
 
 
 def all_tokens(tokenizer: TokenizerWrapper, conversation: Conversation) -> list[int]:
@@ -224,7 +210,6 @@ class _Span(NamedTuple):
 
     start: int
     last: int
-    """The end of its last part."""
     end: int
     limit: int
     """Where the next part of a message begins. An end token before it belongs to the span."""
@@ -232,30 +217,29 @@ class _Span(NamedTuple):
     """The message, if the span was not found by the template's tags."""
 
 
-def _answer_spans(chat: RenderedChat, tokens: list[int], turns: Collection[int]) -> tuple[list[_Span], bool]:
-    """Return the spans of the messages `turns`, and whether the template's `{% generation %}` tags mark them.
+def _outside(chat: RenderedChat, spans: Sequence[_Span]) -> set[str]:
+    parts = [(point.at, chat.marking.parts[point.part]) for point in chat.marking.points]
+    return {
+        part.kind
+        for at, part in parts
+        if part.role == "assistant" and not any(span.start <= at <= span.end for span in spans)
+    }
 
-    Raises DataError if a message has no span.
-    """
-    spans = _tagged_spans(chat, tokens)
-    if spans is not None:
-        return spans, True
-    found = [_span(chat, run) for run in _runs(chat)]
-    missing = set(turns).difference(span.turn for span in found if span.turn is not None)
-    if missing:
+
+def _found_spans(chat: RenderedChat, turns: Collection[int]) -> list[_Span]:
+    """Return the spans of messages without `{% generation %}` tags. Raises DataError if one of `turns` has none."""
+    spans = [_span(chat, run) for run in _runs(chat)]
+    if missing := set(turns).difference(span.turn for span in spans if span.turn is not None):
         raise DataError(
             f"{chat.template.origin}: message {min(missing) + 1} cannot be found in the rendered conversation, so "
             "there is no loss mask for it; use a template with {% generation %} tags, or split the conversation so "
             "that each part ends with one answer"
         )
-    return found, False
+    return spans
 
 
 def _loss_mask(chat: RenderedChat, spans: Sequence[_Span], places: TokenPlaces) -> list[int]:
-    """Return the loss mask [L].
-
-    A span ends with the first end token after its last part, even if other text of the template is between them.
-    """
+    """Return the loss mask [L]. A span ends with the first end token after its last part, even if text is between."""
     ends, mask = frozenset(chat.template.tokenizer.eos_token_ids), [0] * len(places.tokens)
     for span in spans:
         start, last, limit = places.before(span.start)[0], sum(places.before(span.last)), places.before(span.limit)[0]
@@ -266,74 +250,67 @@ def _loss_mask(chat: RenderedChat, spans: Sequence[_Span], places: TokenPlaces) 
 
 
 class _Run(NamedTuple):
-    """Parts of one message that follow each other in the text."""
+    """Parts of one message of the assistant that follow each other in the text."""
 
     turn: int
-    points: list[Point]
-    before: Point | None
+    start: int
+    last: int
+    before: Point
     """The last point of another message."""
-    after: Point | None
+    limit: int
 
 
 def _runs(chat: RenderedChat) -> Iterator[_Run]:
-    parts = chat.marking.parts
-    groups = [list(points) for _, points in groupby(chat.marking.points, lambda point: parts[point.part].message)]
-    for index, points in enumerate(groups):
-        turn = parts[points[0].part].message
+    parts, points = chat.marking.parts, chat.marking.points
+    begin = 0
+    for turn, group in groupby(points, lambda point: parts[point.part].message):
+        run = list(group)
+        end = begin + len(run)
         if chat.messages[turn]["role"] == "assistant":
-            before = groups[index - 1][-1] if index else None
-            after = groups[index + 1][0] if index + 1 < len(groups) else None
-            yield _Run(turn, points, before, after)
+            before = points[begin - 1] if begin else _START
+            yield _Run(turn, run[0].at, run[-1].at, before, points[end].at if end < len(points) else len(chat.text))
+        begin = end
 
 
 def _span(chat: RenderedChat, run: _Run) -> _Span:
     """Return the run's span, from the end of its prompt to the end of its last part."""
-    low, start = run.before.at if run.before else 0, run.points[0].at
-    gap, prompt = chat.text[low:start], _end_of_prompt(chat, run)
-    if prompt is not None and gap.startswith(prompt):
-        begin = low + len(prompt)
-    else:  # the history is written differently from the prompt
+    gap, prompt = chat.text[run.before.at : run.start], _end_of_prompt(chat, run)
+    lengths = [] if prompt is None else [_agreement(prompt, gap)]
+    if prompt is None or not gap.startswith(prompt):  # the history is written differently from the prompt
         header = _header(chat, run)
-        lengths = [] if prompt is None else [_agreement(prompt, gap)]
         lengths += [] if header is None or not gap.startswith(header) else [len(header)]
-        begin = low + max(lengths) if lengths else start
-    return _Span(begin, run.points[-1].at, run.points[-1].at, run.after.at if run.after else len(chat.text), run.turn)
+    begin = run.before.at + max(lengths, default=len(gap))
+    return _Span(begin, run.last, run.last, run.limit, run.turn)
 
 
 def _end_of_prompt(chat: RenderedChat, run: _Run) -> str | None:
     """Return the text after the last part before the run, in the prompt that asks for the run. None if unknown."""
-    before = None if run.before is None else run.before.part
-    last = run.turn if before is None else max(run.turn, chat.marking.parts[before].message + 1)
-    rendered = _rendered(chat, chat.messages[:last], prompt=True)
-    if rendered is None or (rendered[1][-1].part if rendered[1] else None) != before:
-        return None
-    return rendered[0][rendered[1][-1].at if rendered[1] else 0 :]
+    before = run.before.part
+    last = run.turn if before < 0 else max(run.turn, chat.marking.parts[before].message + 1)
+    text, points = _rendered(chat, chat.messages[:last], prompt=True)
+    return text[points[-1].at :] if points and points[-1].part == before else None
 
 
 def _header(chat: RenderedChat, run: _Run) -> str | None:
     """Return the text between the part before the run and the run's content, if it had no reasoning or calls."""
     message = chat.messages[run.turn]
     bare = {key: message[key] for key in ("role", "name") if key in message} | {"content": "."}
-    rendered = _rendered(chat, [*chat.messages[: run.turn], bare, *chat.messages[run.turn + 1 :]])
-    if rendered is None:
-        return None
-    text, points = rendered
+    text, points = _rendered(chat, [*chat.messages[: run.turn], bare, *chat.messages[run.turn + 1 :]])
     number = sum(part.message < run.turn for part in chat.marking.parts)
-    at = next((at for at, point in enumerate(points) if point.part == number), None)
-    if at is None:
-        return None
-    before = points[at - 1] if at else None
-    same = (before.part if before else None) == (run.before.part if run.before else None)
-    return text[before.at if before else 0 : points[at].at] if same else None
+    for before, point in pairwise(points):
+        if point.part == number:
+            return text[before.at : point.at] if before.part == run.before.part else None
+    return None
 
 
-def _rendered(chat: RenderedChat, messages: Messages, prompt: bool = False) -> tuple[str, list[Point]] | None:
-    """Return the text and points of other messages; None if the template refuses them."""
+def _rendered(chat: RenderedChat, messages: Messages, prompt: bool = False) -> tuple[str, list[Point]]:
+    """Return the text and points of other messages, from the text's start; no points if the template refuses them."""
     clear = [number for number in range(len(chat.marking.parts)) if number not in chat.marking.opaque]
     try:
-        return strip(chat.template.text(marked(messages, clear)[0], prompt))
+        text, points = strip(chat.template.text(marked(messages, clear)[0], prompt))
     except DataError:  # many templates refuse a truncated conversation
-        return None
+        return "", []
+    return text, [_START, *points]
 
 
 def _agreement(first: str, second: str) -> int:
@@ -351,14 +328,14 @@ def _stop_without_token(chat: RenderedChat, span: _Span, places: TokenPlaces) ->
     """
     tokens, last = places.tokens, sum(places.before(span.end))
     special = frozenset(chat.template.tokenizer.get_added_vocab().values())
-    users = [p.at for p in chat.marking.points if chat.messages[chat.marking.parts[p.part].message]["role"] == "user"]
+    users = [point.at for point in chat.marking.points if chat.marking.parts[point.part].role == "user"]
     after = sum(places.before(users[-1])) if users else len(tokens)
     if tokens[last : last + 1] == tokens[after : after + 1] and special.intersection(tokens[last : last + 1]):
         return last + 1
-    rendered = None if span.turn is None else _rendered(chat, chat.messages[: span.turn + 1])
-    if rendered is None or not rendered[1]:
+    text, points = ("", []) if span.turn is None else _rendered(chat, chat.messages[: span.turn + 1])
+    if len(points) < 2:
         return last
-    tail, rest = rendered[0][rendered[1][-1].at :].rstrip(), chat.text[span.end : span.limit]
+    tail, rest = text[points[-1].at :].rstrip(), chat.text[span.end : span.limit]
     stop, within = places.before(span.end + _agreement(tail, rest))
     if rest.startswith(tail):
         return stop + within
@@ -367,13 +344,13 @@ def _stop_without_token(chat: RenderedChat, span: _Span, places: TokenPlaces) ->
 
 def _tagged_spans(chat: RenderedChat, tokens: list[int]) -> list[_Span] | None:
     """Return the spans of the `{% generation %}` tags, or None if there are none or they mark nothing."""
-    tokenizer, shape = chat.template.tokenizer, chat.template.shape
+    tokenizer = chat.template.tokenizer
     source = tokenizer.chat_template
     if not isinstance(source, str) or not _GENERATION_TAG.search(source) or not tokenizer.is_fast:
         return None
     # mlx-lm's wrapper forces return_dict=False, and then transformers returns no mask.
     encoded = tokenizer._tokenizer.apply_chat_template(
-        shape(chat.messages),
+        chat.template.shape(chat.messages),
         return_dict=True,
         return_assistant_tokens_mask=True,
         tokenizer_kwargs={"return_offsets_mapping": True},

@@ -1,8 +1,8 @@
 """A conversation in its target's chat template: the forms that it may take, and where the text has each part.
 
-To find the parts of messages, the conversation is rendered again with marks around each part. Marks are noncharacters
-of Unicode, which texts do not contain. They do not change what a template does with a part, if it reads no more than
-its tags and white space: without the marks, the text is the same.
+To find the parts of messages, the conversation is rendered again with marks around each part: noncharacters of Unicode,
+which texts do not contain. If a template reads no more of a part than its tags and white space, the text is the same
+without the marks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,10 +44,8 @@ class ChatTemplate(NamedTuple):
 
     tokenizer: TokenizerWrapper
     options: dict[str, Any]
-    """The conversation's tools, if it has any."""
     origin: str
     shape: Callable[[Messages], Messages] = list
-    """Changes the form of contents or arguments."""
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper, conversation: Conversation) -> ChatTemplate:
@@ -73,6 +73,7 @@ class MessageString(NamedTuple):
     """A string of a message, of which every template renders all or nothing."""
 
     message: int
+    role: str
     kind: str
     """`text`, `reasoning` or `tool calls`."""
 
@@ -85,44 +86,43 @@ class Point(NamedTuple):
 
 
 class Marking(NamedTuple):
-    """Where a text has the parts of its messages."""
+    """Where a text has the parts of its messages, in the text's order."""
 
     parts: list[MessageString]
     points: list[Point]
-    """In the text's order."""
     opaque: frozenset[int]
-    """Parts that the template does more with than to copy them. They may be anywhere."""
+    """Parts that the template does not just copy. They may be anywhere."""
 
     @classmethod
     def of(cls, render: Callable[[Messages], str], messages: Messages, text: str) -> Marking:
-        """Find the messages' parts in the text that `render` makes from them."""
 
         def points(only: Collection[int]) -> list[Point] | None:
             try:
-                plain, found = strip(render(marked(messages, only)[0]))
+                plain, places = strip(render(marked(messages, only)[0]))
             except DataError:
                 return None
-            return found if plain == text else None
+            return places if plain == text else None
 
         parts = marked(messages, ())[1]
-        everything = range(min(len(parts), _MOST_PARTS))
-        result = points(everything)
-        clear = everything if result is not None else [part for part in everything if points([part]) is not None]
-        result = points(clear) if result is None else result
-        seen = clear if result is not None else ()
-        return cls(parts, result or [], frozenset(range(len(parts))).difference(seen))
+        clear: Sequence[int] = range(min(len(parts), _MOST_PARTS))
+        result = points(clear)
+        if result is None:
+            clear = [part for part in clear if points([part]) is not None]
+            result = points(clear)
+        return cls(parts, result or [], frozenset(range(len(parts))).difference(() if result is None else clear))
+
+    @property
+    def _present(self) -> frozenset[int]:
+        return self.opaque.union(point.part for point in self.points)
 
     @property
     def dropped(self) -> list[MessageString]:
-        """The parts that the template drops."""
-        present = {point.part for point in self.points}
-        return [part for number, part in enumerate(self.parts) if number not in present | self.opaque]
+        return [part for number, part in enumerate(self.parts) if number not in self._present]
 
     @property
-    def lost(self) -> frozenset[int]:
-        """Messages that have parts, of which the template drops all."""
-        present = {self.parts[number].message for number in {point.part for point in self.points} | self.opaque}
-        return frozenset(part.message for part in self.parts) - present
+    def shown(self) -> set[int]:
+        """Messages of which the template renders a part."""
+        return {self.parts[number].message for number in self._present}
 
 
 def strip(text: str) -> tuple[str, list[Point]]:
@@ -148,7 +148,7 @@ def marked(messages: Messages, only: Collection[int]) -> tuple[Messages, list[Me
     def part(text: str, message: int, kind: str) -> str:
         if not text.strip():
             return text
-        parts.append(MessageString(message, kind))
+        parts.append(MessageString(message, messages[message]["role"], kind))
         return mark(text, len(parts) - 1) if len(parts) - 1 in only else text
 
     def content(text: str, message: int, split: bool) -> str:
@@ -187,52 +187,44 @@ def marked(messages: Messages, only: Collection[int]) -> tuple[Messages, list[Me
 
 
 class RenderedChat(NamedTuple):
-    """A conversation in the form that its template takes, rendered."""
-
     template: ChatTemplate
     messages: Messages
     text: str
     marking: Marking
-    """Where the text has the parts of the messages."""
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper, conversation: Conversation, prompt: bool = False) -> RenderedChat:
-        """Render a conversation in the first form in which the fewest messages vanish.
+        """Render a conversation, or the `prompt` for an answer, in the first form in which the fewest messages vanish.
 
-        With `prompt`, the assistant is to answer. Raises DataError if the template refuses all forms.
+        Raises DataError if the template refuses all forms: contents as lists of parts, arguments of calls as JSON.
         """
         template = ChatTemplate.of(tokenizer, conversation)
         messages = list(map(_as_dict, conversation.messages))
         chats: list[RenderedChat] = []
         errors: list[DataError] = []
-        for shape in (list, _typed_contents, _argument_texts):
-            for form in _forms(messages):
-                try:
-                    chats.append(cls._rendered(template._replace(shape=shape), form, prompt))
-                except DataError as e:
-                    errors.append(e)
-                    continue
-                if not chats[-1].vanished:
-                    return chats[-1]
+        for shape, form in product((list, _typed_contents, _argument_texts), _forms(messages)):
+            shaped = template._replace(shape=shape)
+            try:
+                text = shaped.text(form, prompt)
+            except DataError as e:
+                errors.append(e)
+                continue
+            marking = Marking.of(partial(shaped.text, add_generation_prompt=prompt), form, text)
+            chats.append(cls(shaped, form, text, marking))
+            if not chats[-1].vanished:
+                return chats[-1]
         if not chats:
             raise errors[0]
         return min(chats, key=lambda chat: chat.vanished)
 
-    @classmethod
-    def _rendered(cls, template: ChatTemplate, messages: Messages, prompt: bool) -> RenderedChat:
-        text = template.text(messages, prompt)
-        return cls(template, messages, text, Marking.of(lambda changed: template.text(changed, prompt), messages, text))
-
     @property
     def vanished(self) -> int:
         """Number of messages, except the assistant's, whose text the template drops."""
-        return sum(self.messages[number]["role"] != "assistant" for number in self.marking.lost)
+        return len({part.message for part in self.marking.parts if part.role != "assistant"} - self.marking.shown)
 
 
 @dataclass(frozen=True)
 class TokenPlaces:
-    """The tokens of a text, and their places in it."""
-
     chat: RenderedChat
     tokens: list[int]
     offsets: Sequence[tuple[int, int]] | None
@@ -257,7 +249,6 @@ class TokenPlaces:
 
 
 def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
-    """Return the length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
@@ -301,13 +292,10 @@ def _system_in_user(messages: Messages) -> Messages:
 
 
 def _typed_contents(messages: Messages) -> Messages:
-    """Return messages with contents as lists of parts, for templates that read nothing else."""
     return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
 
 
 def _argument_texts(messages: Messages) -> Messages:
-    """Return messages with call arguments as JSON, for templates that cannot take objects."""
-
     def text(call: Any) -> Any:
         if isinstance(call.get("function"), Mapping):
             return {**call, "function": text(call["function"])}

@@ -31,10 +31,10 @@ from eagle_mlx.serve.terminal_chat import main as chat
 from eagle_mlx.setting import REQUIRED, Group, Setting, flag, settings_of
 from eagle_mlx.train.cli import main as train
 from eagle_mlx.train.config import TrainConfig
+from eagle_mlx.train.convert import Conversion, Extraction
 from eagle_mlx.train.convert.cli import main as convert
-from eagle_mlx.train.convert.options import Conversion, Extraction
+from eagle_mlx.train.publish import PublishOptions
 from eagle_mlx.train.publish.cli import main as publish
-from eagle_mlx.train.publish.options import PublishOptions
 
 Main = Callable[[list[str]], int]
 ROOT = Path(__file__).parent.parent

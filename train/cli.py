@@ -13,9 +13,8 @@ from eagle_mlx.extras import require
 from eagle_mlx.late import late
 from eagle_mlx.setting import Group, Setting, find, setting, settings_of
 
-from .config import TrainConfig
+from .config import OWN_RECIPE, TrainConfig, recipe_names
 from .kind_settings import KIND_SETTINGS
-from .recipes import OWN_RECIPE, recipe_names
 from .report.runs import main as report
 
 _HELP = """\
@@ -31,16 +30,12 @@ examples:
   eagle-train --target checkpoints/target --minutes 6 --rows 4 --length 256 --unroll 3 --lr 2e-3 --output out/head
   eagle-train --target Qwen3-4B-4bit --output out/qwen3-4b-eagle3      (without --data, the target writes it)
   eagle-train --target Qwen3-4B-4bit --hours 8 --output out/night   (the same, portion by portion, in 8 hours)
-  eagle-train --target out/tuned-4bit --hours 8 --data mine.jsonl --output out/night   (half of it from your questions)
-  eagle-train --target Qwen3-4B-4bit --self-tokens 3000000 --minutes 480 --output out/long --dry-run
-  eagle-train --target Qwen3-4B-4bit --data chats.jsonl --output out/qwen3-4b-eagle3
-  eagle-train --target Qwen3-4B-4bit --head eagle --data chats.jsonl --output out/qwen3-4b-eagle
+  eagle-train --target Qwen3-4B-4bit --hours 8 --data mine.jsonl --output out/night   (half of it from your questions)
+  eagle-train --target Qwen3-4B-4bit --data chats.jsonl --output out/qwen3-4b-eagle3 --dry-run
   eagle-train --target Qwen3-4B-4bit --head mtp --step-weights .51 .31 .18 --output out/qwen3-4b-mtp
   eagle-train --target Qwen3-4B-4bit --init-from user/qwen3-4b-eagle3 --data mine.jsonl --output out/mine
-  eagle-train --target Qwen3-4B-4bit --head dspark --init-from user/dspark --lora-rank 16 --output out/fitted
   eagle-train -c recipe.yaml --seed 1
   eagle-train --resume out/head
-  eagle-train report out/head out/mine
 
 eagle-train report compares runs, finished or not: loss, τ, time, and the settings in which they differ.
 
@@ -57,6 +52,10 @@ mlx-community/Qwen3-4B-4bit.
 Ctrl-C (or SIGTERM) saves the run's state and stops. --resume continues exactly from there, or after a crash from the
 last saved state. A second Ctrl-C stops immediately.
 """
+_RECIPE = (
+    "settings for a known model, by recipe or model name; without NAME, the recipe for --target. Recipes: "
+    f"{', '.join(recipe_names())}"
+)
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,7 @@ class StartOptions(Group):
     """Options of a start, apart from the run's settings."""
 
     resume: Path | None = setting(None, "continue the run in this folder, with its settings", metavar="DIR")
-    recipe: str | None = setting(
-        None,
-        "settings for a known model, by recipe or model name; without NAME, the recipe for --target. Recipes: "
-        + ", ".join(recipe_names()),
-        bare=OWN_RECIPE,
-    )
+    recipe: str | None = setting(None, _RECIPE, bare=OWN_RECIPE)
     dry_run: bool = setting(False, "print the plan, memory and time of the run, and stop")
     config_file: Path | None = setting(None, "YAML file with settings", name="config", also=("-c",))
 
@@ -87,7 +81,7 @@ def _main(given: Sequence[str]) -> None:
     start = StartOptions.of(**{name: flags.pop(name) for name in settings_of(StartOptions) if name in flags})
     flags = {name: find(TrainConfig, name).convert(value) for name, value in flags.items()}
     require("eagle-train", "train")
-    late(f"{__package__}.command:run_command")(start.resume, start.recipe, start.dry_run, start.config_file, flags)
+    late(f"{__package__}.job:run_command")(start.resume, start.recipe, start.dry_run, start.config_file, flags)
 
 
 def flags_parser() -> Parser:
@@ -102,14 +96,14 @@ def flags_parser() -> Parser:
     return parser
 
 
-def _default(known: Setting) -> str:
+def _default(declared: Setting) -> str:
     """Return the default for a flag's help, for each kind of head if they differ."""
-    if not any(known.name in kind.defaults for kind in KIND_SETTINGS.values()):
-        return default_text(known)
+    if not any(declared.name in kind.defaults for kind in KIND_SETTINGS.values()):
+        return default_text(declared)
     kinds: dict[Any, list[str]] = {}
     for title, kind in KIND_SETTINGS.items():
-        if known.name not in kind.foreign:
-            value = kind.defaults.get(known.name, known.written(known.default))
+        if declared.name not in kind.foreign:
+            value = kind.defaults.get(declared.name, declared.written(declared.default))
             kinds.setdefault(value, []).append(title)
     if len(kinds) == 1:
         return shown(next(iter(kinds)))

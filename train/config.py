@@ -20,9 +20,20 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 SELF = "self"
-"""The data source for conversations that the target writes."""
-_KNOWN = Limit(KIND_SETTINGS.__contains__, f"must be one of {', '.join(KIND_SETTINGS)}, not {{!r}}")
+MOST_PROMPTS = 100
+"""Maximum number of prompts of a measurement, unless the user sets it."""
+RECIPES = Path(__file__).with_name("recipes")
+"""Settings for known models, one file each."""
+OWN_RECIPE = ""
+"""The value of `--recipe` without a name: use the target's recipe."""
+_KINDS = Limit(KIND_SETTINGS.__contains__, f"must be one of {', '.join(KIND_SETTINGS)}, not {{!r}}")
 _CACHE_BITS = Limit((16, 8).__contains__, "must be 16 or 8, not {}")
+_INNER_SHARE = Limit(lambda value: 0 < value < 1, "must be above 0 and below 1, not {}")
+_AUX_LAYERS = "target layers to read, from 0 (default: a low, a middle and a high one, or those of --shards)"
+
+
+def recipe_names() -> list[str]:
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
 
 
 def open_number(help: str, unset: float = 0, **more: Any) -> Any:
@@ -36,26 +47,16 @@ class HeadConfig(Group):
 
     target: str = setting("", "folder or hub id of the model", metavar="MODEL")
     kind: str = setting(
-        "eagle3",
-        "kind of head: EAGLE-3, P-EAGLE, EAGLE-1 and 2 (eagle), multi-token prediction, or a block drafter",
-        _KNOWN,
-        name="head",
-        metavar=f"{{{','.join(KIND_SETTINGS)}}}",
+        "eagle3", "kind of head, as above", _KINDS, name="head", metavar=f"{{{','.join(KIND_SETTINGS)}}}"
     )
     init_from: str = setting("", "folder or hub id of a head of this kind to continue from; it sets the shape")
     lora_rank: int | None = open_number(
         "with --init-from: train only LoRA adapters of this rank, merged into the written head; 0 for all"
     )
     draft_vocab: int | None = open_number(
-        "size of the draft vocabulary, the most frequent tokens; with --init-from, 0 keeps the head's, another number "
-        "chooses one for the data"
+        "size of the draft vocabulary, the most frequent tokens; with --init-from, 0 keeps the head's own"
     )
-    aux_layers: tuple[int, ...] | None = setting(
-        None,
-        "target layers that the head reads, from 0 (default: a low, a middle and a high one, or those of --shards)",
-        AT_LEAST_0,
-        unset=(),
-    )
+    aux_layers: tuple[int, ...] | None = setting(None, _AUX_LAYERS, AT_LEAST_0, unset=())
     layers: int | None = open_number(
         "decoder layers; more draft better but slower; all but the first start as copies of the target's; with "
         "--init-from, EAGLE-3 heads get more layers that add nothing at first"
@@ -64,15 +65,10 @@ class HeadConfig(Group):
     heads: int | None = open_number("attention heads; 0 for the target's number")
     kv_heads: int | None = open_number("key and value heads; 0 for the target's number")
     feature_norm: Literal["each", "all", "none"] | None = setting(
-        None,
-        "norm of the layers read: one per layer (EAGLE-3.1's fc_norm), one over all (norm_before_fc), or none",
-        unset="auto",
+        None, "norm of the layers read: one per layer (fc_norm), one over all (norm_before_fc), or none", unset="auto"
     )
     feedback: Literal["normed", "output"] | None = setting(
-        None,
-        "what each draft step passes to the next: its output before or after the final norm (EAGLE-3.1's norm_output)",
-        name="recycle",
-        unset="auto",
+        None, "a draft step passes on its output before or after the final norm", name="recycle", unset="auto"
     )
     norm_before_residual: bool = setting(False, "use the normed feature as the residual; otherwise the feature itself")
     start: Literal["linear", "random"] = setting(
@@ -86,48 +82,35 @@ class TrainingDataConfig(Group):
 
     sources: tuple[str, ...] = setting(
         ("builtin:python",),
-        "files, hub ids or presets; mix with SOURCE=WEIGHT (docs/data.md). self, the default except for the included "
-        "target: the target writes the conversations first",
+        "files, hub ids or presets; mix with SOURCE=WEIGHT (docs/data.md); self: the target writes them first, as it "
+        "does without --data, except for the included target",
         name="data",
     )
     # One night's output of a small model on two cores: 17 tokens per second for eight hours.
     self_tokens: int = setting(500_000, "with --data self: tokens that the target writes first", AT_LEAST_1)
     map: tuple[str, ...] = setting((), "field names of the rows (role=from,content=value or SOURCE:prompt=question)")
     warmup_data: tuple[str, ...] = setting(
-        (),
-        "text to learn from first, such as text:FOLDER; the target only reads it (docs/training.md)",
-        metavar="SOURCE",
+        (), "text to learn from first, such as text:FOLDER, which the target only reads", metavar="SOURCE"
     )
     warmup_share: float = setting(
-        0.5,
-        "with --warmup-data: its share of the training; with --hours, its maximum share of the time",
-        Limit(lambda value: 0 < value < 1, "must be above 0 and below 1, not {}"),
+        0.5, "share of --warmup-data in the training; with --hours, at most this share of the time", _INNER_SHARE
     )
-    warmup_tokens: int | None = open_number(
-        "with --warmup-data: maximum number of its tokens; 0 for as many as its share needs"
-    )
+    warmup_tokens: int | None = open_number("maximum tokens of --warmup-data; 0 for as many as its share needs")
     shards: tuple[str, ...] = setting(
-        (),
-        "folders of hidden states from `eagle-data`, instead of --data; a head may read any of their layers",
-        metavar="DIR",
+        (), "folders of hidden states from `eagle-data`, instead of --data; a head may read any layers", metavar="DIR"
     )
     limit: int | None = open_number("maximum number of conversations from all sources; 0 for all")
     max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
     states: Literal["memory", "disk", "online"] | None = setting(
-        None,
-        "hidden states: kept in memory or on disk, or captured for each batch (online); auto follows --cache-gb",
-        unset="auto",
+        None, "where hidden states are kept; online: not at all; auto follows --cache-gb and the machine", unset="auto"
     )
     cache_gb: float = setting(4.0, "gigabytes for hidden states; those that need more are captured online", AT_LEAST_0)
     cache_bits: int = setting(16, "bits per value on disk, 16 or 8", _CACHE_BITS)
-    cache_dir: str = setting(
-        "", "folder for hidden states, which later runs reuse (default: the output's name + .shards)", metavar="DIR"
-    )
+    cache_dir: str = setting("", "folder for hidden states, for later runs too (default: OUTPUT.shards)", metavar="DIR")
     filters: FilterOptions = dataclasses.field(default_factory=FilterOptions)
 
     @property
     def is_self(self) -> bool:
-        """Whether the target writes the training data."""
         return self.sources == (SELF,)
 
     def _check(self) -> None:
@@ -156,46 +139,29 @@ class OptimizationConfig(Group):
         unset="auto",
     )
     loss_weights: tuple[float, ...] | None = setting(
-        None,
-        "weights of the distance between features (eagle) or distributions (dspark), and of --loss",
-        AT_LEAST_0,
-        unset=(),
+        None, "weights of the feature (eagle) or distribution distance (dspark), and of --loss", AT_LEAST_0, unset=()
     )
     feature_noise: float | None = setting(
-        None,
-        "maximum uniform noise on the head's features; less in conversations of more than 512 tokens",
-        AT_LEAST_0,
-        unset=-1.0,
+        None, "maximum uniform noise on the head's features; less in long conversations", AT_LEAST_0, unset=-1.0
     )
     rows: int | None = open_number("rows of a batch, per process of mlx.launch; 0 to choose by the data")
-    length: int | None = open_number(
-        "tokens of a row, which short conversations share and long ones exceed; 0 to choose by the data"
-    )
+    length: int | None = open_number("tokens of a row, shared by short conversations; 0 to choose by the data")
     accumulate: int = setting(1, "parts of a batch, one after another: the same update in less memory", AT_LEAST_1)
     dtype: Literal["float32", "bfloat16"] | None = setting(
-        None,
-        "dtype of steps and of the saved head; weights and moments stay in float32. auto: bfloat16, but float32 for "
-        "steps on a CPU",
-        unset="auto",
+        None, "dtype of steps and of the saved head; auto: bfloat16, but float32 for steps on a CPU", unset="auto"
     )
     grad_checkpoint: bool = setting(False, "recompute draft steps for the gradient: less memory, slightly more time")
     epochs: int | None = open_number("passes over the data, without another limit; 0 to choose 1 to 4 by the data")
     max_steps: int | None = open_number("number of optimizer steps; 0: as in --minutes or --epochs")
-    minutes: float | None = open_number(
-        "time limit of the training, which also sets the schedule; 0 for none", unset=0.0
-    )
+    minutes: float | None = open_number("time limit of the training, which sets the schedule; 0 for none", unset=0.0)
     hours: float | None = open_number(
         "time limit of the whole run: making data and training alternate, and each phase's head drafts the next data; "
         "each token is learned --epochs times; 0 to have all data before training",
         unset=0.0,
     )
     optimizer: Literal["adamw", "muon"] = setting("adamw", "for all weights, or muon for the head's inner matrices")
-    lr: float | None = open_number(
-        "peak learning rate of AdamW; 0: 1e-4 for targets 4,096 wide, 2e-4 for 2,048, and so on", unset=0.0
-    )
-    muon_lr: float | None = open_number(
-        "peak learning rate of Muon; 0 for updates as large as AdamW's at --lr", unset=0.0
-    )
+    lr: float | None = open_number("peak learning rate of AdamW; 0: by the target's width, 1e-4 for 4,096", unset=0.0)
+    muon_lr: float | None = open_number("peak learning rate of Muon; 0: updates as large as AdamW's", unset=0.0)
     warmup: float = setting(0.015, "share of the run in which the learning rate rises", SHARE)
     final_lr: float = setting(0.0, "final learning rate, as a share of the peak", SHARE)
     weight_decay: float = setting(0.0, "weight decay of AdamW", AT_LEAST_0)
@@ -219,26 +185,18 @@ class OptimizationConfig(Group):
             )
 
 
-MOST_PROMPTS = 100
-"""Maximum number of prompts of a measurement, unless the user sets it."""
-
-
 @dataclass(frozen=True)
 class EvaluationConfig(Group):
     """How acceptance is measured, by decoding held-out prompts."""
 
-    data: str = setting(
-        "", "source of held-out prompts (default: the held-out parts of all --data, in turn)", name="eval_data"
-    )
+    data: str = setting("", "source of prompts (default: the held-out parts of all --data, in turn)", name="eval_data")
     prompts: int | None = open_number(
         "held-out prompts per measurement; 0 for 48 to 100, in a tenth of the time", name="eval_prompts"
     )
     tokens: int = setting(128, "tokens decoded per prompt", AT_LEAST_1, name="eval_tokens")
     depth: int = setting(4, "draft tokens per round in measurements", between(1, 20), name="eval_depth")
     batch: int = setting(8, "prompts decoded together", AT_LEAST_1, name="eval_batch")
-    steps: int | None = open_number(
-        "measure acceptance and save a checkpoint every N steps", name="eval_steps", metavar="N"
-    )
+    steps: int | None = open_number("measure and save a checkpoint every N steps", name="eval_steps", metavar="N")
     minutes: float | None = open_number(
         "the same every N minutes (default: ten times per run)", name="eval_minutes", metavar="N", shown="", unset=0.0
     )
@@ -253,11 +211,7 @@ class RunConfig(Group):
     seed: int = setting(0, "seed of everything random", SEED)
     checkpoints: int = setting(2, "checkpoints to keep for --resume, each three times as large as a head", AT_LEAST_1)
     checkpoint_minutes: float | None = setting(
-        10.0,
-        "save a checkpoint every N minutes and after measurements; 0 for only those",
-        AT_LEAST_0,
-        metavar="N",
-        unset=0.0,
+        10.0, "save one every N minutes too; 0 for only after measurements", AT_LEAST_0, metavar="N", unset=0.0
     )
     log_steps: int = setting(10, "steps between lines of metrics.jsonl", AT_LEAST_1)
     wandb: bool = setting(False, "also log to Weights & Biases; WANDB_MODE=offline works without a network")
@@ -271,8 +225,8 @@ class RunConfig(Group):
 class TrainConfig(Group):
     """What a user gives of how a head is trained; None is not given. `kinds.resolve` makes TrainSettings of it.
 
-    In code, settings are grouped; flags, YAML files and saved runs use unique names: `config.evaluation.depth` is
-    `--eval-depth` and `eval_depth`. The defaults are common ones for targets of 1 to 30 billion parameters.
+    Flags, YAML files and saved runs use unique names: `config.evaluation.depth` is `--eval-depth` and `eval_depth`.
+    The defaults are common ones for targets of 1 to 30 billion parameters.
     """
 
     head: HeadConfig = HeadConfig()
@@ -323,7 +277,6 @@ NOT_WITH_HOURS = (
 
 
 def check_with_hours(config: TrainConfig) -> None:
-    """Raise ConfigError for settings that conflict with `hours`."""
     for name in NOT_WITH_HOURS:
         if config.value(name) != find(TrainConfig, name).default:
             raise ConfigError(f"{flag(name)} cannot be used with --hours, which determines it; leave {flag(name)} out")

@@ -22,9 +22,9 @@ class World(ranks.ProcessGroup):
 
     def part(self, count: int) -> slice:
         """Return this process's share of `count` rows. The first ranks get one more if it does not divide evenly."""
-        each, more = divmod(count, self.size)
-        begin = self.rank * each + min(self.rank, more)
-        return slice(begin, begin + each + (self.rank < more))
+        share, more = divmod(count, self.size)
+        begin = self.rank * share + min(self.rank, more)
+        return slice(begin, begin + share + (self.rank < more))
 
     def in_turn(self, work: Callable[[], T]) -> T:
         """Run `work` on one process per machine at a time, and return its result."""
@@ -46,13 +46,12 @@ class World(ranks.ProcessGroup):
         """Return rank 0's arrays, bit for bit. Other ranks pass arrays of the same names, shapes and dtypes."""
         if self.group is None:
             return dict(arrays)
-        found = {}
-        for name in sorted(arrays):
-            array = arrays[name]
+        received = {}
+        for name, array in sorted(arrays.items()):
             sent = np.array(array.reshape(-1).view(mx.uint8)) if self.is_rank_zero else np.zeros(array.nbytes, np.uint8)
-            received = np.array(self._sum(mx.array(sent)))
-            found[name] = mx.array(received).view(array.dtype).reshape(array.shape)
-        return found
+            data = mx.array(np.array(self._sum(mx.array(sent))))
+            received[name] = data.view(array.dtype).reshape(array.shape)
+        return received
 
 
 SINGLE_PROCESS = World.single()

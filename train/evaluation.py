@@ -25,19 +25,15 @@ from .report import Row
 
 FILE = "generations.md"
 COUNT = 3
-"""Sample texts per evaluation."""
 _ENOUGH, _FEWEST = 48, 8
 """Prompts of a measurement. With less than 48, the interval of τ is wider than the difference between checkpoints; 8
 decode together."""
 TIMES = 10
 """Maximum number of measurements during a run, unless the user sets it."""
 SHARE = 1 / 10
-"""Share of a run's time for measurements."""
 
 
 class Generation(TypedDict):
-    """The end of a prompt, and its decoded text."""
-
     prompt: str
     text: str
     tokens: int
@@ -55,7 +51,6 @@ class Acceptance:
     left_out: int
     """Prompts left out because the target's text loops."""
     emitted: int
-    """Tokens decoded for the measured prompts."""
     rounds: int
     seconds: float
     interval: float = 0.0
@@ -63,15 +58,14 @@ class Acceptance:
 
 
 class Evaluator:
-    """Measures heads on the same prompts with greedy decoding and chains of `depth` draft tokens.
-
-    Greedy text does not depend on the head, so prompts that end in loops are found once.
-    """
+    """Measures heads by chains of `depth` draft tokens, on the same prompts, without those whose greedy text loops."""
 
     def __init__(
         self, target: Target, prompts: Sequence[Prompt], depth: int = 4, max_tokens: int = 128, max_batch: int = 8
     ):
-        self._target, self._depth, self._max_batch = target, depth, max_batch
+        self._target = target
+        self._depth = depth
+        self._max_batch = max_batch
         self._prompts = list(prompts)
         self._all = len(self._prompts)
         self._params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -83,23 +77,20 @@ class Evaluator:
         begin = time.monotonic()
         some = self._prompts[: self._max_batch]
         usable = sum(not is_loop(output.tokens) for output in self._decode(head, some))
-        each = (time.monotonic() - begin) / max(1, len(some))
+        per_prompt = (time.monotonic() - begin) / max(1, len(some))
         enough = _ENOUGH * len(some) // max(1, usable)  # those that loop will be left out
-        found = affordable(seconds, each, self._all, times, enough)
-        self._all = found[0]
+        self._all, times = affordable(seconds, per_prompt, self._all, times, enough)
         del self._prompts[self._all :]
-        return found
+        return self._all, times
 
     def measure(self, head: DraftHead) -> Acceptance:
-        """Decode every prompt with the head and return its acceptance."""
         begin = time.monotonic()
         outputs = self._decode(head, self._prompts)
-        kept = [i for i, output in enumerate(outputs) if not is_loop(output.tokens)]
-        self._prompts = [self._prompts[i] for i in kept]
-        left_out = self._all - len(kept)
-        outputs = [outputs[i] for i in kept]
+        pairs = zip(self._prompts, outputs, strict=True)
+        kept = [(prompt, output) for prompt, output in pairs if not is_loop(output.tokens)]
+        self._prompts, outputs = [prompt for prompt, _ in kept], [output for _, output in kept]
         self.generations = generations_of(self._target, self._prompts, outputs)
-        return summarize(outputs, self._depth, left_out, time.monotonic() - begin)
+        return summarize(outputs, self._depth, self._all - len(kept), time.monotonic() - begin)
 
     def _decode(self, head: DraftHead, prompts: list[Prompt]) -> list[Output]:
         engine = Engine(
@@ -108,13 +99,14 @@ class Evaluator:
         return engine.generate(prompts, self._params)
 
 
-def affordable(seconds: float, each: float, prompts: int, times: int = 0, enough: int = _ENOUGH) -> tuple[int, int]:
+def affordable(
+    seconds: float, per_prompt: float, prompts: int, times: int = 0, enough: int = _ENOUGH
+) -> tuple[int, int]:
     """Return how many of `prompts` to decode per measurement, and the number of measurements.
 
-    `seconds`: for all measurements. `each`: seconds per prompt. `times`: number of measurements; 0 for as many as allow
-    `enough` prompts each.
+    `seconds`: for all measurements and `per_prompt`. `times`: measurements; 0 for as many as allow `enough` prompts.
     """
-    total = int(seconds / max(each, 1e-9))
+    total = int(seconds / max(per_prompt, 1e-9))
     times = times or max(1, min(TIMES, total // max(1, min(enough, prompts))))
     return min(prompts, max(_FEWEST, total // times)), times
 
@@ -128,38 +120,28 @@ def summarize(outputs: Sequence[Output], depth: int, left_out: int = 0, seconds:
     )
     by_position = [a / d if d else 0.0 for a, d in zip(accepted, drafted, strict=True)]
     length = tokens / rounds if rounds else 0.0
-    interval = _interval([(len(output.tokens), output.rounds) for output in outputs])
+    interval = 0.0
+    if rounds and len(outputs) > 1:
+        # τ is a ratio of sums: prompts are independent, but the tokens of one are not (Cochran 1977, section 6.3).
+        spread = sum((len(output.tokens) - length * output.rounds) ** 2 for output in outputs)
+        interval = 1.96 * math.sqrt(spread * len(outputs) / (len(outputs) - 1)) / rounds
     return Acceptance(length, by_position, depth, len(outputs), left_out, tokens, rounds, seconds, interval)
-
-
-def _interval(counts: Sequence[tuple[int, int]]) -> float:
-    """Return the half-width of the 95 % confidence interval of τ, from the tokens and rounds of each prompt.
-
-    τ is a ratio of sums: prompts are independent, but the tokens of one are not (Cochran 1977, Sampling Techniques,
-    section 6.3).
-    """
-    count, rounds = len(counts), sum(each for _, each in counts)
-    if count < 2 or not rounds:
-        return 0.0
-    ratio = sum(tokens for tokens, _ in counts) / rounds
-    spread = sum((tokens - ratio * each) ** 2 for tokens, each in counts)
-    return 1.96 * math.sqrt(spread * count / (count - 1)) / rounds
 
 
 def generations_of(target: Target, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> list[Generation]:
     """Return the first few prompts with their texts; none if the target has no tokenizer."""
+    generations: list[Generation] = []
     if target.tokenizer is None:
-        return []
-    found: list[Generation] = []
-    for prompt, output in list(zip(prompts, outputs, strict=True))[:COUNT]:
+        return generations
+    for prompt, output in zip(prompts[:COUNT], outputs[:COUNT], strict=True):
         ids = not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
         shown = str(target.tokenizer.decode(list(prompt)) if ids else prompt)[-600:]
-        found.append(Generation(prompt=shown, text=output.text, tokens=len(output.tokens), rounds=output.rounds))
-    return found
+        generations.append(Generation(prompt=shown, text=output.text, tokens=len(output.tokens), rounds=output.rounds))
+    return generations
 
 
 def write_generations(rows: Sequence[Row], folder: Path) -> None:
-    """Write the latest evaluation's texts as Markdown, with tokens per round in each evaluation that decoded them."""
+    """Write the latest evaluation's texts as Markdown, with tokens per round in each evaluation."""
     evals = [row for row in rows if row["kind"] == "eval" and row.get("generations")]
     if not evals:
         return
@@ -169,9 +151,9 @@ def write_generations(rows: Sequence[Row], folder: Path) -> None:
         lines += ["", f"## {number}", "", prompt, "", "…", "", text, ""]
         lines += ["| step | tokens seen | tokens per round |", "|---|---|---|"]
         for row in evals:
-            match = [g for g in row["generations"] if (g["prompt"], g["text"]) == (newest["prompt"], newest["text"])]
-            if match:
-                lines.append(f"| {row['step']} | {row.get('tokens', 0):,} | {per_round(match[0]):.2f} |")
+            for g in row["generations"]:
+                if (g["prompt"], g["text"]) == (newest["prompt"], newest["text"]):
+                    lines.append(f"| {row['step']} | {row.get('tokens', 0):,} | {per_round(g):.2f} |")
     write_whole(folder / FILE, ("\n".join(lines) + "\n").encode())
 
 

@@ -1,4 +1,4 @@
-"""A training from its settings to the head: loads the target, gets the data, trains, and registers the head.
+"""A training from its settings to the head: settings, target, data, training, and the head's registration.
 
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.job import run
@@ -15,14 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from eagle_mlx import blas
+from eagle_mlx.catalog import is_embedded_target
 from eagle_mlx.catalog.head_search import LEAST, register
 from eagle_mlx.command import Stop, shown
+from eagle_mlx.cpu import tune_process
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_writable
 from eagle_mlx.progress import counted
 from eagle_mlx.target import Target, fingerprint
 
-from .config import TrainConfig, TrainSettings
+from .config import NOT_WITH_HOURS, OWN_RECIPE, SELF, TrainConfig, TrainSettings, named_settings
 from .data import (
     TrainData,
     check_data,
@@ -36,7 +39,7 @@ from .data import (
 from .distributed import SINGLE_PROCESS, World
 from .hours import FINGERPRINT, train_for_hours
 from .kinds import KINDS, check_supported, parameters_of
-from .plan import BatchSizePlan, batches_for, bound_of, probe, typical
+from .plan import BatchSizePlan, Recipe, batches_for, bound_of, load_recipe, plan_of, probe, recipe_for, typical
 from .run import (
     BEST,
     check_incomplete,
@@ -44,10 +47,58 @@ from .run import (
     claim,
     data_fingerprint,
     existing_head,
+    resumed_config,
     run_worker,
     set_up,
     train,
 )
+
+
+def run_command(
+    resume: Path | None, name: str | None, dry_run: bool, file: Path | None, flags: Mapping[str, Any]
+) -> None:
+    """Plan, start or resume a run in every process. name: the recipe. file: settings. Raises EagleError."""
+    print(f"blas: {blas.activate()}", file=sys.stderr)
+    if resume is not None and (name is not None or dry_run or file is not None):
+        raise ConfigError("--resume uses the run's own settings: leave out -c, --recipe and --dry-run")
+    if dry_run:
+        print(plan_of(*new_run(name, file, flags)))
+        return
+    tune_process()
+    stop, world = Stop(), World.init()
+    with stop.listening():
+        if world.is_rank_zero:
+            config = new_run(name, file, flags)[0] if resume is None else resumed_config(resume, flags)
+            world.broadcast(config.flat())
+        else:
+            config = TrainConfig.of(**world.broadcast())
+        if config.loading.shard != "none":
+            config.loading.follow(config.head.target)
+            world = SINGLE_PROCESS  # the other ranks only run the target; this process trains the head
+        run(config, stop, resume, world)
+
+
+def new_run(name: str | None, file: Path | None, flags: Mapping[str, Any]) -> tuple[TrainConfig, Recipe | None]:
+    """Return a new run's settings and recipe; without data, the target makes it up. Raises ConfigError."""
+    named = named_settings(file, flags)
+    target = str(named.get("target", ""))
+    if name == OWN_RECIPE and not target:
+        raise ConfigError("--recipe without a name uses the recipe for the target: name the target with --target")
+    recipe = None if name is None else load_recipe(name or target, str(named.get("head", "")))
+    settings = dict(recipe.settings) if recipe else {}
+    if named.get("hours"):  # the target makes the data, so ignore a recipe's
+        settings = {name: value for name, value in settings.items() if name not in ("map", *NOT_WITH_HOURS)}
+        settings["data"] = [SELF]
+    named = named_settings(file, flags, settings)
+    if target and not (named.get("data") or named.get("shards") or is_embedded_target(target)):
+        named["data"] = [SELF]
+        fits = recipe_for(target)
+        others = f"; data sets for it: --recipe {fits.name}" if fits else ""
+        print(f"no --data is given, so {target} writes conversations first (--data self){others}", file=sys.stderr)
+    config = TrainConfig.of(**named)
+    if "self_tokens" in named and not config.data.is_self:
+        raise ConfigError("--self-tokens applies only to --data self; leave it out with other data")
+    return config, recipe
 
 
 def run(
@@ -137,25 +188,23 @@ def _say(config: TrainConfig, resume: Path | None, target: Target, report: Mappi
         print("no later head was better than the start, so the start is the best head", file=sys.stderr)
     best = Path(folder) / BEST
     tau, prompts = report["acceptance_length"], report["acceptance"]["best"]["prompts"]
-    known = tau if report["data"].get("prompts_held_out") else None
-    if register(best, config.head.target, "trained", fingerprint(target), known, prompts):
-        if prompts and tau < LEAST:
-            print(f"no command offers it without --head {best}: its τ is below {LEAST}", file=sys.stderr)
-            return
+    measured = tau if report["data"].get("prompts_held_out") else None
+    if not register(best, config.head.target, "trained", fingerprint(target), measured, prompts):
+        return
+    if prompts and tau < LEAST:
+        print(f"no command offers it without --head {best}: its τ is below {LEAST}", file=sys.stderr)
+    else:
         adapter = f" --adapter-path {config.loading.adapter_path}" if config.loading.adapter_path else ""
         print(f"eagle-serve --target {config.head.target}{adapter} finds it", file=sys.stderr)
 
 
 def _prepare(target: Target, config: TrainSettings, world: World) -> None:
-    """Let the target make up its data if needed.
-
-    Raises the errors of reading prompts for acceptance measurements before work that takes hours.
-    """
-    if not config.prompts_are_heldout and world.is_rank_zero:
-        heldout_prompts(target, config, most=1)
+    """Let the target make up its data if needed. Raises the errors of reading prompts before work that takes hours."""
     if config.data.is_self:
+        if not config.prompts_are_heldout and world.is_rank_zero:
+            heldout_prompts(target, config, most=1)
         make_data(target, config, world)
-    if config.prompts_are_heldout and world.is_rank_zero:
+    if world.is_rank_zero:
         heldout_prompts(target, config, most=1)
 
 

@@ -15,7 +15,6 @@ class KindSettings:
     recipe: str
     """`module:class` in `train/kinds`."""
     defaults: Mapping[str, Any]
-    """Its defaults for open settings."""
     foreign: Mapping[str, str]
     """Settings that it does not support, with reasons."""
 
@@ -67,7 +66,6 @@ KIND_SETTINGS = {
     "dflash": KindSettings("block:DFlashKind", _BLOCK, _NOT_IN_BLOCKS),
     "dspark": KindSettings("block:DSparkKind", {**_BLOCK, "loss_weights": (0.9, 0.1)}, _NOT_IN_BLOCKS),
 }
-"""By name."""
 LAYOUTS = """\
   dflash       DFlash: z-lab, vLLM, SGLang
   dflash2      DFlash2: z-lab, SGLang

@@ -18,7 +18,6 @@ from mlx.utils import tree_unflatten
 from eagle_mlx.target import arrays_of
 
 Step = Callable[..., list[mx.array]]
-"""A function from arrays to arrays."""
 NOT_IN_A_STEP = ("fc_norm", "input_norm", "lm_head", "embed_tokens")
 """Parts of heads that are never used in a draft step."""
 HIDDEN = -1e9
@@ -76,7 +75,6 @@ class UnrolledCache:
 
     @property
     def latest(self) -> tuple[mx.array, mx.array]:
-        """Keys and values of the latest step."""
         return self._keys[-1], self._values[-1]
 
 
@@ -86,7 +84,7 @@ def unroll_feedback(head: Any, inputs: Inputs, steps: int, recompute: bool = Fal
     The draft steps and `recompute` are as in `kinds/eagle3.py`. The outputs are the head's own, used as the next
     step's feature and by `head.logits`. Every step computes all L positions.
     """
-    embeddings, g, segments, positions = inputs
+    embeddings, features, segments, positions = inputs
     layers = head.cache_layers
 
     def draft(step: int, h: mx.array, *past: mx.array) -> list[mx.array]:
@@ -98,7 +96,7 @@ def unroll_feedback(head: Any, inputs: Inputs, steps: int, recompute: bool = Fal
         h = head(following, h, caches)
         return [h, *(array for cache in caches for array in cache.latest)]
 
-    outputs = run_steps(head, draft, [g], steps, recompute, NOT_IN_A_STEP)
+    outputs = run_steps(head, draft, [features], steps, recompute, NOT_IN_A_STEP)
     return [take_rows(h, positions) for h in outputs]
 
 
@@ -133,9 +131,8 @@ def take_rows(x: mx.array, positions: mx.array) -> mx.array:
 def recomputed(module: nn.Module, step: Step, without: Collection[str] = ()) -> Step:
     """Return `step` with the same outputs and gradients that only keeps inputs and outputs for the backward pass.
 
-    Gradients reach the arguments and the module's trainable weights, except in the parts named in `without`; everything
-    else is constant. The step is recomputed only when the gradients of its outputs are ready. With `mx.checkpoint`, MLX
-    may recompute several steps at the same time.
+    Gradients reach the arguments and the module's trainable weights, except in the parts `without`. The step is
+    recomputed only when the gradients of its outputs are ready; `mx.checkpoint` may recompute several at a time.
     """
 
     def call(*arrays: mx.array) -> list[mx.array]:
@@ -166,7 +163,6 @@ def weights_but(module: nn.Module, without: Collection[str] = ()) -> tuple[list[
 
 @contextlib.contextmanager
 def holding(module: nn.Module, names: Sequence[str], values: Sequence[mx.array]) -> Iterator[None]:
-    """Return a context manager in which the named weights of the module have other values."""
     before = arrays_of(module.trainable_parameters())
     module.update(tree_unflatten(list(zip(names, values, strict=True))))
     try:
@@ -184,7 +180,7 @@ def handed_on(count: int, arrays: list[mx.array]) -> list[mx.array]:
 
     @forward.vjp  # type: ignore[untyped-decorator]
     def backward(_: Any, cotangents: Sequence[mx.array], __: Any) -> list[mx.array]:
-        found = [c.astype(mx.float32) if at < count else c for at, c in enumerate(cotangents)]
-        return list(mx.depends(found, found))
+        gradients = [c.astype(mx.float32) if at < count else c for at, c in enumerate(cotangents)]
+        return list(mx.depends(gradients, gradients))
 
     return list(forward(*arrays))

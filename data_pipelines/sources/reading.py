@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from eagle_mlx.errors import ConfigError, DataError
 from eagle_mlx.progress import counted
@@ -20,10 +20,10 @@ from eagle_mlx.setting import Group, setting
 
 from ..conversation import Conversation, held_out_prompts
 from ..rendering import all_tokens, check_answer
+from . import Source, parse
 from .rows import choose, parse_row, place_of
-from .spec import Source, parse
 from .stdlib import library_conversations
-from .tables import Found, decoded, few_rows, is_table, open_rows, stream_rows, text_files
+from .tables import RawRow, decoded, is_table, open_rows, rows_in_order, stream_rows, text_files
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -43,12 +43,8 @@ class FilterOptions(Group):
 
     stream: bool = setting(False, "read rows as they arrive, without storing them; for data sets larger than the disk")
     skip_bad: bool = setting(False, "skip and count unusable rows; otherwise they are errors")
-    keep_turns: str = setting(
-        "", "keep conversations with this many user turns; either number may be left out", metavar="MIN:MAX"
-    )
-    keep_tokens: str = setting(
-        "", "keep conversations with this many tokens; either number may be left out", metavar="MIN:MAX"
-    )
+    keep_turns: str = setting("", "keep conversations with this many user turns", metavar="[MIN]:[MAX]")
+    keep_tokens: str = setting("", "keep conversations with this many tokens", metavar="[MIN]:[MAX]")
     dedupe: Literal["none", "prompt", "conversation"] = setting(
         "none", "remove conversations with the prompt or the whole text of an earlier one"
     )
@@ -74,7 +70,7 @@ class DataConfig(FilterOptions):
     """
 
     sources: tuple[str, ...]
-    """As in `spec.SPECS`. Either all or none have weights."""
+    """As in `SPECS`. Either all or none have weights."""
     map: tuple[str, ...] = ()
     """Field names: `role=from,content=value` for all sources, `SOURCE:prompt=question` for one."""
     limit: int = 0
@@ -93,16 +89,16 @@ class DataConfig(FilterOptions):
     @cached_property
     def parsed(self) -> list[Source]:
         """The sources with their maps. Raises ConfigError if maps or weights do not fit them."""
-        found = [parse(text) for text in self.sources]
-        weighted = [source.weight is not None for source in found]
+        sources = [parse(text) for text in self.sources]
+        weighted = [source.weight is not None for source in sources]
         if any(weighted) and not all(weighted):
             bare = self.sources[weighted.index(False)]
             raise ConfigError(f"{bare} has no weight, but others have; give each one, such as {bare}=0.5, or none")
         for text in self.map:
             place = place_of(text)
-            if place and place not in [source.spec for source in found]:
+            if place and place not in [source.spec for source in sources]:
                 raise ConfigError(f"--map {text}: {place} is not one of the sources, {', '.join(self.sources)}")
-        return [replace(source, fields=choose(self.map, source.spec) or source.fields) for source in found]
+        return [replace(source, fields=choose(self.map, source.spec) or source.fields) for source in sources]
 
     def alone(self, source: str) -> DataConfig:
         """Return the configuration for reading all of this one source, with its own maps."""
@@ -119,11 +115,10 @@ def read_conversations(
 ) -> Iterator[Conversation]:
     """Yield the conversations of all sources, in an order fixed by the seed; counts go to `report`.
 
-    The split of a built-in source depends on the file, of others on a hash of the prompt, so a prompt is never on both
-    sides. Small sources that are not streamed hold out more. None means `train` for built-in sources and `all` for
-    others.
+    The split of a built-in source depends on the file, of others on a hash of the prompt. Small sources that are not
+    streamed hold out more. None means `train` for built-in sources and `all` for others.
 
-    Raises DataError, with file and line if possible, if a source or row is unusable. JSON files are checked before the
+    Raises DataError, with file and line if possible, for an unusable source or row: JSON files are checked before the
     first conversation, unless they are streamed or bad rows may be left out. Raises ConfigError for a filter by tokens
     without a tokenizer.
     """
@@ -134,10 +129,11 @@ def read_conversations(
         raise ConfigError("--keep-tokens needs a model to count tokens; give --target")
     reading, sources = _Reading(config, split, tokenizer, report), config.parsed
     streams = [reading.selected(source) for source in sources]
-    found: Iterator[Conversation] = chain.from_iterable(streams)
     if sources[0].weight is not None and len(sources) > 1:
-        found = mix(streams, [source.weight or 0.0 for source in sources])
-    for conversation in islice(found, config.limit or None):
+        conversations = mix(streams, [source.weight or 0.0 for source in sources])
+    else:
+        conversations = chain.from_iterable(streams)
+    for conversation in islice(conversations, config.limit or None):
         report.kept += 1
         yield conversation
 
@@ -151,9 +147,9 @@ def check_conversations(config: DataConfig, split: Split | None, answers: bool =
     for source in config.parsed:
         if source.kind == "builtin":
             continue
-        found = read_conversations(replace(config.alone(source.spec), keep_tokens=""), split)
+        conversations = read_conversations(replace(config.alone(source.spec), keep_tokens=""), split)
         whole = source.kind == "file" and not (is_table(source) or config.stream or config.skip_bad)
-        for conversation in found if whole else islice(found, 1):
+        for conversation in islice(conversations, None if whole else 1):
             if answers and not config.skip_bad:
                 check_answer(conversation)
 
@@ -167,11 +163,9 @@ class _Reading:
     tokenizer: TokenizerWrapper | None
     report: ReadReport
     seen: set[int] = field(default_factory=set)
-    """Keys of 64 bits of the conversations that may have duplicates."""
 
     @cached_property
     def held_out(self) -> frozenset[int]:
-        """Keys of the prompts that any small source holds out."""
         return frozenset().union(*(held_out_prompts(_few_keys(source)) for source in self.config.parsed))
 
     def selected(self, source: Source) -> Iterator[Conversation]:
@@ -182,26 +176,22 @@ class _Reading:
                 report.by_turns += 1
                 continue
             if self.config.dedupe != "none":
-                by_prompt = self.config.dedupe == "prompt"
-                key = conversation.prompt_key() if by_prompt else conversation.whole_key()
+                key = conversation.prompt_key() if self.config.dedupe == "prompt" else conversation.whole_key()
                 if key in self.seen:
                     report.duplicates += 1
                     continue
                 self.seen.add(key)
-            try:
-                fits = (
-                    tokens is None or len(all_tokens(cast("TokenizerWrapper", self.tokenizer), conversation)) in tokens
-                )
-            except DataError as e:
-                self._leave_out(e, source)
-                continue
-            if fits:
-                yield conversation
-            else:
-                report.by_tokens += 1
+            if tokens is not None and self.tokenizer is not None:
+                try:
+                    if len(all_tokens(self.tokenizer, conversation)) not in tokens:
+                        report.by_tokens += 1
+                        continue
+                except DataError as e:
+                    self._leave_out(e, source)
+                    continue
+            yield conversation
 
     def _read(self, source: Source) -> Iterator[Conversation]:
-        """Yield one split of a source."""
         if source.kind == "builtin":
             yield from library_conversations(source.name, self.split or "train", self.config.seed)
             return
@@ -213,31 +203,28 @@ class _Reading:
         return conversation.is_held_out or (not self.config.stream and conversation.prompt_key() in self.held_out)
 
     def _texts(self, source: Source) -> Iterator[Conversation]:
-        """Yield the pieces of text files. Raises DataError if there are none."""
-        found = False
-        for piece in shuffled(text_files(Path(source.name).expanduser()), self.config.seed):
-            found = True
-            yield piece
-        if not found:
+        texts = shuffled(text_files(Path(source.name)), self.config.seed)
+        first = next(texts, None)
+        if first is None:
             raise DataError(f"{source.name} has no text files in UTF-8; name a folder with some")
+        yield first
+        yield from texts
 
     def _parsed(self, source: Source) -> Iterator[Conversation]:
-        """Yield the usable rows of a source as conversations."""
-        seed = self.config.seed
         if self.config.stream:
-            yield from self._usable(shuffled(stream_rows(source), seed), source)
+            yield from self._usable(shuffled(stream_rows(source), self.config.seed), source)
             return
         count, read = open_rows(source)
         order = list(range(count))
-        if seed is not None:
-            random.Random(seed).shuffle(order)
+        if self.config.seed is not None:
+            random.Random(self.config.seed).shuffle(order)
         if self._lenient(source) or is_table(source):
             yield from self._usable(map(read, order), source)
         else:
             conversations = list(self._usable(map(read, range(count)), source))  # errors must not appear hours later
             yield from map(conversations.__getitem__, order)
 
-    def _usable(self, rows: Iterable[Found], source: Source) -> Iterator[Conversation]:
+    def _usable(self, rows: Iterable[RawRow], source: Source) -> Iterator[Conversation]:
         for origin, row in rows:
             try:
                 yield parse_row(decoded(row, origin), origin, source.fields)
@@ -256,15 +243,17 @@ class _Reading:
 
 
 def _few_keys(source: Source) -> list[int]:
-    """Return the prompt keys of a source's usable conversations, if they are few."""
+    """Return the prompt keys of a source's usable conversations, if it has few rows."""
     if source.kind == "builtin":
         return []
     if source.kind == "text":
-        pieces = chain.from_iterable(part() for part in text_files(Path(source.name).expanduser()))
-        first = list(islice(pieces, MOST_COUNTED + 1))
-        return [piece.prompt_key() for piece in first] if len(first) <= MOST_COUNTED else []
+        texts = chain.from_iterable(part() for part in text_files(Path(source.name)))
+        keys = [text.prompt_key() for text in islice(texts, MOST_COUNTED + 1)]
+        return keys if len(keys) <= MOST_COUNTED else []
     keys = []
-    for origin, row in few_rows(source, MOST_COUNTED):
+    for number, (origin, row) in enumerate(rows_in_order(source)):
+        if number == MOST_COUNTED:
+            return []
         with suppress(DataError):
             keys.append(parse_row(decoded(row, origin), origin, source.fields).prompt_key())
     return keys
@@ -307,10 +296,10 @@ def parse_range(text: str, flag: str) -> range | None:
     """Parse `MIN:MAX`, both inclusive; either may be omitted. Return None for "". Raises ConfigError if invalid."""
     if not text:
         return None
-    found = re.fullmatch(r"(\d*):(\d*)", text)
-    if found is None or text == ":":
+    match = re.fullmatch(r"(\d*):(\d*)", text)
+    if match is None or text == ":":
         raise ConfigError(f"{flag} {text}: it must be MIN:MAX, such as 32:4096, :4096 or 32:")
-    least, most = int(found[1] or 0), int(found[2] or sys.maxsize - 1)
+    least, most = int(match[1] or 0), int(match[2] or sys.maxsize - 1)
     if most < least:
         raise ConfigError(f"{flag} {text}: MIN must not be above MAX")
     return range(least, most + 1)
@@ -318,12 +307,9 @@ def parse_range(text: str, flag: str) -> range | None:
 
 @dataclass
 class ReadReport:
-    """Counts of conversations read and left out."""
-
     kept: int = 0
     unusable: int = 0
     first_unusable: str = ""
-    """The error of the first such row."""
     by_turns: int = 0
     by_tokens: int = 0
     duplicates: int = 0
@@ -339,6 +325,6 @@ class ReadReport:
             "by number of tokens": self.by_tokens,
             "as duplicates": self.duplicates,
         }
-        said = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
+        reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
         first = f"\n  the first unusable row: {self.first_unusable}" if self.unusable else ""
-        return f"{counted(self.kept, 'conversation')} read" + (f"; left out: {said}{first}" if said else "")
+        return f"{counted(self.kept, 'conversation')} read" + (f"; left out: {reasons}{first}" if reasons else "")

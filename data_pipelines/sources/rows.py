@@ -23,15 +23,12 @@ _TOOLS = ("function", "observation", "function_response", "tool_response")
 _ROLES = {"human": "user", **dict.fromkeys(_ASSISTANTS, "assistant"), **dict.fromkeys(_TOOLS, "tool")}
 _CALLS = ("function_call", "tool_call")
 """Roles of LLaMA-Factory and ms-swift for an assistant's message that holds calls as JSON."""
-
-
 COLUMNS = ("messages", "prompt", "completion", "system", "text", "tools")
 """Columns of a row, before the keys of a message. `tools` may be a list or its JSON."""
 KEYS = ("role", "content", "tool_calls", "reasoning_content")
 SPEAKERS = ("user", "assistant")
 """Roles that a data set may call otherwise."""
 _OPTIONAL = ("system", "tools", "completion")
-"""Columns that may be null."""
 _LISTS = ("messages", "conversations")
 
 
@@ -45,15 +42,15 @@ class FieldMap:
     @classmethod
     def parse(cls, text: str) -> FieldMap:
         """Parse `role=from,content=value`. Raises ConfigError for an unknown field or names that clash."""
-        known = [*COLUMNS, *KEYS, *SPEAKERS]
+        fields = [*COLUMNS, *KEYS, *SPEAKERS]
         names: dict[str, str] = {}
         for part in text.split(","):
-            ours, equals, theirs = (piece.strip() for piece in part.partition("="))
-            if not equals or not ours or not theirs:
+            ours, _, theirs = (piece.strip() for piece in part.partition("="))
+            if not ours or not theirs:
                 raise ConfigError(f"--map {text}: {part!r} is not of the form FIELD=NAME, such as role=from")
-            if ours not in known:
-                hint = nearest(ours, known)
-                raise ConfigError(f"--map {text}: there is no field {ours!r}; {hint}the fields are {', '.join(known)}")
+            if ours not in fields:
+                hint = nearest(ours, fields)
+                raise ConfigError(f"--map {text}: there is no field {ours!r}; {hint}the fields are {', '.join(fields)}")
             if ours in names:
                 raise ConfigError(f"--map {text}: {ours} appears twice")
             names[ours] = theirs
@@ -90,31 +87,30 @@ class FieldMap:
             f"the {what}'s fields are: {_listed(row)}; fix the row or --map, or skip such rows with --skip-bad"
         )
 
-    def ours(self, known: Iterable[str]) -> dict[str, str]:
-        """Return this project's names for some of its fields by the data set's."""
-        return {self.names[ours]: ours for ours in known if ours in self.names}
+    def ours(self, fields: Iterable[str]) -> dict[str, str]:
+        return {self.names[ours]: ours for ours in fields if ours in self.names}
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(str, names)) or "none"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an error message, `did you mean X? `, or "" if no known name is similar."""
-    near = difflib.get_close_matches(name, known, 1)
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return a hint for an error message, `did you mean X? `, or "" if no name is similar."""
+    near = difflib.get_close_matches(name, names, 1)
     return f"did you mean {near[0]}? " if near else ""
 
 
 def choose(maps: Iterable[str], source: str) -> FieldMap | None:
     """Return the source's own map (`SOURCE:FIELD=NAME,…`), else the map for all sources, else None."""
-    found: dict[str, FieldMap] = {}
+    chosen: dict[str, FieldMap] = {}
     for text in maps:
         place = place_of(text)
         parsed = FieldMap.parse(text[len(place) + 1 :] if place else text)
-        if place in found and place in ("", source):
+        if place in chosen and place in ("", source):
             raise ConfigError(f"--map {text}: there is another map for this; put all fields into one, with commas")
-        found[place] = parsed
-    return found.get(source, found.get(""))
+        chosen[place] = parsed
+    return chosen.get(source, chosen.get(""))
 
 
 def place_of(text: str) -> str:
@@ -148,8 +144,7 @@ def parse_row(row: Mapping[str, Any], origin: str, fields: FieldMap | None = Non
         )
     if "system" in fields.names and row.get("system"):
         turns = (Message("system", _content(row["system"], origin)), *turns)
-    tools = _objects(row.get("tools") or [], f"{origin}: `tools`")
-    return Conversation(turns, tools=tuple(tools), origin=origin)
+    return Conversation(turns, tools=tuple(_objects(row.get("tools") or [], f"{origin}: `tools`")), origin=origin)
 
 
 def _messages(value: Any, origin: str, fields: FieldMap) -> tuple[Message, ...]:
@@ -173,28 +168,27 @@ def _message(item: Any, origin: str, fields: FieldMap) -> Message:
     if not isinstance(item, Mapping):
         raise DataError(f"{origin} must be an object, not {_show(item)}")
     fields.require(item, "role", origin, "message")
-    known = fields.ours(KEYS)
-    names: Iterable[str] = item
-    found = {known.get(name, name): item[name] for name in names if item[name] is not None}
-    from_sharegpt = "from" in found and "role" not in found
-    role = found.pop("from" if from_sharegpt else "role", None)
+    ours = fields.ours(KEYS)
+    values: dict[str, Any] = {ours.get(str(name), str(name)): v for name, v in item.items() if v is not None}
+    from_sharegpt = "from" in values and "role" not in values
+    role = values.pop("from" if from_sharegpt else "role", None)
     if not isinstance(role, str):
         raise DataError(
-            f"{origin} has no `role` (or ShareGPT's `from`); its keys are: {_listed(found)}; name it with --map role=…"
+            f"{origin} has no `role` (or ShareGPT's `from`); its keys are: {_listed(values)}; name it with --map role=…"
         )
-    content_key = next((key for key in ("content", "value") if key in found), "value" if from_sharegpt else "content")
-    if "function_call" in found and "tool_calls" not in found:  # OpenAI's name before `tool_calls`
-        found["tool_calls"] = [{"type": "function", "function": found.pop("function_call")}]
-    if content_key not in found and not found.get("tool_calls"):
+    content_key = next((key for key in ("content", "value") if key in values), "value" if from_sharegpt else "content")
+    if "function_call" in values and "tool_calls" not in values:  # OpenAI's name before `tool_calls`
+        values["tool_calls"] = [{"type": "function", "function": values.pop("function_call")}]
+    if content_key not in values and not values.get("tool_calls"):
         fields.require(item, "content", origin, "message")
-        keys = _listed(found)
+        keys = _listed(values)
         raise DataError(f"{origin} has no `{content_key}`; its keys are: {keys}; name it with --map content=…")
-    content = _content(found.pop(content_key, ""), origin)
+    content = _content(values.pop(content_key, ""), origin)
     if role in _CALLS:
-        role, content, found["tool_calls"] = "assistant", *_calls_in(content, origin)
-    if calls := _objects(found.pop("tool_calls", []), f"{origin}: `tool_calls`"):
-        found["tool_calls"] = list(map(_call, calls))
-    return Message((_ROLES | fields.ours(SPEAKERS)).get(role, role), content, found)
+        role, content, values["tool_calls"] = "assistant", *_calls_in(content, origin)
+    if calls := _objects(values.pop("tool_calls", []), f"{origin}: `tool_calls`"):
+        values["tool_calls"] = list(map(_call, calls))
+    return Message((_ROLES | fields.ours(SPEAKERS)).get(role, role), content, values)
 
 
 def _content(value: Any, origin: str) -> str:
@@ -207,11 +201,10 @@ def _content(value: Any, origin: str) -> str:
 
 
 def _objects(value: Any, what: str) -> list[Mapping[str, Any]]:
-    """Return a list of objects, which may be given as a JSON string."""
-    found = _decoded(value)
-    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+    objects = _decoded(value)
+    if not isinstance(objects, list) or not all(isinstance(item, Mapping) for item in objects):
         raise DataError(f"{what} must be a list of objects, or a JSON string of one, not {_show(value)}")
-    return found
+    return objects
 
 
 def _calls_in(text: str, origin: str) -> tuple[str, list[dict[str, Any]]]:
@@ -222,21 +215,17 @@ def _calls_in(text: str, origin: str) -> tuple[str, list[dict[str, Any]]]:
     if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
         raise DataError(f'{origin}: the calls must be JSON, {{"name": …, "arguments": …}}, not {_show(text)}')
     # Ids of nine characters, as Mistral's templates require.
-    ids = (f"call{number:05}" for number in range(len(calls)))
     return thought + end, [
-        {"type": "function", "id": one, "function": call} for one, call in zip(ids, calls, strict=True)
+        {"type": "function", "id": f"call{number:05}", "function": call} for number, call in enumerate(calls)
     ]
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, as chat templates need it, even if it is a JSON string."""
-    out = dict(call)
-    if isinstance(out.get("function"), Mapping):
-        return {**out, "function": _call(out["function"])}
-    if isinstance(out.get("arguments"), str):
-        decoded = _decoded(out["arguments"])
-        out["arguments"] = decoded if isinstance(decoded, Mapping) else out["arguments"]
-    return out
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"])}
+    arguments = _decoded(call.get("arguments"))
+    return {**call, "arguments": arguments} if isinstance(arguments, Mapping) else dict(call)
 
 
 def _decoded(value: Any) -> Any:

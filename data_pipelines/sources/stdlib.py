@@ -9,12 +9,11 @@ import random
 import sysconfig
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from eagle_mlx.errors import DataError
 
@@ -22,11 +21,22 @@ from ..conversation import HELDOUT_ONE_IN, Conversation, Message
 from .tables import pieces
 
 Split = Literal["train", "heldout"]
+MAX_DOC_CHARS = 400
+MAX_ANSWER_CHARS = 1200
+_BUFFER = 1024
+"""Number of conversations per kind in the shuffle buffer, so that a few can be drawn without reading every file."""
 _GENERATED = ("encodings/", "pydoc_data/", "ensurepip/_bundled/", "lib2to3/tests/data/", "site-packages/")
+_SHARES = {"docstrings": 0.3, "bare": 0.5, "files": 0.2}
+"""Shares of functions with a docstring, functions without, and pieces of files. A kind that is used up drops out."""
+_NAMES = {
+    "builtin:python": tuple(_SHARES),
+    "builtin:python-chat": ("docstrings", "bare"),
+    "builtin:python-docstrings": ("docstrings",),
+    "builtin:python-files": ("files",),
+}
 
 
-@dataclass(frozen=True)
-class SourceFile:
+class SourceFile(NamedTuple):
     path: str
     """Path relative to the standard library, with forward slashes."""
     text: str
@@ -46,21 +56,15 @@ def iter_files(split: Split) -> Iterator[SourceFile]:
             continue
 
 
-@dataclass(frozen=True)
-class SourceFunction:
+class SourceFunction(NamedTuple):
     path: str
     name: str
-    signature: str
-    """The dedented `def` line (or lines) with the colon."""
+    prompt: str
+    """The dedented `def` line (or lines) and the docstring: what the user says. The assistant answers with the code."""
     docstring: str
-    """The cleaned docstring, or ""."""
+    """The first paragraph of the cleaned docstring, or ""."""
     code: str
     """The dedented signature and body, without the docstring."""
-
-    @property
-    def prompt(self) -> str:
-        """Signature and docstring: what the user says. The assistant answers with the code."""
-        return f'{self.signature}\n    """{self.docstring}"""' if self.docstring else self.signature
 
 
 def functions_of(file: SourceFile) -> Iterator[SourceFunction]:
@@ -73,63 +77,52 @@ def functions_of(file: SourceFile) -> Iterator[SourceFunction]:
         return
     lines = file.text.splitlines()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            function = _function(file.path, lines, node)
-            if function is not None:
-                yield function
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        first, docstring = node.body[0], ast.get_docstring(node, clean=False) or ""
+        if first.lineno == node.lineno or (docstring and len(node.body) == 1):
+            continue
+        head = lines[node.lineno - 1 : first.lineno - 1]
+        body = lines[first.end_lineno if docstring else first.lineno - 1 : node.end_lineno]
+        signature = textwrap.dedent("\n".join(head)).rstrip()
+        if signature.endswith(":"):
+            paragraph = inspect.cleandoc(docstring).split("\n\n")[0][:MAX_DOC_CHARS].rstrip()
+            prompt = f'{signature}\n    """{paragraph}"""' if paragraph else signature
+            code = textwrap.dedent("\n".join(head + body)).rstrip()
+            yield SourceFunction(file.path, node.name, prompt, paragraph, code)
 
 
-def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef) -> SourceFunction | None:
-    first, end = node.body[0], node.end_lineno
-    if end is None or first.lineno == node.lineno:
-        return None
-    doc = ast.get_docstring(node, clean=False) or ""
-    body_start = first.lineno
-    if doc:
-        if len(node.body) == 1 or first.end_lineno is None:
-            return None
-        body_start = first.end_lineno + 1
-    head = lines[node.lineno - 1 : first.lineno - 1]
-    signature = textwrap.dedent("\n".join(head)).rstrip()
-    code = textwrap.dedent("\n".join(head + lines[body_start - 1 : end])).rstrip()
-    paragraph = inspect.cleandoc(doc).split("\n\n")[0][:MAX_DOC_CHARS].rstrip()
-    return SourceFunction(path, node.name, signature, paragraph, code) if signature.endswith(":") else None
-
-
-Side = Literal["train", "heldout", "all"]
-Reader = Callable[[SourceFile], Iterator[Conversation]]
-
-MAX_DOC_CHARS = 400
-MAX_ANSWER_CHARS = 1200
-_BUFFER = 1024
-"""Number of conversations per kind in the shuffle buffer, so that a few can be drawn without reading every file."""
-
-_NAMES = {
-    "python": ("docstrings", "bare", "files"),
-    "python-chat": ("docstrings", "bare"),
-    "python-docstrings": ("docstrings",),
-    "python-files": ("files",),
-}
-
-
-def library_conversations(spec: str, split: Side, seed: int | None) -> Iterator[Conversation]:
+def library_conversations(
+    spec: str, split: Literal["train", "heldout", "all"], seed: int | None
+) -> Iterator[Conversation]:
     """Yield a split of `builtin:…` without repeated answers, in an order fixed by the seed; None keeps the file order.
 
     Raises DataError for an unknown name.
     """
-    kinds = _NAMES.get(spec.removeprefix("builtin:"))
+    kinds = _NAMES.get(spec)
     if kinds is None:
-        raise DataError(f"{spec}: the built-in sources are {', '.join(f'builtin:{n}' for n in _NAMES)}")
+        raise DataError(f"{spec}: the built-in sources are {', '.join(_NAMES)}")
     files = [file for part in get_args(Split) if split in (part, "all") for file in iter_files(part)]
     if seed is None:
-        return _unique(chain.from_iterable(_KINDS[kind][1](file) for file in files for kind in kinds))
-    streams = {kind: _shuffled(files, _KINDS[kind][1], random.Random(f"{seed}/{kind}")) for kind in kinds}
+        return _unique(chain.from_iterable(_conversations(kind, file) for file in files for kind in kinds))
+    streams = {kind: _shuffled(files, kind, random.Random(f"{seed}/{kind}")) for kind in kinds}
     return _unique(_mix(streams, random.Random(seed)))
+
+
+def _conversations(kind: str, file: SourceFile) -> Iterator[Conversation]:
+    origin = f"builtin:python:{file.path}"
+    if kind == "files":
+        yield from pieces(file.text, origin)
+        return
+    for function in functions_of(file):
+        if len(function.code) <= MAX_ANSWER_CHARS and bool(function.docstring) == (kind == "docstrings"):
+            messages = (Message("user", function.prompt), Message("assistant", function.code))
+            yield Conversation(messages, origin=f"{origin}:{function.name}")
 
 
 def _mix(streams: dict[str, Iterator[Conversation]], rng: random.Random) -> Iterator[Conversation]:
     while streams:
-        [kind] = rng.choices(list(streams), [_KINDS[kind][0] for kind in streams])
+        [kind] = rng.choices(list(streams), [_SHARES[kind] for kind in streams])
         conversation = next(streams[kind], None)
         if conversation is None:
             del streams[kind]
@@ -137,10 +130,11 @@ def _mix(streams: dict[str, Iterator[Conversation]], rng: random.Random) -> Iter
             yield conversation
 
 
-def _shuffled(files: list[SourceFile], read: Reader, rng: random.Random) -> Iterator[Conversation]:
-    """Yield what `read` finds in the files, in random order from a buffer that is kept full."""
+def _shuffled(files: list[SourceFile], kind: str, rng: random.Random) -> Iterator[Conversation]:
+    """Yield the files' conversations in random order, from a buffer that is kept full."""
     buffer: list[Conversation] = []
-    for conversation in chain.from_iterable(map(read, rng.sample(files, len(files)))):
+    order = rng.sample(files, len(files))
+    for conversation in chain.from_iterable(map(partial(_conversations, kind), order)):
         buffer.append(conversation)
         if len(buffer) > _BUFFER:
             at = rng.randrange(len(buffer))
@@ -150,28 +144,10 @@ def _shuffled(files: list[SourceFile], read: Reader, rng: random.Random) -> Iter
     yield from buffer
 
 
-def _chats(documented: bool, file: SourceFile) -> Iterator[Conversation]:
-    """Yield the file's short functions, either those with a docstring or those without."""
-    for function in functions_of(file):
-        if len(function.code) <= MAX_ANSWER_CHARS and bool(function.docstring) == documented:
-            messages = (Message("user", function.prompt), Message("assistant", function.code))
-            yield Conversation(messages, origin=f"builtin:python:{function.path}:{function.name}")
-
-
 def _unique(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
     seen: set[str] = set()
     for conversation in conversations:
-        said = conversation.messages[-1].content if conversation.messages else conversation.text or ""
-        if said not in seen:
-            seen.add(said)
+        answer = conversation.messages[-1].content if conversation.messages else conversation.text or ""
+        if answer not in seen:
+            seen.add(answer)
             yield conversation
-
-
-_KINDS: dict[str, tuple[float, Reader]] = {
-    "docstrings": (0.3, partial(_chats, True)),
-    "bare": (0.5, partial(_chats, False)),
-    "files": (0.2, lambda file: pieces(file.text, f"builtin:python:{file.path}")),
-}
-"""Shares and readers of functions with a docstring, functions without one, and pieces of files. A kind that is used up
-drops out.
-"""

@@ -8,7 +8,6 @@ import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +16,39 @@ from eagle_mlx.extras import require
 
 from ..conversation import Conversation
 from ..jsonl import GZ
+from . import Source
 from .rows import SHAPES
-from .spec import Source
 
-Row = dict[str, Any]
-Found = tuple[str, object]
-"""A row, or its JSON as bytes, after its origin."""
+RawRow = tuple[str, object]
+"""An origin, and its row or the row's JSON as bytes."""
 PIECE_CHARS = 1500
-"""Characters of a piece of text, about 400 tokens."""
 _HEAD = 8000
 """A file with a zero byte in its first 8,000 bytes is binary, as for git."""
 
 
-def open_rows(source: Source) -> tuple[int, Callable[[int], Found]]:
+def open_rows(source: Source) -> tuple[int, Callable[[int], RawRow]]:
     """Return the number of rows, and a function that reads one. Raises DataError if there are none to read."""
     if is_table(source):
-        rows = _load(source)
-        return len(rows), lambda index: (f"{source.spec}:{index + 1}", _without_nulls(rows[index]))
-    found = list(_json_rows(source))
-    return len(found), found.__getitem__
+        table = _load(source)
+        return len(table), lambda index: (f"{source.spec}:{index + 1}", _without_nulls(table[index]))
+    rows = list(_json_rows(source))
+    return len(rows), rows.__getitem__
 
 
-def stream_rows(source: Source) -> list[Callable[[], Iterator[Found]]]:
+def rows_in_order(source: Source) -> Iterator[RawRow]:
+    """Yield rows as they are read. Raises DataError as `open_rows` does."""
+    if not is_table(source):
+        return _json_rows(source)
+    count, read = open_rows(source)
+    return map(read, range(count))
+
+
+def stream_rows(source: Source) -> list[Callable[[], Iterator[RawRow]]]:
     """Return the parts of a source: functions that yield rows in order without storing them. May raise DataError."""
     if not is_table(source):
         return [partial(_json_rows, source)]
-    found = _load(source, streaming=True)
-    return [partial(_shard, source, found, number) for number in range(found.num_shards)]
-
-
-def few_rows(source: Source, most: int) -> list[Found]:
-    """Return the rows of a source that has at most `most`; empty if it has more. May raise DataError."""
-    if is_table(source):
-        count, read = open_rows(source)
-        return list(map(read, range(count))) if count <= most else []
-    rows = list(islice(_json_rows(source), most + 1))
-    return rows if len(rows) <= most else []
+    table = _load(source, streaming=True)
+    return [partial(_shard, source, table, number) for number in range(table.num_shards)]
 
 
 def is_table(source: Source) -> bool:
@@ -60,7 +56,7 @@ def is_table(source: Source) -> bool:
     return source.kind != "file" or source.name.endswith(".parquet")
 
 
-def decoded(row: object, origin: str) -> Row:
+def decoded(row: object, origin: str) -> dict[str, Any]:
     """Return a row that may still be JSON. Raises DataError if it is not a JSON object."""
     row = _parsed(row, origin) if isinstance(row, bytes) else row
     if not isinstance(row, dict):
@@ -68,7 +64,7 @@ def decoded(row: object, origin: str) -> Row:
     return row
 
 
-def _json_rows(source: Source) -> Iterator[Found]:
+def _json_rows(source: Source) -> Iterator[RawRow]:
     """Yield the lines of a file, or the items of a .json file that is one list. Raises DataError."""
     path = _existing(Path(source.name))
     try:
@@ -88,8 +84,12 @@ def _items(text: bytes, path: Path) -> list[object]:
     except ValueError as e:
         raise DataError(f"{path} is not valid JSON: {e}") from e
     if not items:
-        raise DataError(f"{path} is an empty list; each row must be one of\n{SHAPES}")
+        raise _empty(path, "an empty list")
     return items
+
+
+def _empty(path: Path, what: str) -> DataError:
+    return DataError(f"{path} is {what}; each row must be one of\n{SHAPES}")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -99,11 +99,11 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _shard(source: Source, found: Any, number: int) -> Iterator[Found]:
-    count = found.num_shards
+def _shard(source: Source, table: Any, number: int) -> Iterator[RawRow]:
+    count = table.num_shards
     place = f"{source.spec}:part {number + 1}:" if count > 1 else f"{source.spec}:"
     try:
-        for index, row in enumerate(found.shard(num_shards=count, index=number), 1):
+        for index, row in enumerate(table.shard(num_shards=count, index=number), 1):
             yield f"{place}{index}", _without_nulls(row)
     except Exception as e:  # from the network or any reader
         raise DataError(f"{source.spec}: the stream ended early: {_cause(e)}; start again") from e
@@ -115,7 +115,7 @@ def _existing(path: Path) -> Path:
     if not path.exists():
         raise DataError(f"there is no file {path}")
     if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty; each row must be one of\n{SHAPES}")
+        raise _empty(path, "empty")
     return path
 
 
@@ -124,15 +124,13 @@ def _load(source: Source, streaming: bool = False) -> Any:
     import datasets  # slow, so only if needed
 
     datasets.disable_progress_bars()
-    options: dict[str, Any] = {"streaming": streaming, "split": source.split}
+    path, options = source.name, {"name": source.config}
     if source.kind == "file":
-        options["data_files"] = str(_existing(Path(source.name)))
-    else:
-        options["name"] = source.config
-        if source.files is not None:
-            options["data_files"] = source.files
+        path, options = "parquet", {"data_files": str(_existing(Path(source.name)))}
+    elif source.files is not None:
+        options["data_files"] = source.files
     try:
-        return datasets.load_dataset("parquet" if source.kind == "file" else source.name, **options)
+        return datasets.load_dataset(path, streaming=streaming, split=source.split, **options)
     except Exception as e:  # from the network, the hub or any reader in `datasets`
         raise DataError(_failure(source, _cause(e))) from e
 
@@ -142,13 +140,12 @@ def _failure(source: Source, cause: str) -> str:
         return f"{source.name} cannot be read as {Path(source.name).suffix[1:]}: {cause}"
     if "disk space" in cause:
         return f"{source.spec}: {cause}; use --stream to read it without storing it"
+    what = f"{source.spec}: {source.name} ({source.split!r}) cannot be"
     if source.kind == "folder":
-        how, advice = "read", f"for its text files, name text:{source.name}"
-    elif source.spec.startswith("preset:"):
-        how, advice = "loaded from the hub", f"if you have a copy, name it as {source.spec}@PLACE"
-    else:
-        how, advice = "loaded from the hub", "there is no such file either"
-    return f"{source.spec}: {source.name} ({source.split!r}) cannot be {how}: {cause}; {advice}"
+        return f"{what} read: {cause}; for its text files, name text:{source.name}"
+    is_preset = source.spec.startswith("preset:")
+    advice = f"if you have a copy, name it as {source.spec}@PLACE" if is_preset else "there is no such file either"
+    return f"{what} loaded from the hub: {cause}; {advice}"
 
 
 def _parsed(line: bytes, origin: str) -> object:
@@ -177,6 +174,7 @@ def text_files(place: Path) -> list[Callable[[], Iterator[Conversation]]]:
     Hidden files, and files in a folder that are not text in UTF-8, are skipped. Raises DataError, now or while reading,
     if there is nothing, or if a file cannot be read.
     """
+    place = place.expanduser()
     if not place.exists():
         raise DataError(f"there is no file or folder {place}")
     if not place.is_dir():
@@ -191,8 +189,8 @@ def text_files(place: Path) -> list[Callable[[], Iterator[Conversation]]]:
 def _pieces_of(file: Path, alone: bool = False) -> Iterator[Conversation]:
     try:
         with file.open("rb") as opened:
-            held = opened.read(_HEAD)
-            text = "" if b"\0" in held else (held + opened.read()).decode()
+            head = opened.read(_HEAD)
+            text = "" if b"\0" in head else (head + opened.read()).decode()
     except OSError as e:
         raise DataError(f"{file} cannot be read: {e.strerror}; make it readable, or name a folder without it") from e
     except UnicodeDecodeError:
@@ -204,16 +202,12 @@ def _pieces_of(file: Path, alone: bool = False) -> Iterator[Conversation]:
 
 def pieces(text: str, origin: str) -> Iterator[Conversation]:
     """Yield pieces of about `PIECE_CHARS`, cut at line ends if lines are not longer."""
-    piece, first = "", 1
+    parts = [("", 1)]
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         for start in range(0, len(line), PIECE_CHARS):
-            part = line[start : start + PIECE_CHARS]
+            part, (piece, first) = line[start : start + PIECE_CHARS], parts[-1]
             if len(piece) + len(part) > PIECE_CHARS:
-                yield from _piece(piece, f"{origin}:{first}")
-                piece, first = "", number
-            piece += part
-    yield from _piece(piece, f"{origin}:{first}")
-
-
-def _piece(text: str, origin: str) -> list[Conversation]:
-    return [Conversation(text=text, origin=origin)] if text.strip() else []
+                parts.append((part, number))
+            else:
+                parts[-1] = (piece + part, first)
+    return (Conversation(text=piece, origin=f"{origin}:{first}") for piece, first in parts if piece.strip())

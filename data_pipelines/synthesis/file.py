@@ -22,8 +22,7 @@ from ..jsonl import Done, PartialFile, as_line, difference, open_partial
 from ..options import MakeConfig
 from ..sources.rows import parse_row
 from .loop import growing_engine, run_tasks, text_settings
-from .report import MakeReport
-from .tries import Try, tries
+from .tries import MakeReport, Try, tries
 
 FREE_TRIES = 64
 """Number of tries that may all fail. If one try in twenty is usable, at least one of 64 is with probability 0.96."""
@@ -46,7 +45,6 @@ class Wanted:
             raise ConfigError("give either --rows N or --tokens N")
 
     def reached(self, rows: float, tokens: float, heldout: int) -> bool:
-        """Return whether these counts are enough."""
         return (rows >= self.rows if self.rows else tokens >= self.tokens) and heldout >= self.heldout
 
 
@@ -58,14 +56,12 @@ Enough = Callable[[int, int], bool]
 class MakeLimits:
     """Conditions that end the file early, and duplicates to leave out."""
 
-    known: Collection[int] = ()
-    """Hashes of first messages elsewhere (see `prompt_keys`). Conversations with such a beginning are duplicates."""
+    elsewhere: Collection[int] = ()
+    """Hashes of first messages in other files (see `prompt_keys`), which make a conversation a duplicate."""
     enough: Enough = lambda made, coming: False
     """Once it returns true, no try starts except in the first batch; running tries finish."""
     over: Callable[[int], bool] = lambda made: False
-    """Called before each step with the tokens made so far. Once true, running tries stop; their complete turns are
-    kept.
-    """
+    """Called before each step with the tokens made so far. Once true, tries stop; their complete turns are kept."""
     first: bool = True
     """Whether the first batch always runs, so that even a short time gives a result."""
 
@@ -81,14 +77,11 @@ class Selection:
     shards: ShardPlan = field(default_factory=ShardPlan)
     """Notified of every settled try."""
     rows: list[int] = field(default_factory=list)
-    """Numbers of the tries in the file."""
     report: MakeReport = field(default_factory=MakeReport)
-    """Counts of the settled tries."""
     settled: int = 0
     _ended: dict[int, tuple[int, MakeReport, bool]] = field(default_factory=dict)
     """Ended but unsettled tries: hash of the beginning, counts, and whether there is a conversation."""
     seen: set[int] = field(default_factory=set)
-    """Hashes of the conversations' first messages."""
 
     @property
     def full(self) -> bool:
@@ -104,9 +97,9 @@ class Selection:
             self.report.heldout + sum(report.heldout for report in coming),
         )
 
-    def add(self, number: int, key: int, counts: dict[str, int], kept: bool) -> None:
+    def add(self, number: int, done: Done) -> None:
         """Add a try that has ended. Raises DataError if too many tries have failed."""
-        self._ended[number] = key, MakeReport(**counts), kept
+        self._ended[number] = done.key, MakeReport(**done.counts), bool(done.row)
         while not self.full and self.settled in self._ended:
             self._settle(*self._ended.pop(self.settled))
 
@@ -134,7 +127,7 @@ class Selection:
             self.shards.choose(self.settled, report.tokens)
         else:
             self.shards.drop(self.settled)
-        self.report.add(report.counts())
+        self.report = self.report.plus(report.counts())
         self.settled += 1
         if self.settled - self.report.late > FREE_TRIES + TRIES_A_ROW * len(self.rows):
             raise DataError(
@@ -170,7 +163,7 @@ def make_to_file(
         with nullcontext(ShardPlan()) if place is None else open_shards(place, settings, asdict(wanted)) as shards:
             if isinstance(shards, MadeShards):
                 _forget_lost(wanted, part.done, shards)
-            selection = _replayed(Selection(wanted, shards, seen=set(limits.known)), part.done)
+            selection = _replayed(Selection(wanted, shards, seen=set(limits.elsewhere)), part.done)
             if not selection.full:
                 _make(engine, config, part, selection, limits, progress)
             if not selection.rows:
@@ -190,7 +183,6 @@ def _make(
     ahead = next(numbers)
     reached = max(part.done, default=-1)
     first = engine.max_batch if limits.first else 0
-    wanted, unit = selection.wanted, 0 if selection.wanted.rows else 1
 
     def following(running: int) -> Try | None:
         nonlocal ahead
@@ -201,30 +193,28 @@ def _make(
         begun, ahead = ahead, next(numbers)
         return begin(begun)
 
-    with progress_bar(
-        total=wanted.rows or wanted.tokens,
-        initial=selection.ended[unit],
-        desc="make",
-        unit="conversation" if wanted.rows else "token",
-        disable=not progress,
-        smoothing=0.02,
-    ) as shown:
+    total, unit = (selection.wanted.rows, 0) if selection.wanted.rows else (selection.wanted.tokens, 1)
+    bar = {"desc": "make", "unit": ("conversation", "token")[unit], "smoothing": 0.02, "disable": not progress}
+    with progress_bar(total=total, initial=selection.ended[unit], **bar) as shown:
         for ended in run_tasks(engine, following, lambda: limits.over(selection.ended[1])):
             conversation, key = ended.result()
-            ended.report.heldout = int(conversation is not None and conversation.is_held_out)
-            row = b"" if conversation is None else as_line(conversation, domain=ended.domain)
-            if conversation is not None and isinstance(selection.shards, MadeShards) and ended.example is not None:
-                selection.shards.keep(ended.number, replace(ended.example, key=conversation.prompt_key()))
-            part.add(ended.number, key, ended.report.counts(), row)
-            selection.add(ended.number, key, ended.report.counts(), bool(row))
-            shown.update(min(selection.ended[unit], wanted.rows or wanted.tokens) - shown.n)
+            counts, row = ended.report.counts(), b""
+            if conversation is not None:
+                row = as_line(conversation, domain=ended.domain)
+                if conversation.is_held_out:
+                    counts["heldout"] = 1
+                if isinstance(selection.shards, MadeShards) and ended.example is not None:
+                    selection.shards.keep(ended.number, replace(ended.example, key=conversation.prompt_key()))
+            part.add(ended.number, key, counts, row)
+            selection.add(ended.number, part.done[ended.number])
+            shown.update(min(selection.ended[unit], total) - shown.n)
             if selection.full:
                 return
 
 
 def _replayed(selection: Selection, done: Mapping[int, Done]) -> Selection:
-    for number, found in sorted(done.items()):
-        selection.add(number, found.key, found.counts, found.size > 0)
+    for number in sorted(done):
+        selection.add(number, done[number])
     return selection
 
 
@@ -234,8 +224,8 @@ def _forget_lost(wanted: Wanted, done: dict[int, Done], shards: MadeShards) -> N
     if _replayed(Selection(wanted, planned), done).full:
         planned.finish()
     safe = planned.dropped.union(*planned.groups[: shards.whole])
-    for number, found in list(done.items()):
-        if found.size and number not in safe and not shards.holds(number):
+    for number in [number for number, row in done.items() if row.row and number not in safe]:
+        if not shards.holds(number):
             del done[number]
 
 
@@ -251,7 +241,6 @@ def make_once(
     if output.exists():
         _compare(output, note, settings)
         return None
-    note.parent.mkdir(parents=True, exist_ok=True)
     write_output(note, json.dumps(settings, indent=2) + "\n")
     return make_to_file(growing_engine(target), config, wanted, output, progress=progress)
 
@@ -259,17 +248,16 @@ def make_once(
 def prompt_keys(file: Path) -> set[int]:
     """Return hashes of the first messages of a file's conversations, as used to find duplicates."""
     with file.open(encoding="utf-8") as lines:
-        said = [parse_row(json.loads(line), str(file)).messages for line in lines]
-    return {Conversation(tuple([m for m in messages if m.role != "system"][:1])).prompt_key() for messages in said}
+        conversations = [parse_row(json.loads(line), str(file)).messages for line in lines]
+    firsts = (next((m for m in messages if m.role != "system"), None) for messages in conversations)
+    return {Conversation((first,) if first else ()).prompt_key() for first in firsts}
 
 
 def _compare(output: Path, note: Path, settings: Mapping[str, Any]) -> None:
     instead = f"move it away to make it again, or train on it as it is with --data {output}"
     try:
-        noted = json.loads(note.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        noted = None
-    if not isinstance(noted, dict):
-        raise OutputError(f"{output} exists, but its settings are not recorded; {instead}")
+        noted = dict(json.loads(note.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        raise OutputError(f"{output} exists, but its settings are not recorded; {instead}") from None
     if wrong := difference(noted, settings):
         raise OutputError(f"{output} was made with {wrong}; {instead}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 from eagle_mlx.engine import Engine
 from eagle_mlx.heads.base import DraftHead
@@ -21,8 +21,9 @@ from eagle_mlx.text import template_args
 
 from ..capturing import ShardPlace
 from ..options import FIRST_ROWS, MOST_ROWS
-from .report import LOOK
 
+LOOK = 128
+"""Interval in tokens between checks for loops. Benchmarks leave out prompts by the same number."""
 _AHEAD = 4
 """Number of extra requests that wait, so that a free row is filled in the same step."""
 ROUNDS = 64
@@ -101,6 +102,19 @@ def run_tasks(
             engine.cancel(request)
 
 
+@dataclass(frozen=True)
+class Counts:
+    """Base of a dataclass of counts, with conversion to plain values."""
+
+    def plus(self, counts: Mapping[str, int]) -> Self:
+        """Return the sums with another report's counts."""
+        return replace(self, **{name: getattr(self, name) + count for name, count in counts.items()})
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts above 0 by name, as in a partial file."""
+        return {name: count for name, count in vars(self).items() if count}
+
+
 def seed_of(seed: int, *parts: int | str) -> int:
     """Return 63 bits derived from a seed and its purpose, independent of the order of work."""
     text = "/".join(map(str, (seed, *parts)))
@@ -115,7 +129,6 @@ class Doubling:
     most: int = MOST_ROWS
     settled: bool = False
     _rate: float = 0.0
-    """Tokens per second at half of this size."""
     _rounds: list[tuple[int, float]] = field(default_factory=list)
     """Tokens and seconds of the rounds since the batch is full. The first is not timed, because it includes prefill."""
 
@@ -124,17 +137,17 @@ class Doubling:
         if self.settled or (not self._rounds and active < self.rows):
             return
         self._rounds.append((tokens, seconds))
-        if len(self._rounds) > ROUNDS:
-            every, durations = zip(*self._rounds[1:], strict=True)
-            self._decide(sum(every) / sum(durations))
-
-    def _decide(self, rate: float) -> None:
+        if len(self._rounds) <= ROUNDS:
+            return
+        counts, durations = zip(*self._rounds[1:], strict=True)
+        rate = sum(counts) / sum(durations)
         if rate < WORTH * self._rate:
             self.rows, self.settled = self.rows // 2, True
         elif 2 * self.rows > self.most:
             self.settled = True
         else:
-            self.rows, self._rate, self._rounds = 2 * self.rows, rate, []
+            self.rows *= 2
+            self._rate, self._rounds = rate, []
 
 
 def growing_engine(
@@ -150,8 +163,9 @@ def growing_engine(
     """
     drafts = HeadProposer(head) if head is not None and most_tokens else None
     policy = ThroughputPolicy(most_tokens) if drafts is not None else FixedPolicy(0)
-    layers = (*place.meta.aux_layers, target.num_layers - 1) if place is not None else ()
-    proposer = CapturingProposer(layers, drafts) if layers else drafts
+    proposer = drafts
+    if place is not None:
+        proposer = CapturingProposer((*place.meta.aux_layers, target.num_layers - 1), drafts)
     engine = Engine(target, proposer, policy=policy, max_batch=rows or FIRST_ROWS)
     if rows is None:
         doubling = Doubling(engine.max_batch)

@@ -18,17 +18,14 @@ from eagle_mlx.text import is_loop
 from ..conversation import Conversation, Message
 from ..jsonl import as_line, open_partial
 from ..rendering import prompt_tokens
-from .loop import Task, run_tasks, seed_of, text_settings
-from .report import Counts
+from .loop import Counts, Task, run_tasks, seed_of, text_settings
 
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
 """Sampling parameters that must not change when a file is continued."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RegenerateReport(Counts):
-    """Counts of a regeneration."""
-
     answers: int = 0
     tokens: int = 0
     cut: int = 0
@@ -38,7 +35,6 @@ class RegenerateReport(Counts):
     too_long: int = 0
     """Prompts that fill the target's context; their conversations end before them."""
     dropped: int = 0
-    """Conversations without any answer left."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,6 @@ class RegenerateConfig:
     systems: tuple[str, ...] = ()
     """System prompts. The seed chooses one for each conversation, instead of its own; "" is none."""
     least_distinct: float = 0.0
-    """Minimum share of distinct 4-grams; answers with fewer are left out."""
 
 
 def regenerations(
@@ -105,28 +100,28 @@ def regenerate_to_file(
                     return task
             return None
 
-        for done in part.done.values():
-            report.add(done.counts)
-        bar: dict[str, Any] = {"desc": "regenerate", "unit": "conversation", "smoothing": 0.02}
-        with progress_bar(total=total, initial=len(part.done), disable=not progress, **bar) as shown:
+        bar = {"desc": "regenerate", "unit": "conversation", "smoothing": 0.02, "disable": not progress}
+        with progress_bar(total=total, initial=len(part.done), **bar) as shown:
             for ended in run_tasks(engine, following):
                 conversation = ended.result()
                 row = as_line(conversation) if conversation is not None else b""
                 part.add(ended.position, ended.key, ended.report.counts(), row)
-                report.add(ended.report.counts())
                 shown.update()
+        for done in part.done.values():
+            report = report.plus(done.counts)
         return part.finish(seen, overwrite), report
 
 
 class Regeneration(Task):
-    """A conversation to answer, as a task of `run_tasks`."""
-
     def __init__(self, engine: Engine, config: RegenerateConfig, position: int, source: Conversation, repeat: int):
         """`position` is its index among the conversations; `repeat` counts earlier ones with the same prompt."""
-        self.position, self.source, self.key = position, source, source.whole_key()
+        self.position = position
+        self.source = source
+        self.key = source.whole_key()
         self.report = RegenerateReport()
-        self._engine, self._config, self._repeat = engine, config, repeat
-        self._prompt_key = source.prompt_key()
+        self._engine = engine
+        self._config = config
+        self._place = (source.prompt_key(), repeat)
         self._rest = self._with_system(list(source.messages))
         self._messages: list[Message] = []
         self._ended = False
@@ -139,11 +134,11 @@ class Regeneration(Task):
             raise DataError("the target has no chat template, so it cannot answer conversations")
         prompt = prompt_tokens(target.tokenizer, self._so_far)
         if len(prompt) >= target.context_length:
-            self.report.too_long += 1
+            self.report = self.report.plus({"too_long": 1})
             return None
         params = self._config.params
         if params.seed is not None:
-            params = replace(params, seed=seed_of(params.seed, self._prompt_key, self._repeat, self.report.answers))
+            params = replace(params, seed=seed_of(params.seed, *self._place, self.report.answers))
         request = self._engine.prepare(prompt, params)
         self._engine.submit(request)
         return request
@@ -153,16 +148,13 @@ class Regeneration(Task):
         output = self._engine.output(request)
         if output.finish_reason == "error":
             raise DataError(f"{self.source.origin}: the target could not answer: {output.error}")
-        if is_loop(output.tokens, self._config.least_distinct):
-            self.report.looping += 1
-            self._ended = True
-            return
-        self._messages.append(Message("assistant", output.text))
-        self.report.answers += 1
-        self.report.tokens += len(output.tokens)
-        if output.finish_reason == "length":
-            self.report.cut += 1
-            self._ended = True
+        loops, cut = is_loop(output.tokens, self._config.least_distinct), output.finish_reason == "length"
+        self._ended = loops or cut
+        if loops:
+            self.report = self.report.plus({"looping": 1})
+        else:
+            self._messages.append(Message("assistant", output.text))
+            self.report = self.report.plus({"answers": 1, "tokens": len(output.tokens), "cut": int(cut)})
 
     def result(self) -> Conversation | None:
         """Return the conversation up to the last answer; None if there is none."""
@@ -170,32 +162,33 @@ class Regeneration(Task):
             return self.source
         while self._messages and self._messages[-1].role != "assistant":
             self._messages.pop()
-        self.report.dropped = int(not self.report.answers)
-        return self._so_far if self.report.answers else None
+        if self.report.answers:
+            return self._so_far
+        self.report = replace(self.report, dropped=1)
+        return None
 
     @property
     def _so_far(self) -> Conversation:
         return replace(self.source, messages=tuple(self._messages))
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
-        """Return the messages with their system prompt replaced by one that the seed chooses."""
         systems = self._config.systems
         if not messages or not systems:
             return messages
-        drawn = seed_of(self._config.params.seed or 0, self._prompt_key, self._repeat, "system") % len(systems)
+        system = systems[seed_of(self._config.params.seed or 0, *self._place, "system") % len(systems)]
         messages = [m for m in messages if m.role not in ("system", "developer")]
-        return [Message("system", systems[drawn]), *messages] if systems[drawn] else messages
+        return [Message("system", system), *messages] if system else messages
 
     def _advance(self) -> bool:
         """Move the original's messages over up to the next answer to generate; return False if there is none."""
         while self._rest and not self._ended:
             message = self._rest.pop(0)
-            if message.role == "assistant" and self._asked and "tool_calls" not in message.extra:
+            if message.role == "assistant" and self._has_question and "tool_calls" not in message.extra:
                 return True
             self._messages.append(message)
-        return not self._ended and self._asked and self._messages[-1].role != "assistant"
+        return not self._ended and self._has_question and self._messages[-1].role != "assistant"
 
     @property
-    def _asked(self) -> bool:
+    def _has_question(self) -> bool:
         """Whether there is a user or tool message. Without one, a greeting of the assistant is not an answer."""
         return any(m.role not in ("system", "developer", "assistant") for m in self._messages)

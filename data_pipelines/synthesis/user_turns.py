@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 FILE = Path(__file__).parent / "domains.yaml"
+_MARKS = ("\ue0f0\ue0f1", "\ue0f2 \ue0f3\ue0f4")
+"""Private-use characters in place of the user's text. Two kinds detect templates that depend on the text."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,11 @@ class Domain(Group):
 
 def read_domains(file: Path) -> tuple[Domain, ...]:
     """Read domains from a YAML file. Raises ConfigError, with the file and the domain, if something is invalid."""
-    found = read_yaml(file, "file of domains")
-    if not isinstance(found, dict) or not found:
+    entries = read_yaml(file, "file of domains")
+    if not isinstance(entries, dict) or not entries:
         raise ConfigError(f"{file} must have domains, each with a weight under its name; see {FILE}")
     domains = []
-    for name, entry in found.items():
+    for name, entry in entries.items():
         if not isinstance(entry, dict):
             raise ConfigError(f"{file}: {name}: needs keys such as `weight: 2` under it, not {entry!r}")
         try:
@@ -49,35 +51,27 @@ def read_domains(file: Path) -> tuple[Domain, ...]:
     return tuple(domains)
 
 
+DOMAINS = read_domains(FILE)
+
+
 def choose_domains(wishes: Sequence[str], file: Path = FILE) -> tuple[Domain, ...]:
     """Return a file's domains selected by `NAME` or `NAME=WEIGHT`; all if there is no selection. Raises ConfigError."""
-    domains = read_domains(file)
-    if not wishes:
-        return domains
+    domains = {domain.name: domain for domain in read_domains(file)}
     chosen: dict[str, Domain] = {}
     for wish in wishes:
         name, given, weight = wish.partition("=")
-        found = next((domain for domain in domains if domain.name == name), None)
-        if found is None:
-            raise ConfigError(f"--domain {wish}: the domains are {', '.join(domain.name for domain in domains)}")
+        if name not in domains:
+            raise ConfigError(f"--domain {wish}: the domains are {', '.join(domains)}")
         try:
-            chosen[name] = found.changed(weight=weight) if given else found
+            chosen[name] = domains[name].changed(weight=weight) if given else domains[name]
         except ConfigError as e:
             raise ConfigError(f"--domain {wish}: a weight must be a number above 0, such as code=2") from e
-    return tuple(chosen.values())
-
-
-DOMAINS = read_domains(FILE)
-_MARKS = ("\ue0f0\ue0f1", "\ue0f2 \ue0f3\ue0f4")
-"""Private-use characters in place of the user's text. Two kinds detect templates that depend on the text."""
+    return tuple((chosen or domains).values())
 
 
 @dataclass(frozen=True)
 class UserPlace:
-    """Where a user turn begins, and how it ends."""
-
     tokens: tuple[int, ...]
-    """All tokens before the user's text."""
     stop_token_ids: tuple[int, ...]
     """The special token after the user's text. The model's own end tokens end a turn too."""
     stop: tuple[str, ...]
@@ -92,33 +86,33 @@ def find_user_place(
     Raises TargetError, with the target's `name` and what to do instead, if the template refuses the conversation, hides
     or changes earlier messages, or depends on the user's text.
     """
-    found = {_around(tokenizer, messages, mark, name) for mark in _MARKS}
-    if len(found) != 1:
+    around = {_around(tokenizer, messages, mark, name) for mark in _MARKS}
+    if len(around) != 1:
         raise _closed(name, "the text around the user's words depends on them")
-    before, after = found.pop()
+    before, after = around.pop()
     if hidden := [m for m in messages if m.content.strip() and m.content.strip() not in before]:
         raise _closed(name, f"before the user's turn, it leaves out the {hidden[0].role} message")
     # A trailing space would be a separate token, and no training text begins that way.
     tokens = tuple(tokenizer.encode(before + opening if opening else before.rstrip(" "), add_special_tokens=False))
     if not tokens:
         raise _closed(name, "it has no text before the user's words, so there is nothing to continue")
-    following = list(tokenizer.encode(after.strip(), add_special_tokens=False))
+    following = list(tokenizer.encode(after, add_special_tokens=False))
     if following and following[0] in tokenizer.all_special_ids:
         return UserPlace(tokens, (following[0],), ())
-    return UserPlace(tokens, (), (after.strip(),) if after.strip() else ())
+    return UserPlace(tokens, (), (after,) if after else ())
 
 
 def _around(tokenizer: TokenizerWrapper, messages: Sequence[Message], mark: str, name: str) -> tuple[str, str]:
-    """Return the template's text before the user's text, and after it up to the answer."""
+    """Return the template's text before the user's text, and the stripped text after it, up to the answer."""
     chat = [*(m.as_dict() for m in messages), {"role": "user", "content": mark}]
     try:
         text: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     except Exception as e:  # templates may raise anything
         raise _closed(name, f"it refuses the conversation: {e}") from e
-    before, found, after = text.partition(mark)
-    if not found or mark in after:
+    if text.count(mark) != 1:
         raise _closed(name, "it changes, drops or repeats the user's words")
-    return before, after
+    before, _, after = text.partition(mark)
+    return before, after.strip()
 
 
 def _closed(name: str, why: str) -> TargetError:
@@ -136,15 +130,14 @@ def steerable(tokenizer: TokenizerWrapper, domains: tuple[Domain, ...], name: st
     usable: list[Domain] = []
     refused: TargetError | None = None
     for domain in domains:
-        ways = (domain, replace(domain, system="")) if any(domain.openings) else (domain,)
-        for way in ways:
+        for form in (domain, replace(domain, system="")) if any(domain.openings) else (domain,):
             try:
-                find_user_place(tokenizer, [Message("system", way.system)] if way.system else [], name)
+                find_user_place(tokenizer, [Message("system", form.system)] if form.system else [], name)
             except TargetError as e:
                 refused = e
-            else:
-                usable.append(way)
-                break
+                continue
+            usable.append(form)
+            break
     if not usable and refused is not None:
         raise refused
     return tuple(usable)

@@ -13,8 +13,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from eagle_mlx.data_pipelines import Conversation, DataConfig, Message, ReadReport, read_conversations
 from eagle_mlx.data_pipelines.rendering import all_tokens
+from eagle_mlx.data_pipelines.sources import parse
 from eagle_mlx.data_pipelines.sources.reading import parse_range
-from eagle_mlx.data_pipelines.sources.spec import parse
 from eagle_mlx.errors import ConfigError, DataError
 from tests.fakes import EMBEDDED_TARGET
 

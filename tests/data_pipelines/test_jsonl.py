@@ -12,7 +12,7 @@ import pytest
 
 from eagle_mlx.data_pipelines import Conversation, DataConfig, Message, read_conversations
 from eagle_mlx.data_pipelines.jsonl import as_line, open_partial, write_lines
-from eagle_mlx.data_pipelines.synthesis.report import MakeReport
+from eagle_mlx.data_pipelines.synthesis.tries import MakeReport
 from eagle_mlx.errors import DataError, OutputError
 
 CHATS = [Conversation((Message("user", "a\nü"), Message("assistant", "b"))), Conversation(text="c")]

@@ -20,12 +20,12 @@ import pytest
 from eagle_mlx.data_pipelines import DataConfig, cli, read_conversations
 from eagle_mlx.data_pipelines.capturing import ShardPlace, capture_to_shards, shard_meta
 from eagle_mlx.data_pipelines.conversation import Conversation, Message
-from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
+from eagle_mlx.data_pipelines.jsonl import Done, PartialFile, partial_path
 from eagle_mlx.data_pipelines.options import MakeConfig
 from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.data_pipelines.sources.rows import parse_row
 from eagle_mlx.data_pipelines.synthesis import loop as loop_module
-from eagle_mlx.data_pipelines.synthesis import report as report_module
+from eagle_mlx.data_pipelines.synthesis import tries as tries_module
 from eagle_mlx.data_pipelines.synthesis.file import (
     FREE_TRIES,
     TRIES_A_ROW,
@@ -35,8 +35,8 @@ from eagle_mlx.data_pipelines.synthesis.file import (
     make_to_file,
     prompt_keys,
 )
-from eagle_mlx.data_pipelines.synthesis.report import (
-    LOOK,
+from eagle_mlx.data_pipelines.synthesis.loop import LOOK
+from eagle_mlx.data_pipelines.synthesis.tries import (
     MakeReport,
     loops,
     loops_so_far,
@@ -229,7 +229,7 @@ def test_what_begins_like_others_is_left_out(target: Target, whole: bytes, tmp_p
     rows = whole.splitlines(keepends=True)
     others.write_bytes(rows[0] + rows[2])
     report = make_to_file(
-        Engine(target), CONFIG, Wanted(rows=ROWS - 2), path, limits=MakeLimits(known=prompt_keys(others))
+        Engine(target), CONFIG, Wanted(rows=ROWS - 2), path, limits=MakeLimits(elsewhere=prompt_keys(others))
     )
     assert path.read_bytes() == whole.replace(rows[0], b"").replace(rows[2], b"")
     assert report.duplicates == 2
@@ -466,7 +466,8 @@ def test_a_full_disk_keeps_what_is_done(
 
 def settle(selection: Selection, results: Sequence[tuple[int, int, bool]]) -> Selection:
     for number, key, kept in results:
-        selection.add(number, key, MakeReport(tries=1, tokens=10 * kept, endless=not kept).counts(), kept)
+        counts = MakeReport(tries=1, tokens=10 * kept, endless=not kept).counts()
+        selection.add(number, Done(key, counts, b"row" * kept))
     return selection
 
 
@@ -646,7 +647,7 @@ def test_loops_are_not_written_to_their_end(
     tmp_path: Path, positions_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The conversations are the same as with checks only at the end, with fewer forwards."""
-    monkeypatch.setattr(report_module, "LOOK", 8)
+    monkeypatch.setattr(tries_module, "LOOK", 8)
     target = talker()
     assert target.tokenizer is not None
     target.tokenizer.eos_token_ids = {2, *range(5, 4096, 25)}  # fewer ends, longer turns

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_mlx.data_pipelines import DataConfig, ReadReport, cli, read_conversations
-from eagle_mlx.data_pipelines.sources.spec import PRESETS, parse
+from eagle_mlx.data_pipelines.sources import PRESETS, parse
 from eagle_mlx.errors import ConfigError, DataError
 
 U, A, S = "user", "assistant", "system"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eagle_mlx.data_pipelines import cli
-from eagle_mlx.data_pipelines.inspection import escape_control_characters, histogram, marked
+from eagle_mlx.data_pipelines.commands import escape_control_characters, histogram, marked
 from eagle_mlx.data_pipelines.rendering import Rendered
 from tests.fakes import tiny_target_folder
 

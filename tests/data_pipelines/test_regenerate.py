@@ -43,21 +43,22 @@ def answer(target: Target, messages: Sequence[Message], params: SamplingParams) 
     return Engine(target).generate([[m.as_dict() for m in messages]], params)[0].text
 
 
-def answered(
-    engine: Engine,
-    conversations: Iterable[Conversation],
-    params: SamplingParams | None = None,
-    report: RegenerateReport | None = None,
-    **config: Any,
-) -> list[Conversation]:
+def counted(
+    engine: Engine, conversations: Iterable[Conversation], params: SamplingParams | None = None, **config: Any
+) -> tuple[list[Conversation], RegenerateReport]:
     """Return the remaining conversations in order, and the counts."""
-    done = {}
+    done, report = {}, RegenerateReport()
     tasks = regenerations(engine, conversations, RegenerateConfig(params or SamplingParams(), **config))
     for task in run_tasks(engine, lambda _: next(tasks, None)):
         done[task.position] = task.result()
-        if report is not None:
-            report.add(task.report.counts())
-    return [found for _, found in sorted(done.items()) if found is not None]
+        report = report.plus(task.report.counts())
+    return [conversation for _, conversation in sorted(done.items()) if conversation is not None], report
+
+
+def answered(
+    engine: Engine, conversations: Iterable[Conversation], params: SamplingParams | None = None, **config: Any
+) -> list[Conversation]:
+    return counted(engine, conversations, params, **config)[0]
 
 
 STOPS = tuple(range(3, 4096, 7))
@@ -66,9 +67,8 @@ STOPS = tuple(range(3, 4096, 7))
 
 def test_each_answer_stands_on_the_new_ones_before_it_and_has_a_seed_of_its_own(target: Target) -> None:
     params = SamplingParams(max_tokens=100, temperature=0.8, seed=3, stop_token_ids=STOPS)
-    report = RegenerateReport()
     asked = chat((S, "brief"), (U, "a"), (A, "old"), (U, "b"), (A, "old"))
-    [made] = answered(Engine(target), [asked], params, report=report)
+    [made], report = counted(Engine(target), [asked], params)
     assert [m.role for m in made.messages] == [S, U, A, U, A]
     for number, turn in enumerate((2, 4)):
         own = replace(params, seed=seed_of(3, asked.prompt_key(), 0, number))
@@ -79,9 +79,8 @@ def test_each_answer_stands_on_the_new_ones_before_it_and_has_a_seed_of_its_own(
 
 
 def test_a_cut_answer_ends_its_conversation(target: Target) -> None:
-    report = RegenerateReport()
     params = SamplingParams(max_tokens=3)
-    [made] = answered(Engine(target), [chat((U, "a"), (A, "b"), (U, "c"), (A, "d"))], params, report=report)
+    [made], report = counted(Engine(target), [chat((U, "a"), (A, "b"), (U, "c"), (A, "d"))], params)
     assert [m.role for m in made.messages] == [U, A]
     assert (report.answers, report.tokens, report.cut) == (1, 3, 1)
 
@@ -93,10 +92,9 @@ def test_an_answer_that_loops_is_left_out_with_what_follows_it(target: Target) -
     ratios = {distinct_ratio(output.tokens): turn for output, turn in zip(spoken, asked, strict=True)}
     assert len(ratios) == 2, "the two answers repeat themselves equally, which proves nothing"
     looping, fine = ratios[min(ratios)], ratios[max(ratios)]
-    report = RegenerateReport()
     conversations = [chat(looping, (A, "b"), (U, "c"), (A, "d")), chat(fine, (A, "f"))]
     threshold = sum(ratios) / 2
-    [made] = answered(Engine(target), conversations, params, report=report, least_distinct=threshold)
+    [made], report = counted(Engine(target), conversations, params, least_distinct=threshold)
     assert made.messages[0].content == fine[1]
     assert (report.answers, report.looping, report.dropped) == (1, 1, 1)
 
@@ -163,11 +161,10 @@ def test_an_answer_that_calls_tools_and_a_greeting_stay(target: Target) -> None:
 
 
 def test_what_does_not_fit_the_context_is_counted(target: Target) -> None:
-    report = RegenerateReport()
     params = SamplingParams(max_tokens=4, stop_token_ids=tuple(range(3, 4096)))
     long = "word " * 600
     asked = [chat((U, long), (A, "b")), chat((U, "a"), (A, "b"), (U, long), (A, "d")), chat((S, "alone"))]
-    made = answered(Engine(target), asked, params, report=report)
+    made, report = counted(Engine(target), asked, params)
     assert [[m.role for m in c.messages] for c in made] == [[U, A]]
     assert (report.too_long, report.dropped) == (2, 2)
 

@@ -34,11 +34,11 @@ from eagle_mlx.shards.format import bytes_per_token
 from eagle_mlx.target import Target, fingerprint, load_target
 from eagle_mlx.train import hours
 from eagle_mlx.train.cli import main
-from eagle_mlx.train.command import new_run
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.evaluation import Evaluator
 from eagle_mlx.train.hours import FINGERPRINT, portions
 from eagle_mlx.train.hours.phases import Rates, next_portion, seconds_to_learn
+from eagle_mlx.train.job import new_run
 from eagle_mlx.train.kinds import resolve
 from eagle_mlx.train.run import Stopwatch, loop, set_up
 from eagle_mlx.train.step import Stepper, WarmupStableDecay

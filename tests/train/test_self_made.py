@@ -17,9 +17,9 @@ from eagle_mlx.command import Stop, Stopped
 from eagle_mlx.data_pipelines import MakeConfig
 from eagle_mlx.data_pipelines.jsonl import PartialFile, partial_path
 from eagle_mlx.train.cli import flags_parser, main
-from eagle_mlx.train.command import new_run
 from eagle_mlx.train.config import TrainConfig
 from eagle_mlx.train.data import storage
+from eagle_mlx.train.job import new_run
 from eagle_mlx.train.run import loop
 from tests.fakes import interrupt_after, talking_target_folder, tiny_target_folder
 from tests.train.empty_pictures import leave_empty_pictures

@@ -11,7 +11,7 @@ from eagle_mlx.command import arguments, exit_code, read
 from eagle_mlx.late import late
 
 from ..kind_settings import LAYOUTS
-from .options import Conversion, Extraction
+from . import Conversion, Extraction
 
 _HELP = """\
 Write a head in another layout with the same weights, or extract the MTP head of a published model
@@ -24,8 +24,6 @@ examples:
   eagle-convert out/head/best --to speculators --target Qwen3-4B-4bit --output out/speculators
   eagle-convert out/head/best --to speculators --target models/mine-4bit --base-model you/mine --output out/speculators
   eagle-convert someone/llama-3.1-8b-speculator.eagle3 --to eagle3 --output out/portable
-  eagle-convert yuhuili/EAGLE-Vicuna-7B-v1.3 --to eagle --target lmsys/vicuna-7b-v1.3 --output out/eagle
-  eagle-convert mtp --source Qwen/Qwen3-Next-80B-A3B-Instruct --bits 4 --output out/mtp
 
 The kind of head is read from its files. If a layout includes an embedding and the head has none, give --target.
 Write a folder named mtp as ./mtp.
@@ -33,8 +31,7 @@ Write a folder named mtp as ./mtp.
 _MTP_HELP = """\
 Extract the MTP layer of a published model (DeepSeek-V3, GLM-4.5, MiMo, Qwen3-Next, Qwen3.5 and models with their
 config) and write it as a draft head. mlx-lm drops this layer when it converts a model, so give the original
-repository. From the hub, only the files with the layer are downloaded; a folder needs only those files. The handling
-of its norms is printed.
+repository. From the hub, only the files with the layer are downloaded; a folder needs only those files.
 """
 _MTP_EXAMPLES = """\
 examples:
@@ -49,23 +46,17 @@ both ways and compare with eagle-bench.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a head; return 0, 2 for an error that the user can fix, or 130 if interrupted."""
-    given = arguments(argv)
-    return exit_code(lambda: run(given))
+    return exit_code(lambda: _main(arguments(argv)))
 
 
-def run(given: Sequence[str]) -> None:
-    """Convert or extract a head, and print a line about the result."""
+def _main(given: Sequence[str]) -> None:
     say = partial(print, file=sys.stderr)
-    what: Extraction | Conversion
+    options: Extraction | Conversion
     if given[:1] == ["mtp"]:
-        what = read(Extraction, given[1:], "eagle-convert mtp", _MTP_HELP, _MTP_EXAMPLES)
+        options = read(Extraction, given[1:], "eagle-convert mtp", _MTP_HELP, _MTP_EXAMPLES)
         work = late(f"{__package__}.conversion:extract")
     else:
-        what = read(Conversion, given, "eagle-convert", _HELP + LAYOUTS, _EXAMPLES)
+        options = read(Conversion, given, "eagle-convert", _HELP + LAYOUTS, _EXAMPLES)
         work = late(f"{__package__}.conversion:convert")
     say(f"blas: {blas.activate()}")
-    print(work(what, say))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print(work(options, say))

@@ -23,10 +23,9 @@ from eagle_mlx.heads.mtp.published import SIDECAR, mtp_prefix, shards_of
 from eagle_mlx.heads.precision import described, quantization_of
 from eagle_mlx.target import load_target
 
-from .options import Conversion, Extraction
+from . import Conversion, Extraction
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
 _NO_VERIFIER = (
     "the target's base model is not known for certain, so the config names no verifier, and speculators and vLLM "
     "cannot load the head; convert again with --base-model and the hub id or folder of that model"
@@ -35,108 +34,95 @@ OURS = ("target", COPY, NOTED, "target_norm")
 """Keys under `eagle_mlx` that the writers set themselves."""
 
 
-def convert(what: Conversion, say: Callable[[str], None]) -> str:
-    """Convert a head and read the result back; return a line about it and its layout.
-
-    Raises an EagleError; if the head cannot be written, there is no output.
-    """
-    check_free(what.output, what.overwrite)
-    folder = hub.resolve(what.source)
-    target = load_target(what.target) if what.target is not None else None
+def convert(options: Conversion, say: Callable[[str], None]) -> str:
+    """Convert a head and read it back; return a line about it. Raises an EagleError; then nothing is written."""
+    check_free(options.output, options.overwrite)
+    folder = hub.resolve(options.source)
+    target = load_target(options.target) if options.target is not None else None
     head = load_head(folder, target)
     kind = kind_of(head)
-    if what.base_model is not None:
-        check_width(what.base_model, head.target_hidden_size)
-    tensors = read_tensors(folder)
+    if options.base_model is not None:
+        check_width(options.base_model, head.target_hidden_size)
+    tensors, config = read_tensors(folder), read_config(folder)
     types = sorted({str(x.dtype).removeprefix("mlx.core.") for x in tensors.values()})
-    say(f"{what.source}: {kind.one_head} with tensors of {', '.join(types)}")
-    layout = _layout(what, kind)
+    say(f"{options.source}: {kind.one_head} with tensors of {', '.join(types)}")
+    layout = _layout(options, kind)
     if _copies_embedding(head, layout) and target is None:
         raise ConfigError(
-            f"the {what.to} layout includes an embedding, but this head uses its target's; name the target with "
+            f"the {options.to} layout includes an embedding, but this head uses its target's; name the target with "
             "--target"
         )
-    if target is not None and what.check:
+    if target is not None and options.check:
         say(
-            f"trying the head on {what.target}: {len(PROMPTS)} answers of {TOKENS} tokens, which takes minutes with a "
-            "large target; use --no-check to skip this"
+            f"trying the head on {options.target}: {len(PROMPTS)} answers of {TOKENS} tokens, which takes minutes with "
+            "a large target; use --no-check to skip this"
         )
-        if (said := head_warning(head, target, progress=True)) is not None:
-            say(f"warning: {said}")
-    config = read_config(folder)
-    dtype = DTYPES[what.dtype] if what.dtype else _exact_dtype(tensors, config)
-    base = _base_model(what, config)
+        if (warning := head_warning(head, target, progress=True)) is not None:
+            say(f"warning: {warning}")
+    dtype = DTYPES[options.dtype] if options.dtype else _exact_dtype(tensors, config)
+    base = _base_model(options, config)
     verifier, noted = verifier_of(config), config.get("eagle_mlx") or {}
-    options: dict[str, Any] = {}
-    if what.to == "speculators":
-        local = base is not None and what.base_model is None and Path(base).is_dir()
+    more: dict[str, Any] = {}
+    if options.to == "speculators":
+        local = base is not None and options.base_model is None and Path(base).is_dir()
         only = ", which only this machine has; to share the head give --base-model with a hub id" if local else ""
         say(f"warning: {_NO_VERIFIER}" if base is None else f"verifier: {base}{only}")
-        model = read_config(hub.resolve(what.target)) if what.target is not None else verifier
-        options = {
-            "base_model": base,
-            "depth": what.depth or _depth(config),
-            "target_architectures": [str(name) for name in model.get("architectures") or []],
-        }
-    known = noted.get("target") or verifier.get("name_or_path")
-    extra = {name: value for name, value in noted.items() if name not in (*OURS, BASE_MODEL)}
+        model = read_config(hub.resolve(options.target)) if options.target is not None else verifier
+        architectures = [str(name) for name in model.get("architectures") or []]
+        depth = options.depth or _depth(config)
+        more = {"base_model": base, "depth": depth, "target_architectures": architectures}
+    name = hub.public_name(options.target) if options.target else noted.get("target") or verifier.get("name_or_path")
+    extra = {key: value for key, value in noted.items() if key not in (*OURS, BASE_MODEL)}
     if base is not None and hub.full_id(base):
         extra[BASE_MODEL] = base
+    target_name = str(name) if name else None
     layout.save(
-        head,
-        what.output,
-        target_name=hub.public_name(what.target) if what.target else str(known) if known else None,
-        extra=extra,
-        dtype=dtype,
-        overwrite=what.overwrite,
-        **options,
+        head, options.output, target_name=target_name, extra=extra, dtype=dtype, overwrite=options.overwrite, **more
     )
-    load_head(what.output, target)  # the closing line says that it was read back
-    return _closing(what, head, layout, dtype, base)
+    load_head(options.output, target)  # the closing line says that it was read back
+    return _closing(options, head, layout, dtype, base)
 
 
-def _layout(what: Conversion, kind: HeadKind) -> Format:
+def _layout(options: Conversion, kind: HeadKind) -> Format:
     """Return the layout to write. Raises ConfigError if heads of this kind cannot be written in it."""
-    layout = next((layout for layout in kind.formats if layout.name == what.to), None)
-    if layout is None:
+    layouts = {layout.name: layout for layout in kind.formats}
+    if options.to not in layouts:
         raise ConfigError(
-            f"{what.source} is {kind.one_head}, which cannot be written as {what.to}; "
-            f"--to can be {' or '.join(layout.name for layout in kind.formats)}"
+            f"{options.source} is {kind.one_head}, which cannot be written as {options.to}; "
+            f"--to can be {' or '.join(layouts)}"
         )
-    return layout
+    return layouts[options.to]
 
 
 def _exact_dtype(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> mx.Dtype:
-    """Return the smallest dtype that keeps every number of a head exact.
-
-    Our zero-centered norms may have a wider dtype than the plain norms.
-    """
+    """Return the smallest dtype that keeps every number of a head exact."""
+    # Our zero-centered norms may have a wider dtype than the plain norms.
     least = 2 if (config.get("eagle_mlx") or {}).get(NOTED) else 0
-    found = {x.dtype for x in tensors.values() if x.ndim >= least and mx.issubdtype(x.dtype, mx.floating)}
-    return found.pop() if len(found) == 1 else mx.float32
+    dtypes = {x.dtype for x in tensors.values() if x.ndim >= least and mx.issubdtype(x.dtype, mx.floating)}
+    return dtypes.pop() if len(dtypes) == 1 else mx.float32
 
 
 def verifier_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the target's description in a speculators config."""
-    found = (config.get("speculators_config") or {}).get("verifier")
-    return found if isinstance(found, dict) else {}
+    verifier = (config.get("speculators_config") or {}).get("verifier")
+    return verifier if isinstance(verifier, dict) else {}
 
 
-def _base_model(what: Conversion, config: Mapping[str, Any]) -> str | None:
+def _base_model(options: Conversion, config: Mapping[str, Any]) -> str | None:
     """Return the model for other servers: as given, else from the target, else from the source.
 
     Otherwise it is the target's own folder, unless MLX quantized it. Its card and `_name_or_path` are not used,
     because those of a fine-tuned model name its base model.
     """
-    if what.base_model is not None:
-        folder = Path(what.base_model).expanduser()
-        return str(folder.resolve()) if folder.is_dir() else what.base_model
-    found = base_model_of(what.target) if what.target is not None else None
+    if options.base_model is not None:
+        folder = Path(options.base_model).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else options.base_model
     noted, named = config.get("eagle_mlx") or {}, verifier_of(config).get("name_or_path")
-    found = found or noted.get(BASE_MODEL) or (named if named != noted.get("target") else None)
-    if found or what.target is None:
-        return found
-    folder = Path(what.target).expanduser()
+    base = base_model_of(options.target) if options.target is not None else None
+    base = base or noted.get(BASE_MODEL) or (named if named != noted.get("target") else None)
+    if base or options.target is None:
+        return base
+    folder = Path(options.target).expanduser()
     return str(folder.resolve()) if folder.is_dir() and "quantization" not in read_config(folder) else None
 
 
@@ -146,22 +132,19 @@ def _depth(config: Mapping[str, Any]) -> int:
     return depth if isinstance(depth, int) and depth > 0 else 3
 
 
-def _closing(what: Conversion, head: DraftHead, layout: Format, dtype: mx.Dtype, base: str | None) -> str:
-    tensors = read_tensors(Path(what.output))
+def _closing(options: Conversion, head: DraftHead, layout: Format, dtype: mx.Dtype, base: str | None) -> str:
+    tensors, kind = read_tensors(Path(options.output)), kind_of(head)
     size = sum(x.nbytes for x in tensors.values())
     copied = ", with a copy of the target's embedding" if _copies_embedding(head, layout) else ""
-    kind = kind_of(head)
-    flags = kind.unusual(head)
     if quantization_of(head) is not None:
         readers = "other servers cannot read it, because MLX quantized it"
-    elif what.to == "speculators" and base is None:
+    elif options.to == "speculators" and base is None:
         readers = "speculators and vLLM cannot load it without a verifier: convert again with --base-model"
     else:
-        readers = f"the layout is {layout.read_by}" + (
-            f", in a version that supports {', '.join(flags)}" if flags else ""
-        )
+        flags = ", ".join(kind.unusual(head))
+        readers = f"the layout is {layout.read_by}" + (f", in a version that supports {flags}" if flags else "")
     return (
-        f"{what.output}: {kind.one_head} in the {what.to} layout, {len(tensors)} tensors in "
+        f"{options.output}: {kind.one_head} in the {options.to} layout, {len(tensors)} tensors in "
         f"{DTYPE_NAMES[dtype]}, {size / 1e6:,.1f} MB{copied}. EAGLE-MLX has read it back; {readers}"
     )
 
@@ -171,41 +154,37 @@ def _copies_embedding(head: DraftHead, layout: Format) -> bool:
     return layout.has_embedding and not head.config.own_embedding and quantization_of(head) is None
 
 
-def extract(what: Extraction, say: Callable[[str], None]) -> str:
-    """Extract the head and write it; return a line about the result. `say` is called with each decision.
-
-    Raises an EagleError; then nothing is written.
-    """
-    output = what.output or f"{hub.public_name(what.source).rpartition('/')[2]}-mtp"
-    check_free(output, what.overwrite)
-    folder = _mtp_folder(what.source, what.index)
-    say(f"reading MTP layer {what.index} of {what.source}")
-    head, notes = mtp_of_model(folder, what.index, target_norm=what.hidden == "after")
+def extract(options: Extraction, say: Callable[[str], None]) -> str:
+    """Extract the head and write it; return a line about it. Raises an EagleError; then nothing is written."""
+    name = hub.public_name(options.source)
+    output = options.output or f"{name.rpartition('/')[2]}-mtp"
+    check_free(output, options.overwrite)
+    folder = _mtp_folder(options.source, options.index)
+    say(f"reading MTP layer {options.index} of {options.source}")
+    head, notes = mtp_of_model(folder, options.index, target_norm=options.hidden == "after")
     for line in [*notes, *choices_of(head, any("norms" in note for note in notes))]:
         say(line)
-    dtype = DTYPES[what.dtype] if what.dtype else _dtype_of(read_config(folder))
-    own = head.config.quantization
-    if what.bits is not None and own is None:
-        head = quantized(head, what.bits, what.group_size)
-    save_mtp(head, output, target_name=hub.public_name(what.source), dtype=dtype, overwrite=what.overwrite)
-    register(output, what.source, "extracted")
+    dtype = DTYPES[options.dtype] if options.dtype else _dtype_of(read_config(folder))
+    if options.bits is not None and head.config.quantization is None:
+        head = quantized(head, options.bits, options.group_size)
+    save_mtp(head, output, target_name=name, dtype=dtype, overwrite=options.overwrite)
+    register(output, options.source, "extracted")
     size = sum(value.nbytes for value in weights_of(head).values())
-    how = described(head) if head.config.quantization else DTYPE_NAMES[dtype]
-    other = "before" if what.hidden == "after" else "after"
+    precision = described(head) if head.config.quantization else DTYPE_NAMES[dtype]
+    other = "before" if options.hidden == "after" else "after"
     return (
-        f"{output}: an MTP head of {head.config.model_type} in {how}, {size / 1e6:,.1f} MB in memory. EAGLE-MLX loads "
-        f"it; to try the other hidden state, convert again with --hidden {other} and compare with eagle-bench"
+        f"{output}: an MTP head of {head.config.model_type} in {precision}, {size / 1e6:,.1f} MB in memory. EAGLE-MLX "
+        f"loads it; to try the other hidden state, convert again with --hidden {other} and compare with eagle-bench"
     )
 
 
 def _dtype_of(config: dict[str, Any]) -> mx.Dtype:
-    """Return the dtype of the model's unquantized weights, from its config."""
     parts = config, config.get("text_config") or {}
     named = next((part[key] for part in parts for key in ("torch_dtype", "dtype") if part.get(key)), None)
     return DTYPES.get(str(named), mx.bfloat16)
 
 
-def _mtp_folder(source: str, index: int = 0) -> Path:
+def _mtp_folder(source: str, index: int) -> Path:
     """Return a folder with config.json and the weights of MTP layer `index`; from the hub, only the files with it.
 
     Raises EagleError if the model cannot be fetched, CheckpointError if it has no such layer.
@@ -218,10 +197,8 @@ def _mtp_folder(source: str, index: int = 0) -> Path:
     folder, commit = config.parent, config.parent.name
     with reading(config):
         prefix = mtp_prefix(read_config(folder), index)
-    if hub.fetch_file(repo, SIDECAR, commit, required=False) is not None:
-        return folder
-    listed = hub.fetch_file(repo, INDEX, commit, required=False)
-    shards = ["model.safetensors"] if listed is None else shards_of(repo, read_index(listed), prefix)
-    for shard in shards:
-        hub.fetch_file(repo, shard, commit)
+    if hub.fetch_file(repo, SIDECAR, commit, required=False) is None:
+        listed = hub.fetch_file(repo, INDEX, commit, required=False)
+        for shard in ["model.safetensors"] if listed is None else shards_of(repo, read_index(listed), prefix):
+            hub.fetch_file(repo, shard, commit)
     return folder

@@ -1,5 +1,3 @@
-"""Read a head and its training run, and prepare the folder to upload."""
-
 from __future__ import annotations
 
 import copy
@@ -29,6 +27,9 @@ from ..report import OF_THE_HEAD, read_object
 from ..run import BEST, LAST, REPORT
 
 CONFIG = "config.json"
+CARD = "README.md"
+PLOTS = "plots"
+LICENSES = ("LICENSE*", "NOTICE*")
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,11 @@ class HeadFiles:
     config: Mapping[str, Any]
     kind: HeadKind
     written_as: str
-    """How the files are laid out."""
     servers: tuple[str, ...]
-    """Other servers that load it unchanged."""
+    """Other servers that load the files unchanged."""
     head: DraftHead
-    report: Mapping[str, Any] | None
-    """Report of the training run that made the head."""
+    report: Mapping[str, Any]
+    """Report of the training run that made the head; empty if there is none."""
     which: str
     """`best` or `last`, if there is a report."""
     plots: tuple[Path, ...]
@@ -62,17 +62,15 @@ class HeadFiles:
     @property
     def base_model(self) -> str | None:
         """Hub id of the model that other servers load, or else of the target."""
-        names = (self.noted.get(BASE_MODEL), verifier_of(self.config).get("name_or_path"), self.trained_on)
-        return next((name for name in names if isinstance(name, str) and hub.full_id(name)), None)
+        return _hub_id(self.noted.get(BASE_MODEL), verifier_of(self.config).get("name_or_path"), *self.target_names)
 
     @property
     def trained_on(self) -> str | None:
         """Hub id of the target; None if the config does not name it or names a folder."""
-        return next((name for name in self.target_names if hub.full_id(name)), None)
+        return _hub_id(*self.target_names)
 
     @property
     def adapter(self) -> str:
-        """Name of the target's LoRA adapters; empty if there are none."""
         return str(self.noted.get("adapter") or "")
 
     @property
@@ -85,16 +83,16 @@ class HeadFiles:
 
     @property
     def parameters(self) -> int | None:
-        """Number of parameters; None if they are quantized."""
         weights = weights_of(cast(nn.Module, self.head)).values()
         return None if any(value.dtype == mx.uint32 for value in weights) else sum(value.size for value in weights)
 
 
-def read_source(folder: str | Path) -> HeadFiles:
-    """Read a head's folder, or the best head from the output of `eagle-train`.
+def _hub_id(*names: object) -> str | None:
+    return next((name for name in names if isinstance(name, str) and hub.full_id(name)), None)
 
-    Raises ConfigError if the folder is neither, CheckpointError if the head cannot be read.
-    """
+
+def read_source(folder: str | Path) -> HeadFiles:
+    """Read a head's folder, or the best head of a run. Raises ConfigError if it is neither, and CheckpointError."""
     given = Path(folder).expanduser()
     if not given.is_dir():
         raise ConfigError(f"there is no folder {given}; give the head's folder or the output folder of eagle-train")
@@ -108,33 +106,28 @@ def read_source(folder: str | Path) -> HeadFiles:
         )
     config = read_config(place)
     head = load_head(place)
-    kind, found = layout_of(place, config, read_tensors(place))
-    written_as, servers = found.about, found.servers(head)
+    kind, layout = layout_of(place, config, read_tensors(place))
+    written_as, servers = layout.about, layout.servers(head)
     if quantization_of(head) is not None:
         written_as, servers = f"{written_as}, quantized by MLX", ()
-    report = read_object(run / REPORT, "move it away to publish without it") if run is not None else None
-    plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file()) if run is not None else ()
+    report: Mapping[str, Any] = {}
+    plots: tuple[Path, ...] = ()
+    if run is not None:
+        report = read_object(run / REPORT, "move it away to publish without it")
+        plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file())
     return HeadFiles(place, config, kind, written_as, servers, head, report, which, plots)
 
 
 def _run_of(given: Path) -> tuple[Path | None, str]:
     """Return the training run that `given` is or belongs to, or None; and which of its heads."""
-    if not (given / CONFIG).is_file():
-        return (given, BEST) if (given / REPORT).is_file() else (None, BEST)
-    name, run = given.resolve().name, given.resolve().parent
+    name, run = BEST, given
+    if (given / CONFIG).is_file():
+        name, run = given.resolve().name, given.resolve().parent
     return (run, name) if name in (BEST, LAST) and (run / REPORT).is_file() else (None, BEST)
 
 
-CARD = "README.md"
-PLOTS = "plots"
-LICENSES = ("LICENSE*", "NOTICE*")
-
-
 def write_bundle(folder: Path, source: HeadFiles, card: ModelCard, base: str) -> None:
-    """Make a folder with weights, config, card, plots and report. Runs write reports without local paths.
-
-    Weights are links to the head's own files. Raises OutputError if the folder cannot be made.
-    """
+    """Make a folder with links to the weights, config, card, plots and report. Raises OutputError if that fails."""
     try:
         (folder / PLOTS).mkdir(parents=True)
         for pattern in ("*.safetensors", "*.safetensors.index.json", *LICENSES):
@@ -142,7 +135,7 @@ def write_bundle(folder: Path, source: HeadFiles, card: ModelCard, base: str) ->
                 (folder / file.name).symlink_to(file.resolve())
         _write_config(folder, source, base)
         (folder / CARD).write_text(str(card), encoding="utf-8")
-        if source.report is not None:
+        if source.report:
             _write_json(folder / REPORT, source.report)
         for plot in source.plots:
             shutil.copyfile(plot, folder / PLOTS / plot.name)
@@ -172,8 +165,8 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 def listing(folder: Path) -> str:
     """List the files of a folder and their sizes, largest first."""
-    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
-    rows = [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in files]
-    rows.append(("total", sum(size for _, size in rows)))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    rows = [*sorted(sizes.items(), key=lambda row: -row[1]), ("total", sum(sizes.values()))]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:{width}}  {size:>14,} bytes" for name, size in rows)

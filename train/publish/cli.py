@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from eagle_mlx.command import exit_code, read
 from eagle_mlx.late import late
 
-from .options import PublishOptions
+from . import PublishOptions
 
 _HELP = """\
 Publish a head with a model card that gives its target, its acceptance and how to use it.
@@ -22,7 +21,6 @@ examples:
   eagle-bench --target Qwen3-4B-4bit --head out/head/best --depth 1 2 4 6 --prompts chats.jsonl --json chats.json
   eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --base-model Qwen/Qwen3-4B --figures chats.json
   eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --bits 4    and you/qwen3-4b-eagle3-4bit
-  eagle-publish out/head --repo you/qwen3-4b-eagle3 --license apache-2.0 --overwrite --message 'Trained for longer'
 
 --dry-run shows the files and the card without using the network.
 
@@ -39,7 +37,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(
         lambda: late(f"{__package__}.upload:run")(read(PublishOptions, argv, "eagle-publish", _HELP, _EXAMPLES))
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

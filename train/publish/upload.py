@@ -18,9 +18,9 @@ from eagle_mlx.heads import load_head
 from eagle_mlx.heads.precision import in_dtype, quantization_of, quantize_for
 
 from ..convert.conversion import OURS
+from . import PublishOptions, UploadOptions
 from .bundle import CARD, LICENSES, HeadFiles, listing, read_source, write_bundle
 from .card import make_card, of_bench, of_training
-from .options import PublishOptions, UploadOptions
 
 
 def run(options: PublishOptions) -> None:
@@ -48,8 +48,8 @@ def run(options: PublishOptions) -> None:
             folders[small] = folder / "bundle"
             second = quantized(source, bits, folder / "quantized")
             write_bundle(folders[small], second, make_card(second, small, base, license, (), portable=repo), base)
-        for each, files in folders.items():
-            _send(each, files, options.upload, f"Publish {source.kind.one_head} for {base}")
+        for place, files in folders.items():
+            _send(place, files, options.upload, f"Publish {source.kind.one_head} for {base}")
 
 
 def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
@@ -58,13 +58,9 @@ def _send(repo: str, folder: Path, upload: UploadOptions, message: str) -> None:
         print(f"{CARD}:\n\n{(folder / CARD).read_text(encoding='utf-8')}", end="")
         return
     print(f"to {repo}:\n{listing(folder)}", file=sys.stderr)
+    message, private = upload.message or message, upload.private
     done = hub.publish_head(
-        folder,
-        repo,
-        token=upload.token,
-        private=upload.private,
-        overwrite=upload.overwrite,
-        message=upload.message or message,
+        folder, repo, token=upload.token, private=private, overwrite=upload.overwrite, message=message
     )
     print(f"published: {done.repo_url} (commit {done.oid[:12]})")
 
@@ -86,13 +82,14 @@ def quantized(source: HeadFiles, bits: int, folder: Path) -> HeadFiles:
     """
     if quantization_of(source.head) is not None:
         raise ConfigError(f"{source.folder} is quantized already; use --bits with the unquantized head")
-    found = {x.dtype for x in read_tensors(source.folder).values()}
-    dtype = mx.float16 if mx.float16 in found else mx.bfloat16
+    dtypes = {x.dtype for x in read_tensors(source.folder).values()}
+    dtype = mx.float16 if mx.float16 in dtypes else mx.bfloat16
     head: Any = in_dtype(load_head(source.folder), dtype)  # scales are computed in the dtype of the file
     quantize_for(head, None, bits)
     noted = {name: value for name, value in source.noted.items() if name not in OURS}
     target = next(iter(source.target_names), None)
     source.kind.formats[0].save(head, folder, target_name=target, extra=noted, dtype=dtype)
-    for file in (file for pattern in LICENSES for file in source.folder.glob(pattern)):
-        shutil.copyfile(file, folder / file.name)
+    for pattern in LICENSES:
+        for file in source.folder.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
     return read_source(folder)
