@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,18 +30,21 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(path: Path, tree: ast.Module) -> Iterator[tuple[str, str, bool]]:
+@cache
+def imported(path: Path, source: str) -> list[tuple[str, str, bool]]:
     """Return every import of a file: the module, the imported name ("" for the module), whether it is relative."""
     package = module_name(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(tree):
+    imports: list[tuple[str, str, bool]] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "", False) for alias in node.names)
+            imports += [(alias.name, "", False) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((module, alias.name, node.level > 0) for alias in node.names)
+            imports += [(module, alias.name, node.level > 0) for alias in node.names]
+    return imports
 
 
 def application(module: str) -> str | None:
@@ -56,7 +60,7 @@ def breaches(path: Path, source: str) -> list[str]:
     """Return the imports of a file that break the rules; `path` is relative to the root."""
     me = module_name(path)
     found = []
-    for module, name, relative in imported(path, ast.parse(source)):
+    for module, name, relative in imported(path, source):
         whole = f"{module}.{name}" if name else module
         mine, other = application(me), application(whole)
         if under(module, *APPLICATIONS):
@@ -86,7 +90,7 @@ def breaches(path: Path, source: str) -> list[str]:
 
 def changed_classes(path: Path, source: str) -> list[str]:
     """Return where a file changes an object's class, which only hooks may do."""
-    if module_name(path) == HOOKS:
+    if module_name(path) == HOOKS or "__class__" not in source:
         return []
     attributes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
     found = [node.lineno for node in attributes if node.attr == "__class__" and isinstance(node.ctx, ast.Store)]
@@ -98,7 +102,7 @@ def rooms(sources: Iterable[tuple[Path, str]]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path, source in sources:
         me = room(module_name(path))
-        for module, name, _ in imported(path, ast.parse(source)):
+        for module, name, _ in imported(path, source):
             other = room(f"{module}.{name}" if module == "eagle_mlx" else module)
             if other not in (None, "", "__version__") and me is not None and other != me:
                 found.setdefault(me, set()).add(other)
@@ -113,12 +117,12 @@ def room(module: str) -> str | None:
 
 def modules(sources: Iterable[tuple[Path, str]]) -> dict[str, set[str]]:
     """Return all modules, each with its imports among them, those under TYPE_CHECKING too."""
-    trees = {module_name(path): (path, ast.parse(source)) for path, source in sources}
-    found = {}
-    for me, (path, tree) in trees.items():
-        names = ((module, f"{module}.{name}") for module, name, _ in imported(path, tree))
-        found[me] = {whole if whole in trees else module for module, whole in names} & trees.keys() - {me}
-    return found
+    files = {module_name(path): (path, source) for path, source in sources}
+    arrows = {}
+    for me, (path, source) in files.items():
+        names = ((module, f"{module}.{name}") for module, name, _ in imported(path, source))
+        arrows[me] = {whole if whole in files else module for module, whole in names} & files.keys() - {me}
+    return arrows
 
 
 def circle(arrows: dict[str, set[str]]) -> list[str]:
@@ -189,8 +193,8 @@ def test_a_changed_class_is_noticed() -> None:
 
 def test_scripts_import_no_command_line() -> None:
     for path in (ROOT / "checkpoints" / "scripts").glob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        assert not [m for m, n, _ in imported(path.relative_to(ROOT), tree) if f"{m}.{n}.".find(".cli.") >= 0], path
+        source = path.read_text(encoding="utf-8")
+        assert not [m for m, n, _ in imported(path.relative_to(ROOT), source) if f"{m}.{n}.".find(".cli.") >= 0], path
 
 
 @pytest.mark.parametrize(
