@@ -1,7 +1,4 @@
-"""Data for training draft heads: conversations, the chat template and loss mask, capture.
-
-The command `eagle-data` is in `cli`. Training uses only the names below.
-"""
+"""Data for training draft heads. The command `eagle-data` is in `cli`; training uses only the names below."""
 
 from typing import TYPE_CHECKING
 

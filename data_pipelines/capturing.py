@@ -6,10 +6,10 @@ import hashlib
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -194,8 +194,7 @@ def _conversations(samples: Sequence[TokensAndMask]) -> str:
     return f"{len(samples):,} of {count:,} tokens ({digest.hexdigest()[:16]})"
 
 
-@dataclass(frozen=True)
-class ShardPlace:
+class ShardPlace(NamedTuple):
     folder: Path
     meta: ShardMeta
     overwrite: bool = False

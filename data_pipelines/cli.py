@@ -38,6 +38,8 @@ examples:
 A capture or a regeneration that was interrupted continues when the same command is given again.
 """
 _SHARES = textwrap.indent(textwrap.fill(", ".join(f"{domain.name}={domain.weight:g}" for domain in DOMAINS), 110), "  ")
+_CONTINUES = """Finished rows are in
+FILE.jsonl.partial, with which the same command continues after an interruption. To start over, delete it."""
 _MAKE = f"""\
 Have the target make up conversations. You need no data set, no license and no network.
 
@@ -46,9 +48,8 @@ The target continues its own chat template at the place of a user turn: it write
 see, sets the topic. --domains FILE.yaml defines your own ({FILE.name} is an example). The default domains are:
 {_SHARES}
 
-Unusable tries are dropped and counted. The same seed gives the same file. Finished rows are in FILE.jsonl.partial until
-FILE.jsonl is complete, and the same command continues with it after an interruption; --rows, --tokens, --batch and
---head may change. To start over, delete it. To stop early, add --finish.
+Unusable tries are dropped and counted. The same seed gives the same file. {_CONTINUES}
+--rows, --tokens, --batch and --head may change. To stop early, add --finish.
 
 --capture also stores the hidden states of the conversations to learn from in shards, like `eagle-data collect` but
 without reading them again. Then --rows and --tokens may not change.
@@ -58,11 +59,9 @@ examples:
   eagle-data make --target Qwen3-4B --rows 2000 --output own.jsonl --capture out/shards --bits 8
   eagle-train --target Qwen3-4B --shards out/shards --eval-data own.jsonl --output out/head
 """
-_REGENERATE = """\
-Replace every assistant answer by the target's own, which a draft head must predict.
-
-Finished rows are in FILE.jsonl.partial until FILE.jsonl is complete, and the same command continues with it after an
-interruption; --batch, --head and --num-speculative-tokens may change. To start over, delete the .partial file.
+_REGENERATE = f"""\
+Replace every assistant answer by the target's own, which a draft head must predict. {_CONTINUES}
+--batch, --head and --num-speculative-tokens may change.
 
 example:
   eagle-data regenerate --target Qwen3-4B --head out/head --data preset:ultrachat --limit 20000 --dedupe prompt \\

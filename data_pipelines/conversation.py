@@ -70,10 +70,7 @@ class Conversation:
 
 
 def held_out_prompts(keys: Collection[int]) -> frozenset[int]:
-    """Return the keys of a source's prompts to hold out: those of `is_held_out`, and more if they are few.
-
-    At least two are held out, and one in ten of a small source, but never more than half.
-    """
+    """Return the prompts to hold out, by their hashes: at least two, one in ten of a small source, and at most half."""
     distinct = sorted(set(keys), key=lambda key: (key % HELDOUT_ONE_IN, key))
     least = min(max(2, -(-len(distinct) // 10) if len(distinct) < SMALL else 0), len(distinct) // 2)
     usual = sum(key % HELDOUT_ONE_IN == 0 for key in distinct)

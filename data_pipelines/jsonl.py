@@ -39,10 +39,7 @@ def as_line(conversation: Conversation, **more: str) -> bytes:
 
 
 def write_lines(path: str | Path, lines: Iterable[bytes], overwrite: bool = False) -> int:
-    """Write rows, compressed if the name ends in .gz, and return their number. The file appears once it is complete.
-
-    Raises OutputError if it exists or cannot be written, and leaves nothing behind.
-    """
+    """Write rows, compressed for .gz, all or nothing; return their number. Raises OutputError as `check_new` does."""
     path, rows = check_new(path, overwrite), list(lines)
     data = b"".join(rows)
     try:

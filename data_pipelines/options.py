@@ -74,10 +74,7 @@ class DraftingOptions(Group):
 
 @dataclass(frozen=True)
 class MakeSampling(Group):
-    """How answers and user turns are sampled.
-
-    Magpie's scripts use a temperature of 1 for user turns and 0 for answers, SpecForge's 0.8; heads serve both.
-    """
+    """How answers and user turns are sampled."""
 
     temperatures: tuple[float, ...] = setting(
         (0.0, 0.8),

@@ -11,9 +11,8 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -223,8 +222,7 @@ class RenderedChat(NamedTuple):
         return len({part.message for part in self.marking.parts if part.role != "assistant"} - self.marking.shown)
 
 
-@dataclass(frozen=True)
-class TokenPlaces:
+class TokenPlaces(NamedTuple):
     chat: RenderedChat
     tokens: list[int]
     offsets: Sequence[tuple[int, int]] | None
@@ -260,23 +258,12 @@ def _as_dict(message: Message) -> dict[str, Any]:
     return {**dict.fromkeys(REASONING, thoughts[0]), **given} if thoughts else given
 
 
-def _forms(messages: Messages) -> Iterator[Messages]:
-    """Yield the messages, then without roles that a template may not take: developer, a late system, any system."""
-    yield messages
-    last = messages
-    for change in (_developer_as_system, _late_system_as_user, _system_in_user):
-        changed = change(last)
-        if changed != last:
-            yield changed
-        last = changed
-
-
-def _developer_as_system(messages: Messages) -> Messages:
-    return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-
-
-def _late_system_as_user(messages: Messages) -> Messages:
-    return [{**m, "role": "user"} if m["role"] == "system" and at else m for at, m in enumerate(messages)]
+def _forms(messages: Messages) -> list[Messages]:
+    """Return the messages, then without roles that a template may not take: developer, a late system, any system."""
+    as_system = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+    late = [{**m, "role": "user"} if m["role"] == "system" and at else m for at, m in enumerate(as_system)]
+    forms = [messages, as_system, late, _system_in_user(late)]
+    return [messages, *(form for before, form in pairwise(forms) if form != before)]
 
 
 def _system_in_user(messages: Messages) -> Messages:

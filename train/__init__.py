@@ -1,4 +1,1 @@
-"""The commands eagle-train, eagle-convert and eagle-publish.
-
-`cli` is eagle-train. Each subpackage lists its public names in `__init__`. docs/structure.md describes them in order.
-"""
+"""The commands eagle-train (`cli`), eagle-convert and eagle-publish; docs/structure.md describes the parts in order."""

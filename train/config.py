@@ -26,6 +26,7 @@ RECIPES = Path(__file__).with_name("recipes")
 """Settings for known models, one file each."""
 OWN_RECIPE = ""
 """The value of `--recipe` without a name: use the target's recipe."""
+_KIND_NAMES = f"{{{','.join(KIND_SETTINGS)}}}"
 _KINDS = Limit(KIND_SETTINGS.__contains__, f"must be one of {', '.join(KIND_SETTINGS)}, not {{!r}}")
 _CACHE_BITS = Limit((16, 8).__contains__, "must be 16 or 8, not {}")
 _INNER_SHARE = Limit(lambda value: 0 < value < 1, "must be above 0 and below 1, not {}")
@@ -46,9 +47,7 @@ class HeadConfig(Group):
     """The head: its target, its kind, its shape. By default, the shape follows the target."""
 
     target: str = setting("", "folder or hub id of the model", metavar="MODEL")
-    kind: str = setting(
-        "eagle3", "kind of head, as above", _KINDS, name="head", metavar=f"{{{','.join(KIND_SETTINGS)}}}"
-    )
+    kind: str = setting("eagle3", "kind of head (docs/heads.md)", _KINDS, name="head", metavar=_KIND_NAMES)
     init_from: str = setting("", "folder or hub id of a head of this kind to continue from; it sets the shape")
     lora_rank: int | None = open_number(
         "with --init-from: train only LoRA adapters of this rank, merged into the written head; 0 for all"
@@ -211,7 +210,7 @@ class RunConfig(Group):
     seed: int = setting(0, "seed of everything random", SEED)
     checkpoints: int = setting(2, "checkpoints to keep for --resume, each three times as large as a head", AT_LEAST_1)
     checkpoint_minutes: float | None = setting(
-        10.0, "save one every N minutes too; 0 for only after measurements", AT_LEAST_0, metavar="N", unset=0.0
+        10.0, "save a checkpoint every N minutes too; 0 for only after measurements", AT_LEAST_0, metavar="N", unset=0.0
     )
     log_steps: int = setting(10, "steps between lines of metrics.jsonl", AT_LEAST_1)
     wandb: bool = setting(False, "also log to Weights & Biases; WANDB_MODE=offline works without a network")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class KindSettings:
+class KindSettings(NamedTuple):
     """How a kind of head fills and restricts the settings."""
 
     recipe: str

@@ -1,7 +1,6 @@
-"""Unrolled draft steps for training any head: each step reads the head's output of the previous step.
+"""Unrolled draft steps for training any head: each reads the head's output of the one before, with caches as in drafting.
 
-Each layer gets the same cache as when drafting. Optionally, a step's intermediate values are recomputed in the backward
-pass, which saves memory but takes time.
+Optionally, a step's intermediate values are recomputed in the backward pass, which saves memory but takes time.
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ class UnrolledCache:
         return mx.concatenate(self._keys, axis=2), mx.concatenate(self._values, axis=2)
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Return the mask over the keys of all steps, bool [B, 1, L, (step + 1) * L]; always an array.
-
-        With a window, index t attends only to positions t + step - window_size + 1 .. t + step.
-        """
+        """Return the mask over the keys of all steps, within a window of positions: bool [B, 1, L, (step + 1) * L]."""
         at = mx.arange(count)
         back = at[:, None] - at + self.offset  # positions from the query back to the keys of step 0
         seen = (back >= self.offset) & (self._segments[:, :, None] == self._segments[:, None])
@@ -172,9 +168,9 @@ def holding(module: nn.Module, names: Sequence[str], values: Sequence[mx.array])
 
 
 def handed_on(count: int, arrays: list[mx.array]) -> list[mx.array]:
-    """Return the same floating-point arrays. In the backward pass, no gradient is used before all of them are ready.
+    """Return the same arrays; their gradients wait for one another, the first `count` in float32.
 
-    The gradients of the first `count` are cast to float32, so the sum over steps does not lose precision.
+    So the sum over steps does not lose precision.
     """
     forward: Any = mx.custom_function(lambda *given: list(given))
 

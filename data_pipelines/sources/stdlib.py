@@ -95,10 +95,7 @@ def functions_of(file: SourceFile) -> Iterator[SourceFunction]:
 def library_conversations(
     spec: str, split: Literal["train", "heldout", "all"], seed: int | None
 ) -> Iterator[Conversation]:
-    """Yield a split of `builtin:…` without repeated answers, in an order fixed by the seed; None keeps the file order.
-
-    Raises DataError for an unknown name.
-    """
+    """Yield a split without repeated answers, in an order fixed by the seed (None: of the files). Raises DataError."""
     kinds = _NAMES.get(spec)
     if kinds is None:
         raise DataError(f"{spec}: the built-in sources are {', '.join(_NAMES)}")

@@ -232,10 +232,7 @@ def _forget_lost(wanted: Wanted, done: dict[int, Done], shards: MadeShards) -> N
 def make_once(
     target: Target, config: MakeConfig, wanted: Wanted, output: Path, progress: bool = False
 ) -> MakeReport | None:
-    """Make a file as `make_to_file` does, or return None if it exists. Its settings are in `OUTPUT.from.json`.
-
-    Raises OutputError if the file exists with other settings; other errors as `make_to_file`.
-    """
+    """Make a file as `make_to_file` does, or return None if it exists. Raises OutputError if it has other settings."""
     note = output.with_name(f"{output.name}.from.json")
     settings = {**text_settings(target), **asdict(config), **asdict(wanted)}
     if output.exists():

@@ -51,11 +51,11 @@ class RegenerateConfig:
 def regenerations(
     engine: Engine, conversations: Iterable[Conversation], config: RegenerateConfig
 ) -> Iterator[Regeneration]:
-    """Yield a task for each conversation that replaces every assistant answer by the target's own.
+    """Yield a task for each conversation that replaces every assistant answer by the target's own, or adds one.
 
-    Answers that call tools are kept, since tool results depend on them, and so is plain text. A conversation without an
-    answer gets one. It ends with an answer that `max_tokens` cut, before an answer that loops, and before a prompt that
-    fills the context; it is dropped if no answer is left. The tasks raise DataError without a chat template.
+    Answers that call tools stay, since tool results depend on them, and so does plain text. A conversation ends after
+    an answer that `max_tokens` cut, and before one that loops or a prompt that fills the context; without any answer,
+    it is dropped. The tasks raise DataError without a chat template.
     """
     seen: Counter[int] = Counter()  # repeated prompts are numbered, so that their answers differ
     for position, conversation in enumerate(conversations):
@@ -74,11 +74,10 @@ def regenerate_to_file(
     progress: bool = False,
     total: int | None = None,
 ) -> tuple[int, RegenerateReport]:
-    """Regenerate conversations into a jsonl file; return the number of rows and the counts.
+    """Regenerate conversations into a jsonl file, as `make_to_file` does; return the number of rows and the counts.
 
-    Rows are written and continued as by `make_to_file`. `settings`: what else the rows depend on. `total`: of the
-    progress bar, if the number of conversations is unknown. Raises DataError if the data has changed, OutputError as
-    `make_to_file`.
+    `settings`: what else the rows depend on. `total`: number of conversations, if unknown. Raises DataError if the data
+    has changed, OutputError as `make_to_file`.
     """
     compared = {
         **text_settings(engine.target),

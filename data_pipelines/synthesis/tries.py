@@ -1,7 +1,6 @@
-"""Have a target make up conversations: it writes the user turns and answers them; unusable tries are counted.
+"""Have a target make up conversations: it writes the user turns, as in Magpie (Xu et al. 2024, arXiv 2406.08464).
 
-User turns are generated as in Magpie (Xu et al. 2024, arXiv 2406.08464): the target continues its own chat template
-at the place of a user turn. A target without a chat template writes plain texts.
+It continues its own chat template at the place of a user turn. Without a chat template, it writes plain texts.
 """
 
 from __future__ import annotations
@@ -348,10 +347,9 @@ class TextTry(Try):
 
 
 def tries(engine: Engine, config: MakeConfig) -> Callable[[int], Try]:
-    """Return a function that creates the try with a given number.
+    """Return a function that creates the try with a given number, with hidden states if the engine captures them.
 
-    Tries have hidden states if the proposer is a CapturingProposer of the target's last layer. Raises TargetError if
-    the chat template does not let the target write user turns, or if there is no tokenizer.
+    Raises TargetError without a tokenizer, or if the chat template does not let the target write user turns.
     """
     target = engine.target
     tokenizer = target.tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from eagle_mlx.errors import ConfigError, TargetError
 from eagle_mlx.files import read_yaml
@@ -69,8 +69,7 @@ def choose_domains(wishes: Sequence[str], file: Path = FILE) -> tuple[Domain, ..
     return tuple((chosen or domains).values())
 
 
-@dataclass(frozen=True)
-class UserPlace:
+class UserPlace(NamedTuple):
     tokens: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
     """The special token after the user's text. The model's own end tokens end a turn too."""

@@ -49,7 +49,7 @@ class Conversion(Group):
     target: str | None = setting(None, "folder or hub id of the model", metavar="MODEL")
     base_model: str | None = setting(None, _BASE_MODEL, metavar="MODEL")
     dtype: _Dtype | None = setting(None, "dtype of the weights (default: unchanged)")
-    depth: int | None = setting(None, "speculators: draft tokens per round (default: SOURCE's, or 3)", between(1, 20))
+    depth: int | None = setting(None, "--to speculators: tokens per round (default: SOURCE's, or 3)", between(1, 20))
     check: bool = setting(True, "test the head on the target; this takes a while")
     overwrite: bool = setting(False, "replace an existing output")
 

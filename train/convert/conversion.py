@@ -185,10 +185,7 @@ def _dtype_of(config: dict[str, Any]) -> mx.Dtype:
 
 
 def _mtp_folder(source: str, index: int) -> Path:
-    """Return a folder with config.json and the weights of MTP layer `index`; from the hub, only the files with it.
-
-    Raises EagleError if the model cannot be fetched, CheckpointError if it has no such layer.
-    """
+    """Return a folder with config.json and the weights of MTP layer `index`; from the hub, only the files with it."""
     repo = None if Path(source).expanduser().exists() else hub.hub_id(source)
     if repo is None:
         return hub.resolve(source)

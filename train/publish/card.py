@@ -6,9 +6,8 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader
@@ -35,8 +34,7 @@ _LEFT_OUT = (
 _DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(:[\w.-]+){0,2}")
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(NamedTuple):
     command: str
     method: str
     machine: str
@@ -49,10 +47,7 @@ class Figures:
 
 
 def of_training(source: HeadFiles, target: str) -> Figures | None:
-    """Return this head's acceptance from the run's report, or None. `target`: hub id in the card's command.
-
-    The prompts are called held out only if the run compared them with the conversations that it was trained on.
-    """
+    """Return the acceptance in the run's report, or None; held out only if the run compared prompts with its data."""
     report, config = source.report, source.report.get("config") or {}
     measured = (report.get("acceptance") or {}).get(source.which) or {}
     if not measured.get("prompts") or not measured.get("acceptance_length"):
@@ -73,10 +68,7 @@ def of_training(source: HeadFiles, target: str) -> Figures | None:
 
 
 def of_bench(file: Path, source: HeadFiles, repo: str, target: str) -> Figures:
-    """Return the measurements in a file of `eagle-bench --json`. `repo`, `target`: hub ids in the card's command.
-
-    Raises ConfigError if the file is invalid, or if another head was measured.
-    """
+    """Return the measurements of `eagle-bench --json`. Raises ConfigError if invalid, or of another head."""
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -214,9 +206,8 @@ def make_card(
 ) -> ModelCard:
     """Return the card of a head published as `repo` for the model `base`.
 
-    license: the hub's name for it, and a title and a link if that name is `other`. portable: for a quantized head, the
-    repository of the original, which other servers load. quantized: for an original, the repository of its quantized
-    version.
+    license: its name on the hub, and a title and a link if that is `other`. portable: a quantized head's original,
+    which other servers load. quantized: an original's quantized version.
     """
     quantization = quantization_of(source.head)
     bits = [f"{quantization['bits']}-bit"] if quantization is not None else []

@@ -76,10 +76,7 @@ def _base_model(source: HeadFiles, given: str | None) -> str:
 
 
 def quantized(source: HeadFiles, bits: int, folder: Path) -> HeadFiles:
-    """Write the source's head quantized, without the training report, to a new folder, and read it back.
-
-    Raises ConfigError if the head is quantized already, or if no layer is suitable.
-    """
+    """Write the source's head quantized, without the report, and read it back. Raises ConfigError if it cannot be."""
     if quantization_of(source.head) is not None:
         raise ConfigError(f"{source.folder} is quantized already; use --bits with the unquantized head")
     dtypes = {x.dtype for x in read_tensors(source.folder).values()}
