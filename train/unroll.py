@@ -1,4 +1,4 @@
-"""Unrolled draft steps for training any head: each reads the head's output of the one before, with caches as in drafting.
+"""Unrolled draft steps for training any head: each reads the head's output of the one before, with drafting's caches.
 
 Optionally, a step's intermediate values are recomputed in the backward pass, which saves memory but takes time.
 """

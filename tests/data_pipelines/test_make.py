@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -93,6 +94,15 @@ def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("whole") / "a.jsonl"
     make_to_file(Engine(target, max_batch=4), CONFIG, Wanted(rows=ROWS), path)
     return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def captured(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the shards of an uninterrupted run without drafts, next to its file."""
+    folder = tmp_path_factory.mktemp("captured") / "shards"
+    place = place_at(folder, target)
+    make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), folder.with_name("a.jsonl"), place=place)
+    return folder
 
 
 def engines(target: Target) -> list[Engine]:
@@ -241,7 +251,7 @@ def test_an_interrupted_file_is_continued(
     rng, path = random.Random(0), tmp_path / "a.jsonl"
     made = 0
     while not path.exists():
-        rows = rng.randint(in_full(1, 6), 8)
+        rows = rng.randint(*in_full((1, 8), (8, 10)))
         with monkeypatch.context() as patch:
             interrupt_after(rows, Stop, patch)
             try:
@@ -270,19 +280,20 @@ def samples_of(folder: Path) -> list[Example]:
     return list(ShardReader(folder))
 
 
-def test_damage_to_what_was_made_is_named_with_a_remedy_that_works(target: Target, tmp_path: Path) -> None:
-    folder = tmp_path / "shards"
-    path = tmp_path / "a.jsonl"
-    make_to_file(capturing(target, 0), CONFIG, Wanted(rows=ROWS), path, place=place_at(folder, target))
+def test_damage_to_what_was_made_is_named_with_a_remedy_that_works(captured: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(captured, tmp_path / "shards")
     next(folder.glob("*.safetensors")).write_bytes(b"damage")
     with pytest.raises(ShardError, match=r"copy .*shards again, or capture again with `eagle-data collect`"):
         ShardReader(folder).verify()
 
 
-def test_captured_states_are_those_of_a_capture_afterwards(target: Target, whole: bytes, tmp_path: Path) -> None:
+def test_captured_states_are_those_of_a_capture_afterwards(
+    target: Target, whole: bytes, captured: Path, tmp_path: Path
+) -> None:
     """With any proposer, shards equal those of reading the conversations again."""
-    found: list[list[Example]] = []
-    numbers = in_full((0, 1, 2), (0, 2))
+    assert captured.with_name("a.jsonl").read_bytes() == whole
+    found = [samples_of(captured)]
+    numbers = in_full((1, 2), (2,))
     for number in numbers:
         path, folder = tmp_path / f"{number}.jsonl", tmp_path / f"shards{number}"
         place = place_at(folder, target)
@@ -361,7 +372,7 @@ def test_an_interrupted_capture_is_continued_to_the_row(
     path, folder = tmp_path / "a.jsonl", tmp_path / "shards"
     rng, made = random.Random(1), 0
     while not path.exists():
-        rows = rng.randint(in_full(1, 5), 6)
+        rows = rng.randint(*in_full((1, 6), (8, 9)))
         with monkeypatch.context() as patch:
             interrupt_after(rows, Stop, patch)
             try:

@@ -142,8 +142,8 @@ def test_shards_that_do_not_know_their_conversations_give_no_held_out_figure(
     assert found.acceptance_length is None
     figures = of_training(read_source(tmp_path / "out"), "owner/tiny")
     assert figures is not None
-    assert "held out" not in figures.data + figures.how
-    assert "held-out" not in figures.how
+    assert "held out" not in figures.data + figures.method
+    assert "held-out" not in figures.method
 
 
 def trained_on(target: Path, out: Path, *data: str) -> dict[str, Any]:

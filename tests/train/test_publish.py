@@ -708,5 +708,5 @@ def test_figures_of_a_quantized_head_say_so(made: Made, tmp_path: Path) -> None:
     written = json.loads(made.figures.read_text()) | {"head_quantization": {"group_size": 64, "bits": 4}}
     (tmp_path / "figures.json").write_text(json.dumps(written))
     source = read_source(made.run)
-    assert "the head quantized to 4 bits" in of_bench(tmp_path / "figures.json", source, REPO, "owner/tiny").how
-    assert "quantized" not in of_bench(made.figures, source, REPO, "owner/tiny").how
+    assert "the head quantized to 4 bits" in of_bench(tmp_path / "figures.json", source, REPO, "owner/tiny").method
+    assert "quantized" not in of_bench(made.figures, source, REPO, "owner/tiny").method
