@@ -201,7 +201,8 @@ class RenderedChat(NamedTuple):
         messages = list(map(_as_dict, conversation.messages))
         chats: list[RenderedChat] = []
         errors: list[DataError] = []
-        for shape, form in product((list, _typed_contents, _argument_texts), _forms(messages)):
+        shapes: tuple[Callable[[Messages], Messages], ...] = (list, _typed_contents, _argument_texts)
+        for shape, form in product(shapes, _forms(messages)):
             shaped = template._replace(shape=shape)
             try:
                 text = shaped.text(form, prompt)

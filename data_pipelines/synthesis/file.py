@@ -194,8 +194,8 @@ def _make(
         return begin(begun)
 
     total, unit = (selection.wanted.rows, 0) if selection.wanted.rows else (selection.wanted.tokens, 1)
-    bar = {"desc": "make", "unit": ("conversation", "token")[unit], "smoothing": 0.02, "disable": not progress}
-    with progress_bar(total=total, initial=selection.ended[unit], **bar) as shown:
+    bar: dict[str, Any] = {"desc": "make", "unit": ("conversation", "token")[unit], "disable": not progress}
+    with progress_bar(total=total, initial=selection.ended[unit], smoothing=0.02, **bar) as shown:
         for ended in run_tasks(engine, following, lambda: limits.over(selection.ended[1])):
             conversation, key = ended.result()
             counts, row = ended.report.counts(), b""

@@ -163,9 +163,7 @@ def growing_engine(
     """
     drafts = HeadProposer(head) if head is not None and most_tokens else None
     policy = ThroughputPolicy(most_tokens) if drafts is not None else FixedPolicy(0)
-    proposer = drafts
-    if place is not None:
-        proposer = CapturingProposer((*place.meta.aux_layers, target.num_layers - 1), drafts)
+    proposer = drafts if place is None else CapturingProposer((*place.meta.aux_layers, target.num_layers - 1), drafts)
     engine = Engine(target, proposer, policy=policy, max_batch=rows or FIRST_ROWS)
     if rows is None:
         doubling = Doubling(engine.max_batch)

@@ -99,7 +99,7 @@ def regenerate_to_file(
                     return task
             return None
 
-        bar = {"desc": "regenerate", "unit": "conversation", "smoothing": 0.02, "disable": not progress}
+        bar: dict[str, Any] = {"desc": "regenerate", "unit": "conversation", "smoothing": 0.02, "disable": not progress}
         with progress_bar(total=total, initial=len(part.done), **bar) as shown:
             for ended in run_tasks(engine, following):
                 conversation = ended.result()
