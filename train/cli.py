@@ -40,10 +40,8 @@ examples:
 eagle-train report compares runs, finished or not: loss, τ, time, and the settings in which they differ.
 
 Without --data or --shards, the target first writes --self-tokens tokens of conversations to OUTPUT.self.jsonl, like
-eagle-data make; only the included target does not. If it is interrupted, the same command continues. A later run with
-the same target, seed and number of tokens reuses the file. With --hours, making data and training alternate, and the
-head drafts the next data. With --data too, every second conversation begins with the next first user turn in the data,
-until all are used; the target answers all of them itself.
+eagle-data make; later runs reuse the file. With --hours, making data and training alternate, and the head drafts the
+next data; with --data too, every second conversation begins with the next first user turn in the data.
 
 Flags override the YAML file, which overrides the recipe, which overrides the defaults. A key in the file is the flag
 without the leading dashes and with _ for - (draft_vocab: 32000). A bare model name such as Qwen3-4B-4bit means

@@ -166,7 +166,7 @@ class Portions:
             if drafts is not None:
                 quantize_for(drafts, self._target)
             known = self._known(number)
-            tokens, limits = Wanted(tokens=wanted or _ALL), replace(limits, known=known)
+            tokens, limits = Wanted(tokens=wanted or _ALL), replace(limits, elsewhere=known)
             making = self._making(number, self._own(held_out=False, known=known))
             engine = growing_engine(self._target, drafts, place)
             make_to_file(engine, making, tokens, self._file(number), place=place, limits=limits)

@@ -113,7 +113,7 @@ def read_source(folder: str | Path) -> HeadFiles:
     report: Mapping[str, Any] = {}
     plots: tuple[Path, ...] = ()
     if run is not None:
-        report = read_object(run / REPORT, "move it away to publish without it")
+        report = read_object(run / REPORT, "move it away to publish without it") or {}
         plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file())
     return HeadFiles(place, config, kind, written_as, servers, head, report, which, plots)
 
