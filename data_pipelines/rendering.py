@@ -168,13 +168,13 @@ def _left_out(chat: RenderedChat) -> set[str]:
     # Many templates drop earlier reasoning on purpose, so only the last counts, if no user message follows.
     user = max((at for at, m in enumerate(chat.messages) if m["role"] == "user"), default=0)
     last = max((part.message for part in chat.marking.parts if part.kind == "reasoning"), default=0)
-    lost = set()
+    lost, shown = set(), chat.marking.shown
     for part in chat.marking.dropped:
         if part.role == "tool":
             lost.add("render tool results")
         elif part.role != "assistant":
             lost.add(f"render messages of role {part.role}")
-        elif part.kind == "text" and part.message in chat.marking.shown:
+        elif part.kind == "text" and part.message in shown:
             lost.add("render text of answers with tool calls")
         elif part.kind == "tool calls" or (part.kind == "reasoning" and part.message == last >= user):
             lost.add(f"render {part.kind}")

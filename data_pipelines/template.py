@@ -116,7 +116,8 @@ class Marking(NamedTuple):
 
     @property
     def dropped(self) -> list[MessageString]:
-        return [part for number, part in enumerate(self.parts) if number not in self._present]
+        present = self._present
+        return [part for number, part in enumerate(self.parts) if number not in present]
 
     @property
     def shown(self) -> set[int]:
