@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from .sources import public_source
     from .sources.reading import DataConfig, FilterOptions, ReadReport, check_conversations, read_conversations
     from .sources.rows import place_of
+    from .synthesis import steerable
     from .synthesis.file import Enough, MakeLimits, Wanted, make_once, make_to_file, prompt_keys
     from .synthesis.loop import growing_engine
     from .synthesis.tries import beginning
-    from .synthesis.user_turns import steerable
 
 __getattr__ = late_names(__name__, __file__)

@@ -13,7 +13,7 @@ from eagle_mlx.late import late
 from .options import CollectOptions, InspectOptions, MakeOptions, PresetsOptions, RegenerateOptions
 from .sources import SPECS
 from .sources.rows import SHAPES
-from .synthesis.user_turns import DOMAINS, FILE
+from .synthesis import DOMAINS, FILE
 
 _HELP = f"""\
 Prepare data for training a draft head.

@@ -43,11 +43,11 @@ from .options import (
 from .rendering import Rendered, RenderReport, examine, render_all
 from .sources import describe_presets
 from .sources.reading import ReadReport, check_conversations, read_conversations
+from .synthesis import steerable
 from .synthesis.file import MakeLimits, Wanted, make_to_file
 from .synthesis.loop import growing_engine
 from .synthesis.regeneration import RegenerateConfig, regenerate_to_file
 from .synthesis.tries import beginning
-from .synthesis.user_turns import steerable
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BAR = 40  # characters

@@ -16,14 +16,14 @@ from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.text import LEAST_DISTINCT
 
 from .sources.reading import DataConfig, FilterOptions, Split
-from .synthesis.user_turns import DOMAINS, FILE, Domain, choose_domains
+from .synthesis import DOMAINS, FILE, Domain, choose_domains
 
 FIRST_ROWS = 32
 """Initial batch size: 32 x 500 tokens take 2.4 GB with an 8B model (36 layers, 8 KV heads of 128, 16 bits)."""
 MOST_ROWS = 256
 """Maximum batch size. Its logits take 150 MB with a vocabulary of 150,000. `kv_bytes` limits the KV cache."""
 _AUX_LAYERS = "layers that the head reads (default: 1, N/2-1 and N-4 of N)"
-_LAYER_NUMBERS = Limit(re.compile(r"\d+(,\d+)*").fullmatch, "must be layer numbers such as 1,6,10, not {}")
+_LAYERS = Limit(re.compile(r"\d+(,\d+)*").fullmatch, "must be layer numbers with commas, such as 1,6,10, not {}")
 _SPLIT = (
     "part to read; heldout is one conversation in 25 (in small files one in 10), chosen by a hash of its prompt (for "
     "builtin:, of its file); train is the rest"
@@ -152,7 +152,7 @@ class MakeOptions(Group):
     overwrite: bool = setting(False, "replace an existing output")
     finish: bool = setting(False, "finish the output of an interrupted command, without making more")
     capture: Path | None = setting(None, "folder for shards with the hidden states", metavar="DIR")
-    aux_layers: str | None = setting(None, _AUX_LAYERS, _LAYER_NUMBERS, metavar="A,B,C")
+    aux_layers: str | None = setting(None, _AUX_LAYERS, _LAYERS, metavar="A,B,C")
     bits: Literal[16, 8] = setting(16, _BITS)
     writing: WritingOptions = field(default_factory=WritingOptions)
     drafting: DraftingOptions = field(default_factory=DraftingOptions)
@@ -182,7 +182,7 @@ class CollectOptions(ReadOptions):
     split: Split | None = setting("train", _SPLIT)
     output: Path = setting(REQUIRED, "folder for the shards", metavar="DIR")
     max_length: int = setting(2048, "maximum tokens of a conversation; the rest is cut off", AT_LEAST_1)
-    aux_layers: str | None = setting(None, _AUX_LAYERS, _LAYER_NUMBERS, metavar="A,B,C")
+    aux_layers: str | None = setting(None, _AUX_LAYERS, _LAYERS, metavar="A,B,C")
     batch_tokens: int = setting(2048, "tokens per forward", AT_LEAST_1)
     bits: Literal[16, 8] = setting(16, _BITS)
     resume: bool = setting(False, "capture the damaged shards of a complete DIR again")

@@ -13,8 +13,9 @@ from eagle_mlx.extras import require
 from eagle_mlx.late import late
 from eagle_mlx.setting import Group, Setting, find, setting, settings_of
 
-from .config import OWN_RECIPE, TrainConfig, recipe_names
+from .config import TrainConfig
 from .kind_settings import KIND_SETTINGS
+from .recipes import OWN_RECIPE, recipe_names
 from .report.runs import main as report
 
 _HELP = """\

@@ -22,19 +22,11 @@ if TYPE_CHECKING:
 SELF = "self"
 MOST_PROMPTS = 100
 """Maximum number of prompts of a measurement, unless the user sets it."""
-RECIPES = Path(__file__).with_name("recipes")
-"""Settings for known models, one file each."""
-OWN_RECIPE = ""
-"""The value of `--recipe` without a name: use the target's recipe."""
 _KIND_NAMES = f"{{{','.join(KIND_SETTINGS)}}}"
 _KINDS = Limit(KIND_SETTINGS.__contains__, f"must be one of {', '.join(KIND_SETTINGS)}, not {{!r}}")
 _CACHE_BITS = Limit((16, 8).__contains__, "must be 16 or 8, not {}")
 _INNER_SHARE = Limit(lambda value: 0 < value < 1, "must be above 0 and below 1, not {}")
 _AUX_LAYERS = "target layers to read, from 0 (default: a low, a middle and a high one, or those of --shards)"
-
-
-def recipe_names() -> list[str]:
-    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
 
 
 def open_number(help: str, unset: float = 0, **more: Any) -> Any:

@@ -25,7 +25,7 @@ from eagle_mlx.files import check_writable
 from eagle_mlx.progress import counted
 from eagle_mlx.target import Target, fingerprint
 
-from .config import NOT_WITH_HOURS, OWN_RECIPE, SELF, TrainConfig, TrainSettings, named_settings
+from .config import NOT_WITH_HOURS, SELF, TrainConfig, TrainSettings, named_settings
 from .data import (
     TrainData,
     check_data,
@@ -40,6 +40,7 @@ from .distributed import SINGLE_PROCESS, World
 from .hours import FINGERPRINT, train_for_hours
 from .kinds import KINDS, check_supported, parameters_of
 from .plan import BatchSizePlan, Recipe, batches_for, bound_of, load_recipe, plan_of, probe, recipe_for, typical
+from .recipes import OWN_RECIPE
 from .run import (
     BEST,
     check_incomplete,

@@ -29,8 +29,8 @@ from ..conversation import Conversation, Message
 from ..options import MakeConfig
 from ..rendering import prompt_tokens, render
 from ..template import common_prefix
+from . import Domain, find_user_place, steerable
 from .loop import LOOK, Counts, Task, seed_of
-from .user_turns import Domain, find_user_place, steerable
 
 A = TypeVar("A")
 OWN = "own"

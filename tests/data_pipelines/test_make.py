@@ -25,6 +25,14 @@ from eagle_mlx.data_pipelines.jsonl import Done, PartialFile, partial_path
 from eagle_mlx.data_pipelines.options import MakeConfig
 from eagle_mlx.data_pipelines.rendering import render
 from eagle_mlx.data_pipelines.sources.rows import parse_row
+from eagle_mlx.data_pipelines.synthesis import (
+    DOMAINS,
+    Domain,
+    choose_domains,
+    find_user_place,
+    read_domains,
+    steerable,
+)
 from eagle_mlx.data_pipelines.synthesis import loop as loop_module
 from eagle_mlx.data_pipelines.synthesis import tries as tries_module
 from eagle_mlx.data_pipelines.synthesis.file import (
@@ -43,14 +51,6 @@ from eagle_mlx.data_pipelines.synthesis.tries import (
     loops_so_far,
     why_no_answer,
     why_no_question,
-)
-from eagle_mlx.data_pipelines.synthesis.user_turns import (
-    DOMAINS,
-    Domain,
-    choose_domains,
-    find_user_place,
-    read_domains,
-    steerable,
 )
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import ConfigError, DataError, OutputError, ShardError, TargetError

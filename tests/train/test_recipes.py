@@ -18,12 +18,13 @@ from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads.precision import quantize
 from eagle_mlx.target import Target
 from eagle_mlx.train.cli import flags_parser, main
-from eagle_mlx.train.config import RECIPES, TrainConfig, load_config, recipe_names
+from eagle_mlx.train.config import TrainConfig, load_config
 from eagle_mlx.train.job import new_run
 from eagle_mlx.train.kinds import KINDS, resolve
 from eagle_mlx.train.plan.dry_run import as_text, assumed
 from eagle_mlx.train.plan.memory import FLOAT, bound_of, probe
 from eagle_mlx.train.plan.recipe import load_recipe
+from eagle_mlx.train.recipes import RECIPES, recipe_names
 from tests import hub_server
 from tests.architectures import tiny_model
 from tests.fakes import EMBEDDED_TARGET
@@ -259,7 +260,8 @@ def test_an_unknown_recipe_names_those_that_exist(capsys: pytest.CaptureFixture[
 
 def test_recipes_and_the_card_template_are_packaged() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert '"eagle_mlx.train" = ["publish/*.jinja", "recipes/*.yaml"]' in project
+    assert '"eagle_mlx.train" = ["publish/*.jinja"]' in project
+    assert '"eagle_mlx.train.recipes" = ["*.yaml"]' in project
     assert RECIPES.is_dir()
 
 

@@ -15,7 +15,8 @@ from eagle_mlx.catalog.base_model import names_of, same_model
 from eagle_mlx.catalog.models import published_model
 from eagle_mlx.errors import ConfigError
 
-from ..config import RECIPES, TrainConfig, recipe_names
+from ..config import TrainConfig
+from ..recipes import RECIPES, recipe_names
 
 
 @dataclass(frozen=True)
