@@ -228,7 +228,7 @@ def _outside(chat: RenderedChat, spans: Sequence[_Span]) -> set[str]:
 
 def _found_spans(chat: RenderedChat, turns: Collection[int]) -> list[_Span]:
     """Return the spans of messages without `{% generation %}` tags. Raises DataError if one of `turns` has none."""
-    spans = [_span(chat, run) for run in _runs(chat)]
+    spans = [_from_prompt(chat, *run) for run in _runs(chat)]
     if missing := set(turns).difference(span.turn for span in spans if span.turn is not None):
         raise DataError(
             f"{chat.template.origin}: message {min(missing) + 1} cannot be found in the rendered conversation, so "
@@ -249,57 +249,46 @@ def _loss_mask(chat: RenderedChat, spans: Sequence[_Span], places: TokenPlaces) 
     return mask
 
 
-class _Run(NamedTuple):
-    """Parts of one message of the assistant that follow each other in the text."""
-
-    turn: int
-    start: int
-    last: int
-    before: Point
-    """The last point of another message."""
-    limit: int
-
-
-def _runs(chat: RenderedChat) -> Iterator[_Run]:
+def _runs(chat: RenderedChat) -> Iterator[tuple[int, _Span, Point]]:
+    """Yield the parts of each of the assistant's messages that follow each other: message, span, and point before."""
     parts, points = chat.marking.parts, chat.marking.points
     begin = 0
     for turn, group in groupby(points, lambda point: parts[point.part].message):
         run = list(group)
         end = begin + len(run)
         if chat.messages[turn]["role"] == "assistant":
+            limit = points[end].at if end < len(points) else len(chat.text)
             before = points[begin - 1] if begin else _START
-            yield _Run(turn, run[0].at, run[-1].at, before, points[end].at if end < len(points) else len(chat.text))
+            yield turn, _Span(run[0].at, run[-1].at, run[-1].at, limit, turn), before
         begin = end
 
 
-def _span(chat: RenderedChat, run: _Run) -> _Span:
-    """Return the run's span, from the end of its prompt to the end of its last part."""
-    gap, prompt = chat.text[run.before.at : run.start], _end_of_prompt(chat, run)
+def _from_prompt(chat: RenderedChat, turn: int, span: _Span, before: Point) -> _Span:
+    """Return the span from the end of its prompt on."""
+    gap, prompt = chat.text[before.at : span.start], _end_of_prompt(chat, turn, before)
     lengths = [] if prompt is None else [_agreement(prompt, gap)]
     if prompt is None or not gap.startswith(prompt):  # the history is written differently from the prompt
-        header = _header(chat, run)
+        header = _header(chat, turn, before)
         lengths += [] if header is None or not gap.startswith(header) else [len(header)]
-    begin = run.before.at + max(lengths, default=len(gap))
-    return _Span(begin, run.last, run.last, run.limit, run.turn)
+    return span._replace(start=before.at + max(lengths, default=len(gap)))
 
 
-def _end_of_prompt(chat: RenderedChat, run: _Run) -> str | None:
-    """Return the text after the last part before the run, in the prompt that asks for the run. None if unknown."""
-    before = run.before.part
-    last = run.turn if before < 0 else max(run.turn, chat.marking.parts[before].message + 1)
+def _end_of_prompt(chat: RenderedChat, turn: int, before: Point) -> str | None:
+    """Return the text after the part `before`, in the prompt that asks for the turn. None if unknown."""
+    last = turn if before is _START else max(turn, chat.marking.parts[before.part].message + 1)
     text, points = _rendered(chat, chat.messages[:last], prompt=True)
-    return text[points[-1].at :] if points and points[-1].part == before else None
+    return text[points[-1].at :] if points and points[-1].part == before.part else None
 
 
-def _header(chat: RenderedChat, run: _Run) -> str | None:
-    """Return the text between the part before the run and the run's content, if it had no reasoning or calls."""
-    message = chat.messages[run.turn]
+def _header(chat: RenderedChat, turn: int, before: Point) -> str | None:
+    """Return the text between the part `before` and the turn's content, if it had no reasoning or calls."""
+    message = chat.messages[turn]
     bare = {key: message[key] for key in ("role", "name") if key in message} | {"content": "."}
-    text, points = _rendered(chat, [*chat.messages[: run.turn], bare, *chat.messages[run.turn + 1 :]])
-    number = sum(part.message < run.turn for part in chat.marking.parts)
-    for before, point in pairwise(points):
+    text, points = _rendered(chat, [*chat.messages[:turn], bare, *chat.messages[turn + 1 :]])
+    number = sum(part.message < turn for part in chat.marking.parts)
+    for last, point in pairwise(points):
         if point.part == number:
-            return text[before.at : point.at] if before.part == run.before.part else None
+            return text[last.at : point.at] if last.part == before.part else None
     return None
 
 

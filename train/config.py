@@ -41,12 +41,8 @@ class HeadConfig(Group):
     target: str = setting("", "folder or hub id of the model", metavar="MODEL")
     kind: str = setting("eagle3", "kind of head (docs/heads.md)", _KINDS, name="head", metavar=_KIND_NAMES)
     init_from: str = setting("", "folder or hub id of a head of this kind to continue from; it sets the shape")
-    lora_rank: int | None = open_number(
-        "with --init-from: train only LoRA adapters of this rank, merged into the written head; 0 for all"
-    )
-    draft_vocab: int | None = open_number(
-        "size of the draft vocabulary, the most frequent tokens; with --init-from, 0 keeps the head's own"
-    )
+    lora_rank: int | None = open_number("with --init-from: rank of LoRA adapters, merged into the head; 0 for none")
+    draft_vocab: int | None = open_number("size of the draft vocabulary; with --init-from, 0 keeps the head's own")
     aux_layers: tuple[int, ...] | None = setting(None, _AUX_LAYERS, AT_LEAST_0, unset=())
     layers: int | None = open_number(
         "decoder layers; more draft better but slower; all but the first start as copies of the target's; with "
@@ -207,9 +203,7 @@ class RunConfig(Group):
     log_steps: int = setting(10, "steps between lines of metrics.jsonl", AT_LEAST_1)
     wandb: bool = setting(False, "also log to Weights & Biases; WANDB_MODE=offline works without a network")
     wandb_project: str = setting("eagle-mlx", "project in Weights & Biases")
-    streams: int | None = open_number(
-        "MLX streams that compute a batch; 0 for one per core on a Linux CPU, else one", name="lanes"
-    )
+    streams: int | None = open_number("MLX streams per batch; 0: one per core on a Linux CPU, else one", name="lanes")
 
 
 @dataclass(frozen=True)
