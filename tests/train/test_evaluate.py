@@ -63,7 +63,7 @@ def test_a_head_is_measured_by_decoding() -> None:
     ],
 )
 def test_prompts_come_before_many_measurements(seconds: float, times: int, expected: tuple[int, int]) -> None:
-    assert affordable(seconds, each=1.0, prompts=100, times=times) == expected
+    assert affordable(seconds, per_prompt=1.0, prompts=100, times=times) == expected
 
 
 def test_some_texts_are_kept_for_people_to_read() -> None:
