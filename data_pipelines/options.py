@@ -127,7 +127,9 @@ class WritingOptions(MakeSampling):
 
     domains: Path = setting(FILE, "file of domains (subjects) to write about", metavar="FILE.yaml")
     domain: tuple[str, ...] = setting((), "only these domains; repeatable", metavar="NAME[=WEIGHT]", repeat=True)
-    turns: str = setting("0.7,0.2,0.1", "shares of conversations with one user turn, two, …", metavar="A,B,…")
+    turns: str = setting(
+        ",".join(map(str, MakeConfig.turns)), "shares of conversations with one user turn, two, …", metavar="A,B,…"
+    )
 
     def config(self, seed: int) -> MakeConfig:
         """Return the configuration for this seed. Raises ConfigError if a setting is invalid."""

@@ -149,7 +149,7 @@ def examine(tokenizer: TokenizerWrapper, conversation: Conversation) -> tuple[Re
     chat = RenderedChat.of(tokenizer, conversation)
     places = TokenPlaces.of(chat)
     turns = {turn for turn, message in enumerate(chat.messages) if message["role"] == "assistant"}
-    silent = turns - chat.marking.shown
+    silent = turns - chat.shown
     lost = _left_out(chat)
     spans = _tagged_spans(chat, places.tokens)
     if spans is None:
@@ -167,9 +167,9 @@ def _left_out(chat: RenderedChat) -> set[str]:
     """Return what a template drops, such as `render tool calls`."""
     # Many templates drop earlier reasoning on purpose, so only the last counts, if no user message follows.
     user = max((at for at, m in enumerate(chat.messages) if m["role"] == "user"), default=0)
-    last = max((part.message for part in chat.marking.parts if part.kind == "reasoning"), default=0)
-    lost, shown = set(), chat.marking.shown
-    for part in chat.marking.dropped:
+    last = max((part.message for part in chat.parts if part.kind == "reasoning"), default=0)
+    lost, shown = set(), chat.shown
+    for part in chat.dropped:
         if part.role == "tool":
             lost.add("render tool results")
         elif part.role != "assistant":
@@ -218,7 +218,7 @@ class _Span(NamedTuple):
 
 
 def _outside(chat: RenderedChat, spans: Sequence[_Span]) -> set[str]:
-    parts = [(point.at, chat.marking.parts[point.part]) for point in chat.marking.points]
+    parts = [(point.at, chat.parts[point.part]) for point in chat.points]
     return {
         part.kind
         for at, part in parts
@@ -251,7 +251,7 @@ def _loss_mask(chat: RenderedChat, spans: Sequence[_Span], places: TokenPlaces) 
 
 def _runs(chat: RenderedChat) -> Iterator[tuple[int, _Span, Point]]:
     """Yield the parts of each of the assistant's messages that follow each other: message, span, and point before."""
-    parts, points = chat.marking.parts, chat.marking.points
+    parts, points = chat.parts, chat.points
     begin = 0
     for turn, group in groupby(points, lambda point: parts[point.part].message):
         run = list(group)
@@ -275,7 +275,7 @@ def _from_prompt(chat: RenderedChat, turn: int, span: _Span, before: Point) -> _
 
 def _end_of_prompt(chat: RenderedChat, turn: int, before: Point) -> str | None:
     """Return the text after the part `before`, in the prompt that asks for the turn. None if unknown."""
-    last = turn if before is _START else max(turn, chat.marking.parts[before.part].message + 1)
+    last = turn if before is _START else max(turn, chat.parts[before.part].message + 1)
     text, points = _rendered(chat, chat.messages[:last], prompt=True)
     return text[points[-1].at :] if points and points[-1].part == before.part else None
 
@@ -285,7 +285,7 @@ def _header(chat: RenderedChat, turn: int, before: Point) -> str | None:
     message = chat.messages[turn]
     bare = {key: message[key] for key in ("role", "name") if key in message} | {"content": "."}
     text, points = _rendered(chat, [*chat.messages[:turn], bare, *chat.messages[turn + 1 :]])
-    number = sum(part.message < turn for part in chat.marking.parts)
+    number = sum(part.message < turn for part in chat.parts)
     for last, point in pairwise(points):
         if point.part == number:
             return text[last.at : point.at] if last.part == before.part else None
@@ -294,7 +294,7 @@ def _header(chat: RenderedChat, turn: int, before: Point) -> str | None:
 
 def _rendered(chat: RenderedChat, messages: Messages, prompt: bool = False) -> tuple[str, list[Point]]:
     """Return the text and points of other messages, from the text's start; no points if the template refuses them."""
-    clear = [number for number in range(len(chat.marking.parts)) if number not in chat.marking.opaque]
+    clear = [number for number in range(len(chat.parts)) if number not in chat.opaque]
     try:
         text, points = strip(chat.template.text(marked(messages, clear)[0], prompt))
     except DataError:  # many templates refuse a truncated conversation
@@ -317,7 +317,7 @@ def _stop_without_token(chat: RenderedChat, span: _Span, places: TokenPlaces) ->
     """
     tokens, last = places.tokens, sum(places.before(span.end))
     special = frozenset(chat.template.tokenizer.get_added_vocab().values())
-    users = [point.at for point in chat.marking.points if chat.marking.parts[point.part].role == "user"]
+    users = [point.at for point in chat.points if chat.parts[point.part].role == "user"]
     after = sum(places.before(users[-1])) if users else len(tokens)
     if tokens[last : last + 1] == tokens[after : after + 1] and special.intersection(tokens[last : last + 1]):
         return last + 1
@@ -351,12 +351,12 @@ def _tagged_spans(chat: RenderedChat, tokens: list[int]) -> list[_Span] | None:
     starts = [i for i in range(len(tokens)) if edges[i + 1] and not edges[i]]
     offsets = encoded["offset_mapping"]
     pairs = [(offsets[i][0], offsets[edges.index(0, i + 1) - 2][1]) for i in starts]
-    points = [point.at for point in chat.marking.points]
+    points = [point.at for point in chat.points]
     limits = sorted({*points, *(start for start, _ in pairs)})
     spans = []
     for start, end in pairs:
         within = [at for at in points if start <= at <= end]
         limit = next((at for at in limits if at > end), len(chat.text))
-        if within or chat.marking.opaque:
+        if within or chat.opaque:
             spans.append(_Span(start, max(within, default=end), end, limit))
     return spans

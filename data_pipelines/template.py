@@ -11,7 +11,6 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import pairwise, product
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,47 +83,6 @@ class Point(NamedTuple):
     part: int
 
 
-class Marking(NamedTuple):
-    """Where a text has the parts of its messages, in the text's order."""
-
-    parts: list[MessageString]
-    points: list[Point]
-    opaque: frozenset[int]
-    """Parts that the template does not just copy. They may be anywhere."""
-
-    @classmethod
-    def of(cls, render: Callable[[Messages], str], messages: Messages, text: str) -> Marking:
-
-        def points(only: Collection[int]) -> list[Point] | None:
-            try:
-                plain, places = strip(render(marked(messages, only)[0]))
-            except DataError:
-                return None
-            return places if plain == text else None
-
-        parts = marked(messages, ())[1]
-        clear: Sequence[int] = range(min(len(parts), _MOST_PARTS))
-        result = points(clear)
-        if result is None:
-            clear = [part for part in clear if points([part]) is not None]
-            result = points(clear)
-        return cls(parts, result or [], frozenset(range(len(parts))).difference(() if result is None else clear))
-
-    @property
-    def _present(self) -> frozenset[int]:
-        return self.opaque.union(point.part for point in self.points)
-
-    @property
-    def dropped(self) -> list[MessageString]:
-        present = self._present
-        return [part for number, part in enumerate(self.parts) if number not in present]
-
-    @property
-    def shown(self) -> set[int]:
-        """Messages of which the template renders a part."""
-        return {self.parts[number].message for number in self._present}
-
-
 def strip(text: str) -> tuple[str, list[Point]]:
     """Return a text without its marks, and the first place of each mark."""
     places: dict[str, Point] = {}
@@ -187,10 +145,16 @@ def marked(messages: Messages, only: Collection[int]) -> tuple[Messages, list[Me
 
 
 class RenderedChat(NamedTuple):
+    """A conversation in the form that its template takes, rendered, and where the text has each part."""
+
     template: ChatTemplate
     messages: Messages
     text: str
-    marking: Marking
+    parts: list[MessageString]
+    points: list[Point]
+    """In the text's order."""
+    opaque: frozenset[int]
+    """Parts that the template does not just copy. They may be anywhere."""
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper, conversation: Conversation, prompt: bool = False) -> RenderedChat:
@@ -204,24 +168,56 @@ class RenderedChat(NamedTuple):
         errors: list[DataError] = []
         shapes: tuple[Callable[[Messages], Messages], ...] = (list, _typed_contents, _argument_texts)
         for shape, form in product(shapes, _forms(messages)):
-            shaped = template._replace(shape=shape)
             try:
-                text = shaped.text(form, prompt)
+                chats.append(cls._marked(template._replace(shape=shape), form, prompt))
             except DataError as e:
                 errors.append(e)
                 continue
-            marking = Marking.of(partial(shaped.text, add_generation_prompt=prompt), form, text)
-            chats.append(cls(shaped, form, text, marking))
             if not chats[-1].vanished:
                 return chats[-1]
         if not chats:
             raise errors[0]
         return min(chats, key=lambda chat: chat.vanished)
 
+    @classmethod
+    def _marked(cls, template: ChatTemplate, messages: Messages, prompt: bool) -> RenderedChat:
+        text = template.text(messages, prompt)
+
+        def points(only: Collection[int]) -> list[Point] | None:
+            try:
+                plain, places = strip(template.text(marked(messages, only)[0], prompt))
+            except DataError:
+                return None
+            return places if plain == text else None
+
+        parts = marked(messages, ())[1]
+        clear: Sequence[int] = range(min(len(parts), _MOST_PARTS))
+        result = points(clear)
+        if result is None:
+            clear = [part for part in clear if points([part]) is not None]
+            result = points(clear)
+        opaque = frozenset(range(len(parts))).difference(() if result is None else clear)
+        return cls(template, messages, text, parts, result or [], opaque)
+
+    @property
+    def _present(self) -> frozenset[int]:
+        return self.opaque.union(point.part for point in self.points)
+
+    @property
+    def dropped(self) -> list[MessageString]:
+        """The parts that the template drops."""
+        present = self._present
+        return [part for number, part in enumerate(self.parts) if number not in present]
+
+    @property
+    def shown(self) -> set[int]:
+        """Messages of which the template renders a part."""
+        return {self.parts[number].message for number in self._present}
+
     @property
     def vanished(self) -> int:
         """Number of messages, except the assistant's, whose text the template drops."""
-        return len({part.message for part in self.marking.parts if part.role != "assistant"} - self.marking.shown)
+        return len({part.message for part in self.parts if part.role != "assistant"} - self.shown)
 
 
 class TokenPlaces(NamedTuple):
