@@ -70,7 +70,7 @@ def test_a_file_is_the_same_while_rows_grow(
     monkeypatch.setattr("eagle_mlx.data_pipelines.commands.growing_engine", growing)
     model = talking_target_folder(tmp_path / "model")
     flags = ["--target", str(model), "--max-tokens", "8", "--output"]
-    make = ["make", "--rows", "6", "--user-tokens", "40", *flags]
+    make = ["make", "--rows", "4", "--user-tokens", "30", *flags]
     assert cli.main([*make, str(tmp_path / "grown.jsonl")]) == 0
     assert cli.main([*make, str(tmp_path / "fixed.jsonl"), "--batch", "2"]) == 0
     assert (tmp_path / "grown.jsonl").read_bytes() == (tmp_path / "fixed.jsonl").read_bytes()

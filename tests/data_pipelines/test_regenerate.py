@@ -20,6 +20,7 @@ from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.target import Target
 from eagle_mlx.text import distinct_ratio
 from tests.fakes import tiny_head, tiny_target
+from tests.full import in_full
 
 U, A, S = "user", "assistant", "system"
 
@@ -101,7 +102,7 @@ def test_an_answer_that_loops_is_left_out_with_what_follows_it(target: Target) -
 
 def test_many_conversations_keep_their_order_and_do_not_touch_each_other(target: Target, ending: int) -> None:
     params = SamplingParams(max_tokens=5, stop_token_ids=(ending,))
-    asked = [chat((U, f"{n} " * (n + 1))) for n in range(20)] + [Conversation(text="import os")]
+    asked = [chat((U, f"{n} " * (n + 1))) for n in range(in_full(20, 8))] + [Conversation(text="import os")]
     made = answered(Engine(target, max_batch=2), asked, params)
     assert [c.messages[0] for c in made[:-1]] == [c.messages[0] for c in asked[:-1]]
     assert made[-1] == asked[-1]
@@ -116,7 +117,11 @@ def questions(count: int) -> list[Conversation]:
 
 def test_order_company_and_drafts_change_nothing(target: Target) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, top_k=50, top_p=0.9, seed=1, stop_token_ids=STOPS[::9])
-    asked = [c for n in range(6) for c in (chat((U, f"{n}")), chat((U, f"{n}?"), (A, "x"), (U, "and then?"), (A, "y")))]
+    asked = [
+        c
+        for n in range(in_full(6, 3))
+        for c in (chat((U, f"{n}")), chat((U, f"{n}?"), (A, "x"), (U, "and then?"), (A, "y")))
+    ]
     alone = answered(Engine(target, max_batch=1), asked, params)
     assert len({c.messages for c in alone}) == len(asked)
     head = HeadProposer(tiny_head(target))

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "checkpoints" / "scripts" / "compare_kinds.
 
 
 def compare(patch: pytest.MonkeyPatch, target: Path, output: Path, *more: str) -> int:
-    sizes = ("--conversations", "12", "--limit", "2", "--max-tokens", "8", "--depths", "1", "2")
+    sizes = ("--conversations", "8", "--limit", "2", "--max-tokens", "6", "--depths", "1", "2")
     patch.setattr(sys, "argv", [str(SCRIPT), "--target", str(target), "--output", str(output), *sizes, *more])
     status: int = runpy.run_path(str(SCRIPT))["main"]()
     return status
@@ -37,7 +37,7 @@ def test_kinds_are_trained_on_the_same_tokens(
         },
         {"dspark": "DSpark"},
     )
-    assert compare(monkeypatch, target, out, "--minutes", "0", "--tokens", "1000", "--kinds", *titles) == 0
+    assert compare(monkeypatch, target, out, "--minutes", "0", "--tokens", "500", "--kinds", *titles) == 0
     rows = json.loads((out / "comparison.json").read_text())["rows"]
     assert [row["kind"] for row in rows] == list(titles)
     assert len({(row["tokens"], row["steps"]) for row in rows}) == 1
