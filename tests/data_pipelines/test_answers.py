@@ -257,8 +257,8 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, capsys: pytest.Capture
     model, head = str(tiny_target_folder(tmp_path / "tiny")), str(tmp_path / "head")
     save_eagle3(tiny_head(tiny_target(tokenizer=True)), head)
     data = tmp_path / "chats.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(12)))
-    argv = ["regenerate", "--target", model, "--data", str(data), "--temperature", "1", "--max-tokens", "8"]
+    data.write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(9)))
+    argv = ["regenerate", "--target", model, "--data", str(data), "--temperature", "1", "--max-tokens", "6"]
     argv += ["--system", "Be brief.", "--system", ""]
     out, straight = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     for how, rows, code in (("KILL", "5", -signal.SIGKILL), ("TERM", "3", 143)):
@@ -271,7 +271,7 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, capsys: pytest.Capture
     assert len(partial_path(out).read_bytes().splitlines()) >= 1 + 4 + 2
     assert cli.main(["inspect", str(partial_path(out))]) == 2, "it is not taken for data"
     assert cli.main([*argv, "--output", str(out), "--head", head, "--batch", "2"]) == 0
-    assert "12 conversations with 12 answers of" in capsys.readouterr().out
+    assert "9 conversations with 9 answers of" in capsys.readouterr().out
     assert cli.main([*argv, "--output", str(straight)]) == 0
     assert out.read_bytes() == straight.read_bytes()
     assert cli.main([*argv, "--output", str(tmp_path / "c.jsonl"), "--seed", "1"]) == 0

@@ -662,7 +662,7 @@ def test_loops_are_not_written_to_their_end(
     target = talker()
     assert target.tokenizer is not None
     target.tokenizer.eos_token_ids = {2, *range(5, 4096, 25)}  # fewer ends, longer turns
-    greedy = replace(CONFIG, user_tokens=100, max_tokens=100, temperatures=(0.0,), turns=(1.0,))
+    greedy = replace(CONFIG, user_tokens=64, max_tokens=64, temperatures=(0.0,), turns=(1.0,))
     reports, read = [], []
     for number, look in enumerate((1000, 8, 8)):
         monkeypatch.setattr(loop_module, "LOOK", look)
