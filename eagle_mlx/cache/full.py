@@ -17,8 +17,8 @@ STEP = 256  # the smallest step by which a buffer grows, in positions, as in mlx
 _GROWTH = 8
 """New buffers are an eighth larger than needed: growing to n tokens then copies only about 8 n entries in all."""
 _MOST = 1.3
-"""When rows leave, a buffer is copied if it has more than this many times the slots in use, plus STEP per row: with
-`_GROWTH`, one row of eight can leave and another join without a copy."""
+"""When rows leave, a buffer is copied if it has more than this many times the slots in use, plus STEP per row: one row
+of eight can leave and another join without a copy."""
 
 GROUP_SIZES = (64, 32)
 """Numbers that share a scale and a bias in a quantized cache. The first that divides the head width is used."""
@@ -40,9 +40,7 @@ def most_slots(rows: int, slots: int) -> int:
 
 def room(buffer: mx.array | None, like: mx.array, rows: int, slots: int, most: int | None = None) -> mx.array:
     """Return a buffer [R >= rows, heads, >= slots, D]: this one, or a copy with R = rows and at most `most` slots."""
-    have_rows, _, have, _ = buffer.shape if buffer is not None else (0, 0, 0, 0)
-    if rows <= have_rows and slots <= have:
-        assert buffer is not None
+    if buffer is not None and rows <= buffer.shape[0] and slots <= buffer.shape[2]:
         return buffer
     length = max(slots, capacity(slots) if most is None else min(capacity(slots), most))
     if buffer is None:
@@ -59,7 +57,6 @@ def shrunk(buffer: mx.array, rows: int, slots: int, most: int | None = None) -> 
 
 
 def _resized(buffer: mx.array, rows: int, slots: int) -> mx.array:
-    """Return a copy [rows, heads, slots, D], cut or padded with zeros."""
     both = buffer[:rows, :, :slots]
     more_rows, more_slots = rows - both.shape[0], slots - both.shape[2]
     if not more_rows and not more_slots:
@@ -73,11 +70,8 @@ def copied(x: mx.array) -> mx.array:
 
 
 class RaggedKV:
-    """Keys and values of one attention layer, in mlx-lm's cache protocol.
-
-    Buffers are [R, heads, capacity, D] with R >= rows, so that a row can leave or join without moving the others. If
-    many rows leave, or the longest one does, the buffers are replaced by smaller copies (`shrunk`).
-    """
+    """Keys and values of one attention layer, in mlx-lm's cache protocol. Buffers are [R, heads, capacity, D] with R >=
+    rows, so that a row can leave or join without moving the others."""
 
     def __init__(self, lengths: RowLengths):
         self.lengths = lengths
@@ -149,17 +143,15 @@ class RaggedKV:
         like = self if other.keys is None else other  # rows of an empty side need slots too
         if like.keys is None or like.values is None:
             return
-        end = self._used(other.lengths.upper)
+        end = self._used(other.lengths.upper) if other.state else 0
         slots = max(1, end, self._used(self.lengths.upper))
         self.keys = room(self.keys, like.keys, mine + theirs, slots, self._most)
         self.values = room(self.values, like.values, mine + theirs, slots, self._most)
-        if other.keys is not None and other.values is not None:
-            self.keys[mine : mine + theirs, :, :end] = other.keys[:theirs, :, :end]
-            self.values[mine : mine + theirs, :, :end] = other.values[:theirs, :, :end]
-        self._zero(slice(mine, mine + theirs), end if other.keys is not None else 0)
+        for buffer, new in zip(self.state, other.state, strict=False):
+            buffer[mine : mine + theirs, :, :end] = new[:theirs, :, :end]
+        self._zero(slice(mine, mine + theirs), end)
 
     def _used(self, length: int) -> int:
-        """Return the number of slots that rows of at most this length use."""
         return length
 
     @property
@@ -169,12 +161,10 @@ class RaggedKV:
 
     def fit(self) -> list[mx.array]:
         """Free the memory of rows that left, if it is worth a copy; return the new buffers."""
-        if self.keys is None or self.values is None:
-            return []
-        before, slots = (self.keys, self.values), max(1, self._used(self.lengths.upper))
-        self.keys = shrunk(self.keys, self.lengths.rows, slots, self._most)
-        self.values = shrunk(self.values, self.lengths.rows, slots, self._most)
-        return [new for old, new in zip(before, (self.keys, self.values), strict=True) if new is not old]
+        before, slots = self.state, max(1, self._used(self.lengths.upper))
+        if before:
+            self.keys, self.values = (shrunk(x, self.lengths.rows, slots, self._most) for x in before)
+        return [new for old, new in zip(before, self.state, strict=True) if new is not old]
 
     def remove(self, row: int, last: Self | None) -> None:
         """Remove a row. `last`: a fork of the last row, which moves into the gap; None if `row` is the last."""
@@ -203,8 +193,9 @@ class RaggedKV:
         self._zero(slice(row, row + 1), start)
 
     def _zero(self, rows: slice, start: int) -> None:
-        if self.keys is not None and self.values is not None and start < self.keys.shape[2]:
-            self.keys[rows, :, start:], self.values[rows, :, start:] = 0, 0
+        for buffer in self.state:
+            if start < buffer.shape[2]:
+                buffer[rows, :, start:] = 0
 
     @property
     def state(self) -> list[mx.array]:
@@ -236,10 +227,8 @@ def scattered(buffer: mx.array, new: mx.array, slots: mx.array) -> mx.array:
 
 
 class RaggedChunked(RaggedKV):
-    """Keys and values of one layer with chunked attention: a position attends only within its chunk.
-
-    Such models build their masks from `start_position` and `offset`, which must be ints: for one row, of known length.
-    """
+    """Keys and values of one layer with chunked attention: a position attends only within its chunk. Such models build
+    their masks from `start_position` and `offset`, which must be ints: for one row, of known length."""
 
     def __init__(self, lengths: RowLengths, chunk: int):
         super().__init__(lengths)
@@ -268,8 +257,7 @@ class RaggedList(CallListener):
 
     @property
     def parts(self) -> list[Any]:
-        """The caches of this list and of nested lists."""
-        return [part for each in self.caches for part in (each.parts if isinstance(each, RaggedList) else [each])]
+        return [part for cache in self.caches for part in (cache.parts if isinstance(cache, RaggedList) else [cache])]
 
     def __getitem__(self, index: int) -> Any:
         return self.caches[index]

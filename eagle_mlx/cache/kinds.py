@@ -6,14 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    ChunkedKVCache,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from eagle_mlx.cache.full import RaggedChunked, RaggedGrouped, RaggedKV, RaggedList, RaggedQuantized
 from eagle_mlx.cache.lengths import RowLengths
@@ -47,10 +40,8 @@ REFUSED = {
 
 
 def ragged(cache: Any, lengths: RowLengths, model: nn.Module, kv_bits: int | None = None) -> Any:
-    """Return the ragged counterpart of one of mlx-lm's caches.
-
-    kv_bits quantizes full attention only: windows, chunks and states are small. Raises TargetError if there is none.
-    """
+    """Return the ragged counterpart of one of mlx-lm's caches. kv_bits quantizes full attention only: windows, chunks
+    and states are small. Raises TargetError if there is none."""
     kind = type(cache)
     if kind is KVCache and kv_bits is not None:
         return RaggedQuantized(lengths, kv_bits)
@@ -78,23 +69,18 @@ def check_cacheable(model: nn.Module, rows: int = 1, kv_bits: int | None = None)
         raise TargetError(f"models of type {file} cannot be decoded speculatively: {REFUSED[file]}; use mlx_lm")
     if rows > 1 and file in ONE_ROW:
         raise TargetError(f"models of type {file} decode one row at a time: {ONE_ROW[file]}; set max_batch=1")
+    lengths, caches = RowLengths(rows), []
     for index, cache in enumerate(make_prompt_cache(model)):
         try:
-            ragged(cache, RowLengths(rows), model)
+            caches.append(ragged(cache, lengths, model, kv_bits))
         except TargetError as e:
             raise TargetError(f"layer {index} of {file}: {e}") from e
-    if kv_bits is not None:
-        _check_quantizable(model, kv_bits)
-
-
-def _check_quantizable(model: nn.Module, kv_bits: int) -> None:
-    """Raise TargetError if this model's attention cannot use quantized keys. Only shapes and types are computed."""
-    lengths = RowLengths(1)
-    caches = [ragged(cache, lengths, model, kv_bits) for cache in make_prompt_cache(model)]
+    if kv_bits is None:
+        return
     if not any(isinstance(cache, RaggedQuantized) for cache in caches):
-        raise TargetError(f"models of type {model_file(model)} have no cache that kv_bits can quantize; omit it")
+        raise TargetError(f"models of type {file} have no cache that kv_bits can quantize; omit it")
     try:
-        model(mx.zeros((1, 1), mx.int32), cache=caches)
+        model(mx.zeros((rows, 1), mx.int32), cache=caches)  # nothing is evaluated: only shapes and types matter
     except Exception as e:  # the model knows nothing of such a cache, so any error is possible
         reason = str(e).partition("\n")[0]
         raise TargetError(f"this model cannot decode with a quantized KV cache ({reason}); omit kv_bits") from e

@@ -23,10 +23,8 @@ class Moves:
 
     @classmethod
     def of(cls, kept: Sequence[Sequence[int]], starts: Sequence[int]) -> Moves | None:
-        """Return the moves that put a tree's accepted entries where a chain's would be; None if they already are.
-
-        kept: each row's accepted draft tokens, numbered from 0; starts: the position of the token above each tree.
-        """
+        """Return the moves that put a tree's accepted entries where a chain's would be; None if they already are. kept:
+        each row's accepted draft tokens, numbered from 0; starts: the position of the token above each tree."""
         depth = max(map(len, kept), default=0)
         paths = [[*nodes, *range(len(nodes), depth)] for nodes in kept]
         right = next((place for place in range(depth) if any(path[place] != place for path in paths)), depth)
@@ -37,8 +35,7 @@ class Moves:
         return cls(mx.array(old, mx.int32), mx.array(new, mx.int32), new[0][0])
 
 
-SavedLengths = tuple[int, list[int], bool, mx.array | None]
-"""`upper`, `bounds`, `uniform` and `offset`."""
+SavedLengths = tuple[int, list[int], bool, mx.array | None]  # `upper`, `bounds`, `uniform` and `offset`
 
 
 class RowLengths:
@@ -49,14 +46,12 @@ class RowLengths:
     """
 
     def __init__(self, rows: int):
-        self.rows = rows
-        self.upper = 0
+        self.rows, self.upper = rows, 0
         self.bounds = [0] * rows
         self.uniform = True
         self.valid: mx.array | None = None
         """[B] int32: each row's real entries in the next forward, if they are known beforehand and differ."""
-        self.branches: Branches | None = None
-        """The tree of the next forward's positions; None if they are a chain."""
+        self.branches: Branches | None = None  # the tree of the next forward's positions; None if they are a chain
         self._offset: mx.array | None = None
         self._memo: dict[tuple[str | int, ...], mx.array] = {}
 
@@ -73,7 +68,6 @@ class RowLengths:
         self.valid = valid
 
     def branch(self, branches: Branches) -> None:
-        """Set the tree that the next forward's positions form."""
         self._memo.clear()
         self.branches = branches
 
@@ -81,14 +75,10 @@ class RowLengths:
         """Accept `count` new entries: an int for all rows, or [B] int32 with `at_most` as upper bound."""
         self._memo.clear()
         self.valid = self.branches = None
-        if isinstance(count, int):
-            self._offset = None if self.uniform else self.offset + count
-            most = count
-        else:
-            assert at_most is not None
-            self._offset = self.offset + count
-            self.uniform = False
-            most = at_most
+        self.uniform = self.uniform and isinstance(count, int)
+        self._offset = None if self.uniform else self.offset + count
+        most = count if isinstance(count, int) else at_most
+        assert most is not None
         self.upper += most
         self.bounds = [bound + most for bound in self.bounds]
 
@@ -108,27 +98,26 @@ class RowLengths:
         """Return to saved lengths; later entries are masked and will be overwritten."""
         self._memo.clear()
         self.branches = None
-        self.upper, self.bounds, self.uniform, self._offset = state
+        self.upper, self.bounds = state[:2]
+        self.uniform, self._offset = state[2:]
 
     def append(self, other: RowLengths) -> None:
+        self._memo.clear()
         offset = mx.concatenate([self.offset, other.offset])
         self.uniform = self.uniform and other.uniform and (self.upper == other.upper or not self.rows)
-        self._memo.clear()
         self.rows, self.upper = self.rows + other.rows, max(self.upper, other.upper)
         self.bounds = [*self.bounds, *other.bounds]
         self._offset = None if self.uniform else offset
 
     def remove(self, row: int) -> None:
         """Remove a row; the last row takes its place."""
-        offset = None if self.uniform else without_row(self.offset, row)
         self._memo.clear()
+        self._offset = None if self.uniform else without_row(self.offset, row)
         self.rows -= 1
         self.bounds = swap_removed(self.bounds, row)
         self.upper = max(self.bounds, default=0)
-        self._offset = offset
 
     def _once(self, key: tuple[str | int, ...], compute: Callable[[], mx.array]) -> mx.array:
-        """Compute an array once for all layers of a forward."""
         if key not in self._memo:
             self._memo[key] = compute()
         return self._memo[key]
@@ -149,45 +138,29 @@ class RowLengths:
         """Return the ring slots of the next `count` entries of each row, [B, count] int32."""
         return self._once(("slots", count, size), lambda: self.positions(count) % size)
 
-    def mask(self, count: int, window: int | None = None) -> mx.array:
-        """Return which entries each new position sees, [B, 1, count, upper + count] bool: at most the last `window`."""
+    def mask(self, count: int, window: int | None = None, ring: int | None = None) -> mx.array:
+        """Return which entries each new position sees, [B, 1, count, S] bool: at most the last `window`. S is upper +
+        count, or the size of a `ring`, in which position p is in slot p mod S."""
 
         def compute() -> mx.array:
-            keys, queries = mx.arange(self.upper + count), self.places(count)[..., None]
-            tree = self.branches
-            if tree is None:
-                return self._causal(keys, queries, window)
-            if self.uniform and window is None:  # each node sees the text and its own branch
+            tree, queries = self.branches, self.places(count)[..., None]
+            if tree is not None and self.uniform and window is None:  # each node sees the text and its own branch
                 text = mx.ones((self.rows, tree.count, self.upper - tree.before), mx.bool_)
                 return mx.concatenate([text, tree.seen], axis=-1)[:, None]
-            return self._tree_mask(keys[None], queries, window, tree, self.upper + count)
+            keys = mx.arange(self.upper + count)[None]
+            if ring is not None:
+                keys = ring_positions(self.offset + (count - 1), ring)
+            if tree is not None:
+                return self._tree_mask(keys, queries, window, tree, ring or self.upper + count)
+            seen = keys[:, None] <= queries
+            if window is not None:
+                seen = seen & (keys[:, None] > queries - window)
+            return (seen if ring is None else seen & (keys >= 0)[:, None])[:, None]
 
-        return self._once(("mask", count, window or 0), compute)
-
-    def ring_mask(self, count: int, window: int, size: int) -> mx.array:
-        """Return the mask [B, 1, count, size] bool for a ring, where position p is in slot p mod size."""
-
-        def compute() -> mx.array:
-            keys, queries = ring_positions(self.offset + (count - 1), size), self.places(count)[..., None]
-            if self.branches is None:
-                return self._causal(keys[:, None], queries, window) & (keys >= 0)[:, None, None]
-            return self._tree_mask(keys, queries, window, self.branches, size)
-
-        return self._once(("ring", count, window, size), compute)
-
-    @staticmethod
-    def _causal(keys: mx.array, queries: mx.array, window: int | None) -> mx.array:
-        """Return whether queries at positions [B, L, 1] see keys at positions [..., S], as [B, 1, L, S] bool."""
-        seen = keys <= queries
-        if window is not None:
-            seen = seen & (keys > queries - window)
-        return seen[:, None]
+        return self._once(("mask", count, window or 0, ring or 0), compute)
 
     def _tree_mask(self, keys: mx.array, queries: mx.array, window: int | None, tree: Branches, size: int) -> mx.array:
-        """Return the mask of a tree, [B, 1, L, S] bool, over the keys at [B or 1, S] in a ring of `size` slots.
-
-        queries: their positions, [B, L, 1] int32.
-        """
+        """Return the mask of a tree, [B, 1, L, S] bool, for keys at [B or 1, S] and queries at [B, L, 1] int32."""
         start = self.offset - tree.before
         text = (keys >= 0) & (keys < start[:, None])
         seen = mx.broadcast_to(text[:, None], (self.rows, tree.count, keys.shape[-1]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -39,17 +39,14 @@ class KVPiece:
 
     def split(self, at: int) -> tuple[KVPiece, KVPiece]:
         """Return the first `at` positions and the rest. This piece is consumed: at most one array is held twice."""
-        heads, tails = KVPiece([]), KVPiece([])
-        for layer in self.layers:
-            heads.layers.append([])
-            tails.layers.append([])
+        rest = KVPiece([[] for _ in self.layers])
+        for layer, tails in zip(self.layers, rest.layers, strict=True):
             for index, x in enumerate(layer):
                 head, tail = copied(x[:, :, :at]), copied(x[:, :, at:])
                 mx.eval(head, tail)
                 layer[index] = head
-                heads.layers[-1].append(head)
-                tails.layers[-1].append(tail)
-        return heads, tails
+                tails.append(tail)
+        return KVPiece(self.layers), rest
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,8 @@ class RaggedCache(Sequence[Any]):
 
     @classmethod
     def of(cls, model: nn.Module, rows: int, kv_bits: int | None = None) -> RaggedCache:
-        """Return the ragged counterparts of the caches that mlx-lm would make for this model.
-
-        A model spread over several machines makes its own (`make_ragged_cache`). Raises TargetError if unsupported.
-        """
+        """Return the ragged counterparts of the caches that mlx-lm would make for this model. A model spread over
+        several machines makes its own (`make_ragged_cache`). Raises TargetError if unsupported."""
         make: Callable[[int, int | None], RaggedCache] | None = getattr(model, "make_ragged_cache", None)
         return cls.local(model, rows, kv_bits) if make is None else make(rows, kv_bits)
 
@@ -92,8 +87,7 @@ class RaggedCache(Sequence[Any]):
 
     def _hold(self, lengths: RowLengths, layers: list[Any]) -> None:
         self.lengths, self.layers = lengths, layers
-        self.parts: list[Any] = RaggedList(layers).parts
-        """The caches of all layers, with lists of caches flattened."""
+        self.parts: list[Any] = RaggedList(layers).parts  # the caches of all layers, with lists of caches flattened
         self.recurrent = [part for part in self.parts if isinstance(part, RecurrentState)]
         self.windows = [part for part in self.parts if isinstance(part, RaggedWindow)]
         self.buffered = [part for part in self.parts if isinstance(part, RaggedKV)]
@@ -105,9 +99,6 @@ class RaggedCache(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.layers[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.layers)
 
     def expect(self, counts: Sequence[int]) -> None:
         """Set, before a forward, how many of its positions are real in each row; the rest is padding."""
@@ -132,10 +123,8 @@ class RaggedCache(Sequence[Any]):
         self.lengths.branch(branches)
 
     def keep(self, kept: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
-        """Move the accepted entries of a tree to where a chain's would be; call this after the verify.
-
-        kept: each row's accepted draft tokens, numbered from 0; starts: each row's number of entries before the verify.
-        """
+        """Move the accepted entries of a tree to where a chain's would be; call this after the verify. kept: each row's
+        accepted draft tokens, numbered from 0; starts: each row's number of entries before the verify."""
         moves = Moves.of(kept, starts)
         if moves is not None:
             for part in self.buffered:
@@ -163,7 +152,6 @@ class RaggedCache(Sequence[Any]):
             state.cache = list(arrays)
 
     def compact(self) -> None:
-        """Free the slots that only a prompt's wide forwards needed."""
         for window in self.windows:
             window.compact()
 
@@ -209,19 +197,16 @@ class RaggedCache(Sequence[Any]):
     def joined(self, pieces: Sequence[KVPiece], length: int) -> RaggedCache:
         """Return a cache of `length` positions from this outline and the pieces that cover them, in order."""
         other = self.fork(0, length)
-        for part, layers in zip(other.positional, zip(*(piece.layers for piece in pieces), strict=True), strict=True):
+        for part, *layers in zip(other.positional, *(piece.layers for piece in pieces), strict=True):
             if layers[0]:
-                part.keys, part.values = (
-                    mx.concatenate(list(x), axis=2)[:, :, :length] for x in zip(*layers, strict=True)
-                )
+                joined = [mx.concatenate(list(x), axis=2)[:, :, :length] for x in zip(*layers, strict=True)]
+                part.keys, part.values = joined
         return other
 
     @reads_only
     def shortest(self, row: int) -> int:
-        """Return the fewest positions a fork of a row may have: the next position must find all that it attends to.
-
-        It may exceed the row's length if a recurrent state has read further.
-        """
+        """Return the fewest positions a fork of a row may have: the next position must find all that it attends to. It
+        may exceed the row's length if a recurrent state has read further."""
         return max((part.shortest(row) for part in self.parts), default=0)
 
     def zero(self, row: int, start: int = 0) -> None:
@@ -260,7 +245,7 @@ class CacheSize:
         """Return the most bytes that `rows` rows can take, the longest of which has `longest` positions."""
         if not rows:
             return 0
-        windows = sum(most_slots(rows, min(longest, slots)) * each for slots, each in self.windows)
+        windows = sum(most_slots(rows, min(longest, slots)) * nbytes for slots, nbytes in self.windows)
         return most_slots(rows, longest) * self.position + windows + rows * self.row
 
     def __add__(self, other: CacheSize) -> CacheSize:

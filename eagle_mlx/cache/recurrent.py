@@ -3,8 +3,7 @@
 Unlike keys, a state cannot be cut: after a verify it includes all the draft tokens. So we keep the state from before,
 which costs nothing because arrays are immutable. Once it is known how many tokens each row accepts, we call the layer
 again from there with the same arguments, for the accepted tokens only. MLX evaluates lazily: the second call computes
-only the state, not the layer's output, its MLP or any other layer, and reuses the projections of the first call. The
-alternative, reading the accepted tokens again with the next verify, makes every layer read them twice.
+only the state, not the layer's output, its MLP or any other layer, and reuses the projections of the first call.
 
 If a layer respects the lengths of rows (`MASKED`), one call gives every row its own state. Otherwise the layer is
 called token by token, and each row takes the state after its last accepted token.
@@ -68,10 +67,10 @@ class _Call:
 
         def output_at(outputs: Sequence[mx.array], number: int) -> mx.array | None:
             """Return a position's part of a projection: a slice of [B, L, n], or the output of a separate call."""
-            each, over = divmod(len(outputs), self.width)
+            count, over = divmod(len(outputs), self.width)
             one_by_one = not over and all(x.ndim == 2 and x.shape[0] == self.rows for x in outputs)
             if one_by_one:
-                return outputs[step * each + number] if number < each else None
+                return outputs[step * count + number] if number < count else None
             if number >= len(outputs) or outputs[number].ndim != 3 or outputs[number].shape[1] != self.width:
                 return None
             return outputs[number][:, step : step + 1]
@@ -109,8 +108,8 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
     def note(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Projections | None:
         """Remember a call if some of its positions may be rejected."""
         rows, width = next(x.shape[:2] for x in (*args, *kwargs.values()) if isinstance(x, mx.array))
-        known = width == 1 or self.rows.valid is not None
-        self._call = None if known else _Call(layer, args, kwargs, list(self.cache), rows, width)
+        may_be_rejected = width > 1 and self.rows.valid is None
+        self._call = _Call(layer, args, kwargs, list(self.cache), rows, width) if may_be_rejected else None
         return self._call.projections if self._call is not None else None
 
     def commit(self, count: int | mx.array) -> None:
@@ -132,7 +131,6 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
         self._accepted = None
 
     def restore_rows(self, rows: mx.array, before: Sequence[mx.array | None]) -> None:
-        """Return some rows, [B] bool, to their earlier state."""
         self.cache = [x if x is None else _where(rows, old, x) for x, old in zip(self.cache, before, strict=True)]
 
     def _read_stepwise(self, call: _Call, count: mx.array) -> None:
@@ -155,23 +153,20 @@ class RecurrentState(_ArraysCache, CallListener):  # type: ignore[misc]  # some 
 
     def append(self, other: RecurrentState) -> None:
         """Append the other's rows. Call this before `rows.append`, because it needs the old number of rows."""
-        if not self.rows.rows:
-            self.cache = list(other.cache)
-            return
         mine, theirs = self.rows.rows, other.rows.rows
-        self.cache = [joined_rows(a, mine, b, theirs) for a, b in zip(self.cache, other.cache, strict=True)]
+        joined = [joined_rows(a, mine, b, theirs) for a, b in zip(self.cache, other.cache, strict=True)]
+        self.cache = joined if mine else list(other.cache)
 
     def remove(self, row: int, last: RecurrentState | None) -> None:
         self.cache = [x if x is None else without_row(x, row) for x in self.cache]
 
     def fork(self, row: int, length: int, lengths: RowLengths) -> RecurrentState:
         """Copy one row's state, which always covers all its positions."""
-        other = RecurrentState(lengths, len(self.cache), self.masked)
+        other = RecurrentState(lengths, 0, self.masked)
         other.cache = [x if x is None else copied(x[row : row + 1]) for x in self.cache]
         return other
 
     def shortest(self, row: int) -> int:
-        """Return the row's length: a state covers all positions."""
         return self.rows.bounds[row]
 
     @property
@@ -197,10 +192,9 @@ def _where(rows: mx.array, these: mx.array | None, those: mx.array) -> mx.array:
 
 def joined_rows(a: mx.array | None, rows_a: int, b: mx.array | None, rows_b: int) -> mx.array | None:
     """Concatenate arrays of two batches; a missing one counts as zeros."""
-    if a is None and b is None:
-        return None
     like = a if a is not None else b
-    assert like is not None
+    if like is None:
+        return None
     a = mx.zeros((rows_a, *like.shape[1:]), like.dtype) if a is None else a
     b = mx.zeros((rows_b, *like.shape[1:]), like.dtype) if b is None else b
     return mx.concatenate([a, b], axis=0)

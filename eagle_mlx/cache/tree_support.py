@@ -23,17 +23,14 @@ _BRANCHES = ((0, 3, 6), (0, 1, 5, 7))
 _ROUNDING = 4.0
 """A tree matches if it differs from its branches by less than this factor times the rounding error, which is measured
 as the difference between a chain and the same tokens read one by one."""
-_LEAST = 16.0
-"""The least difference that is allowed, in units in the last place of a typical logit."""
+_LEAST = 16.0  # the least difference that is allowed, in units in the last place of a typical logit
 
 
 def why_no_trees(target: Target, kv_bits: int | None = None) -> str | None:
     """Return why this target does not read trees exactly, None if it does. Costs ten forwards of a few tokens."""
-    file = model_file(target.model)
-    if file in ONE_ROW:
-        return ONE_ROW[file]
-    if file in OWN_POSITIONS:
-        return OWN_POSITIONS[file]
+    reasons = ONE_ROW | OWN_POSITIONS
+    if (file := model_file(target.model)) in reasons:
+        return reasons[file]
     if not RaggedCache.of(target.model, 1, kv_bits).may_branch:
         return "it keeps a state or chunks, which cannot be rolled back to a branch"
     try:
@@ -82,8 +79,8 @@ def _read(target: Target, cache: RaggedCache, tokens: NDArray[np.int64]) -> Logi
 
 def _numbers(logits: mx.array) -> Logits:
     """Return float32 logits, with 0 for the infinite ones of impossible tokens: their difference would be NaN."""
-    found = np.array(logits.astype(mx.float32))
-    return np.where(np.isinf(found), np.float32(0), found)
+    numbers = np.array(logits.astype(mx.float32))
+    return np.where(np.isinf(numbers), np.float32(0), numbers)
 
 
 def _distance(a: Logits, b: Logits) -> Logits:

@@ -10,16 +10,15 @@ from eagle_mlx.cache.full import Mask, RaggedKV, room, scattered
 from eagle_mlx.cache.lengths import Moves, RowLengths, ring_positions, swap_removed
 from eagle_mlx.errors import TargetError
 
-SLACK = 16
-"""Slots that a ring has beyond its window; a wider forward makes it grow."""
+SLACK = 16  # slots that a ring has beyond its window; a wider forward makes it grow
 
 
 class RaggedWindow(RaggedKV):
     """Keys and values of one layer that attends to the last `window` positions.
 
     The entry of position p is in slot p mod `ring`, in a buffer that grows up to `ring` slots. A forward of L positions
-    from position p on overwrites entries up to p + L - 1 - ring. Even if all of them are rejected, the next query looks
-    back at most window - 1 positions. So with ring >= window + L - 1 no visible entry is ever lost. Whether a row can
+    from position p on overwrites entries up to p + L - 1 - ring, and the next query looks back at most window - 1
+    positions, even if all are rejected. So with ring >= window + L - 1 no visible entry is ever lost. Whether a row can
     be cut back further depends on the furthest position ever written, rejected or not (`displaced`).
     """
 
@@ -27,8 +26,7 @@ class RaggedWindow(RaggedKV):
         super().__init__(lengths)
         self.window = window
         self.ring = window + SLACK
-        self.displaced = [0] * lengths.rows
-        """For each row, the position from which on no entry has been overwritten."""
+        self.displaced = [0] * lengths.rows  # for each row, the position from which on no entry has been overwritten
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         window = self.window if window_size is None else window_size
@@ -36,7 +34,7 @@ class RaggedWindow(RaggedKV):
             raise TargetError(f"this model attends to {window} positions in prompts but caches only {self.window}")
         ring = self._ring_for(count)
         if self.lengths.upper + count > ring:
-            return self.lengths.ring_mask(count, window, ring)
+            return self.lengths.mask(count, window, ring)
         return super().make_mask(count, return_array, window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -72,7 +70,6 @@ class RaggedWindow(RaggedKV):
         return scattered(buffer, new, self.lengths.slots(count, self.ring))
 
     def compact(self) -> None:
-        """Free the slots that only a prompt's wide forwards needed."""
         self.resize(self.window + SLACK)
 
     def resize(self, ring: int) -> None:
@@ -86,22 +83,22 @@ class RaggedWindow(RaggedKV):
             self.keys, self.values = (x if x is None else _gathered(x, held, old) for x in (self.keys, self.values))
 
     def zero(self, row: int, start: int = 0) -> None:
-        if self.keys is None or self.values is None or start < self.window:  # slots after `start` have not wrapped
+        if start < self.window:  # slots after `start` have not wrapped
             super().zero(row, start)
             return
         # The position at `start` sees the window - 1 entries before it; no other slot is visible.
         slots = mx.arange(start, start + self.ring - self.window + 1) % self.ring
-        slots = mx.minimum(slots, self.keys.shape[2] - 1)  # a buffer that is not full ends after `start`
-        self.keys[row : row + 1, :, slots], self.values[row : row + 1, :, slots] = 0, 0
+        for buffer in self.state:
+            inside = mx.minimum(slots, buffer.shape[2] - 1)  # a buffer that is not full ends after `start`
+            buffer[row : row + 1, :, inside] = 0
 
     def forget_after(self, length: int) -> None:
         """Zero the only row's entries from position `length` on, and none before it."""
-        if self.keys is None or self.values is None:
-            return
         written = range(length, self.displaced[0] + self.ring)
-        slots = mx.array([p % self.ring for p in written if p % self.ring < self.keys.shape[2]], mx.int32)
-        if slots.size:
-            self.keys[:, :, slots], self.values[:, :, slots] = 0, 0
+        for buffer in self.state:
+            slots = [position % self.ring for position in written if position % self.ring < buffer.shape[2]]
+            if slots:
+                buffer[:, :, mx.array(slots)] = 0
 
     def _used(self, length: int) -> int:
         return min(length, self.ring)
@@ -112,12 +109,9 @@ class RaggedWindow(RaggedKV):
 
     def append(self, other: RaggedKV) -> None:
         assert isinstance(other, RaggedWindow)
-        if self.lengths.rows:
-            ring = max(self.ring, other.ring)
-            self.resize(ring)
-            other.resize(ring)
-        else:
-            self.ring = other.ring
+        ring = max(self.ring, other.ring) if self.lengths.rows else other.ring
+        self.resize(ring)
+        other.resize(ring)
         super().append(other)
         self.displaced = [*self.displaced, *other.displaced]
 
@@ -137,7 +131,6 @@ class RaggedWindow(RaggedKV):
 
 
 def _gathered(buffer: mx.array, slots: mx.array, ring: int) -> mx.array:
-    """Gather slots [B, S] of each row of a buffer [R, heads, capacity, D] as [B, heads, S, D]."""
     rows = slots.shape[0]
     where = mx.minimum(slots, min(ring, buffer.shape[2]) - 1)[:, None, :, None]
     return mx.take_along_axis(buffer[:rows], where, axis=2)
