@@ -8,8 +8,7 @@ from typing import Protocol
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import PLAIN, Context, Plan, RoundResult
 
-_EXPLORE_EVERY = 32
-"""Plain rounds per exploring round, which takes about a quarter longer: less than 1 % in all."""
+_EXPLORE_EVERY = 32  # plain rounds per exploring round, which takes about a quarter longer: less than 1 % in all
 
 
 class Policy(Protocol):
@@ -21,14 +20,10 @@ class Policy(Protocol):
 
     @property
     def acceptance(self) -> float | None:
-        """The share of draft tokens that it expects to be accepted, for metrics; None if it estimates none. Another
-        thread may read this."""
+        """The share of draft tokens that it expects to be accepted, for metrics; None if unknown. Thread-safe."""
 
     def plan(self, context: Context) -> Plan:
-        """Return the plan of the next round, and change nothing.
-
-        The engine also asks during a plain round, and dispatches the next round early if it is plain too.
-        """
+        """Return the plan of the next round, and change nothing: the engine may ask several times."""
 
     def observe(self, result: RoundResult) -> None:
         """Learn from a finished round. Nothing else changes a policy."""
@@ -117,6 +112,5 @@ def check_depths(**values: int) -> None:
 
 
 def check_share(name: str, value: float) -> None:
-    """Raise ConfigError if `value` is not between 0 and 1."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
         raise ConfigError(f"{name} must be a number from 0 to 1; got {value!r}")

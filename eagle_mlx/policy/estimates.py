@@ -10,27 +10,21 @@ from functools import cache
 from itertools import accumulate
 from operator import mul
 from statistics import median_low
+from typing import Literal
 
 from eagle_mlx.plan import CONFIDENCE_LAG
 
-NEUTRAL = 0.5
-"""The acceptance assumed for a first draft token until one was verified: it may pay or not."""
-_WEIGHT = 2.0
-"""The number of tries that a first guess counts as."""
-_DECAY = 0.98
-"""The weight that older tries keep with each new round: half of it after 34 rounds."""
-PLAIN_KIND, CHAIN_KIND, LOOKUP_KIND = "plain", "chain", "n-grams"
-_LATEST = 7
-"""The number of rounds in a median: odd, and small, to notice a change of speed soon."""
-_OUTLIER = 3.0
-"""A round counts for at most this many times its estimate: other programs slowed down the rest."""
+NEUTRAL = 0.5  # the acceptance assumed for a first draft token until one was verified: it may pay or not
+_WEIGHT = 2.0  # the number of tries that a first guess counts as
+_DECAY = 0.98  # the weight that older tries keep with each new round: half of it after 34 rounds
+ArmKind = Literal["plain", "chain", "early exit", "tree", "n-grams"]
+_LATEST = 7  # the number of rounds in a median: odd, and small, to notice a change of speed soon
+_OUTLIER = 3.0  # a round counts for at most this many times its estimate: other programs slowed down the rest
 _TRUSTED = 3
 """The number of rounds that outweigh an estimate: the first round may compile kernels, another may be an outlier."""
-_MOVED = 0.01
-"""Ignore smaller changes of a median (half of the margin between arms), so that estimates can be cached."""
+_MOVED = 0.01  # ignore smaller changes of a median (half of the margin between arms), so that estimates can be cached
 
-Points = Sequence[tuple[float, float]]
-"""(x, y) in ascending order of x."""
+Points = Sequence[tuple[float, float]]  # (x, y) in ascending order of x
 
 
 class _Shares:
@@ -47,7 +41,6 @@ class _Shares:
         return self._hits[at] / self._tries[at] if at < len(self._tries) else self._first_guess(at)
 
     def _chances(self, count: int) -> Iterable[float]:
-        """Return the chance of each draft token to be accepted."""
         return map(self.rate, range(count))
 
     def expected_tokens(self, count: int) -> float:
@@ -63,10 +56,8 @@ class _Shares:
 
 
 class AcceptanceByPosition(_Shares):
-    """The chance that the draft token at each position is accepted, given that those before it were.
-
-    A position without tries has the share of the last position that has some.
-    """
+    """The chance that the draft token at each position is accepted, given that those before it were. A position without
+    tries has the share of the last position that has some."""
 
     def _first_guess(self, at: int) -> float:
         return self.rate(min(at, len(self._tries)) - 1) if at and self._tries else NEUTRAL
@@ -83,10 +74,8 @@ class AcceptanceByPosition(_Shares):
 
 
 class AcceptanceByRank(_Shares):
-    """The chance that the node of each rank in a tree is accepted, the likeliest node first.
-
-    The first n nodes of a larger tree are the tree of n nodes, so each round counts for all sizes.
-    """
+    """The chance that the node of each rank in a tree is accepted, the likeliest node first. The first n nodes of a
+    larger tree are the tree of n nodes, so each round counts for all sizes."""
 
     def add(self, nodes: int, paths: Sequence[Sequence[int]]) -> None:
         """Count a round of `nodes` draft tokens that accepted the ranks paths[i] in row i."""
@@ -95,10 +84,8 @@ class AcceptanceByRank(_Shares):
 
 
 class ConfidenceCalibration(_Shares):
-    """How often the next token of a chain was accepted, by the confidence that an early exit compares.
-
-    Confidences only need to rise with acceptance. At first, they are taken as acceptance.
-    """
+    """How often the next token of a chain was accepted, by the confidence that an early exit compares. Confidences only
+    need to rise with acceptance. At first, they are taken as acceptance."""
 
     _BINS = 10
 
@@ -124,10 +111,8 @@ class ConfidenceCalibration(_Shares):
 class Drift:
     """The seconds that rounds take now, relative to the machine's usual speed."""
 
-    _FOLLOW = 0.15
-    """The share of a change that each round follows: two thirds after six rounds."""
-    _SUDDEN = 1.3
-    """The largest change to learn from one round; more is an outlier."""
+    _FOLLOW = 0.15  # the share of a change that each round follows: two thirds after six rounds
+    _SUDDEN = 1.3  # the largest change to learn from one round; more is an outlier
     _REMEMBER = 0.99
     """The exponent that pulls the factor back to 1, because old measurements say little about today's speed."""
 
@@ -147,19 +132,18 @@ class Costs:
     """Seconds of a round by kind, rows and size: the median of the latest rounds.
 
     Sizes without measurements follow the target's cost curve, scaled to plain rounds, plus the drafting time of
-    measured sizes; n-grams are found in no time. Each size has its own cost because costs rise in steps.
+    measured sizes. Each size has its own cost because costs rise in steps.
     """
 
     def __init__(self, curve: Points | None = None):
-        self._latest: dict[tuple[str, int, int], deque[float]] = {}
-        self._medians: dict[tuple[str, int], dict[int, float]] = {}
-        """By kind and rows, then by size."""
+        self._latest: dict[tuple[ArmKind, int, int], deque[float]] = {}
+        self._medians: dict[tuple[ArmKind, int], dict[int, float]] = {}  # by kind and rows, then by size
         self.curve: Points = curve or ((1, 1.0), (2, 1.3))
         """Tokens and seconds of a forward. The default lies between the curves of M1 to M5, whose slopes are 0 to 1."""
         self.estimate = cache(self._estimate)
         """Return the seconds to expect of a round of a kind, a number of rows and a size."""
 
-    def add(self, kind: str, rows: int, size: int, seconds: float) -> None:
+    def add(self, kind: ArmKind, rows: int, size: int, seconds: float) -> None:
         """Learn the seconds of a round with `size` draft tokens in each row."""
         most = _OUTLIER * self.estimate(kind, rows, size) if self._medians else math.inf
         latest = self._latest.setdefault((kind, rows, size), deque(maxlen=_LATEST))
@@ -169,27 +153,24 @@ class Costs:
             medians[size] = median
             self.estimate.cache_clear()
 
-    def known(self, kind: str, rows: int, size: int) -> float | None:
-        """Return the median of the measurements, if any."""
+    def known(self, kind: ArmKind, rows: int, size: int) -> float | None:
         return self._medians.get((kind, rows), {}).get(size)
 
-    def _estimate(self, kind: str, rows: int, size: int) -> float:
-        known, latest = self.known(kind, rows, size), self._latest.get((kind, rows, size), ())
-        if known is not None and kind == PLAIN_KIND:
-            return min(known, self._most_for_plain(rows))
-        if known is not None and len(latest) >= _TRUSTED:
-            return known
+    def _estimate(self, kind: ArmKind, rows: int, size: int) -> float:
+        measured, latest = self.known(kind, rows, size), self._latest.get((kind, rows, size), ())
+        if measured is not None and kind == "plain":
+            return min(measured, self._most_for_plain(rows))
+        if measured is not None and len(latest) >= _TRUSTED:
+            return measured
         forward = self._forward(rows, size)
-        if kind == PLAIN_KIND:
+        if kind == "plain":
             return forward
         expected = max(forward + self._drafting(kind, rows, size), self._forward(rows, 0))  # the curve may be wrong
         return float(median_low([*latest, expected]))
 
     def _most_for_plain(self, rows: int) -> float:
-        """Return an upper bound of a plain round's seconds from measured drafting rounds, which read more tokens.
-
-        The bound uses the square root of the curve's ratio because both the curve and a median may be wrong.
-        """
+        """Return an upper bound of a plain round's seconds from measured drafting rounds, which read more tokens. The
+        bound uses the square root of the curve's ratio because both the curve and a median may be wrong."""
         bounds = (
             self._medians[kind, rows][size] * math.sqrt(_on(self.curve, rows) / _on(self.curve, rows * (size + 1)))
             for (kind, of, size), latest in self._latest.items()
@@ -199,28 +180,28 @@ class Costs:
 
     def _forward(self, rows: int, size: int) -> float:
         """Return the seconds of a target forward by the curve, scaled to plain rounds of the nearest row count."""
-        near = self._nearest(PLAIN_KIND, rows)
-        plain = None if near is None else self.known(PLAIN_KIND, near, size=0)
-        level = 1.0 if near is None or plain is None else plain / _on(self.curve, near)
+        near = self._nearest("plain", rows)
+        plain = self.known("plain", near, size=0)
+        level = 1.0 if plain is None else plain / _on(self.curve, near)
         return level * _on(self.curve, rows * (size + 1))
 
-    def _drafting(self, kind: str, rows: int, size: int) -> float:
-        """Return the seconds of drafting, from rounds of the nearest row count.
-
-        N-grams draft in no time; for them, it is the error of the curve, as at the nearest measured size.
-        """
+    def _drafting(self, kind: ArmKind, rows: int, size: int) -> float:
+        """Return the seconds of drafting, from rounds of the nearest row count. N-grams draft in no time; for them, it
+        is the error of the curve, as at the nearest measured size."""
         near = self._nearest(kind, rows)
-        measured = sorted(self._medians.get((kind, near or rows), {}).items())
-        points = [(each, took - self._forward(near or rows, each)) for each, took in measured if each not in (0, size)]
+        measured = sorted(self._medians.get((kind, near), {}).items())
+        points = [(other, took - self._forward(near, other)) for other, took in measured if other not in (0, size)]
         if not points:
-            return 0.0 if kind in (CHAIN_KIND, LOOKUP_KIND) else self._drafting(CHAIN_KIND, rows, size)
-        if kind == LOOKUP_KIND:
+            return 0.0 if kind in ("chain", "n-grams") else self._drafting("chain", rows, size)
+        if kind == "n-grams":
             at, error = min(points, key=lambda point: abs(point[0] - size))
-            return error * self._forward(rows, size) / self._forward(near or rows, at)
+            return error * self._forward(rows, size) / self._forward(near, at)
         return _on([(0, 0.0), *points] if size < points[0][0] else points, size)
 
-    def _nearest(self, kind: str, rows: int) -> int | None:
-        return min((of for each, of in self._medians if each == kind), key=lambda of: abs(of - rows), default=None)
+    def _nearest(self, kind: ArmKind, rows: int) -> int:
+        """Return the nearest row count with measurements of this kind, or `rows` if there are none."""
+        counts = (count for other, count in self._medians if other == kind)
+        return min(counts, key=lambda count: abs(count - rows), default=rows)
 
 
 def _on(points: Points, x: float) -> float:

@@ -9,30 +9,23 @@ from statistics import median_low
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
 from eagle_mlx.policy.base import check_depths, check_share
 from eagle_mlx.policy.estimates import (
-    CHAIN_KIND,
-    LOOKUP_KIND,
-    PLAIN_KIND,
     AcceptanceByPosition,
     AcceptanceByRank,
+    ArmKind,
     ConfidenceCalibration,
     Costs,
     Drift,
     Points,
 )
 
-MOST_TOKENS = 8
-"""The default length limit of a chain: early exits are rare after it."""
+MOST_TOKENS = 8  # the default length limit of a chain: early exits are rare after it
 _LONGER = 2
 """N-grams may draft this many times as many tokens as a model, because finding them takes no time. It raised the mean
 speed on a real model from 1.53 to 1.57 of plain decoding (benchmarks/results/ngrams-replayed.yaml)."""
-_SHORT = CONFIDENCE_LAG + 1
-"""Draft tokens of a chain before its first early exit."""
-_TREES = (8, 16, 32, 64)
-"""Draft tokens of the trees that compete."""
-_MARGIN = 0.02
-"""Arms whose speeds differ by less than this count as equal; the one with the shortest round wins."""
-_CLOSE = 0.9
-"""An exploration lasts `_RUN` rounds if it reaches this share of the best arm's speed, else one round."""
+_SHORT = CONFIDENCE_LAG + 1  # draft tokens of a chain before its first early exit
+_TREES = (8, 16, 32, 64)  # draft tokens of the trees that compete
+_MARGIN = 0.02  # arms whose speeds differ by less than this count as equal; the one with the shortest round wins
+_CLOSE = 0.9  # an exploration lasts `_RUN` rounds if it reaches this share of the best arm's speed, else one round
 _RUN = 4
 """Rounds of an exploration. The first of a run of plain rounds is not timed because nothing was dispatched ahead."""
 _SLOWEST = 2.0
@@ -40,19 +33,15 @@ _SLOWEST = 2.0
 _PAUSE, _LAST_PAUSE = 16, 128
 """Least and most rounds between two explorations of an arm; each loss doubles them. With longer pauses, simulations
 took more than 1,500 rounds to notice that the text or the machine had changed."""
-_NEAR = 2
-"""Neighbors of the best arm to explore on each side, because costs rise in steps."""
+_NEAR = 2  # neighbors of the best arm to explore on each side, because costs rise in steps
 _FREE, _GOOD = 4.0, 0.9
 """Plain rounds that exploration may lose before the `explore` budget applies, with arms that would pay if this share of
-their tokens was accepted. No published head reaches it."""
-_CHECK = 20
-"""One in this many early exits uses half the threshold, to check it."""
-_KEEP = 0.995
-"""The weight that earlier early exits keep with each new one: half after 138."""
+their tokens was accepted."""
+_CHECK = 20  # one in this many early exits uses half the threshold, to check it
+_KEEP = 0.995  # the weight that earlier early exits keep with each new one: half after 138
 
 
 def levels_for(nodes: int) -> int:
-    """Return the most levels of a tree with `nodes` draft tokens."""
     return max(1, min(3 + nodes // 4, 8, nodes - 1))
 
 
@@ -69,14 +58,10 @@ class _Yields:
 
 @dataclass(frozen=True)
 class _Exploration:
-    """Consecutive rounds of an arm that is not the best."""
-
-    baseline: float
-    """Tokens per second and row of the best arm."""
+    baseline: float  # tokens per second and row of the best arm
     rounds: int = 0
     tokens: float = 0.0
-    expected: float = 0.0
-    """Tokens that the best arm would have given in the same time."""
+    expected: float = 0.0  # tokens that the best arm would have given in the same time
 
     def goes_on(self, arm: Plan) -> bool:
         """Return whether to explore another round: up to `_RUN` unless it loses much, then as long as it wins."""
@@ -91,42 +76,44 @@ class _Group:
 
     arm: Plan | None = None
     rows: int = 0
-    plain: list[float] = field(default_factory=list)
-    """Seconds of the plain rounds of the present run."""
+    plain: list[float] = field(default_factory=list)  # seconds of the plain rounds of the present run
     explorations: dict[Plan, _Exploration] = field(default_factory=dict)
     """Explorations under way, by arm. N-grams wait until they match."""
 
 
-def _kind(arm: Plan) -> str:
-    if arm.lookup or not arm.depth:
-        return LOOKUP_KIND if arm.lookup else PLAIN_KIND
-    return "tree" if arm.is_tree else "early exit" if arm.stop_below is not None else CHAIN_KIND
+def _kind(arm: Plan) -> ArmKind:
+    if not arm.depth:
+        return "plain"
+    if arm.lookup:
+        return "n-grams"
+    if arm.is_tree:
+        return "tree"
+    return "chain" if arm.stop_below is None else "early exit"
 
 
 class ThroughputPolicy:
     """Plans the arm with the most expected tokens per second; plain decoding is one arm.
 
     Expected tokens come from the acceptance by position, or by rank in trees; seconds from rounds of the same kind,
-    rows and size. The acceptance of a head or draft model is counted separately for places where n-grams match. That of
-    n-grams comes from `RoundResult.trials`, so they need not draft for it. If the proposer reports confidences, a long
-    chain exits early when another token costs more than it is expected to give.
+    rows and size. The acceptance of a model is counted separately for places where n-grams match. That of n-grams comes
+    from `RoundResult.trials`. If the proposer reports confidences, a long chain exits early when another token costs
+    more than it is expected to give.
 
     The policy also explores neighbors of the best arm and the best arm of each other kind. An arm that loses waits
-    twice as long for its next exploration. Compared with the best arm, explorations may lose the share `explore` of the
-    total time. If that is spent, each arm may still lose its part of this share of the time since it was last explored,
-    so that a bad start hides no arm for long. Raises ConfigError for values out of range.
+    twice as long for its next exploration. Explorations may lose the share `explore` of the total time. If that is
+    spent, each arm may still lose its part of this share of the time since it was last explored. Raises ConfigError for
+    values out of range.
     """
 
     def __init__(
         self, max_depth: int = MOST_TOKENS, explore: float = 0.01, max_nodes: int = 0, curve: Points | None = None
     ):
-        """Limit chains to `max_depth` draft tokens and trees to `max_nodes`; 0 means no trees.
-
-        `curve`: seconds of a forward by tokens (`learn_costs`).
-        """
+        """Limit chains to `max_depth` draft tokens and trees to `max_nodes`; 0 means no trees. `curve`: seconds of a
+        forward by tokens (`learn_costs`)."""
         check_depths(max_depth=max_depth, max_nodes=max_nodes)
         check_share("explore", explore)
-        self.max_depth, self.max_nodes, self.explore = max_depth, max_nodes, explore
+        self.max_depth, self.max_nodes = max_depth, max_nodes
+        self.explore = explore
         self.costs = Costs(curve)
         self._chains = [Plan(depth) for depth in range(1, max_depth + 1)]
         self._exits = {None: self._chains, False: [replace(chain, lookup=False) for chain in self._chains]}
@@ -139,19 +126,16 @@ class ThroughputPolicy:
         self._trees = [tree for tree in (Plan(levels_for(size), size) for size in sizes if size) if tree.is_tree]
         self.wants_trees = bool(self._trees)
         self._drift = Drift()
-        self._yields = {lookup: _Yields() for lookup in (None, False, True)}
-        """By `Plan.lookup`."""
+        self._yields = {lookup: _Yields() for lookup in (None, False, True)}  # by `Plan.lookup`
         self._groups: dict[int, _Group] = {}
-        self._drafted = Plan(1)
-        """The latest arm that drafted."""
+        self._drafted = Plan(1)  # the latest arm that drafted
         self._round = self._deepest = 0
         """The number of rounds, and the depth of the deepest chain so far, n-grams excluded."""
         self._pauses: dict[Plan, int] = {}
-        self._due = {PLAIN: _RUN + _PAUSE}
-        """The first round that may explore an arm again."""
-        self._spent = self._lost = 0.0
-        """Total seconds, and seconds that explorations have lost."""
-        self._arms, self._speed, self._chosen = cache(self._find_arms), cache(self._find_speed), cache(self._choose)
+        self._due = {PLAIN: _RUN + _PAUSE}  # the first round that may explore an arm again
+        self._spent = self._lost = 0.0  # total seconds, and seconds that explorations have lost
+        self._arms, self._speed = cache(self._find_arms), cache(self._find_speed)
+        self._chosen = cache(self._choose)
 
     @property
     def acceptance(self) -> float:
@@ -187,7 +171,6 @@ class ThroughputPolicy:
         return [PLAIN, *self._lookups, *(replace(arm, lookup=False) for arm in model)]
 
     def _find_speed(self, rows: int, arm: Plan) -> float:
-        """Return the expected tokens per second and row."""
         yields = self._yields[arm.lookup]
         if arm.stop_below is not None:
             return self._best_chain(rows, arm) * yields.early / yields.short
@@ -221,23 +204,19 @@ class ThroughputPolicy:
 
     def _candidates(self, rows: int, arms: list[Plan], best: Plan) -> list[Plan]:
         """Return the arms worth exploring: if plain leads, the best of each drafter, and chains longer than any yet.
-
-        N-grams that seem much slower than the best are not: their acceptance is known without drafting.
-        """
+        N-grams that seem much slower than the best are not: their acceptance is known without drafting."""
         least = _CLOSE * self._speed(rows, best)
         arms = [arm for arm in arms if not arm.lookup or self._speed(rows, arm) >= least]
-        if best == PLAIN:
-            drafters = [[arm for arm in arms if arm.depth and bool(arm.lookup) == lookup] for lookup in (True, False)]
-            found = [max(each, key=lambda arm: self._speed(rows, arm)) for each in drafters if each]
-            longer = {replace(arm, depth=arm.depth + more) for arm in found for more in range(1, _NEAR + 1)}
-            return [*found, *(arm for arm in arms if arm in longer and arm.depth > self._deepest)]
-        kinds: dict[str, list[Plan]] = {}
+        groups: dict[object, list[Plan]] = {}
         for arm in arms[1:]:
-            kinds.setdefault(_kind(arm), []).append(arm)
-        own = kinds.pop(_kind(best))
+            groups.setdefault(bool(arm.lookup) if best == PLAIN else _kind(arm), []).append(arm)
+        own = groups.pop(_kind(best), [])
+        leaders = [max(group, key=lambda arm: self._speed(rows, arm)) for group in groups.values()]
+        if best == PLAIN:
+            longer = {replace(arm, depth=arm.depth + more) for arm in leaders for more in range(1, _NEAR + 1)}
+            return [*leaders, *(arm for arm in arms if arm in longer and arm.depth > self._deepest)]
         at = own.index(best)
-        near = [arm for arm in own[max(at - _NEAR, 0) : at + _NEAR + 1] if arm != best]
-        return [PLAIN, *near, *(max(kind, key=lambda arm: self._speed(rows, arm)) for kind in kinds.values())]
+        return [PLAIN, *(arm for arm in own[max(at - _NEAR, 0) : at + _NEAR + 1] if arm != best), *leaders]
 
     def _price(self, rows: int, arm: Plan, best: Plan) -> float:
         """Return the seconds that an exploration is expected to lose."""
@@ -245,7 +224,6 @@ class ThroughputPolicy:
         return self._seconds(rows, arm) * (1 - share) * (_RUN if arm == PLAIN or share > _CLOSE else 1)
 
     def _early_exit(self, rows: int, arm: Plan) -> Plan:
-        """Return the early-exit chain with the threshold below which another token does not pay."""
         yields = self._yields[arm.lookup]
         speed = self._best_chain(rows, arm) * max(1.0, yields.early / yields.short)
         rise = self._seconds(rows, arm, arm.depth) - self._seconds(rows, arm, _SHORT)
@@ -281,10 +259,8 @@ class ThroughputPolicy:
         return arm and replace(arm, lookup=plan.lookup)
 
     def _time(self, group: _Group, arm: Plan, result: RoundResult, size: int) -> None:
-        """Learn the seconds of a round, normalized to the machine's usual speed.
-
-        Plain rounds are dispatched ahead, so the mean of a run counts, without its first round.
-        """
+        """Learn the seconds of a round, normalized to the machine's usual speed. Plain rounds are dispatched ahead, so
+        the mean of a run counts, without its first round."""
         rows, kind = result.rows, _kind(arm)
         if arm == PLAIN and (group.arm != PLAIN or group.rows != rows):
             group.plain = []
@@ -296,11 +272,10 @@ class ThroughputPolicy:
         group.plain.append(seconds)
         if len(group.plain) == _RUN - 1:
             most = _SLOWEST * median_low(group.plain)
-            self.costs.add(kind, rows, size, sum(min(each, most) for each in group.plain) / len(group.plain))
+            self.costs.add(kind, rows, size, sum(min(took, most) for took in group.plain) / len(group.plain))
             group.plain = []
 
     def _learn(self, arm: Plan, result: RoundResult, size: int) -> None:
-        """Learn how much of a model's draft was accepted. Trials tell it for n-grams."""
         if arm.lookup:
             return
         yields, rows = self._yields[arm.lookup], result.rows
