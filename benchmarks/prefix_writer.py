@@ -29,7 +29,7 @@ import numpy as np
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.catalog import embedded
 from eagle_mlx.engine.disk import DiskTier
-from eagle_mlx.engine.disk.entries import BLOCK
+from eagle_mlx.engine.disk.snapshot_file import BLOCK
 from eagle_mlx.engine.prefix_tree import Past, keys_of
 from eagle_mlx.request_state import RequestState
 

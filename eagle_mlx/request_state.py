@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.request import Output, Request, TokenLogprob
-from eagle_mlx.sampling_params import Grammar, StopWatcher
+from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.text import IncrementalText, StopStrings
 
 MOST_DRAFT_FAILURES = 3
@@ -18,28 +18,22 @@ MOST_DRAFT_FAILURES = 3
 
 @dataclass
 class RequestCounts:
-    """What a request has read, drafted and accepted, and how often it was interrupted. For most fields, see `Output`.
-
-    Only its own methods and the request change it.
-    """
+    """What a request has read, drafted and accepted, and its interruptions. For most fields, see `Output`."""
 
     prompt_tokens: int
     read_tokens: int = 0
     """Prompt tokens in the KV caches, including cached ones. Updated after each chunk. Thread-safe."""
     cached_tokens: int = 0
     rounds: int = 0
-    rounds_before: int = 0
-    """The rounds at the time of the last admission."""
+    rounds_before: int = 0  # the rounds at the time of the last admission
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     draft_failures: int = 0
-    failures_in_a_row: int = 0
-    """How often the proposer raised since the last draft."""
+    failures_in_a_row: int = 0  # how often the proposer raised since the last draft
     pauses: int = 0
 
     @property
     def rounds_since(self) -> int:
-        """Rounds since it was last admitted."""
         return self.rounds - self.rounds_before
 
     @property
@@ -62,12 +56,11 @@ class RequestCounts:
             self.failures_in_a_row = self.failures_in_a_row + 1 if failed else 0
 
     def round_ended(self, drafted: int, accepted: int) -> None:
-        """Count a round that emitted tokens."""
         self.rounds += 1
-        new = max(0, drafted - len(self.drafted_by_position))
-        self.drafted_by_position += [0] * new
-        self.accepted_by_position += [0] * new
         for position in range(drafted):
+            if position == len(self.drafted_by_position):
+                self.drafted_by_position.append(0)
+                self.accepted_by_position.append(0)
             self.drafted_by_position[position] += 1
             self.accepted_by_position[position] += position < accepted
 
@@ -85,22 +78,18 @@ def follows(grammar: Grammar, token: int, ends: bool) -> bool | None:
 class RequestState:
     """The state of a request in the engine: its text and how that ends. Only its own methods change it."""
 
-    def __init__(
-        self,
-        request: Request,
-        stops: StopStrings | None = None,
-        grammar: Grammar | None = None,
-        watcher: StopWatcher | None = None,
-        tokens: Sequence[int] = (),
-        decoder: IncrementalText | None = None,
-    ):
-        """`stops`, `grammar`, `watcher` and `decoder` are stateful and must not be shared with other requests."""
-        self.request, self.prompt, self.client = request, request.prompt, request.client
-        self.params, self.limit = request.params, request.limit
-        self.stops, self.grammar, self.watcher, self.decoder = stops, grammar, watcher, decoder
+    def __init__(self, request: Request, tokenizer: TokenizerWrapper | None = None, tokens: Sequence[int] = ()):
+        """Open a request with its own grammar and stop watcher. Raises their errors."""
+        self.request, self.params = request, request.params
+        self.prompt, self.client = request.prompt, request.client
+        self.limit = request.limit
+        self.grammar = self.params.grammar() if self.params.grammar else None
+        self.watcher = self.params.stop_watcher() if self.params.stop_watcher else None
+        self.stops = StopStrings(self.params.stop) if self.params.stop and tokenizer is not None else None
+        ends_by_text = self.stops is not None or self.watcher is not None
+        self.decoder = IncrementalText(tokenizer) if tokenizer is not None and ends_by_text else None
         self.tokens = list(tokens)
-        self.from_draft = bytearray(len(self.tokens))
-        """A byte for each token: 1 if it is an accepted draft token."""
+        self.from_draft = bytearray(len(self.tokens))  # a byte for each token: 1 if it is an accepted draft token
         self.logprobs: list[TokenLogprob] = []
         self.wants_logprobs, self.lossless = self.params.wants_logprobs, self.params.lossless
         self.counts = RequestCounts(len(self.prompt))
@@ -109,19 +98,8 @@ class RequestState:
         self.error: str | None = None
         self.refused = False
         self.cut_off: str | None = None
-        self.overran = False
-        """Whether the caches hold tokens of the last round that the request did not take."""
+        self.overran = False  # whether the caches hold tokens of the last round that the request did not take
         self.paused = False
-
-    @classmethod
-    def open(cls, request: Request, tokenizer: TokenizerWrapper | None) -> RequestState:
-        """Return the state of a new request, with its own grammar and stop watcher. Raises their errors."""
-        params = request.params
-        grammar = params.grammar() if params.grammar else None
-        stops = StopStrings(params.stop) if params.stop and tokenizer is not None else None
-        watcher = params.stop_watcher() if params.stop_watcher else None
-        decoder = IncrementalText(tokenizer) if tokenizer is not None and (stops or watcher) else None
-        return cls(request, stops, grammar, watcher, decoder=decoder)
 
     @property
     def length(self) -> int:
@@ -141,9 +119,8 @@ class RequestState:
     @property
     def room(self) -> int:
         """The maximum number of useful draft tokens in the next round."""
-        room = self.limit - len(self.tokens) - 1
-        most = self.params.num_speculative_tokens
-        return room if most is None else min(room, most)
+        left, most = self.limit - len(self.tokens) - 1, self.params.num_speculative_tokens
+        return left if most is None else min(left, most)
 
     def texts(self, draft: Sequence[int]) -> Iterator[list[int]]:
         """Yield prompt and tokens, then the same list extended by one draft token each time (for logits processors)."""
@@ -183,20 +160,20 @@ class RequestState:
     def fail(self, reason: str, refused: bool = False) -> None:
         """End with an error. refused: whether the request itself caused it."""
         if self.finish_reason is None:
-            self.finish_reason, self.error, self.refused = "error", reason, refused
+            self.finish_reason, self.error = "error", reason
+            self.refused = refused
 
     def cut(self, by: str, reason: str | None = None) -> None:
         """End with the tokens so far, or with an error if there is a reason for one. by: see `cut_off`."""
         if self.finish_reason is None:
-            self.cut_off = by
-            self.finish_reason, self.error = ("length", None) if reason is None else ("error", reason)
+            self.cut_off, self.error = by, reason
+            self.finish_reason = "length" if reason is None else "error"
 
     def fail_by_grammar(self, error: Exception) -> None:
         """End because the grammar raised an error. A ConfigError means that it became too complex."""
         self.fail(f"the grammar failed: {error}", refused=isinstance(error, ConfigError))
 
     def finish(self, reason: str) -> None:
-        """End with the tokens so far, unless it already ended."""
         self.finish_reason = self.finish_reason or reason
 
     def output(self, tokenizer: TokenizerWrapper | None) -> Output:
@@ -232,11 +209,11 @@ class RequestState:
         except Exception as e:  # a grammar may raise anything, and other rows must go on
             self.fail_by_grammar(e)
             return
+        if allowed is None:
+            self.finish("stop")
+        elif not allowed:
+            self.fail(f"the grammar rejected token {token}, which its own mask allowed")
         if not allowed:
-            if allowed is None:
-                self.finish("stop")
-            else:
-                self.fail(f"the grammar rejected token {token}, which its own mask allowed")
             return
         self.tokens.append(token)
         certain, open_end = self.decoder.add([token]) if self.decoder is not None else ("", "")

@@ -13,10 +13,8 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Branches:
-    """The tree structure of the next forward's L positions, which are the last of the tree's T >= L entries.
-
-    Entries follow the text in the order in which they were written; each position sees the text and its own branch.
-    """
+    """The tree structure of the next forward's L positions, which are the last of the tree's T >= L entries. Entries
+    follow the text in the order in which they were written; each position sees the text and its own branch."""
 
     seen: mx.array  # [B, L, T] bool: the tree entries that each position sees, including itself
     depths: mx.array  # [B, T] int32: each entry's distance from the text as in a sequence
@@ -67,8 +65,7 @@ def walk(
     """Follow the tree down while a child equals the token that the target draws at its parent.
 
     samples: [B, n+1] int32, the target's draw at every node; drafts: [B, n] int32; valid: [B, n] bool, which drafts are
-    real. Siblings are distinct, so at most one branch is accepted: the text that plain decoding would have emitted.
-    Returns the accepted branch's nodes from the newest token down, [B, levels + 1] int32, and the number of draft
+    real. Returns the accepted branch's nodes from the newest token down, [B, levels + 1] int32, and the number of draft
     tokens on it, [B] int32; nodes after these are meaningless.
     """
     drawn = mx.take_along_axis(samples, tree.parents, axis=1)

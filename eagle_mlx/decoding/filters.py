@@ -1,8 +1,7 @@
 """Top-k, top-p and min-p: keep all tokens from some logit on, which is found without sorting the vocabulary.
 
-Let W(t) be the number (top-k) or the total mass (top-p) of the tokens above t. A token x is kept if W(x) is less than
-the limit: k, or top_p times the total mass. W falls as t rises, so the tokens kept are those from some logit on. Tied
-tokens are kept or removed together.
+A token is kept if the number (top-k) or the total mass (top-p) of the tokens above it is less than the limit: k, or
+top_p times the total mass. So the tokens kept are those from some logit on; tied tokens are kept or removed together.
 
 There are two ways to find that logit, chosen by the row's own parameters, so that no bit of the result depends on other
 rows. A top_k up to MOST_CANDIDATES reads the logits twice, including top_p. Otherwise we bisect the representable
@@ -15,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from math import gcd
 
 import mlx.core as mx
 
@@ -26,15 +24,11 @@ MOST_CANDIDATES = 64
 """The largest top_k that sorts candidates. It is the largest default of a model family (Gemma 3; Qwen3 uses 20)."""
 
 _OFF = 2**31 - 1
-_NONE = (_OFF, math.inf)
 
 
 def fused(function: Callable[..., mx.array], shapeless: bool = True) -> Callable[..., mx.array]:
-    """Compile a function with MLX, so that Python calls it at once and it makes fewer passes over memory.
-
-    `shapeless`: for all shapes at once, if it is elementwise. On a CPU the function stays as it is: MLX would compile
-    it with g++, which takes seconds and gains nothing there.
-    """
+    """Compile a function with MLX; `shapeless`: for all shapes at once, if it is elementwise. On a CPU the function
+    stays as it is: MLX would compile it with g++, which takes seconds and gains nothing there."""
     compiled = mx.compile(function, shapeless=shapeless)
 
     @wraps(function)
@@ -64,7 +58,8 @@ class Filters:
         top_p = [row.top_p if row and row.top_p < 1 else math.inf for row in rows]
         min_p = [float(row.min_p) if row else 0.0 for row in rows]
         few = [index for index, k in enumerate(top_k) if k <= MOST_CANDIDATES]
-        many = [i for i, (k, p) in enumerate(zip(top_k, top_p, strict=True)) if k > MOST_CANDIDATES and (k, p) != _NONE]
+        limited = zip(top_k, top_p, strict=True)
+        many = [index for index, (k, p) in enumerate(limited) if MOST_CANDIDATES < k < _OFF or (k == _OFF and p < 1)]
         return cls(
             top_k=mx.array(top_k, mx.int32),
             top_p=mx.array(top_p, mx.float32),
@@ -109,8 +104,7 @@ class Filters:
         """Sort the MOST_CANDIDATES largest logits, the same number for every row so that all sums are rounded alike."""
         count = min(MOST_CANDIDATES, x.shape[-1])
         ordered = mx.sort(largest(x, count)[0], axis=-1)[..., ::-1]
-        last = mx.minimum(top_k, count) - 1
-        last = mx.broadcast_to(last, (*x.shape[:-1], 1))
+        last = mx.broadcast_to(mx.minimum(top_k, count) - 1, (*x.shape[:-1], 1))
         kept = mx.arange(count) <= last
         kth = mx.take_along_axis(ordered, last, axis=-1)
         ties = mx.sum(x >= kth, axis=-1, keepdims=True) - (last + 1)  # beyond the top k, but kept with the last of them
@@ -125,9 +119,7 @@ class Filters:
     ) -> mx.array:
         greatest = mx.max(x, axis=-1, keepdims=True)
         start = greatest.astype(dtype)  # in the dtype that the logits had before
-        least = mx.full(greatest.shape, -math.inf)
-        if self.any_top_k:
-            least = _kth(x, top_k, start)
+        least = _kth(x, top_k, start) if self.any_top_k else mx.full(greatest.shape, -math.inf)
         if not self.any_top_p:
             return least
         masses = fastmath.exp((x - greatest) / divisor) * (x >= least)
@@ -137,31 +129,26 @@ class Filters:
 
 @partial(fused, shapeless=False)
 def _kth(x: mx.array, top_k: mx.array, greatest: mx.array) -> mx.array:
-    """Return the least of the `top_k` largest numbers, [B, n, 1]."""
     return bisect(lambda t: mx.sum(x > t, axis=-1, keepdims=True) < top_k, greatest)
 
 
 @partial(fused, shapeless=False)
 def _nucleus(x: mx.array, masses: mx.array, limit: mx.array, greatest: mx.array) -> mx.array:
-    """Return the least number above which the masses are below the limit, [B, n, 1]."""
     return bisect(lambda t: mx.sum(masses * (x > t), axis=-1, keepdims=True) < limit, greatest)
 
 
 def bisect(holds: Callable[[mx.array], mx.array], greatest: mx.array) -> mx.array:
     """Return the least number t, in the dtype of `greatest`, for which `holds(t)`; it must hold from some t on.
 
-    It is assumed to hold at `greatest`, so that something is always kept.
-
-    The result is exact, because we halve the number of representable values in between. `holds` may compare a sum of
-    masses with a limit: rounding is monotonic, so a sum in the same order cannot grow when some masses become 0.
+    It is assumed to hold at `greatest`, so that something is always kept. The result is exact, because we halve the
+    number of representable values in between. `holds` may compare a sum of masses with a limit: rounding is monotonic,
+    so a sum in the same order cannot grow when some masses become 0.
 
     greatest: float32 or a 16-bit type. `holds` takes float32 and returns bool; all shapes equal that of `greatest`.
-    Returns float32.
     """
     integer, sign = (mx.int16, 0x7FFF) if greatest.dtype.size == 2 else (mx.int32, 0x7FFFFFFF)
 
     def flipped(bits: mx.array) -> mx.array:
-        """Convert a float's bits to a signed integer of the same order, and back."""
         return mx.where(bits < 0, bits ^ sign, bits)
 
     def rank(x: mx.array) -> mx.array:
@@ -185,8 +172,8 @@ _HEIGHT = 64
 def largest(x: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """Return the `count` largest entries along the last axis and their indices, both [..., count], in any order.
 
-    The `count` columns with the largest maxima, which one pass finds, contain the `count` largest entries, so only
-    these are partitioned; all of x is if it cannot be cut into enough short columns. `count` is at most the axis.
+    The `count` columns with the largest maxima contain the `count` largest entries, so only these are partitioned; all
+    of x is if it cannot be cut into enough short columns. `count` is at most the axis.
     """
     if not has_columns(x.shape[-1], count):
         return _partitioned(x, count)
@@ -197,17 +184,15 @@ def largest(x: mx.array, count: int) -> tuple[mx.array, mx.array]:
 
 def has_columns(size: int, count: int) -> bool:
     """Return whether an axis of this size can be cut into short columns, most of which can be skipped."""
-    height = gcd(size, _HEIGHT)
+    height = math.gcd(size, _HEIGHT)
     return height > 1 and size // height >= 2 * count
 
 
 def best_columns(x: mx.array, count: int) -> mx.array:
     """Return the indices [..., m] uint32, ascending, of all entries in the `count` columns with the largest maxima.
-
-    Reads x once. Requires `has_columns`.
-    """
+    Reads x once. Requires `has_columns`."""
     size = x.shape[-1]
-    height = gcd(size, _HEIGHT)
+    height = math.gcd(size, _HEIGHT)
     width = size // height
     tops = mx.max(x.reshape(*x.shape[:-1], height, width), axis=-2)
     best = mx.sort(mx.argpartition(tops, width - count, axis=-1)[..., width - count :], axis=-1)

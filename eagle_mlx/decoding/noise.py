@@ -1,9 +1,8 @@
 """Noise for any token at any position, and the argmax of logits with noise: the Gumbel-max trick.
 
 The noise is a hash of a key, the position and the token's id (counter-based: Salmon et al. 2011, Random123), so it can
-be computed for a few tokens alone. Gumbel-max: Gumbel 1954, Maddison et al. 2014. A GPU computes the noise of all
-tokens in one kernel. On a CPU two logarithms per token are too slow, so we compute it only for the tokens that rank
-highest by an upper bound of the noise, which needs no logarithm.
+be computed for a few tokens alone. Gumbel-max: Gumbel 1954, Maddison et al. 2014. On a CPU two logarithms per token are
+too slow, so we compute it only for the tokens that rank highest by an upper bound, which needs no logarithm.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from eagle_mlx.decoding.filters import best_columns, fused, has_columns
 FIRST, _SECOND = mx.array(0x85EBCA6B, mx.uint32), mx.array(0xC2B2AE35, mx.uint32)
 """The multipliers of MurmurHash3's 32-bit finalizer (Appleby 2011, `fmix32`)."""
 _UPPER = mx.array(0xFFFFFF00, mx.uint32)
-"""The upper bits of a hash. The larger they are, the smaller is the exponential variate that `_gumbel_of` computes."""
+"""The upper bits of a hash. The larger they are, the smaller is the exponential variate in `gumbel_at`."""
 _PER_ULP = -math.log(2) * 2.0**-23
 """Change of the natural logarithm per unit of a float's bits: 2^23 of them double it. The sign is that of the noise."""
 
@@ -36,16 +35,23 @@ def noise_words(keys: mx.array, positions: mx.array) -> tuple[mx.array, mx.array
 
 @fused
 def gumbel_at(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
-    """Return `gumbel_noise` from the words of its positions. tokens: [m] or [B, n, m]. Returns [B, n, m] float32."""
-    return _gumbel_of(mixed_bits(before, between, tokens.astype(mx.uint32)))
+    """Return `gumbel_noise` from the words of its positions. tokens: [m] or [B, n, m]. Returns [B, n, m] float32.
+
+    It is minus the logarithm of an exponential variate, which is minus the logarithm of the hash's upper 24 bits; the
+    lower 8 resolve variates near 0. All products are exact, so that fusing them with sums cannot change the result.
+    """
+    bits = mixed_bits(before, between, tokens.astype(mx.uint32))
+    upper = (bits | 255).astype(mx.float32) * 2.0**-32  # in (0, 1], in steps of 2^-24 near 1
+    lower = (bits & 255).astype(mx.float32) * 2.0**-32 + 2.0**-33  # in (0, 2^-24)
+    return -mx.log(lower - mx.log(upper))
 
 
 def gumbel_ceiling(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
     """Return an upper bound of each token's noise, up to a constant, without a logarithm; it is tight if large.
 
     The exponential variate E of the noise is at least v = 1 - exp(-E), so the noise is at most -log v. A float's bits,
-    as an integer, are its binary logarithm up to scale and offset, and at most 0.0861 below it (Mitchell 1962). The
-    offset is the constant. Arguments as in `gumbel_at`.
+    as an integer, are its binary logarithm up to scale and offset (the constant), and at most 0.0861 below it (Mitchell
+    1962). Arguments as in `gumbel_at`.
     """
     v = (mixed_bits(before, between, tokens.astype(mx.uint32)) ^ _UPPER).astype(mx.float32)
     return v.view(mx.int32).astype(mx.float32) * _PER_ULP
@@ -62,24 +68,11 @@ def _keyed(keys: mx.array, positions: mx.array) -> mx.array:
 
 
 def mixed_bits(before: mx.array, between: mx.array, tokens: mx.array) -> mx.array:
-    """Return 32 bits for each token: MurmurHash3's finalizer, with a word of the key before each product.
-
-    With only one word, one position's bits would be a permutation of another's.
-    """
+    """Return 32 bits for each token: MurmurHash3's finalizer, with a word of the key before each product. With only one
+    word, one position's bits would be a permutation of another's."""
     bits = ((tokens ^ (tokens >> 16)) ^ before) * FIRST + between
     bits = (bits ^ (bits >> 13)) * _SECOND
     return bits ^ (bits >> 16)
-
-
-def _gumbel_of(bits: mx.array) -> mx.array:
-    """Return minus the logarithm of an exponential variate, which is minus the logarithm of the upper 24 bits.
-
-    The lower 8 bits resolve variates near 0, with which unlikely tokens win. All products are exact, so that fusing
-    them with sums cannot change the result.
-    """
-    upper = (bits | 255).astype(mx.float32) * 2.0**-32  # in (0, 1], in steps of 2^-24 near 1
-    lower = (bits & 255).astype(mx.float32) * 2.0**-32 + 2.0**-33  # in (0, 2^-24)
-    return -mx.log(lower - mx.log(upper))
 
 
 CANDIDATES = 64
@@ -128,7 +121,6 @@ def _scores(logits: mx.array, warmth: mx.array, before: mx.array, between: mx.ar
 
 
 def _spread(x: mx.array, levels: mx.array | None) -> mx.array:
-    """Return x[b, levels[b, i]] for each row b and position i."""
     return x if levels is None else x[mx.arange(x.shape[0])[:, None], levels]
 
 

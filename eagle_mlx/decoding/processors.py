@@ -1,8 +1,6 @@
 """Changes to the target's logits that rows request: penalties, bias, logits processors and grammars.
 
 Every position of a verify is treated as in plain decoding: with the text so far, including the draft tokens before it.
-Position 0 follows the row's newest token, position i the i-th draft token. A batch has no `Processors` if no row
-requests changes, and rows that request none are not modified.
 """
 
 from __future__ import annotations
@@ -37,30 +35,25 @@ class Processors:
     @classmethod
     def of(cls, requests: Sequence[RequestState], vocab: int) -> Processors | None:
         """Return the batch's processors; None if no row requests any."""
-        asking = (
-            request.params.penalizes or request.params.logit_bias or request.params.needs_host for request in requests
-        )
-        return cls(requests, vocab) if any(asking) else None
+        processors = cls(requests, vocab)
+        return processors if processors.on_host or processors.on_device else None
 
     def apply(self, logits: mx.array, draft: Draft) -> tuple[mx.array, mx.array | None]:
         """Return the logits with every row's changes, [B, n+1, V] float32, and where callables turned numbers into NaN,
         [B, n+1] bool, None if no row has callables. logits: [B, n+1, V]."""
-        drafts = self._read(draft, logits) if self.on_host else []
-        logits, spoiled = self._on_device(logits, draft.tokens), None
-        if self.on_host:
-            vocab, before = logits.shape[-1], logits
-            masks = [_masks(row, drafted, vocab) for row, drafted in zip(self._rows, drafts, strict=True)]
-            logits = self._on(mx.array(self.on_host), logits, lambda x: _on_host(x, self._rows, drafts, masks))
-            if any(row.params.logits_processors for row in self._rows):
-                spoiled = mx.any(mx.isnan(logits) & ~mx.isnan(before), axis=-1)
-        return logits, spoiled
+        if not self.on_host:
+            return self._on_device(logits, draft.tokens), None
+        drafts = self._read(draft, logits)
+        before = self._on_device(logits, draft.tokens)
+        masks = [_masks(row, drafted, logits.shape[-1]) for row, drafted in zip(self._rows, drafts, strict=True)]
+        logits = self._on(mx.array(self.on_host), before, lambda x: _on_host(x, self._rows, drafts, masks))
+        if not any(row.params.logits_processors for row in self._rows):
+            return logits, None
+        return logits, mx.any(mx.isnan(logits) & ~mx.isnan(before), axis=-1)
 
     def change_draft(self, logits: mx.array, drafted: Sequence[mx.array], token_ids: mx.array | None) -> mx.array:
-        """Return a proposer's logits with the rows' penalties and biases, so that its drafts agree with the target.
-
-        logits: [B, 1, Vd], after the draft tokens so far, each [B, 1] int32; token_ids: [Vd] int32, the target's ids,
-        None if they are equal. Returns [B, 1, Vd] float32.
-        """
+        """Return a proposer's logits with the rows' penalties and biases, [B, 1, Vd] float32. logits: [B, 1, Vd], after
+        the draft tokens so far, each [B, 1] int32; token_ids: [Vd] int32, the target's ids, None if they are equal."""
         tokens = mx.concatenate(list(drafted), axis=1) if drafted else mx.zeros((self._count, 0), mx.int32)
         return self._on_device(logits, tokens, token_ids)
 
@@ -77,13 +70,12 @@ class Processors:
 
     def _read(self, draft: Draft, logits: mx.array) -> list[list[int]]:
         """Return the drafts of `on_host` rows; the device runs the target's forward while the host works on them."""
-        listed = mx.concatenate([draft.lengths[:, None], draft.tokens], axis=1)[mx.array(self.on_host)]
-        mx.async_eval(listed)
+        rows = mx.concatenate([draft.lengths[:, None], draft.tokens], axis=1)[mx.array(self.on_host)]
+        mx.async_eval(rows)
         mx.async_eval(logits)
-        return [tokens[:length] for length, *tokens in cast(list[list[int]], listed.tolist())]
+        return [tokens[:length] for length, *tokens in cast(list[list[int]], rows.tolist())]
 
     def commit(self, verdict: Verdict) -> None:
-        """Count the tokens that a verify emits, on the device."""
         if self.penalties is not None:
             rows = self.penalties.rows
             self.penalties.add(verdict.tokens[rows], verdict.accepted[rows])
@@ -92,49 +84,42 @@ class Processors:
         return None if self.penalties is None else self.penalties.counts
 
     def restore(self, saved: mx.array | None) -> None:
-        """Return to a saved state, from before a round that is discarded."""
         if self.penalties is not None and saved is not None:
             self.penalties.counts = saved
 
     def _on(self, rows: mx.array, logits: mx.array, change: Callable[[mx.array], mx.array]) -> mx.array:
         if rows.size == self._count:
             return change(logits)
-        changed = change(logits[rows])
         out = logits + 0  # a copy to write to
-        out[rows] = changed
+        out[rows] = change(logits[rows])
         return out
 
 
 class Penalties:
     """Repetition, presence and frequency penalties of the rows that have any, from counts on the device."""
 
-    def __init__(self, rows: mx.array, strengths: mx.array, prompts: mx.array, counts: mx.array):
-        self.rows = rows  # [M] int32, indices in the batch
-        self.repetition, self.presence, self.frequency = strengths[:, :, None, None]  # [M, 1, 1] float32 each
-        self.prompts = prompts  # [M, V] bool, the tokens of the prompts
-        self.counts = counts  # [M, V] int32, the count of each token in the generated text
+    def __init__(self, requests: Sequence[RequestState], places: list[int], vocab: int):
+        rows = [requests[index] for index in places]
+        strengths = [
+            [row.params.repetition_penalty, row.params.presence_penalty, row.params.frequency_penalty] for row in rows
+        ]
+        prompts = [np.bincount(row.prompt, minlength=vocab) > 0 for row in rows]
+        counts = [np.bincount(row.tokens, minlength=vocab).astype(np.int32) for row in rows]
+        self.rows = mx.array(places, mx.int32)  # [M]
+        self.strengths = mx.array(strengths, mx.float32).T[:, :, None, None]  # [3, M, 1, 1]
+        self.prompts = mx.array(np.stack(prompts))  # [M, V] bool, the tokens of the prompts
+        self.counts = mx.array(np.stack(counts))  # [M, V] int32, the count of each token in the generated text
 
     @classmethod
     def of(cls, requests: Sequence[RequestState], vocab: int) -> Penalties | None:
         places = [index for index, request in enumerate(requests) if request.params.penalizes]
-        if not places:
-            return None
-        params = [requests[index].params for index in places]
-        strengths = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
-        prompts = [np.bincount(requests[index].prompt, minlength=vocab) > 0 for index in places]
-        counts = [np.bincount(requests[index].tokens, minlength=vocab) for index in places]
-        return cls(
-            mx.array(places, mx.int32),
-            mx.array(strengths, mx.float32).T,
-            mx.array(np.stack(prompts)),
-            mx.array(np.stack(counts).astype(np.int32)),
-        )
+        return cls(requests, places, vocab) if places else None
 
     def apply(self, logits: mx.array, drafts: mx.array, token_ids: mx.array | None = None) -> mx.array:
         """Apply the penalties to logits [M, p, V] float32 at the last p of the n+1 positions of drafts [M, n] int32.
 
-        token_ids: [V] int32, if V is not the target's vocabulary. Returns logits of the same shape. Repetition: Keskar
-        et al. 2019 (CTRL), equation 2, as in vLLM; presence and frequency: OpenAI's API.
+        token_ids: [V] int32, if V is not the target's vocabulary. Repetition: Keskar et al. 2019 (CTRL), equation 2, as
+        in vLLM; presence and frequency: OpenAI's API.
         """
         counts, prompts = self.counts[:, None], self.prompts[:, None]
         if token_ids is not None:
@@ -143,10 +128,10 @@ class Penalties:
             ids = mx.arange(counts.shape[-1]) if token_ids is None else token_ids
             drafted = mx.cumsum((drafts[..., None] == ids).astype(mx.int32), axis=1)
             counts = mx.concatenate([counts, counts + drafted], axis=1)[:, -logits.shape[1] :]
-        written = counts > 0
-        scaled = mx.where(logits > 0, logits / self.repetition, logits * self.repetition)
+        written, (repetition, presence, frequency) = counts > 0, self.strengths
+        scaled = mx.where(logits > 0, logits / repetition, logits * repetition)
         logits = mx.where(written | prompts, scaled, logits)
-        return logits - self.frequency * counts - self.presence * written
+        return logits - frequency * counts - presence * written
 
     def add(self, tokens: mx.array, accepted: mx.array) -> None:
         """Count the emitted tokens[m, : accepted[m] + 1]. tokens: [M, n+1] int32; accepted: [M] int32."""
@@ -206,9 +191,7 @@ def _masks(request: RequestState, draft: Sequence[int], vocab: int) -> list[mx.a
         masks = walk(request.grammar, text)
         for mask in masks:
             if not isinstance(mask, mx.array) or mask.shape != (vocab,):
-                raise ValueError(
-                    f"mask() returned {said(mask)} as a mask; return [{vocab}] bool, the tokens allowed next"
-                )
+                raise ValueError(f"mask() returned {said(mask)} as a mask; return [{vocab}] bool, True if allowed")
         return masks
     except Exception as e:  # a grammar may raise anything, and other rows must go on
         request.fail_by_grammar(e)
@@ -222,10 +205,8 @@ def said(value: object) -> str:
 
 
 def walk(grammar: Grammar, draft: Iterable[int]) -> list[mx.array]:
-    """Return the masks, each [V] bool, at the positions of a draft up to its first illegal token.
-
-    If `mask` raises after a draft token, nothing is allowed there: it raises again if the text takes that token.
-    """
+    """Return the masks, each [V] bool, at the positions of a draft up to its first illegal token. If `mask` raises
+    after a draft token, nothing is allowed there: it raises again if the text takes that token."""
     masks, taken = [grammar.mask()], 0
     for token in draft:
         if not grammar.advance(token):

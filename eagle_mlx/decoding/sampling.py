@@ -1,4 +1,5 @@
-"""The distribution that sampling parameters define, and noise that depends only on seed and position."""
+"""The distribution that sampling parameters define, draws from it that depend only on seed and position, and the log
+probabilities of emitted tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from hashlib import blake2b
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.decoding.filters import Filters
 from eagle_mlx.decoding.noise import gumbel_noise, noise_words, noisy_argmax
+from eagle_mlx.request import TokenLogprob
 from eagle_mlx.sampling_params import Rule, SamplingParams
 
 
@@ -21,10 +24,8 @@ class Stream(IntEnum):
     """The purpose of noise; draws of different streams are independent."""
 
     TOKEN = 0
-    DRAFT = 1
-    """In coupled rows this is deliberately the same noise as TOKEN."""
-    ACCEPT = 2
-    """The rejection test's uniforms."""
+    DRAFT = 1  # in coupled rows, the same noise as TOKEN
+    ACCEPT = 2  # the rejection test's uniforms
 
 
 DraftChanges = Callable[[mx.array, Sequence[mx.array], mx.array | None], mx.array]
@@ -47,12 +48,10 @@ class SamplingBatch:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int]) -> SamplingBatch:
         """Collect the rows' parameters. `seeds`: every row's seed, including those that the requests did not set."""
-        rules = [row.rule for row in params]
-        filters = Filters.of(params)
+        rules, filters = [row.rule for row in params], Filters.of(params)
         keys = [_stream_keys(seed, rule) for seed, rule in zip(seeds, rules, strict=True)]
-        temperature = [0.0 if row.rule == "greedy" else row.temperature for row in params]
         return cls(
-            temperature=mx.array(temperature, mx.float32),
+            temperature=mx.array([0.0 if row.rule == "greedy" else row.temperature for row in params], mx.float32),
             filters=filters,
             keys=mx.array(np.array(keys, np.uint32).reshape(-1, len(Stream), 2)),
             rejects=mx.array([rule == "rejection" for rule in rules], mx.bool_),
@@ -76,10 +75,7 @@ def _stream_keys(seed: int, rule: Rule) -> np.ndarray[tuple[int, ...], np.dtype[
 
 
 def gumbel(batch: SamplingBatch, positions: mx.array, vocab: int, stream: Stream = Stream.TOKEN) -> mx.array:
-    """Return standard Gumbel noise for every token, which depends only on seed, position, token and `stream`.
-
-    positions: [B, n] int32. Returns [B, n, vocab] float32, always finite.
-    """
+    """Return finite standard Gumbel noise [B, n, vocab] float32 for every token at positions [B, n] int32."""
     return gumbel_noise(batch.keys[:, stream], positions, mx.arange(vocab))
 
 
@@ -89,10 +85,8 @@ def filtered(logits: mx.array, batch: SamplingBatch) -> tuple[mx.array, Sampling
 
 
 def distribution(logits: mx.array, batch: SamplingBatch) -> mx.array:
-    """Return the probabilities that each row's parameters define; one-hot at the argmax in greedy rows.
-
-    logits: [B, n, V]. Returns [B, n, V] float32; at least one token has a positive probability.
-    """
+    """Return the probabilities that each row's parameters define for logits [B, n, V], as float32 of the same shape.
+    Greedy rows are one-hot at the argmax. At least one token has a positive probability."""
     if batch.all_greedy:
         return _one_hot_argmax(logits)
     probs = fastmath.softmax(_filtered(logits, batch) / _divisor(batch))
@@ -109,10 +103,9 @@ def sample(
     stream: Stream = Stream.TOKEN,
     token_ids: mx.array | None = None,
 ) -> mx.array:
-    """Return the token that plain decoding emits after each position's logits.
+    """Return the token that plain decoding emits after each position's logits, by the Gumbel-max trick.
 
-    It depends, bit for bit, only on the row's own logits, parameters, seed and position. By the Gumbel-max trick it is
-    argmax(log p + gumbel); here both are multiplied by the temperature, so that greedy rows have no noise.
+    It depends, bit for bit, only on the row's own logits, parameters, seed and position.
 
     logits: [B, n, V]; positions: [B, n] int32, of the tokens being drawn; levels: [B, n] int32, indices into the
     positions, if several tokens are drawn at one; token_ids: [V] int32, if V is not the target's vocabulary. Returns
@@ -130,8 +123,7 @@ def draft_sample(
 ) -> tuple[mx.array, mx.array | None]:
     """Return a proposer's tokens at the given positions, and the probabilities that they were drawn from.
 
-    Coupled rows share the target's noise token by token, so that they agree wherever the distributions are close;
-    rejection rows have a stream of their own.
+    Coupled rows share the target's noise token by token; rejection rows have a stream of their own.
 
     logits: [B, n, Vd]; positions: [B, n] int32; vocab: the target's V; token_ids: [Vd] int32, the target's id of each
     draft id, None if they are equal. Returns tokens [B, n] int32 in the target's ids, and q [B, n, V] float32, None if
@@ -165,10 +157,8 @@ def draft_scores(
 
 
 def surprise_of(logits: mx.array, batch: SamplingBatch) -> mx.array:
-    """Return minus the log probability of the most likely token, at each row's temperature (1 in greedy rows).
-
-    Filters are ignored. logits: [B, n, Vd]. Returns [B, n] float32, 0 if the token is certain.
-    """
+    """Return minus the log probability of the most likely token, at each row's temperature (1 in greedy rows). Filters
+    are ignored. logits: [B, n, Vd]. Returns [B, n] float32, 0 if the token is certain."""
     logits = logits.astype(mx.float32)  # in bfloat16, a confidence of 0.992 would be 1
     scores = logits if batch.all_greedy else logits / _divisor(batch)
     return fastmath.log_sum_exp(scores)[..., 0] - mx.max(scores, axis=-1)
@@ -186,3 +176,52 @@ def _divisor(batch: SamplingBatch) -> mx.array:
 
 def _filtered(logits: mx.array, batch: SamplingBatch) -> mx.array:
     return batch.filters.apply(logits, _divisor(batch)) if batch.any_filtered else logits.astype(mx.float32)
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """The log probabilities of M rows of a verify, on the device."""
+
+    tops: dict[int, int]  # the rows' indices in the batch, and how many of the likeliest tokens each requests
+    arrays: tuple[mx.array, mx.array, mx.array]  # from `logprobs_of`, each [M, n+1, ...]
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], logits: mx.array, tokens: mx.array) -> Logprobs:
+        """Compute them for the rows that request them, at least one. logits: [B, n+1, V]; tokens: [B, n+1] int32."""
+        tops = {row: own.top_logprobs for row, own in enumerate(params) if own.wants_logprobs}
+        if len(tops) < len(params):
+            logits, tokens = logits[mx.array(list(tops))], tokens[mx.array(list(tops))]
+        return cls(tops, logprobs_of(logits, tokens, max(tops.values())))
+
+    def read(self, tokens: Sequence[Sequence[int]]) -> dict[int, list[TokenLogprob]]:
+        """Wait for them; return one for each emitted token, by row. tokens: each row's emitted tokens."""
+        scores = zip(*(cast(list[Any], x.tolist()) for x in self.arrays), strict=True)
+        return {row: listed(tokens[row], own, top) for (row, top), own in zip(self.tops.items(), scores, strict=True)}
+
+
+def logprobs_of(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Return log probabilities of tokens [...] int32, and of the most likely tokens, under logits [..., V].
+
+    Returns the tokens' log probabilities [...], and the ids [..., K] int32 and log probabilities [..., K] of the most
+    likely tokens in descending order, with K = min(top, V); log probabilities are float32.
+    """
+    logits = logits.astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+    count = min(top, logits.shape[-1])
+    if not count:
+        none = mx.zeros((*logprobs.shape[:-1], 0))
+        return chosen, none.astype(mx.int32), none
+    ids = mx.argpartition(-logprobs, count - 1, axis=-1)[..., :count]
+    values = mx.take_along_axis(logprobs, ids, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    return chosen, mx.take_along_axis(ids, order, axis=-1).astype(mx.int32), mx.take_along_axis(values, order, axis=-1)
+
+
+def listed(tokens: Sequence[int], scores: Sequence[Any], top: int) -> list[TokenLogprob]:
+    """Return one entry for each token. scores: the lists of `logprobs_of`, which may cover more tokens."""
+    chosen, ids, values = scores
+    return [
+        TokenLogprob(token, chosen[i], tuple(zip(ids[i][:top], values[i][:top], strict=True)))
+        for i, token in enumerate(tokens)
+    ]

@@ -21,12 +21,7 @@ class Verdict:
 
 
 def verify(
-    logits: mx.array,
-    drafts: mx.array,
-    lengths: mx.array,
-    q: mx.array | None,
-    batch: SamplingBatch,
-    positions: mx.array,
+    logits: mx.array, drafts: mx.array, lengths: mx.array, q: mx.array | None, batch: SamplingBatch, positions: mx.array
 ) -> Verdict:
     """Accept drafts by each row's own rule; rows with different rules may share the batch.
 
@@ -77,15 +72,12 @@ def verify_tree(
 
 
 def _chosen(rows: mx.array, these: Verdict, those: Verdict) -> Verdict:
-    """Return `these` in the rows [B] bool that are true, `those` in the others."""
     return Verdict(mx.where(rows, these.accepted, those.accepted), mx.where(rows[:, None], these.tokens, those.tokens))
 
 
 def match(samples: mx.array, drafts: mx.array, lengths: mx.array) -> Verdict:
-    """Accept a draft if it is the target's own sample (greedy and coupled), so that the samples are emitted.
-
-    samples: [B, n+1] int32, from `sample`; drafts: [B, n] int32; lengths: [B] int32.
-    """
+    """Accept a draft if it is the target's own sample (greedy and coupled), so that the samples are emitted. samples:
+    [B, n+1] int32, from `sample`; drafts: [B, n] int32; lengths: [B] int32."""
     return Verdict(_leading(samples[:, :-1] == drafts, lengths), samples)
 
 

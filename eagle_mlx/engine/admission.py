@@ -1,27 +1,28 @@
-"""Admission of requests: which one is next, which prompts are being read, and which requests must be paused."""
+"""Admission of requests: the queue, which prompts are being read, and which requests must be paused."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile, zip_longest
 
 from eagle_mlx.cache import may_pad
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.engine.groups import KVBudget
 from eagle_mlx.engine.prefill import Prefill
 from eagle_mlx.engine.prefix import Prefix, PrefixCache
-from eagle_mlx.engine.request_queue import RequestQueue
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.plan import LEAST_CHUNK, PREFILL_MS
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.target import Target
 
-_SLICE = 64
-"""Rounds after which a client's only row may be paused for a client without rows: a few seconds of decoding."""
+_SLICE = 64  # rounds after which a client's only row may be paused for a client without rows: a few seconds of decoding
 _READS_PER_ROUND = 8
 """Such a row stays one more round per 8 positions of its text. Reading 8 positions again takes less than a round."""
+MOST_SKIPS = 8  # how often others may pass a request that does not fit: the default batch size
+_LOOKED_AT = 32  # number of waiting requests that are checked in one step, because each check takes time
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,72 @@ class Read:
         return list(self.prefill.batch.requests)
 
 
+class RequestQueue:
+    """Lets clients take turns, so that a client with many requests does not block others.
+
+    Clients with fewer rows go first, then those that have waited longest for their turn. Within a client, requests go
+    in order of arrival, but paused ones go before all others.
+    """
+
+    def __init__(self, held: Callable[[], Mapping[str, int]] = dict):
+        self._held = held
+        self.lines: dict[str, list[RequestState]] = {}
+        """The waiting requests of each client, in turn. It is replaced, never changed: other threads read it, and no
+        interrupt may lose a request."""
+        self._skips: Counter[RequestState] = Counter()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.lines.values()))
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """Yield the requests in the order in which they are admitted if all fit and none arrive. Thread-safe."""
+        held = self._held()
+        in_turn = [line for _, line in sorted(self.lines.items(), key=lambda named: held.get(named[0], 0))]
+        return (request for turn in zip_longest(*in_turn) for request in turn if request is not None)
+
+    def append(self, request: RequestState) -> None:
+        line = self.lines.get(request.client, [])
+        if request.paused:  # its client has had its turn; the newest row is paused first, and resumed last
+            self._replace(request.client, [request, *line], to_end=True)
+        else:
+            self._replace(request.client, [*line, request])
+
+    def first(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
+        """Return the first request that fits, unless another has been passed too often to wait any longer."""
+        for request in islice(self, _LOOKED_AT):
+            if fits(request):
+                return request
+            if self._skips[request] >= MOST_SKIPS:
+                break
+        return None
+
+    def take(self, request: RequestState, fits: Callable[[RequestState], bool]) -> None:
+        """Remove a request, which passes those before it that do not fit. Its client goes to the end of the line."""
+        passed = takewhile(lambda other: other is not request, self)
+        self._skips.update([other for other in passed if not fits(other)])
+        self._skips.pop(request, None)
+        line = [other for other in self.lines[request.client] if other is not request]
+        self._replace(request.client, line, to_end=True)
+
+    def remove_ended(self) -> None:
+        for client, line in self.lines.items():
+            self._replace(client, [row for row in line if row.finish_reason is None])
+        self._skips = Counter({row: count for row, count in self._skips.items() if row.finish_reason is None})
+
+    def _replace(self, client: str, line: list[RequestState], to_end: bool = False) -> None:
+        others = {name: other for name, other in self.lines.items() if not (to_end and name == client)}
+        self.lines = {name: other for name, other in {**others, client: line}.items() if other}
+
+
 class Admission:
     """Admits requests in turn and reads their prompts in chunks, so that long prompts do not hold up the others.
 
-    Prompts that fit into one chunk together are read in one batch, which bounds the memory of a forward. A longer
-    prompt, or one that starts with a cached prefix, is read alone. Its chunks alternate with those of shorter prompts,
-    including prompts that still wait: a shorter prompt never waits for two chunks of a long one in a row.
+    Prompts that fit into one chunk together are read in one batch. A longer prompt, or one that starts with a cached
+    prefix, is read alone; its chunks alternate with those of shorter prompts, including prompts that still wait.
 
-    A request waits if its KV cache does not fit. A few requests that fit may pass it (`RequestQueue`). The prefix cache
-    gives up memory for rows.
-
-    If a request cannot join, it may replace the newest row of a client that has at least two more rows than its own.
-    After `_SLICE` rounds, a client's only row may be paused for a client without rows. If rows outgrow the memory, all
-    but one may be paused.
+    A request waits if its KV cache does not fit. The prefix cache gives up memory for rows. If a request cannot join,
+    it may replace the newest row of a client that has at least two more rows than its own. After `_SLICE` rounds, a
+    client's only row may be paused for a client without rows. If rows outgrow the memory, all but one may be paused.
     """
 
     def __init__(
@@ -70,22 +124,19 @@ class Admission:
         kv_bits: int | None = None,
         prefill_ms: float = PREFILL_MS,
     ):
-        self.target, self.proposer, self.chunk, self.prefixes = target, proposer, chunk, prefixes
-        self.kv_bits, self.budget = kv_bits, budget
+        self.target, self.proposer = target, proposer
+        self.chunk, self.kv_bits = chunk, kv_bits
+        self.budget, self.prefixes = budget, prefixes
         self.waiting = RequestQueue(self._held)
         self.to_pause: list[RequestState] = []
         self._seconds, self._speed = prefill_ms / 1000, 0.0
         """The time that a chunk may take while others decode, and the positions per second of the last full one."""
-        self._now, self._just_read = chunk, 0
-        """The size limit of the latest chunk, and the positions it read."""
+        self._now = chunk  # the size limit of the latest chunk
         self.freed = FreedBuffers()
         self._may_pad = may_pad(target.model) and (proposer is None or proposer.abilities.may_pad)
-        self.prefills: list[Prefill] = []
-        """Prefills in progress, oldest first."""
-        self._others_are_due = False
-        """Whether the last chunk belonged to the oldest prefill."""
-        self.entering: list[RequestState] = []
-        """Requests that have left the queue and are about to enter a prefill."""
+        self.prefills: list[Prefill] = []  # prefills in progress, oldest first
+        self._others_are_due = False  # whether the last chunk belonged to the oldest prefill
+        self.entering: list[RequestState] = []  # requests that have left the queue and are about to enter a prefill
 
     @property
     def side_by_side(self) -> list[list[RequestState]]:
@@ -106,10 +157,8 @@ class Admission:
         return joins or bool(self.yielding(room, groups))
 
     def yielding(self, room: int, groups: Sequence[Sequence[RequestState]]) -> list[RequestState]:
-        """Return the requests to pause so that memory suffices and the next request can join.
-
-        groups: the requests that decode. None of their rounds may be in progress when they are paused.
-        """
+        """Return the requests to pause so that memory suffices and the next request can join. groups: the requests that
+        decode. None of their rounds may be in progress when they are paused."""
         self.to_pause = [row for row in self.to_pause if row.finish_reason is None]
         wanted = [row for row in self._pausable() if row in self.to_pause] if self.to_pause else []
         return wanted or self._outgrown(groups) or self._in_the_way(room)
@@ -118,7 +167,7 @@ class Admission:
         """Return requests to the queue, ahead of their clients' others. The caller removes rows from batches."""
         self.to_pause = [request for request in self.to_pause if request not in requests]
         self.budget.rows = [request for request in self.budget.admitted if request not in requests]
-        self.prefills = [each for each in self.prefills if set(requests).isdisjoint(each.batch.requests)]
+        self.prefills = [prefill for prefill in self.prefills if set(requests).isdisjoint(prefill.batch.requests)]
         for request in requests:
             request.pause()
             self.waiting.append(request)
@@ -131,7 +180,7 @@ class Admission:
             if victim is None:
                 break
             gone.append(victim)
-            together = [[each for each in group if each not in gone] for group in together]
+            together = [[row for row in group if row not in gone] for group in together]
         return gone
 
     def _in_the_way(self, room: int) -> list[RequestState]:
@@ -139,7 +188,7 @@ class Admission:
         if not self.waiting.lines:
             return []
         turn, gone = next(iter(self.waiting)), list[RequestState]()
-        if self.prefills and self._steps(turn.length) >= self._steps(min(each.left for each in self.prefills)):
+        if self.prefills and self._steps(turn.length) >= min(self._steps(prefill.left) for prefill in self.prefills):
             return []  # its prefill would not start now
         room -= len(self.prefilling)
         while room + len(gone) < 1 or not self._fits(turn, gone):
@@ -150,7 +199,6 @@ class Admission:
         return gone
 
     def _victim(self, client: str, gone: Sequence[RequestState]) -> RequestState | None:
-        """Return the next row, not in `gone`, to pause for a client; None if the shares are fair."""
         held, able = self._held(gone), self._pausable(gone)
         if max(held.values(), default=0) >= held[client] + 2:
             return _newest([row for row in able if held[row.client] >= held[client] + 2], held)
@@ -165,21 +213,18 @@ class Admission:
         A decoding row must have had a round since its admission, because that round checks its keys and values. Prompts
         read in one batch finish within a step or two.
         """
-        alone = [each.batch.requests[0] for each in self.prefills if len(each.batch.requests) == 1]
         prefilling = set(self.prefilling)
-        able = [row for row in alone if row.finish_reason is None]
-        able += [row for row in self.budget.admitted if row not in prefilling and row.counts.rounds_since]
-        return [row for row in able if row not in gone]
+        alone = [prefill.batch.requests[0] for prefill in self.prefills if len(prefill.batch.requests) == 1]
+        decoding = [row for row in self.budget.admitted if row not in prefilling and row.counts.rounds_since]
+        return [row for row in (*alone, *decoding) if row.finish_reason is None and row not in gone]
 
     def _held(self, gone: Sequence[RequestState] = ()) -> Counter[str]:
         """Return the number of rows per client, except those in `gone`. Thread-safe."""
         return Counter(row.client for row in self.budget.admitted if row not in gone)
 
     def due(self, room: int, decoding: bool = False) -> Admit | Read | None:
-        """Return the next work for prompts, if there is any. The oldest prefill and the shortest alternate.
-
-        room: free rows, including those of prefills. decoding: whether other requests decode, and so wait for it.
-        """
+        """Return the next work for prompts, if there is any. The oldest prefill and the shortest alternate. room: free
+        rows, including those of prefills. decoding: whether other requests decode, and so wait for it."""
         chunk = self.chunk
         if decoding:
             chunk = min(chunk, max(LEAST_CHUNK, int(self._speed * self._seconds)))
@@ -192,28 +237,28 @@ class Admission:
         shorter = chunk * (-(-shortest.left // chunk) - 1)  # what needs fewer chunks
         return (self._admit(room, chunk, shorter) if shorter > 0 else None) or Read(shortest, chunk)
 
-    def read(self, work: Read) -> None:
-        """Read a chunk of prompts."""
+    def read(self, work: Read) -> int:
+        """Read a chunk of prompts. Return the number of positions."""
         before, self._now = work.prefill.left, work.positions
         self._others_are_due = work.prefill is self.prefills[0]
         work.prefill.step(work.positions)
-        self._just_read = before - work.prefill.left
         self.freed.after_chunk()
+        return before - work.prefill.left
 
-    def learn_speed(self, seconds: float) -> None:
-        """Use the time of the latest chunk to size the next one."""
-        if self._just_read >= min(LEAST_CHUNK, self.chunk) and seconds > 0:  # shorter ones mostly read the weights
-            self._speed = self._just_read / seconds
+    def learn_speed(self, positions: int, seconds: float) -> None:
+        if positions >= min(LEAST_CHUNK, self.chunk) and seconds > 0:  # shorter ones mostly read the weights
+            self._speed = positions / seconds
 
     def joined(self, batch: Batch) -> None:
-        """Record that the requests of a prefill now decode."""
         self.prefills = [prefill for prefill in self.prefills if prefill.batch is not batch]
 
     def remove_ended(self) -> None:
         """Remove requests that ended while they waited, and prefills of which all requests ended."""
         self.waiting.remove_ended()
         self.entering = [row for row in self.entering if row.finish_reason is None]
-        self.prefills = [each for each in self.prefills if not all(row.finish_reason for row in each.batch.requests)]
+        self.prefills = [
+            prefill for prefill in self.prefills if not all(row.finish_reason for row in prefill.batch.requests)
+        ]
         if self.prefixes is not None and not self.prefills:
             self.prefixes.stop_fetching()
 
@@ -229,36 +274,30 @@ class Admission:
                 if not self.prefixes.fetch(text, namespace):
                     break  # the rest is read from disk in the next steps
                 prefix = self.prefixes.find(text, namespace)
-            if requests and prefix is not None:
-                prefix = None
-                break
+                if requests and prefix is not None:
+                    return Admit(list(requests), None, chunk)  # the prompt with the prefix is read alone
             requests.append(following)  # first, so that an interrupt cannot lose it
             self.take(following)
         return Admit(list(requests), prefix, chunk) if requests else None
 
     def open(self, work: Admit) -> None:
         """Start the prefill of requests that have left the queue."""
-        first = work.touches[0]
         if work.prefix is not None:
-            first.counts.reuse(work.prefix.length)
+            work.touches[0].counts.reuse(work.prefix.length)
         self._open(work.touches, work.prefix)
         self.entering = []
 
     def _open(self, requests: Sequence[RequestState], prefix: Prefix | None) -> None:
         proposer = self.proposer if requests[0].counts.may_draft else None
         batch = Batch(self.target, proposer, requests, prefix, self.kv_bits)
-        self.prefills.append(Prefill(batch, prefix.length if prefix is not None else 0, self.prefixes))
+        self.prefills.append(Prefill(batch, prefix.length if prefix else 0, self.prefixes))
 
     def read_again(self, requests: Sequence[RequestState]) -> None:
-        """Read the texts of decoding requests again, for their proposer. They keep their places."""
         for request in requests:
             prefix = self.prefixes.find(request.text, request.request.namespace) if self.prefixes is not None else None
             self._open([request], prefix)
 
     def following(self, longest: int | None = None) -> RequestState | None:
-        """Return the next request that fits, or None. longest: most positions of its prompt."""
-        if not self.waiting.lines:
-            return None
         return self.waiting.first(lambda row: (longest is None or row.length <= longest) and self._fits(row))
 
     def _fits(self, request: RequestState, gone: Sequence[RequestState] = ()) -> bool:
@@ -277,10 +316,8 @@ class Admission:
 
     def _side_by_side(self, requests: Sequence[RequestState], chunk: int) -> bool:
         """Return whether one forward may read these prompts, padded to the longest; their last tokens are not read."""
-        if not all(request.counts.may_draft for request in requests):
-            return False
-        width = max(request.length for request in requests)
-        if not self._may_pad or len(requests) * width > chunk:
+        positions = len(requests) * max(request.length for request in requests)
+        if not self._may_pad or positions > chunk or not all(request.counts.may_draft for request in requests):
             return False
         others = [request for request in self.budget.admitted if request not in requests]
         return self.budget.are_together(requests, others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -12,11 +12,10 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from eagle_mlx.cache import RaggedCache, Saved, without_row
+from eagle_mlx.cache import RaggedCache, without_row
 from eagle_mlx.decoding.draft import Draft, Tree
-from eagle_mlx.decoding.logprobs import Logprobs
 from eagle_mlx.decoding.processors import Processors
-from eagle_mlx.decoding.sampling import SamplingBatch
+from eagle_mlx.decoding.sampling import Logprobs, SamplingBatch
 from eagle_mlx.decoding.verify import Verdict, verify, verify_tree
 from eagle_mlx.engine.prefix import Prefix
 from eagle_mlx.engine.prefix_tree import Past
@@ -29,15 +28,6 @@ from eagle_mlx.target import Forward, Target
 log = logging.getLogger("eagle_mlx.engine")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """The device state before a round, for everything that a round changes."""
-
-    cache: Saved
-    newest: mx.array
-    counts: mx.array | None  # of the processors
-
-
 class NaN(IntEnum):
     """The positions at which a row's logits of a round are NaN."""
 
@@ -45,6 +35,12 @@ class NaN(IntEnum):
     REJECTED = 1  # only at positions from which no token is emitted
     KEPT = 2  # at a position from which a token would be emitted
     PROCESSED = 3  # the same, but only because a logits processor returned NaN
+
+
+_NAN_ERRORS = {
+    NaN.KEPT: "the model's logits are not numbers (NaN)",
+    NaN.PROCESSED: "a logits processor returned NaN; use minus infinity for tokens that are not allowed",
+}
 
 
 class Batch:
@@ -61,10 +57,10 @@ class Batch:
         """`past`: the cached prefix of a single request's prompt. The batch takes ownership of it."""
         self.target, self.proposer = target, proposer
         self.requests = list(requests)
-        self.cache = past.cache if past else RaggedCache.of(target.model, len(self.requests), kv_bits)
+        texts = [request.text for request in requests]
+        self.cache = past.cache if past else RaggedCache.of(target.model, len(texts), kv_bits)
         self.state: ProposerState | None = past.state if past and proposer else None
         """None without a proposer, and after it raised, until the texts have been read again."""
-        texts = [request.text for request in self.requests]
         if self.state is None and proposer:
             self.state = proposer.open(texts)
             if past and past.draft is not None:
@@ -74,14 +70,12 @@ class Batch:
         """[B, 1] int32: the newest token of each row, not yet in the caches."""
 
     def _gather(self) -> None:
-        """Collect the requests' sampling settings after some joined or left. No round may be in progress."""
-        self.sampling = SamplingBatch.of(
-            [request.params for request in self.requests], [request.request.seed for request in self.requests]
-        )
+        self.params = [request.params for request in self.requests]
+        self.sampling = SamplingBatch.of(self.params, [request.request.seed for request in self.requests])
+        self.wants_logprobs = any(params.wants_logprobs for params in self.params)
         self.processors = Processors.of(self.requests, self.target.vocab_size)
         if self.processors is not None and self.processors.on_device:
             self.sampling = replace(self.sampling, changes=self.processors.change_draft)
-        self.wants_logprobs = any(request.params.wants_logprobs for request in self.requests)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -94,11 +88,10 @@ class Batch:
 
     @property
     def caches(self) -> list[RaggedCache]:
-        """The target's cache, and that of a draft model."""
         return [self.cache, *([self.draft_cache] if self.draft_cache is not None else [])]
 
     def drafters(self, default: Drafter | None) -> list[Drafter | None]:
-        """Return what may draft for each request; by default what `Engine.drafter` says."""
+        """Return what may draft for each request. `default`: `Engine.drafter`."""
         return [request.params.drafter or default for request in self.requests]
 
     def rooms(self, plan: Plan, drafters: Sequence[Drafter | None]) -> list[int]:
@@ -117,23 +110,19 @@ class Batch:
         """Whether all requests could use a plain round that is dispatched before the previous one is collected."""
         if self.lost_state or (self.processors is not None and self.processors.on_host):
             return False
-        return all(
-            request.finish_reason is None and len(request.tokens) + 1 < request.limit for request in self.requests
-        )
+        return all(not row.finish_reason and len(row.tokens) + 1 < row.limit for row in self.requests)
 
     def dispatch(
         self, plan: Plan, drafter: Drafter | None = None, exact: bool = False, measured: bool = False
     ) -> Round:
-        """Start a round. The host waits only for an early exit's confidences, or for a `measured` draft.
-
-        `drafter`, `exact`: see `Engine`.
-        """
-        before = Checkpoint(self.cache.save(), self.newest, self.processors.save() if self.processors else None)
-        started, drafters = perf_counter(), self.drafters(drafter)
+        """Start a round. The host waits only for an early exit's confidences, or for a `measured` draft. `drafter`,
+        `exact`: see `Engine`."""
+        undo = self._checkpoint()
+        started, drafters, draft_seconds = perf_counter(), self.drafters(drafter), None
         draft = self.draft(plan, drafters)
         if measured:
             mx.eval(draft.tokens)
-        draft_seconds = perf_counter() - started if measured else None
+            draft_seconds = perf_counter() - started
         out = self.forward(draft, exact)
         logits, spoiled = self.processors.apply(out.logits, draft) if self.processors else (out.logits, None)
         verdict = self.verify(logits, draft)
@@ -143,12 +132,12 @@ class Batch:
         if verdict.path is not None:
             answer.append(verdict.path)
             outputs = tuple(mx.take_along_axis(x, verdict.path[..., None], axis=1) for x in outputs)
-        logprobs = Logprobs.of(self.requests, outputs[0], verdict.tokens) if self.wants_logprobs else None
+        logprobs = Logprobs.of(self.params, outputs[0], verdict.tokens) if self.wants_logprobs else None
         mx.async_eval(*answer, *outputs[1:], *(logprobs.arrays if logprobs else ()))
         self.commit(verdict)  # after the answer, which does not wait for a recurrent state
         mx.async_eval(self.newest, [state.state for state in self.cache.recurrent])
         plan = plan if self.state is not None else PLAIN
-        return Round(self, plan, before, draft, answer, outputs[1:], logprobs, drafters, draft_seconds)
+        return Round(self, plan, undo, draft, answer, outputs[1:], logprobs, drafters, draft_seconds)
 
     def _no_draft(self) -> Draft:
         return Draft(mx.zeros((len(self.requests), 0), mx.int32), mx.zeros((len(self.requests),), mx.int32))
@@ -159,24 +148,20 @@ class Batch:
         If the proposer raises, its state is dropped (`lost_state`), and this round drafts nothing. Raises ProposerError
         if the draft is malformed.
         """
-        if self.state is None or not plan.depth:
+        if self.state is None or self.proposer is None or not plan.depth:
             return self._no_draft()
-        assert self.proposer is not None
+        by, vocab = self.proposer.name, self.target.vocab_size
         try:
             draft = self.state.draft(plan, self.sampling, self._positions(1)[:, 0])
         except Exception:
             if not all(request.counts.draft_failures for request in self.requests):  # once for each request
-                log.exception(
-                    "the proposer %r raised; its %d rows are read again for it", self.proposer.name, len(self.requests)
-                )
-            for request in self.requests:
-                request.counts.draft_ended(failed=True)
+                log.exception("the proposer %r raised; its %d rows are read again for it", by, len(self.requests))
             self.state = None
-            return self._no_draft()
         for request in self.requests:
-            request.counts.draft_ended()
+            request.counts.draft_ended(failed=self.state is None)
+        if self.state is None:
+            return self._no_draft()
         rejects = self.sampling.rejects if "rejection" in self.sampling.rules else None
-        by, vocab = self.proposer.name, self.target.vocab_size
         return check_draft(draft, by, plan, self.rooms(plan, drafters), vocab, self.newest, rejects)
 
     def forward(self, draft: Draft, exact: bool = False) -> Forward:
@@ -209,50 +194,44 @@ class Batch:
         return verify_tree(logits, draft.tokens, valid, tree, branches, self.sampling, positions)
 
     def commit(self, verdict: Verdict) -> None:
-        """Advance each row past its accepted tokens. Entries after its new length count as rolled back.
-
-        Accepted entries of a tree stay in place until the host knows which they are.
-        """
+        """Advance each row past its accepted tokens. Entries after its new length count as rolled back. Accepted
+        entries of a tree stay in place until the host knows which they are."""
         width = verdict.tokens.shape[1]
         self.newest = mx.take_along_axis(verdict.tokens, verdict.accepted[:, None], axis=1)
-        if width == 1:
-            self.cache.advance(1)
-        else:
-            self.cache.advance(verdict.accepted + 1, at_most=width)
+        self.cache.advance(1 if width == 1 else verdict.accepted + 1, at_most=width)
         if self.processors:
             self.processors.commit(verdict)
 
     def _positions(self, count: int) -> mx.array:
-        """Return [B, count] int32: the positions of each row's next `count` tokens, which key the sampling noise."""
         return self.cache.lengths.positions(count) + 1
 
-    def restore(self, before: Checkpoint) -> None:
-        self.cache.restore(before.cache)
-        self.newest = before.newest
-        if self.processors:
-            self.processors.restore(before.counts)
+    def _checkpoint(self) -> Callable[[], None]:
+        """Return a function that undoes all that a round changes from now on."""
+        cache, newest = self.cache.save(), self.newest
+        counts = self.processors.save() if self.processors else None
+
+        def undo() -> None:
+            self.cache.restore(cache)
+            self.newest = newest
+            if self.processors:
+                self.processors.restore(counts)
+
+        return undo
 
     def pasts(self, index: int, length: int | None = None) -> Iterator[Past]:
         """Yield a row's cached states, or their first `length` positions, for the prefix cache. The target's is last,
         because it must stay if there is memory for one."""
-        request, draft = self.requests[index], self.draft_cache
-        known = request.length if length is None else length
-        if self.state is not None and draft is not None and not request.error:
-            read = min(known, self.state.length(index))
-            yield Past(read, draft, index, namespace=request.request.namespace, of_draft_model=True)
-        if (past := self._past(index, known)) is not None:
-            yield past
-
-    def _past(self, index: int, known: int) -> Past | None:
-        """Return a row's first positions in the caches of the target and of a head; None if unavailable."""
-        request = self.requests[index]
+        request, state, draft = self.requests[index], self.state, self.draft_cache
+        namespace = request.request.namespace
+        length = request.length if length is None else length
+        if state is not None and draft is not None and not request.error:
+            yield Past(min(length, state.length(index)), draft, index, namespace=namespace, of_draft_model=True)
         if request.error or not request.counts.may_draft or (request.overran and self.cache.recurrent):
-            return None
+            return
         if self.proposer is None or not self.proposer.aux_layers:
-            return Past(known, self.cache, index, namespace=request.request.namespace)
-        if self.state is None:
-            return None
-        return Past(min(known, self.state.length(index)), self.cache, index, self.state, request.request.namespace)
+            yield Past(length, self.cache, index, namespace=namespace)
+        elif state is not None:
+            yield Past(min(length, state.length(index)), self.cache, index, state, namespace)
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Split off some rows, but not all, as a new batch. No round may be in progress."""
@@ -263,7 +242,6 @@ class Batch:
         return taken
 
     def _alone(self, row: int) -> Batch:
-        """Remove one row and return it as a batch of its own."""
         other = copy(self)
         other.requests = [self.requests[row]]
         other.cache = self.cache.fork(row, self.requests[row].length)
@@ -287,8 +265,7 @@ class Batch:
         """Remove the requests that ended or are paused. The last row fills each gap."""
         ended = [index for index, request in enumerate(self.requests) if request.leaves]
         if len(ended) == len(self.requests):
-            self.requests = []
-            return
+            self.requests, ended = [], []
         for index in reversed(ended):
             if self.state is not None:
                 self.state.remove(index)
@@ -314,23 +291,20 @@ class Round:
 
     batch: Batch
     plan: Plan
-    before: Checkpoint
+    cancel: Callable[[], None]
+    """Undoes the round. It must be the newest of its batch."""
     draft: Draft
     answer: list[mx.array]
     """On the device, all int32: [B] a `NaN`; [B] accepted drafts; [B] draft tokens of a chain or levels of a tree;
     [B, n+1] tokens; for trees also [B, n+1] nodes, where 0 is the last token."""
-    aux: tuple[mx.array, ...]
-    """Hidden states of the proposer's aux layers at the answer's tokens, each [B, n+1, H]."""
+    aux: tuple[mx.array, ...]  # hidden states of the proposer's aux layers at the answer's tokens, each [B, n+1, H]
     logprobs: Logprobs | None
     drafters: Sequence[Drafter | None]
-    draft_seconds: float | None = None
-    """Seconds of drafting, if measured."""
+    draft_seconds: float | None = None  # seconds of drafting, if measured
 
     def collect(self) -> RoundResult:
-        """Wait for the round and give every request its tokens. Only here does the host read from the device.
-
-        The result's seconds and group are not set yet.
-        """
+        """Wait for the round and give every request its tokens. Only here does the host read from the device. The
+        result's seconds and group are not set yet."""
         mx.eval(self.answer)
         batch, requests = self.batch, self.batch.requests
         nan, accepted, drafted, tokens, *nodes = [cast(list[Any], x.tolist()) for x in self.answer]
@@ -341,10 +315,8 @@ class Round:
         logprobs = self.logprobs.read(emitted) if self.logprobs else {}
         taken = []
         for index, request in enumerate(requests):
-            if nan[index] == NaN.KEPT:
-                request.fail("the model's logits are not numbers (NaN)")
-            elif nan[index] == NaN.PROCESSED:
-                request.fail("a logits processor returned NaN; use minus infinity for tokens that are not allowed")
+            if nan[index] in _NAN_ERRORS:
+                request.fail(_NAN_ERRORS[nan[index]])
             taken.append(request.take(emitted[index], drafted[index], logprobs.get(index, ())))
             if nan[index] == NaN.REJECTED:
                 batch.cache.zero(index, request.length)
@@ -364,10 +336,6 @@ class Round:
             trials=batch.state.trials(self.drafters) if batch.state is not None else (),
         )
 
-    def cancel(self) -> None:
-        """Undo the round. It must be the newest of its batch."""
-        self.batch.restore(self.before)
-
 
 def _nan_in(logits: mx.array, verdict: Verdict, spoiled: mx.array | None) -> mx.array:
     """Return [B] int32, a `NaN` per row. logits: [B, n+1, V]; spoiled: [B, n+1] bool, never for a tree."""
@@ -375,6 +343,6 @@ def _nan_in(logits: mx.array, verdict: Verdict, spoiled: mx.array | None) -> mx.
     taken = nan if verdict.path is None else mx.take_along_axis(nan, verdict.path, axis=1)
     emitted = mx.arange(taken.shape[1]) <= verdict.accepted[:, None]
     place = mx.any(nan, axis=1).astype(mx.int32) + mx.any(taken & emitted, axis=1).astype(mx.int32)
-    if spoiled is None:
-        return place
-    return mx.where((place < NaN.KEPT) & mx.any(spoiled & emitted, axis=1), int(NaN.PROCESSED), place)
+    if spoiled is not None:
+        place = mx.where((place < NaN.KEPT) & mx.any(spoiled & emitted, axis=1), int(NaN.PROCESSED), place)
+    return place

@@ -20,18 +20,15 @@ from eagle_mlx.target import Target, fingerprint
 
 SIZES = (1, 4, 8, 2, 16, 3, 6, 32, 5, 7, 9)
 """Token counts to measure, in this order, so that a slow target gets a coarse curve in time."""
-SECONDS = 1.0
-"""Approximate time limit for measuring, including compilation of kernels."""
+SECONDS = 1.0  # approximate time limit for measuring, including compilation of kernels
 _AGREE = 1.25
 """A size is settled if its two shortest times differ by at most this factor. They differed by up to 1.2 on two quiet
 cores, and by 1.4 to 2 while another program ran."""
 _VERSION = 3
 """Version of the file format. Files of other versions are ignored."""
 
-Curve = list[tuple[int, float]]
-"""Pairs of tokens and seconds."""
-Times = dict[int, list[float]]
-"""The one or two shortest times, in seconds, of a forward of so many tokens."""
+Curve = list[tuple[int, float]]  # pairs of tokens and seconds
+Times = dict[int, list[float]]  # the one or two shortest times, in seconds, of a forward of so many tokens
 
 
 def learn_costs(
@@ -40,8 +37,8 @@ def learn_costs(
     """Return a target's cost curve for `ThroughputPolicy`; None if too few sizes could be measured.
 
     Times are kept in a file in `folder` (default: `costs` in the cache folder). Each call measures the sizes that are
-    not settled yet: times from a busy machine improve at later starts. File errors are ignored. `kv_bits`, `exact`: the
-    engine's. Raises TargetError if the target has no cache of `kv_bits`.
+    not settled yet, so that times from a busy machine improve. `kv_bits`, `exact`: the engine's. Raises TargetError if
+    the target has no cache of `kv_bits`.
     """
     check_cacheable(target.model, kv_bits=kv_bits)
     about = {
@@ -60,11 +57,14 @@ def learn_costs(
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps({"about": about, "times": times}).encode())
-    return _of_rounds(curve_of(times), exact)
+    curve = curve_of(times)
+    if exact:  # its rounds read two tokens instead of one
+        tokens, seconds = zip(*curve, strict=True)
+        curve = [(1, float(np.interp(2, tokens, seconds))), *(point for point in curve if point[0] > 1)]
+    return curve
 
 
 def _read(file: Path) -> Times:
-    """Return the saved times; none if the file is missing or damaged."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         content = json.loads(file.read_text(encoding="utf-8"))["times"]
         times = {int(size): sorted(float(seconds) for seconds in took) for size, took in content.items()}
@@ -74,14 +74,15 @@ def _read(file: Path) -> Times:
 
 
 def measured_times(
-    target: Target, kv_bits: int | None = None, known: Times | None = None, seconds: float = SECONDS
+    target: Target, kv_bits: int | None = None, saved: Times | None = None, seconds: float = SECONDS
 ) -> Times:
-    """Time forwards of one row for about `seconds`, until all sizes are settled. Times in `known` count too."""
+    """Time forwards of one row for about `seconds`, until all sizes are settled. `saved` times count too."""
     cache = RaggedCache.of(target.model, 1, kv_bits)
-    compiled, times = set[int](), dict(known or {})
+    compiled, times = set[int](), dict(saved or {})
     began = perf_counter()
     for size in 3 * SIZES:
-        if _is_settled(times.get(size, [])):
+        shortest = times.get(size, [])
+        if len(shortest) == 2 and shortest[1] <= _AGREE * shortest[0]:
             continue
         for _ in range(1 if size in compiled else 2):
             started = perf_counter()
@@ -89,27 +90,13 @@ def measured_times(
                 return times
             mx.eval(target.forward(mx.zeros((1, size), mx.int32), cache).logits)
         compiled.add(size)
-        times[size] = sorted([*times.get(size, []), perf_counter() - started])[:2]
+        times[size] = sorted([*shortest, perf_counter() - started])[:2]
     return times
 
 
 def curve_of(times: Times) -> Curve:
-    """Return the shortest time of each size, corrected for other load, which may only slow a forward down.
-
-    A size takes at most as long as any larger one, and n tokens take at most n times as long as one.
-    """
+    """Return the shortest time of each size, corrected for other load, which may only slow a forward down. A size takes
+    at most as long as any larger one, and n tokens take at most n times as long as one."""
     sizes = sorted(times)
     least = times[sizes[0]][0] / sizes[0] if sizes else 0.0
     return [(size, min(size * least, *(times[of][0] for of in sizes if of >= size))) for size in sizes]
-
-
-def _is_settled(took: list[float]) -> bool:
-    return len(took) == 2 and took[1] <= _AGREE * took[0]
-
-
-def _of_rounds(curve: Curve, exact: bool) -> Curve:
-    """Return the curve of an engine's rounds, which read two tokens instead of one if it is exact."""
-    if not exact:
-        return curve
-    tokens, seconds = zip(*curve, strict=True)
-    return [(1, float(np.interp(2, tokens, seconds))), *(point for point in curve if point[0] > 1)]

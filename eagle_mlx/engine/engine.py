@@ -48,21 +48,18 @@ class EngineSnapshot:
 
     @property
     def requests(self) -> list[RequestState]:
-        """All requests, in the order of the fields."""
         return [*chain(*self.groups), *self.prefilling, *self.waiting]
 
 
 class Engine:
     """Decodes batches of requests with a target and an optional proposer.
 
-    Without a proposer there are no drafts. With any proposer, policy and batch, greedy and seeded text is the target's
-    own, and sampled text follows the target's distribution, unless a request chose otherwise (`Output.lossless`).
+    With any proposer, policy and batch, greedy and seeded text is the target's own, and sampled text follows the
+    target's distribution, unless a request chose otherwise (`Output.lossless`).
 
-    Rows of very different lengths decode in two groups that take turns, if that reads fewer bytes (`groups.py`).
-
-    Every request is waiting, in prefill, or decoding in a group. If a part of a step raises, the requests that it
-    touched end with an error in their `Output`: those of one prefill, or of the groups that it changed. All others
-    continue. The engine remains usable, and the caller of `step`, `generate` or `stream` gets the exception.
+    Every request is waiting, in prefill, or decoding in a group (`groups.py`). If a part of a step raises, the requests
+    that it touched end with an error in their `Output`: those of one prefill, or of the groups that it changed. All
+    others continue. The engine remains usable, and the caller of `step`, `generate` or `stream` gets the exception.
 
     The constructor raises TargetError or HeadError if the parts do not fit together.
     """
@@ -108,9 +105,11 @@ class Engine:
             # This raises early if hidden states are unavailable. Nothing is evaluated.
             target.forward(mx.zeros((1, 2), mx.int32), RaggedCache.of(target.model, 1), proposer.aux_layers)
         self.target, self.proposer = target, proposer
-        self.max_batch, self.drafter, self.observer = max_batch, drafter, observer
-        """You may change these between steps."""
-        self.prefill_chunk, self.kv_bits, self.exact = prefill_chunk, kv_bits, exact
+        self.max_batch, self.drafter = max_batch, drafter
+        self.observer = observer
+        """You may change these three between steps."""
+        self.prefill_chunk, self.kv_bits = prefill_chunk, kv_bits
+        self.exact = exact
         share = memory.kv_bytes(target.free_memory, memory.machine_memory()) if kv_bytes is None else kv_bytes
         size = size_of(target, proposer, kv_bits)
         self._draft_size = proposer.cache_size() if proposer is not None else CacheSize()
@@ -152,7 +151,6 @@ class Engine:
 
     @property
     def active(self) -> int:
-        """The number of requests that decode."""
         return sum(request.finish_reason is None for request in self.groups.requests)
 
     @property
@@ -200,16 +198,15 @@ class Engine:
         """Decode one prompt and return its output, or decode a list of prompts and return theirs in the same order.
 
         Raises PromptError before decoding anything if a prompt is empty or too long, or if the target does not support
-        the params. If a step raises, these prompts are withdrawn. Prompts that another caller's failed step ended have
-        an `error` in their outputs.
+        the params. If a step raises, these prompts are withdrawn.
         """
         if is_prompt(prompts):
             return self.generate([cast(Prompt, prompts)], params, progress)[0]
         prompts = cast(Sequence[Prompt], prompts)
-        each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
-        if len(each) != len(prompts):
-            raise ConfigError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one per prompt")
-        requests = [self.prepare(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        params = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts but {len(params)} SamplingParams; give one, or one per prompt")
+        requests = list(map(self.prepare, prompts, params))
         for request in requests:
             self.submit(request)
         try:
@@ -223,10 +220,8 @@ class Engine:
         return [self.output(request) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
-        """Decode one prompt alongside others and yield what each round adds. Raises the same errors as `generate`.
-
-        The target needs a tokenizer. Closing the iterator cancels the request.
-        """
+        """Decode one prompt alongside others and yield what each round adds. Raises the same errors as `generate`. The
+        target needs a tokenizer. Closing the iterator cancels the request."""
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise PromptError("this target has no tokenizer, so there is no text to stream; use generate")
@@ -263,7 +258,7 @@ class Engine:
         request = self.kv_budget.limited(request)
         if limit is not None:
             request = replace(request, limit=min(request.limit, limit))
-        return RequestState.open(request, self.target.tokenizer)
+        return RequestState(request, self.target.tokenizer)
 
     def submit(self, request: RequestState) -> None:
         """Queue a request. Steps then extend its tokens until it has a finish reason."""
@@ -273,10 +268,7 @@ class Engine:
         return request.output(self.target.tokenizer)
 
     def cancel(self, request: RequestState) -> None:
-        """Cancel a request unless it has finished.
-
-        An observer or logits processor may also call this: the request gets no more tokens and leaves after the step.
-        """
+        """Cancel a request unless it has finished. During a step, it gets no more tokens and leaves afterward."""
         if request.finish_reason is None:
             request.finish("cancelled")
             self._withdraw(request)
@@ -301,7 +293,7 @@ class Engine:
 
     def before(self, request: RequestState) -> int | None:
         """Return about how many waiting requests are ahead of this one; None if it does not wait. Thread-safe."""
-        return next((before for before, each in enumerate(self.admission.waiting) if each is request), None)
+        return next((before for before, other in enumerate(self.admission.waiting) if other is request), None)
 
     def abandon(self, reason: str) -> None:
         """Fail all requests, including waiting ones. The engine can then be used again."""
@@ -309,10 +301,7 @@ class Engine:
         self.runner.fail([*waiting, *self.groups.requests], reason)
 
     def step(self) -> list[RequestState]:
-        """Read a chunk of prompts, if any wait, and decode a round of a group. Return the requests that finished.
-
-        For errors, see `Engine`.
-        """
+        """Read a chunk of prompts, if any wait, and decode a round of a group. Return the requests that finished."""
         work, ended = None, list[RequestState]()
         self._in_step = True
         try:
@@ -328,15 +317,13 @@ class Engine:
         touches = work.touches
         running = [request for request in touches if request.finish_reason is None]
         try:
-            self._process(work, self.runner.do(work, measured=self.observer is not None))
+            result = self.runner.do(work, measured=self.observer is not None)
+            if isinstance(work, Collect) and result is not None:
+                if work.round.batch.proposer is not None:
+                    self.policy.observe(result)
+                if self.observer is not None:
+                    self.observer(result)
         except BaseException as e:  # a KeyboardInterrupt leaves work incomplete too
             self.runner.fail(touches, e)
             raise
         return [request for request in running if request.finish_reason not in (None, "cancelled")]
-
-    def _process(self, work: Work, result: RoundResult | None) -> None:
-        """Let the policy and the observer learn from a round that was collected."""
-        if result is not None and isinstance(work, Collect) and work.round.batch.proposer is not None:
-            self.policy.observe(result)
-        if result is not None and self.observer is not None:
-            self.observer(result)

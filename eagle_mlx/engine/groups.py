@@ -1,7 +1,5 @@
 """Groups of rows: either one batch, or two batches, of long and of short rows, that take turns; and their memory.
 
-Rows for which the proposer failed too often have a third batch, without a proposer.
-
 All rows of a batch are padded to the longest. Two groups of similar lengths read fewer keys and values, but read the
 weights twice. The decision depends on bytes, computed from shapes and lengths, and never on time.
 """
@@ -11,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -33,16 +30,12 @@ _OPEN_END = 2048
 _LOOK = 16
 """Rounds between two checks whether rows have outgrown their group. A check takes 0.4 ms for 64 rows on a CPU."""
 _ROUND = 32 << 20
-"""Fixed cost of a round, in bytes read in the same time: twice the cost measured on a CPU (docs/decisions.md).
-
-For small models, this prevents a second round that costs more than it saves. It is 3 % of a 1 GB model.
-"""
+"""Fixed cost of a round, in bytes read in the same time: twice the cost measured on a CPU (docs/decisions.md)."""
 _PAID_BACK = 64
 """Rounds within which a copy must pay for itself. Most answers have more."""
 
 
-Places = tuple[int, ...]
-"""The group of each row, 0 or 1."""
+Places = tuple[int, ...]  # the group of each row, 0 or 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,6 @@ class RoundReads:
 
     @classmethod
     def of(cls, target: Target, proposer: Proposer | None, size: CacheSize) -> RoundReads:
-        """`size`: the size of the caches of target and proposer."""
         drafts = proposer.weight_bytes if proposer is not None else 0
         return cls(target.weight_bytes + drafts + _ROUND, size.position)
 
@@ -66,25 +58,22 @@ class Row(NamedTuple):
 
 
 def arrange(rows: Sequence[Row], reads: RoundReads, size: CacheSize, allowed: int) -> Places:
-    """Return the groups that minimize the bytes read per round, including the copies to form them.
-
-    Memory comes first: if one group could exceed `allowed` bytes, they take no more bytes than those of `by_reach`.
-    """
+    """Return the groups that minimize the bytes read per round, including the copies to form them. Memory comes first:
+    if one group could exceed `allowed` bytes, they take no more bytes than those of `by_reach`."""
     lengths, wanted = [row.length for row in rows], by_reach([row.reach for row in rows], size, allowed)
     stay = {row.group for row in rows if row.group is not None}
     padding = sum(max(lengths, default=0) - length for length in lengths if length)
     if len(stay) < 2 and not any(wanted) and padding * reads.position <= reads.fixed:
         return (min(stay, default=0),) * len(rows)
     most = _taken(wanted, rows, size)
-    found = [tuple(group if row.group is None else row.group for row in rows) for group in (0, 1)]
+    choices = [tuple(group if row.group is None else row.group for row in rows) for group in (0, 1)]
     for places in ((0,) * len(rows), split(lengths), wanted):
-        found += [places, tuple(1 - group for group in places)]
-    possible = [places for places in found if _taken(places, rows, size) <= most]
+        choices += [places, tuple(1 - group for group in places)]
+    possible = [places for places in choices if _taken(places, rows, size) <= most]
     return min(possible, key=lambda places: _price(places, rows, reads))  # ties: the first, which moves no row
 
 
 def _taken(places: Places, rows: Sequence[Row], size: CacheSize) -> int:
-    """Return the bytes reserved for the rows in these groups."""
     reaches = [[row.reach for row, group in zip(rows, places, strict=True) if group == at] for at in range(GROUPS)]
     return sum(size.nbytes(len(group), max(group, default=0)) for group in reaches)
 
@@ -107,13 +96,11 @@ def by_reach(reaches: Sequence[int], size: CacheSize, allowed: int) -> Places:
 def split(lengths: Sequence[int]) -> Places:
     """Return the two groups with the least padding, the longest rows in group 1; one if a second saves nothing."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    longest = max(lengths, default=0)
-    most, count = 0, 0
-    for rows, (_, following) in enumerate(pairwise(order), 1):
-        saved = (len(order) - rows) * (longest - lengths[following])
-        if saved > most:
-            most, count = saved, rows
-    long = set(order[:count])
+
+    def saved(count: int) -> int:
+        return (len(order) - count) * (lengths[order[0]] - lengths[order[count]])
+
+    long = set(order[: max(range(len(order)), key=saved, default=0)])
     return tuple(int(row in long) for row in range(len(lengths)))
 
 
@@ -121,20 +108,17 @@ def size_of(target: Target, proposer: Proposer | None, kv_bits: int | None) -> C
     """Return the cache size of a target and its proposer. Nothing is evaluated: only shapes matter."""
     cache = RaggedCache.of(target.model, 1, kv_bits)
     target.forward(mx.zeros((1, 1), mx.int32), cache)
-    own = CacheSize.of(cache)
-    return own + proposer.cache_size() if proposer is not None else own
+    return CacheSize.of(cache) + (proposer.cache_size() if proposer is not None else CacheSize())
 
 
 class KVBudget:
-    """Limit of bytes for the KV caches of rows and of the prefix cache.
-
-    All rows of a group take as much memory as the longest, so long and short rows may fit only in separate groups.
-    """
+    """Limit of bytes for the KV caches of rows and of the prefix cache. All rows of a group take as much memory as the
+    longest, so long and short rows may fit only in separate groups."""
 
     def __init__(self, nbytes: int, size: CacheSize, context: int, groups: int = 1):
-        self.nbytes, self.size, self.groups = nbytes, size, groups
-        self.open_end = _OPEN_END
-        """Tokens reserved beyond the current length of a request without a token limit."""
+        self.nbytes, self.size = nbytes, size
+        self.groups = groups
+        self.open_end = _OPEN_END  # tokens reserved beyond the current length of a request without a token limit
         self.rows: list[RequestState] = []
         """The rows that take memory, and some that ended. It is replaced, never changed: other threads read it."""
         self.longest = bisect_right(range(1, context + 1), nbytes, key=lambda length: size.nbytes(1, length))
@@ -150,14 +134,13 @@ class KVBudget:
         return self.nbytes - self.set_aside(self.admitted)
 
     def limited(self, request: Request) -> Request:
-        """Return the request with a limit that fits. Raises PromptError if it does not fit even alone.
-
-        A request without a token limit gets as many tokens as fit, and then ends with `length`.
-        """
+        """Return the request with a limit that fits. Raises PromptError if it does not fit even alone. A request
+        without a token limit gets as many tokens as fit, and then ends with `length`."""
         prompt = len(request.prompt)
-        if prompt + (1 if _is_open(request) else request.limit) > self.longest:
-            wanted = prompt if _is_open(request) else prompt + request.limit
-            more = "" if _is_open(request) else f" and {request.limit} to generate"
+        wanted, more = prompt + request.limit, f" and {request.limit} to generate"
+        if _is_open(request):
+            wanted, more = prompt + 1, ""
+        if wanted > self.longest:
             raise PromptError(
                 f"a prompt of {prompt} tokens{more} needs a KV cache of {gb(self.size.nbytes(1, wanted))}, but the "
                 f"limit is {gb(self.nbytes)}, enough for {self.longest} tokens; shorten the request, or raise the "
@@ -166,12 +149,10 @@ class KVBudget:
         return replace(request, limit=min(request.limit, self.longest - prompt))
 
     def reach(self, request: RequestState) -> int:
-        """Return the positions reserved for a request."""
         most = len(request.prompt) + request.limit
         return min(most, request.length + self.open_end) if _is_open(request) else most
 
     def set_aside(self, requests: Sequence[RequestState]) -> int:
-        """Return the bytes reserved for these requests together."""
         grouped = self._grouped(requests)
         return sum(self.size.nbytes(len(group), max(map(self.reach, group))) for group in grouped)
 
@@ -189,12 +170,11 @@ class KVBudget:
         return sum(size.nbytes(len(group), max(group, default=0)) for group in lengths)
 
     def _grouped(self, requests: Sequence[RequestState]) -> list[list[RequestState]]:
-        """Return the groups that memory requires, without empty ones."""
         if self.groups == 1:
             return [list(requests)] if requests else []
         places = by_reach([self.reach(request) for request in requests], self.size, self.nbytes)
-        split = [[each for each, place in zip(requests, places, strict=True) if place == at] for at in range(GROUPS)]
-        return [group for group in split if group]
+        groups = [[row for row, place in zip(requests, places, strict=True) if place == at] for at in range(GROUPS)]
+        return [group for group in groups if group]
 
 
 def check_settings(sizes: Mapping[str, int], prefill_ms: float, kv_bits: int | None, groups: int) -> None:
@@ -211,7 +191,6 @@ def check_settings(sizes: Mapping[str, int], prefill_ms: float, kv_bits: int | N
 
 
 def _is_open(request: Request | RequestState) -> bool:
-    """Return whether context or memory limits the request, not its own `max_tokens`."""
     return request.limit < request.params.max_tokens
 
 
@@ -219,7 +198,7 @@ class Groups:
     """The groups, their turns, and the moves of rows between them.
 
     A group keeps its number while it has rows. `arrange` assigns rows to 0 or 1 by the bytes of rounds and of memory;
-    number 2 is for rows that may not draft.
+    number 2 is for rows that may not draft, because the proposer failed too often.
     """
 
     def __init__(self, reads: RoundReads, budget: KVBudget):
@@ -227,11 +206,12 @@ class Groups:
         self._served = self._rounds = 0  # the group that had the last round, and the number of rounds
         self._settled: list[tuple[RequestState, int]] | None = None
         """The assignment at the last check that moved no row."""
-        self._slots: list[Batch | None] = [None] * (GROUPS + 1)
+        self._groups: dict[int, Batch] = {}
+        """By number, in order. It is replaced, never changed: other threads read it."""
 
     @property
     def batches(self) -> list[Batch]:
-        return [batch for batch in self._slots if batch is not None]
+        return list(self._groups.values())
 
     @property
     def requests(self) -> list[RequestState]:
@@ -239,7 +219,6 @@ class Groups:
 
     @property
     def decoding(self) -> list[list[RequestState]]:
-        """The requests of each group."""
         return [batch.requests for batch in self.batches]
 
     @property
@@ -248,7 +227,7 @@ class Groups:
         return self.budget.used(self.decoding) > self.budget.nbytes
 
     def number(self, batch: Batch) -> int:
-        return self._slots.index(batch)
+        return next(number for number, other in self._groups.items() if other is batch)
 
     def holding(self, request: RequestState) -> Batch | None:
         return next((batch for batch in self.batches if request in batch.requests), None)
@@ -262,18 +241,15 @@ class Groups:
         return self._after(self._served)
 
     def _after(self, number: int) -> list[Batch]:
-        slots = sorted(self._numbered(), key=lambda slot: (slot[0] - number - 1) % len(self._slots))
-        return [batch for _, batch in slots]
+        return [self._groups[other] for other in sorted(self._groups, key=lambda other: (other <= number, other))]
 
     def serve(self, batch: Batch) -> None:
         self._served, self._rounds = self.number(batch), self._rounds + 1
 
     def moves(self, prefilling: Sequence[RequestState], joining: Batch | None = None) -> dict[RequestState, int] | None:
-        """Return the group for each request, including those in prefill, or None if no row has to move.
-
-        This is computed only if requests came or left, and every `_LOOK` rounds, because rows grow slowly.
-        """
-        groups = {request: number for number, batch in self._numbered() for request in batch.requests}
+        """Return the group for each request, including those in prefill, or None if no row has to move. This is
+        computed only if requests came or left, and every `_LOOK` rounds, because rows grow slowly."""
+        groups = {request: number for number, batch in self._groups.items() for request in batch.requests}
         present = [*groups.items(), *((request, -1) for request in prefilling)]
         if joining is None and present == self._settled and self._rounds % _LOOK:
             return None
@@ -285,45 +261,41 @@ class Groups:
     def _places(
         self, groups: Mapping[RequestState, int], prefilling: Sequence[RequestState], joining: Sequence[RequestState]
     ) -> dict[RequestState, int]:
-        plain = {request: GROUPS for request in (*groups, *prefilling) if not request.counts.may_draft}
-        asked = [request for request in dict.fromkeys([*groups, *prefilling]) if request not in plain]
+        everyone = dict.fromkeys([*groups, *prefilling], GROUPS)
+        drafting = [request for request in everyone if request.counts.may_draft]
         if self.budget.groups == 1:
-            return plain | dict.fromkeys(asked, min((groups[each] for each in asked if each in groups), default=0))
-        decoding = {*groups, *joining}
-        lengths = [request.length if request in decoding else 0 for request in asked]
-        reaches = map(self.budget.reach, asked)
-        rows = [Row(*row) for row in zip(lengths, reaches, map(groups.get, asked), strict=True)]
-        places = arrange(rows, self.reads, self.budget.size, self.budget.nbytes)
-        return plain | dict(zip(asked, places, strict=True))
+            places = (min((groups[request] for request in drafting if request in groups), default=0),) * len(drafting)
+        else:
+            lengths = [request.length if request in groups or request in joining else 0 for request in drafting]
+            reaches = map(self.budget.reach, drafting)
+            rows = [Row(*row) for row in zip(lengths, reaches, map(groups.get, drafting), strict=True)]
+            places = arrange(rows, self.reads, self.budget.size, self.budget.nbytes)
+        return everyone | dict(zip(drafting, places, strict=True))
 
     def touched(self, places: Mapping[RequestState, int], joining: Batch | None = None) -> list[Batch]:
         """Return the groups that rows will leave or enter."""
         numbers = {places[request] for request in joining.requests} if joining is not None else set()
-        for number, batch in self._numbered():
+        for number, batch in self._groups.items():
             for request in batch.requests:
                 if places[request] != number:
                     numbers |= {number, places[request]}
-        return [batch for number, batch in self._numbered() if number in numbers]
+        return [batch for number, batch in self._groups.items() if number in numbers]
 
     def arrange(self, places: Mapping[RequestState, int], joining: Batch | None = None) -> None:
         """Move rows to their groups and add those of a joining batch. None of them may have a round in progress."""
-        parts: list[list[Batch]] = [[] for _ in self._slots]
-        for number, batch in enumerate((*self._slots, joining)):
-            if batch is not None:
-                for group, part in _parted(batch, places, number):
-                    parts[group].append(part)
-        for stays, entering in zip(self._slots, parts, strict=True):
-            entering.sort(key=lambda part: part is not stays)
-            for part in entering[1:]:
-                entering[0].append(part)
-        self._slots = [entering[0] if entering else None for entering in parts]
+        parts = [part for number, batch in self._groups.items() for part in _parted(batch, places, number)]
+        if joining is not None:
+            parts += _parted(joining, places, -1)
+        groups: dict[int, Batch] = {}
+        for number, part in sorted(parts, key=lambda part: (part[0], part[1] is not self._groups.get(part[0]))):
+            if number in groups:
+                groups[number].append(part)
+            else:
+                groups[number] = part
+        self._groups = groups
 
     def drop(self, batch: Batch) -> None:
-        """Drop a group that has no rows left or has failed."""
-        self._slots = [None if other is batch else other for other in self._slots]
-
-    def _numbered(self) -> list[tuple[int, Batch]]:
-        return [(number, batch) for number, batch in enumerate(self._slots) if batch is not None]
+        self._groups = {number: other for number, other in self._groups.items() if other is not batch}
 
 
 def _parted(batch: Batch, places: Mapping[RequestState, int], number: int) -> list[tuple[int, Batch]]:

@@ -15,24 +15,19 @@ from eagle_mlx.proposers.base import Observation
 class Prefill:
     """Reads the prompts of a batch together until its requests can decode."""
 
-    def __init__(self, batch: Batch, known: int = 0, prefixes: PrefixCache | None = None):
-        """`known`: positions of a single prompt that are already in the batch's cache.
-
-        `prefixes`: takes snapshots at the boundaries of prompts, if the cache holds more than keys and values.
-        """
+    def __init__(self, batch: Batch, cached: int = 0, prefixes: PrefixCache | None = None):
+        """`cached`: positions of a single prompt that are already in the batch's cache. `prefixes`: takes snapshots at
+        the boundaries of prompts, if the cache holds more than keys and values."""
         self.batch = batch
         self._texts = [request.text for request in batch.requests]
-        self._read = known
+        self._read = cached
         self._prefixes = None if all(cache.is_positional for cache in batch.caches) else prefixes
-        self._stops = [
-            stops(each.request.boundaries, len(text), known)
-            for each, text in zip(batch.requests, self._texts, strict=True)
-        ]
+        boundaries = [request.request.boundaries for request in batch.requests]
+        self._stops = [stops(ends, len(text), cached) for ends, text in zip(boundaries, self._texts, strict=True)]
         self._count()
 
     @property
     def left(self) -> int:
-        """Positions left to read, over all rows."""
         longest = max(map(len, self._texts)) - 1
         return len(self.batch.requests) * max(0, longest - self._read)
 
@@ -44,9 +39,7 @@ class Prefill:
         """
         rows, longest, room = len(self._texts), max(map(len, self._texts)) - 1, chunk
         while self._read < longest and (room == chunk or room >= rows):
-            width, stop = max(1, room // rows), self._next_stop()
-            if stop is not None:
-                width = min(width, stop - self._read)
+            width = min(max(1, room // rows), self._next_stop() - self._read)
             self._read_chunk(width)
             self._keep(self._read, self._read + width)
             self._read += width
@@ -59,18 +52,19 @@ class Prefill:
         for request in self.batch.requests:
             request.counts.read(self._read)
 
-    def _next_stop(self) -> int | None:
-        """Return where the next forward must end, because recurrent states cannot be cut; None if anywhere."""
+    def _next_stop(self) -> int:
+        """Return where the next forward must end at the latest, because recurrent states cannot be cut."""
+        end = max(map(len, self._texts))
         if self._prefixes is None or not any(cache.recurrent for cache in self.batch.caches):
-            return None
-        return min((stop for row in self._stops for stop in row if stop > self._read), default=None)
+            return end
+        return min((stop for row in self._stops for stop in row if stop > self._read), default=end)
 
     def _keep(self, before: int, after: int) -> None:
         """Keep snapshots at the boundaries just passed, before ring buffers are cut to their windows."""
         if self._prefixes is None:
             return
-        for row, (text, found) in enumerate(zip(self._texts, self._stops, strict=True)):
-            for stop in found:
+        for row, (text, ends) in enumerate(zip(self._texts, self._stops, strict=True)):
+            for stop in ends:
                 for past in self.batch.pasts(row, stop) if before < stop <= after else ():
                     self._prefixes.keep(text, past)
 
@@ -78,16 +72,13 @@ class Prefill:
         batch, start = self.batch, self._read
         ends = [min(start + width, len(text) - 1) for text in self._texts]
         counts = [max(0, end - start) for end in ends]
-        width = max(counts)
+        width, reads = max(counts), list(zip(self._texts, counts, strict=True))
         # Pad with a token of the text: another token might give NaN, which would spread to later positions.
-        padded = [
-            text[start:end] + text[-1:] * (width - count)
-            for text, end, count in zip(self._texts, ends, counts, strict=True)
-        ]
+        padded = [text[start : start + count] + text[-1:] * (width - count) for text, count in reads]
         batch.cache.expect(counts)
         aux = batch.target.forward(mx.array(padded, mx.int32), batch.cache, batch.aux_layers).aux
         if batch.state is not None:
-            following = [text[start + 1 : start + 1 + n] for text, n in zip(self._texts, counts, strict=True)]
+            following = [text[start + 1 : start + 1 + count] for text, count in reads]
             batch.state.prefill(Observation(following, aux))
         batch.cache.advance(width if min(counts) == width else mx.array(counts, mx.int32), at_most=width)
         batch.cache.sync(ends)
@@ -95,17 +86,17 @@ class Prefill:
             mx.eval(batch.cache.state)
 
 
-def stops(boundaries: Sequence[int], prompt: int, known: int = 0) -> list[int]:
+def stops(boundaries: Sequence[int], prompt: int, cached: int = 0) -> list[int]:
     """Return the positions after which to take snapshots, in order.
 
     boundaries: lengths of prefixes that other prompts may share; the whole prompt of `prompt` tokens is always one.
-    known: positions that need not be read. A snapshot leaves out a boundary's last token, and a prompt's last two,
-    because a cached position depends on the token after it (`PrefixCache.find`). Of two positions closer than `LEAST`,
-    the first is used because it serves more prompts.
+    cached: positions that need not be read. A snapshot leaves out a boundary's last token, and a prompt's last two,
+    because a cached position depends on the token after it. Of two positions closer than `LEAST`, the first is used
+    because it serves more prompts.
     """
-    found = list[int]()
+    places = [cached]
     for boundary in sorted({*boundaries, prompt}):
         stop = min(boundary - 1, prompt - 2)
-        if stop >= (found[-1] if found else known) + LEAST:
-            found.append(stop)
-    return found
+        if stop >= places[-1] + LEAST:
+            places.append(stop)
+    return places[1:]

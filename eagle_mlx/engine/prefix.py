@@ -34,9 +34,8 @@ class PrefixCache:
     """Caches keys and values of texts without duplicates, with snapshots of windows and states at some positions.
 
     Keys and values can be cut anywhere. Sliding windows and recurrent states cannot, so they are kept for the ends of
-    texts and for requests' boundaries. Above `capacity` bytes, the least recently used entries are evicted. A prompt
-    only reuses texts of its own namespace. The proposer's state is cached too: a head that has not read the prompt
-    drafts worse. A draft model's cache is stored like a target's, because it depends on the text alone.
+    texts and for requests' boundaries. A prompt only reuses texts of its own namespace. The proposer's state is cached
+    too. A draft model's cache is stored like a target's, because it depends on the text alone.
     """
 
     def __init__(
@@ -46,10 +45,10 @@ class PrefixCache:
         spare: Callable[[], float] = lambda: math.inf,
         disk: DiskTier | None = None,
     ):
-        """`spare`: returns the bytes that rows leave to the cache. `disk`: saves texts across restarts, and is searched
-        for those not in memory."""
-        self.capacity, self.proposer, self.disk = capacity, proposer, disk
-        self._spare = spare
+        """`capacity`: bytes. `spare`: returns the bytes that rows leave to the cache. `disk`: saves texts across
+        restarts, and is searched for those not in memory."""
+        self.capacity, self._spare = capacity, spare
+        self.proposer, self.disk = proposer, disk
         self._tree = PrefixTree()
 
     def __len__(self) -> int:
@@ -61,11 +60,7 @@ class PrefixCache:
         return self._tree.nbytes
 
     def find(self, prompt: Sequence[int], namespace: str = "") -> Prefix | None:
-        """Return the longest cached prefix of a prompt, without the prompt's last two tokens, or None.
-
-        The last token is left out because a row's newest token is never in its caches; the one before it because a head
-        needs the target's hidden state there.
-        """
+        """Return the longest cached prefix of a prompt, without the prompt's last two tokens, or None."""
         return self._attempt(lambda: self._find(prompt, namespace), None)
 
     def _find(self, prompt: Sequence[int], namespace: str) -> Prefix | None:
@@ -73,18 +68,14 @@ class PrefixCache:
         match = self._tree.find(_findable(prompt), LEAST, (namespace, False))
         if match is None:
             return None
-        cache = match.cache
         states = [piece.state for piece in match.pieces if piece.state is not None]
-        if not states:
-            return Prefix(match.length, cache, draft=draft.cache if draft is not None else None)
-        assert self.proposer is not None
-        return Prefix(match.length, cache, self.proposer.join(states, match.length, prompt))
+        if self.proposer is None or not states:
+            return Prefix(match.length, match.cache, draft=draft.cache if draft is not None else None)
+        return Prefix(match.length, match.cache, self.proposer.join(states, match.length, prompt))
 
     def fetch(self, prompt: Sequence[int], namespace: str = "") -> bool:
-        """Load a prompt's prefix from disk if it fits and is longer than the one in memory. Return whether it is done.
-
-        Each call reads a bounded amount, because other requests decode in the meantime.
-        """
+        """Load some of a prompt's prefix from disk, if it fits and is longer than the one in memory. Return whether it
+        is done: a call reads a bounded amount, because other requests decode meanwhile."""
         disk = self.disk
         return disk is None or self._attempt(lambda: self._fetch(disk, _findable(prompt), namespace), True)
 
@@ -129,10 +120,8 @@ class PrefixCache:
         self._attempt(lambda: self._tree.trim(self._limit), None)
 
     def _attempt(self, use: Callable[[], T], otherwise: T) -> T:
-        """Use the tree and the files. If that raises, forget all of the tree, which may be inconsistent.
-
-        No request needs the cache, so only interrupts are passed on.
-        """
+        """Use the tree and the files. If that raises, forget all of the tree, which may be inconsistent. No request
+        needs the cache, so only interrupts are passed on."""
         try:
             return use()
         except BaseException as e:
@@ -148,5 +137,6 @@ class PrefixCache:
 
 
 def _findable(prompt: Sequence[int]) -> Keys:
-    """Return the keys of a prompt without the positions that must always be read."""
+    """Return a prompt's keys without the positions that must be read: a row's newest token is never in its caches, and
+    a head needs the target's hidden state before it."""
     return keys_of(prompt)[: max(0, len(prompt) - 2)]

@@ -16,8 +16,7 @@ from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.ragged import KVPiece
 from eagle_mlx.proposers.base import ProposerState, StatePiece
 
-Keys = NDArray[np.int64]
-"""[N]: one key per position of a text."""
+Keys = NDArray[np.int64]  # [N]: one key per position of a text
 
 Space = tuple[str, bool]
 """A namespace, and whether its states are a draft model's. Spaces share only the limit of bytes."""
@@ -41,9 +40,7 @@ class PrefixPiece:
     def split(self, at: int) -> tuple[PrefixPiece, PrefixPiece]:
         """Return the first `at` positions and the rest. This piece must not be used afterwards."""
         first, second = self.target.split(at)
-        if self.state is None:
-            return PrefixPiece(first, None), PrefixPiece(second, None)
-        states = self.state.split(at)
+        states = self.state.split(at) if self.state is not None else (None, None)
         return PrefixPiece(first, states[0]), PrefixPiece(second, states[1])
 
 
@@ -86,8 +83,7 @@ class _Node:
     @property
     def path(self) -> list[_Node]:
         """The nodes from below the root to this one."""
-        nodes: list[_Node] = []
-        node: _Node = self
+        nodes, node = list[_Node](), self
         while node.parent is not None:
             nodes.append(node)
             node = node.parent
@@ -104,7 +100,6 @@ class Found:
 
     @property
     def cache(self) -> RaggedCache:
-        """A copy with these positions, for a row."""
         return self.snapshot.outline.joined([piece.target for piece in self.pieces], self.length)
 
 
@@ -118,15 +113,13 @@ class PrefixTree:
     def __init__(self) -> None:
         self.nbytes = 0
         self._roots: dict[Space, _Node] = {}
-        self._used: OrderedDict[_Node, None] = OrderedDict()
-        """Nodes with a snapshot, least recently used first."""
+        self._used: OrderedDict[_Node, None] = OrderedDict()  # nodes with a snapshot, least recently used first
 
     def __len__(self) -> int:
         return len(self._used)
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """All snapshots, least recently used first."""
         return [node.snapshot for node in self._used if node.snapshot is not None]
 
     def find(self, keys: Keys, least: int = 1, space: Space = ("", False)) -> Found | None:
@@ -136,7 +129,7 @@ class PrefixTree:
             if (holder := _holder(node, length)) is not None:
                 self._used.move_to_end(holder)
                 assert holder.snapshot is not None
-                return Found(length, [each.piece for each in node.path if each.piece is not None], holder.snapshot)
+                return Found(length, [part.piece for part in node.path if part.piece is not None], holder.snapshot)
             node = node.parent
         return None
 
@@ -151,8 +144,7 @@ class PrefixTree:
         """Insert a snapshot at the end of a text, unless another serves as well. Return whether the tree has the text.
 
         `piece`: returns the state for a range of positions; called for the missing ones. Other entries are evicted
-        until `limit` bytes hold. A text that exceeds the limit alone is not inserted, nor one whose state has NaN,
-        because every prompt that reuses it would fail.
+        until `limit` bytes hold. A text that exceeds the limit alone is not inserted, nor one whose state has NaN.
         """
         node, matched = self._match(keys, space)
         if matched == len(keys) and (holder := _holder(node, snapshot.shortest)) is not None:
@@ -160,25 +152,22 @@ class PrefixTree:
             return True
         new = piece(matched, len(keys)) if matched < len(keys) else None
         size = snapshot.nbytes + (new.nbytes if new else 0.0)
-        for each in node.path:
-            if each.piece is not None:
-                size += each.piece.nbytes * (min(matched, each.end) - each.start) / len(each.keys)
-        if size > limit:
-            return False
-        if not _are_numbers([*snapshot.arrays, *(new.arrays if new else [])]):
+        for part in node.path:
+            if part.piece is not None:
+                size += part.piece.nbytes * (min(matched, part.end) - part.start) / len(part.keys)
+        if size > limit or not _are_numbers([*snapshot.arrays, *(new.arrays if new else [])]):
             return False
         if matched < node.end:
             node = self._split(node, matched)
         if new is not None:
-            child = _Node(keys[matched:].copy(), matched, new, node)
-            node.children[int(keys[matched])] = child
             if node.parent is None:
                 self._roots[space] = node
+            parent, node = node, _Node(keys[matched:].copy(), matched, new, node)
+            parent.children[int(keys[matched])] = node
             self.nbytes += new.nbytes
-            node = child
-        for each in node.path:  # the new one serves everything that these do
-            if each.snapshot is not None and each.snapshot.shortest >= snapshot.shortest:
-                self._forget(each)
+        for part in node.path:  # the new one serves everything that these do
+            if part.snapshot is not None and part.snapshot.shortest >= snapshot.shortest:
+                self._forget(part)
         node.snapshot = snapshot
         self.nbytes += snapshot.nbytes
         self._used[node] = None
@@ -213,16 +202,16 @@ class PrefixTree:
         return node, at
 
     def _split(self, node: _Node, end: int) -> _Node:
-        """Split a node at position `end`. Return the upper node."""
         assert node.parent is not None
         assert node.piece is not None
-        self.nbytes -= node.piece.nbytes
-        first, second = node.piece.split(end - node.start)
-        self.nbytes += first.nbytes + second.nbytes
         cut = end - node.start
+        self.nbytes -= node.piece.nbytes
+        first, second = node.piece.split(cut)
+        self.nbytes += first.nbytes + second.nbytes
         upper = _Node(node.keys[:cut].copy(), node.start, first, node.parent)
         node.parent.children[int(upper.keys[0])] = upper
-        node.keys, node.start, node.piece, node.parent = node.keys[cut:].copy(), end, second, upper
+        node.keys, node.start = node.keys[cut:].copy(), end
+        node.piece, node.parent = second, upper
         upper.children[int(node.keys[0])] = node
         return upper
 

@@ -12,8 +12,7 @@ from eagle_mlx.plan import PLAIN, Plan, RoundResult
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import Drafter
 
-_MEASURED = 32
-"""One of this many drafting rounds waits for its draft, to measure the time of drafting."""
+_MEASURED = 32  # one of this many drafting rounds waits for its draft, to measure the time of drafting
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Pause:
 
     @property
     def touches(self) -> list[RequestState]:
-        return [*self.rows, *_rows(self.batches)]
+        return [*self.rows, *(request for batch in self.batches for request in batch.requests)]
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,8 @@ class Move:
 
     @property
     def touches(self) -> list[RequestState]:
-        return _rows([*self.batches, *([self.joining] if self.joining is not None else [])])
+        joining = self.joining.requests if self.joining is not None else []
+        return [*joining, *(request for batch in self.batches for request in batch.requests)]
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,8 @@ class Decode:
 
     batch: Batch
     plan: Plan
-    depth: int | None
-    """The depth of the policy's plan before it was cut; None if the policy was not asked."""
-    drafter: Drafter | None
-    """See `Engine.drafter`."""
+    depth: int | None  # the depth of the policy's plan before it was cut; None if the policy was not asked
+    drafter: Drafter | None  # see `Engine.drafter`
 
     @property
     def touches(self) -> list[RequestState]:
@@ -75,27 +73,20 @@ Work = Pause | Admit | Read | Move | Decode | Collect
 
 
 class Runner:
-    """Does the engine's work: pauses, prefill, moves between groups, and rounds.
-
-    A plain round may be dispatched before the previous round is collected. Rounds are collected in order of dispatch.
-
-    A round's seconds start at the end of the previous work, so they include the host's work between rounds.
-    """
+    """Does the engine's work: pauses, prefill, moves between groups, and rounds. A plain round may be dispatched before
+    the previous round is collected. Rounds are collected in order of dispatch."""
 
     def __init__(self, admission: Admission, groups: Groups, exact: bool, clock: Callable[[], float]):
         """`exact`: see `Engine`. `clock`: times rounds, in seconds."""
-        self.admission, self.groups, self.exact, self.clock = admission, groups, exact, clock
+        self.admission, self.groups = admission, groups
+        self.exact, self.clock = exact, clock
         self.rounds: dict[Round, float] = {}
-        """Rounds in flight, oldest first. The value is the seconds of its dispatch during another round: they count for
-        this round, not for the other one."""
-        self.last_plain = False
-        """Whether the last collected round was plain."""
-        self.pauses = self.draft_failures = self.depth = 0
-        """How often requests were paused, how often drafting raised, and the depth of the policy's latest plan."""
-        self._drafting = 0
-        """The number of drafting rounds so far."""
-        self._draft_share = 0.0
-        """The fraction of a round spent on drafting, as last measured."""
+        """Rounds in flight, oldest first. The value is the seconds of its dispatch during another round."""
+        self.last_plain = False  # whether the last collected round was plain
+        self.pauses = self.draft_failures = 0
+        self.depth = 0  # the depth of the policy's latest plan
+        self._drafting = 0  # drafting rounds so far
+        self._draft_share = 0.0  # the fraction of a round spent on drafting, as last measured
         self._lap_began = 0.0
 
     def do(self, work: Work, measured: bool = False) -> RoundResult | None:
@@ -129,11 +120,9 @@ class Runner:
             self._release(batch)
 
     def _read(self, work: Read) -> None:
-        """Read a chunk of prompts. After the last one, requests that ended meanwhile leave."""
         batch = work.prefill.batch
         self._lap()
-        self.admission.read(work)
-        self.admission.learn_speed(self._lap())
+        self.admission.learn_speed(self.admission.read(work), self._lap())
         if not work.prefill.left:
             self._remember(batch)
             batch.release()
@@ -149,14 +138,14 @@ class Runner:
 
     def _dispatch(self, work: Decode, measured: bool) -> None:
         self.depth = self.depth if work.depth is None else work.depth
-        self._drafting += work.plan.depth > 0
-        measured = measured and work.plan.depth > 0 and self._drafting % _MEASURED == 1
+        drafts = work.plan.depth > 0
+        self._drafting += drafts
+        measured = measured and drafts and self._drafting % _MEASURED == 1
         began = self.clock()
         dispatched = work.batch.dispatch(work.plan, work.drafter, self.exact, measured)
         self.rounds[dispatched] = self.clock() - began if self.rounds else 0.0
 
     def _collect(self) -> RoundResult:
-        """Wait for the oldest round in flight and give its requests their tokens."""
         done, ahead = next(iter(self.rounds.items()))
         del self.rounds[done]
         result = done.collect()
@@ -170,7 +159,6 @@ class Runner:
         return replace(result, seconds=seconds, draft_seconds=drafting, group=self.groups.number(done.batch))
 
     def _lap(self) -> float:
-        """Return the seconds since the last call."""
         before, self._lap_began = self._lap_began, self.clock()
         return self._lap_began - before
 
@@ -186,7 +174,6 @@ class Runner:
             self.groups.drop(batch)
 
     def _remember(self, batch: Batch, every: bool = False) -> None:
-        """Put the state of requests that are about to leave, or of every request, into the prefix cache."""
         if (prefixes := self.admission.prefixes) is None:
             return
         for index, request in enumerate(batch.requests):
@@ -203,11 +190,6 @@ class Runner:
         for batch in self.groups.batches:
             if all(request.finish_reason for request in batch.requests):
                 self.groups.drop(batch)
-        rounds = {other: ahead for other, ahead in self.rounds.items() if other.batch in self.groups.batches}
-        if len(rounds) < len(self.rounds):
-            self.last_plain = False
-        self.rounds = rounds
-
-
-def _rows(batches: Iterable[Batch]) -> list[RequestState]:
-    return [request for batch in batches for request in batch.requests]
+        before = self.rounds
+        self.rounds = {other: ahead for other, ahead in before.items() if other.batch in self.groups.batches}
+        self.last_plain = self.last_plain and len(self.rounds) == len(before)

@@ -18,8 +18,9 @@ class Schedule:
 
     def __init__(self, admission: Admission, groups: Groups, runner: Runner, policy: Policy, trees: bool):
         """`trees`: whether the policy may plan trees, if proposer and requests allow them."""
-        self.admission, self.groups, self.runner = admission, groups, runner
-        self.policy, self.trees = policy, trees
+        self.admission, self.groups = admission, groups
+        self.runner, self.policy = runner, policy
+        self.trees = trees
 
     def next(self, last: Work | None, max_batch: int, drafter: Drafter | None) -> Work | None:
         """Return the work that follows `last` in a step, which is None at its start; None at its end.
@@ -43,7 +44,6 @@ class Schedule:
         return self._decode(turn[0], drafter) if turn else None
 
     def _leaving(self) -> Pause | None:
-        """Return the batches that requests leave, unless others need a round that is in flight."""
         leaving = []
         for batch in self.groups.batches:
             leave = [request.leaves for request in batch.requests]
@@ -82,10 +82,8 @@ class Schedule:
         return Move(places, self.groups.touched(places, joining), joining) if places is not None else None
 
     def _ahead(self, oldest: Round, max_batch: int, drafter: Drafter | None) -> Decode | None:
-        """Return the plain round to dispatch while only a plain one is in flight, or None.
-
-        A single plain round between drafts measures time, so nothing is dispatched during it.
-        """
+        """Return the plain round to dispatch while only a plain one is in flight, or None. A single plain round between
+        drafts measures time, so nothing is dispatched during it."""
         if len(self.runner.rounds) > 1 or oldest.plan != PLAIN:
             return None
         batch = self.groups.following(oldest.batch)
@@ -106,10 +104,8 @@ class Schedule:
             raise
 
     def _plan(self, batch: Batch, default: Drafter | None) -> tuple[Plan, int | None]:
-        """Return the policy's plan, cut to what the requests can use, and its depth before, if the policy was asked.
-
-        If no request wants the model, n-grams draft or nothing does.
-        """
+        """Return the policy's plan, cut to what the requests can use, and its depth before, if the policy was asked. If
+        no request wants the model, n-grams draft or nothing does."""
         state, drafters = batch.state, batch.drafters(default)
         if batch.proposer is None or state is None or all(drafter == "none" for drafter in drafters):
             return PLAIN, None

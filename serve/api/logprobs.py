@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from eagle_mlx.cache import RaggedCache
-from eagle_mlx.decoding.logprobs import listed, logprobs_of
+from eagle_mlx.decoding.sampling import listed, logprobs_of
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.request import TokenLogprob
 from eagle_mlx.target import Target
@@ -131,8 +131,7 @@ def score_prompt(target: Target, tokens: Sequence[int], top: int, chunk: int = 2
         logits = target.forward(read, cache).logits[0]
         cache.advance(len(following))
         cache.sync([start + len(following)])
-        found: list[Any] = [part.tolist() for part in logprobs_of(logits, mx.array(following, mx.int32), top)]
-        scores = listed(following, found[0], found[1], found[2], top)
+        scores = [part.tolist() for part in logprobs_of(logits, mx.array(following, mx.int32), top)]
         del logits
         freed.after_chunk()
-        yield scores
+        yield listed(following, scores, top)

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 import eagle_mlx as em
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.ragged import CacheSize
-from eagle_mlx.engine.admission import Admission
+from eagle_mlx.engine.admission import MOST_SKIPS, Admission
 from eagle_mlx.engine.groups import KVBudget, size_of
-from eagle_mlx.engine.request_queue import MOST_SKIPS
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.request import Request
 from eagle_mlx.request_state import RequestState

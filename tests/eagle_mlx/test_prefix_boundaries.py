@@ -131,7 +131,7 @@ def test_stops_are_worth_a_snapshot() -> None:
     assert stops((50, 95), 100) == [49, 94]
     assert stops((40, 50, 60), 100) == [39, 59, 98]
     assert stops((16, 17), 30) == [16]
-    assert stops((50, 95), 100, known=40) == [94]
+    assert stops((50, 95), 100, cached=40) == [94]
     assert stops((0, 100), 10) == []
 
 

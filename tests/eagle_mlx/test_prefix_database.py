@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.engine.disk.database import NAME, Database
-from eagle_mlx.engine.disk.entries import Entry, entries_of
+from eagle_mlx.engine.disk.snapshot_file import Entry, entries_of
 from eagle_mlx.engine.prefix_tree import common, keys_of
 from tests.disk_tier import nbytes, said_of
 from tests.forks import Fork
@@ -166,7 +166,7 @@ def test_the_longest_prefix_is_found(texts: list[list[int]], prompt: list[int], 
     """Among snapshots that can be cut anywhere, only at their end, or up to a token before it in the last block."""
     keys, wanted, positional = keys_of(prompt), 0, kind == "positions"
     with pytest.MonkeyPatch.context() as patched, TemporaryDirectory() as name:
-        patched.setattr("eagle_mlx.engine.disk.entries.BLOCK", 4)
+        patched.setattr("eagle_mlx.engine.disk.snapshot_file.BLOCK", 4)
         patched.setattr("os.fsync", lambda _: None)
         found = opened(Path(name))
         for text in texts:

@@ -51,7 +51,7 @@ from tests.full import diagonal, in_full, in_turn
 @pytest.fixture(autouse=True)
 def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks short, so that short texts have several."""
-    monkeypatch.setattr("eagle_mlx.engine.disk.entries.BLOCK", 32)
+    monkeypatch.setattr("eagle_mlx.engine.disk.snapshot_file.BLOCK", 32)
 
 
 @pytest.mark.parametrize("kind", in_turn(KINDS, of=3))

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_mlx.cache.ragged import KVPiece
-from eagle_mlx.engine.disk.entries import Entry
-from eagle_mlx.engine.disk.snapshot_file import Content, content_of, cut, decode, joined, piece_from
+from eagle_mlx.engine.disk.snapshot_file import Content, Entry, content_of, cut, decode, joined, piece_from
 from eagle_mlx.engine.prefix_tree import PrefixPiece
 from eagle_mlx.proposers.base import HeadPiece
 

@@ -16,9 +16,8 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx.adapters import Adapter
-from eagle_mlx.engine.disk import DiskTier
-from eagle_mlx.engine.disk import identity as identity_module
-from eagle_mlx.engine.disk.identity import hash_of_arrays, identity
+from eagle_mlx.engine.disk import DiskTier, snapshot_file
+from eagle_mlx.engine.disk.snapshot_file import hash_of_arrays, identity
 from tests.fakes import tiny_adapters, tiny_head, tiny_target, tiny_target_folder
 
 TEXT = [(7 * i * i + 3 * i) % 90 + 1 for i in range(60)]
@@ -158,8 +157,8 @@ def change_last_weight(changed: pytest.MonkeyPatch, target: em.Target) -> None:
 
 
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch, em.Target], None]] = {
-    "format": lambda changed, _: changed.setattr(identity_module, "FORMAT", "another"),
-    "block": lambda changed, _: changed.setattr(identity_module, "BLOCK", identity_module.BLOCK + 1),
+    "format": lambda changed, _: changed.setattr(snapshot_file, "FORMAT", "another"),
+    "block": lambda changed, _: changed.setattr(snapshot_file, "BLOCK", snapshot_file.BLOCK + 1),
     "model": change_model,
     "code": change_code,
     "config": change_config,

@@ -85,7 +85,7 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=in_full(2000, 150))
+@settings(max_examples=in_full(2000, 80))
 @given(st.lists(steps, max_size=40), st.sampled_from([60, 150, 400, 100_000]))
 def test_a_tree_equals_a_list_of_all_texts(history: list[tuple[str, tuple[int, ...], float, int]], limit: int) -> None:
     tree, naive = PrefixTree(), Naive()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eagle_mlx as em
-from eagle_mlx.engine.request_queue import MOST_SKIPS, RequestQueue
+from eagle_mlx.engine.admission import MOST_SKIPS, RequestQueue
 from eagle_mlx.request import Request
 from eagle_mlx.request_state import RequestState
 from tests.fakes import tiny_target
@@ -49,11 +49,11 @@ def test_clients_take_turns() -> None:
 def test_a_row_that_leaves_takes_no_turn() -> None:
     gone, stays, other = row("a"), row("a"), row("b")
     waiting = queue(gone, stays, other)
-    waiting.remove(gone)
+    gone.finish("cancelled")
+    waiting.remove_ended()
     assert gone not in waiting
     assert drained(waiting) == [stays, other]
     waiting = queue(gone, stays)
-    gone.finish("cancelled")
     waiting.remove_ended()
     assert list(waiting) == [stays]
     stays.finish("cancelled")
@@ -70,7 +70,8 @@ def test_a_request_that_does_not_fit_is_passed_a_limited_number_of_times() -> No
         waiting.take(found, fits)
         passed.append(found)
     assert passed == small[:MOST_SKIPS]
-    waiting.remove(big)
+    big.finish("cancelled")
+    waiting.remove_ended()
     assert waiting.first(fits) is small[MOST_SKIPS]
 
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eagle_mlx.engine.disk import entries
-from eagle_mlx.engine.disk.entries import COLUMNS, Entry, Match, digest_of, entry_of, root_of
+from eagle_mlx.engine.disk import snapshot_file
+from eagle_mlx.engine.disk.snapshot_file import COLUMNS, Entry, Match, digest_of, entry_of, root_of
 from eagle_mlx.engine.prefix_tree import Keys, common
 from eagle_mlx.files import sync_folder
 from eagle_mlx.memory import gb
@@ -37,10 +37,8 @@ CREATE INDEX IF NOT EXISTS oldest ON files (used, start DESC, nbytes);
 CREATE INDEX IF NOT EXISTS sizes ON files (model, nbytes);
 PRAGMA user_version = {_VERSION};
 """
-_PATH = re.compile(r"[0-9a-f]{32}/(block|state)-\d{8}-[0-9a-f]{32}\.safetensors")
-"""Paths of our files."""
-_LAST_USE = 1 << 62
-"""The number of uses is below this, unless it is damaged."""
+_PATH = re.compile(r"[0-9a-f]{32}/(block|state)-\d{8}-[0-9a-f]{32}\.safetensors")  # paths of our files
+_LAST_USE = 1 << 62  # the number of uses is below this, unless it is damaged
 
 
 class Database:
@@ -48,19 +46,16 @@ class Database:
 
     def __init__(self, root: Path, limit: int, say: Callable[[str], None]):
         """`limit`: total bytes of all files. `say`: receives each kind of problem once."""
-        self.root, self.limit, self._say = root, limit, say
-        self._ignored: set[str] = set()
-        """Files that this process does not use, although they may have rows."""
-        self._unreadable: set[str] = set()
-        """Kinds of reading errors that were reported."""
-        self._damaged: set[int] = set()
-        """Damaged rows, which the next transaction deletes."""
+        self.root, self.limit = root, limit
+        self._say = say
+        self._ignored: set[str] = set()  # files that this process does not use, although they may have rows
+        self._unreadable: set[str] = set()  # kinds of reading errors that were reported
+        self._damaged: set[int] = set()  # damaged rows, which the next transaction deletes
         self._reported = False
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
         """None if nothing can be written now. The reader is separate, so that reads never wait for writes."""
-        self._inode = 0
-        """The inode of the database, which may be deleted with its folder at any time."""
+        self._inode = 0  # of the database, which may be deleted with its folder at any time
         self._reading, self._writing = threading.Lock(), threading.Lock()
         try:
             with self._transaction() as database:
@@ -80,19 +75,16 @@ class Database:
             )
 
     def nbytes(self, model: str = "%") -> int:
-        """Return the total size of a model's files, or of all files."""
         rows = self._rows("SELECT TOTAL(nbytes) FROM files WHERE model LIKE ?", model)
         return int(rows[0][0]) if rows else 0
 
     def find(self, keys: Keys, model: str, namespace: str, positional: bool) -> Match | None:
-        """Return the longest prefix of a text that the files have. `positional`: there are no states.
-
-        A state also serves a slightly shorter prefix, but we look for it only in the block where the texts differ.
-        """
+        """Return the longest prefix of a text that the files have. `positional`: there are no states. A state also
+        serves a slightly shorter prefix, but we look for it only in the block where the texts differ."""
         best: Match | None = None
         path, parent, at = list[Entry](), root_of(model, namespace), 0
         while True:
-            rest = keys[at : at + entries.BLOCK]
+            rest = keys[at : at + snapshot_file.BLOCK]
             matches = [(common(block.keys, rest), block) for block in self._closest("block", parent, rest)]
             shared, block = max(matches, key=lambda match: match[0], default=(0, None))
             reach = [*path, block] if block is not None else path
@@ -101,11 +93,11 @@ class Database:
                 states = self._closest("state", parent, rest[:shared])
                 ends = [(at + common(state.keys, rest[:shared]), state) for state in states]
             for length, state in ends:
-                if length and length >= (state.shortest if state else 0) and (best is None or length >= best.length):
+                if length >= max(1, state.shortest if state else 0, best.length if best else 0):
                     best = Match(length, reach if length > at else path, state)
-            if block is None or shared < entries.BLOCK:
+            if block is None or shared < snapshot_file.BLOCK:
                 return best
-            path, parent, at = reach, digest_of(parent, rest), at + entries.BLOCK
+            path, parent, at = reach, digest_of(parent, rest), at + snapshot_file.BLOCK
 
     def lacks(self, text: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
         """Return the files of a text that are missing, and those that are there or are covered by longer ones."""
@@ -131,7 +123,6 @@ class Database:
                 length -= 1
 
     def _around(self, entry: Entry) -> Iterator[Entry]:
-        """Yield the files that could cover this one, or that it could cover."""
         return self._neighbors(entry.kind, entry.parent, entry.least, entry.more)
 
     def _neighbors(self, kind: str, parent: str, least: Keys, more: Keys) -> Iterator[Entry]:
@@ -145,23 +136,18 @@ class Database:
         values = (kind, parent, *(part.tobytes() for part in keys))
         with self._read() as reader:
             for row, path, *fields in reader.execute(query, values) if reader is not None else ():
-                if (entry := entry_of(path, fields)) is None:
-                    self._skip(row, path)
-                elif path not in self._ignored:
+                if path in self._ignored:
+                    continue
+                if (entry := entry_of(path, fields)) is not None:
                     return entry
+                self._damaged.add(row)
+                self._ignored.add(path)
+                self._say(f"the prefix cache's database in {self.root} has a damaged row ({path!s:.80}); it is deleted")
         return None
 
-    def _skip(self, row: int, path: str) -> None:
-        self._damaged.add(row)
-        if path not in self._ignored:
-            self._ignored.add(path)
-            self._say(f"the prefix cache's database in {self.root} has a damaged row ({path!s:.80}); it is deleted")
-
     def write(self, entry: Entry, content: bytes, now: int) -> int:
-        """Write a file and its row; if necessary, remove the least recently used files. Raises OSError.
-
-        `now`: see `next_use`. Returns the bytes written: 0 if the file exists or does not fit.
-        """
+        """Write a file and its row; if necessary, remove the least recently used files. Raises OSError. `now`: see
+        `next_use`. Returns the bytes written: 0 if the file exists or does not fit."""
         path, room = self.root / entry.path, len(content)
         if room > self.limit or path.is_dir():
             return 0
@@ -212,9 +198,9 @@ class Database:
     def close(self) -> None:
         """Close the database; nothing is found afterward."""
         with self._reading, self._writing:
-            for each in (self._reader, self._writer):
-                if each is not None:
-                    each.close()
+            for connection in (self._reader, self._writer):
+                if connection is not None:
+                    connection.close()
             self._reader = self._writer = None
 
     def _rows(self, query: str, *values: object) -> list[Any]:
@@ -261,20 +247,20 @@ class Database:
         if path.exists() and not path.is_file():
             raise OSError(f"{NAME} is not a regular file; delete it")
         try:
-            self._writer = _connected(path)
+            self._writer = _writable(path)
         except (OSError, sqlite3.OperationalError):
             if self._reader is None and path.exists():
-                self._reader = _reader(path, "?immutable=1")
+                self._reader = _connected(path, "?immutable=1")
             raise
         except sqlite3.DatabaseError as e:
             self._say(f"the database of the prefix cache in {self.root} is damaged ({e}); its files are deleted")
-            for each in self.root.glob(f"{NAME}*"):
-                each.unlink()
-            self._writer = _connected(path)
+            for file in self.root.glob(f"{NAME}*"):
+                file.unlink()
+            self._writer = _writable(path)
         with self._reading:
             if self._reader is not None:
                 self._reader.close()
-            self._reader, self._inode = _reader(path), path.stat().st_ino
+            self._reader, self._inode = _connected(path), path.stat().st_ino
 
     def _make_room(self, database: sqlite3.Connection, nbytes: int) -> None:
         """Remove the least recently used files until `nbytes` more bytes fit. Raises OSError."""
@@ -292,12 +278,10 @@ class Database:
             database.execute("DELETE FROM files WHERE path = ?", (path,))
 
     def _unlink(self, path: object) -> None:
-        """Delete a file, unless a damaged row names something else."""
         if isinstance(path, str) and _PATH.fullmatch(path):
             (self.root / path).unlink(missing_ok=True)
 
     def _remove_orphans(self, database: sqlite3.Connection) -> None:
-        """Remove files without rows (from a killed process) and rows without files."""
         rows = {path for (path,) in database.execute("SELECT path FROM files").fetchall()}
         files = {f"{path.parent.name}/{path.name}" for path in self.root.glob("*/*.safetensors") if path.is_file()}
         for name in files - rows:
@@ -305,37 +289,32 @@ class Database:
         database.executemany("DELETE FROM files WHERE path = ?", [(path,) for path in rows - files])
 
 
-def _connected(path: Path) -> sqlite3.Connection:
+def _connected(path: Path, options: str = "") -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}{options}"
+    connection = sqlite3.connect(uri, _WAIT_SECONDS, isolation_level=None, check_same_thread=False, uri=True)
+    connection.text_factory = lambda text: text.decode(errors="replace")  # an error would end the whole query
+    return connection
+
+
+def _writable(path: Path) -> sqlite3.Connection:
     """Open or create the database. Raises sqlite3.OperationalError if it is not writable, sqlite3.DatabaseError if it
     is damaged or of another version."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # only its owner may read it: it reveals what was written
-    connection = sqlite3.connect(path, _WAIT_SECONDS, isolation_level=None, check_same_thread=False)
-    connection.text_factory = _decoded
+    connection = _connected(path)
     try:
         [(version,)] = connection.execute("PRAGMA user_version").fetchall()
         if version not in (0, _VERSION):
             raise sqlite3.DatabaseError(f"version {version}")
         if version:
-            [(found,)] = connection.execute("PRAGMA quick_check(1)").fetchall()
-            if found != "ok":
-                raise sqlite3.DatabaseError(found)
+            [(problem,)] = connection.execute("PRAGMA quick_check(1)").fetchall()
+            if problem != "ok":
+                raise sqlite3.DatabaseError(problem)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.executescript(_SCHEMA)
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def _reader(path: Path, how: str = "") -> sqlite3.Connection:
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}{how}", uri=True, check_same_thread=False)
-    connection.text_factory = _decoded
-    return connection
-
-
-def _decoded(text: bytes) -> str:
-    """Decode text without an error if it is damaged, because an error would end the whole query."""
-    return text.decode(errors="replace")
 
 
 def _write_synced(path: Path, content: bytes) -> None:

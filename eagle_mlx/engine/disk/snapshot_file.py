@@ -1,11 +1,22 @@
-"""The disk tier's safetensors files: blocks of positions, and the boundary states between them."""
+"""The disk tier's safetensors files: what each covers, its name and content, and the properties that must match.
+
+There are blocks of positions, and boundary states: what cannot be cut, so sliding windows and recurrent states.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import io
 import json
+import os
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -16,13 +27,114 @@ from numpy.typing import NDArray
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.ragged import KVPiece
-from eagle_mlx.engine.prefix_tree import PrefixPiece
-from eagle_mlx.proposers.base import HeadPiece
+from eagle_mlx.engine.prefix_tree import Keys, PrefixPiece, common
+from eagle_mlx.proposers.base import HeadPiece, Proposer
+from eagle_mlx.target import Target, arrays_of
 
+BLOCK = 256
+"""Positions per file, counted from the start of a text: 38 MB for a 4B model, which disks read at full speed. oMLX and
+mlx-lm's growing caches use this length too."""
 FORMAT = "eagle-mlx-prefix-3"
 """Format version of the files. It is part of the name of a model's folder, so no other version is ever read."""
-Layers = list[list[mx.array]]
-"""For each layer, arrays [1, heads, L, D], as in `KVPiece`."""
+COLUMNS = "path, model, kind, parent, start, least, more, shortest, nbytes, checksum"
+"""The columns of a row that `entry_of` reads."""
+_THREADS = min(8, os.cpu_count() or 1)
+"""Hashing releases the GIL. A core hashes 1.5 GB/s (EPYC, SHA-256), so 20 GB take 2 to 4 s on four to eight cores."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One file and its row: a block of positions, or the boundary state at one position."""
+
+    model: str  # the `identity` of all that the content depends on, and the name of the folder
+    kind: str  # `block` or `state`
+    parent: str  # the digest of the model, the namespace and all whole blocks before `start`
+    start: int
+    keys: Keys  # [N], N <= BLOCK: the keys of a block, or the keys from `start` to a state
+    shortest: int = 0  # for a state: the shortest prefix, in positions, that it can be used for
+    nbytes: int = 0
+    checksum: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.keys)
+
+    @property
+    def least(self) -> Keys:
+        """The keys that a text must have to use this file; nothing for a block, which can be cut anywhere."""
+        return self.keys[: max(0, self.shortest - self.start)]
+
+    @property
+    def more(self) -> Keys:
+        return self.keys[len(self.least) :]
+
+    @cached_property
+    def digest(self) -> str:
+        return digest_of(self.parent, self.keys)
+
+    @cached_property
+    def path(self) -> str:
+        return f"{self.model}/{self.kind}-{self.start:08d}-{self.digest}.safetensors"
+
+    def covers(self, other: Entry) -> bool:
+        """Return whether this file makes another one with the same parent unnecessary."""
+        longer = self.kind == "block" and common(self.keys, other.keys) == len(other.keys)
+        return longer or self.path == other.path
+
+    def checksum_of(self, content: bytes) -> int:
+        return zlib.crc32(content, zlib.crc32(f"{self.path} {self.parent} {self.shortest}".encode()))
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest prefix of a text that the files have."""
+
+    length: int
+    blocks: list[Entry]  # they cover these positions, and maybe some after them
+    state: Entry | None  # None if every layer keeps every position
+
+    @property
+    def entries(self) -> list[Entry]:
+        return self.blocks if self.state is None else [*self.blocks, self.state]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+
+def entries_of(keys: Keys, model: str, namespace: str = "", shortest: int | None = None) -> list[Entry]:
+    """Return the files of a text: its blocks, the last of which may be short, and the state at its end. `shortest`: the
+    shortest prefix that the state can be used for; None if blocks are enough."""
+    entries, parent = list[Entry](), root_of(model, namespace)
+    for start in range(0, len(keys), BLOCK):
+        entries.append(Entry(model, "block", parent, start, keys[start : start + BLOCK]))
+        parent = entries[-1].digest
+    if entries and shortest is not None:
+        last = entries[-1]
+        if len(last.keys) == BLOCK:
+            last = Entry(model, "block", last.digest, last.end, keys[:0])
+        entries.append(replace(last, kind="state", shortest=shortest))
+    return entries
+
+
+def entry_of(path: object, fields: Sequence[Any]) -> Entry | None:
+    try:
+        model, kind, parent, start, least, more, *numbers = fields
+        entry = Entry(model, kind, parent, start, np.frombuffer(least + more, np.int64), *numbers)
+        whole = all(isinstance(value, int) and value >= 0 for value in (start, *numbers))
+        return entry if whole and entry.path == path and entry.least.tobytes() == least else None
+    except (TypeError, ValueError):
+        return None
+
+
+def root_of(model: str, namespace: str) -> str:
+    """Return the digest of an empty text in a namespace, the parent of its first blocks."""
+    names = json.dumps([model, namespace])
+    return hashlib.blake2b(names.encode(), digest_size=16, person=b"namespace").hexdigest()
+
+
+def digest_of(parent: str, keys: Keys) -> str:
+    return hashlib.blake2b(bytes.fromhex(parent) + keys.tobytes(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -47,16 +159,14 @@ class Content:
         return sum(x.nbytes for x in self.arrays.values())
 
     def encode(self) -> bytes:
-        """Return the bytes of a safetensors file."""
         arrays = {name: np.ascontiguousarray(x) for name, x in self.arrays.items()}
         return safetensors.numpy.save(arrays, {"about": json.dumps(self.about)})
 
 
 def decode(content: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
     """Decode the result of `Content.encode` into plain values and arrays on the device."""
-    found: Any = mx.load(io.BytesIO(content), format="safetensors", return_metadata=True)
-    arrays, words = found
-    about = json.loads(words["about"])
+    loaded: Any = mx.load(io.BytesIO(content), format="safetensors", return_metadata=True)
+    arrays, about = loaded[0], json.loads(loaded[1]["about"])
     arrays |= {name: arrays[name].view(mx.bfloat16) for name in about["bfloat16"]}
     mx.eval(arrays)
     return about, arrays
@@ -64,23 +174,21 @@ def decode(content: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
 
 def content_of(piece: PrefixPiece) -> Content:
     """Return the file content for some positions of a text: the target's keys and values, and the head's."""
-    parts = {"target": piece.target.layers}
-    about: dict[str, Any] = {"known": ""}
+    parts, marks = {"target": piece.target.layers}, b""
     if piece.state is not None:
         head = cast(HeadPiece, piece.state)
-        parts["head"] = head.entries.layers
-        about["known"] = head.known.hex()
-    about["layers"] = {part: list(map(len, layers)) for part, layers in parts.items()}
+        parts["head"], marks = head.entries.layers, head.known
+    counts = {part: list(map(len, layers)) for part, layers in parts.items()}
     named = {f"{p}.{i}.{j}": x for p, layers in parts.items() for i, of in enumerate(layers) for j, x in enumerate(of)}
-    return Content.of(about, named)
+    return Content.of({"known": marks.hex(), "layers": counts}, named)
 
 
 def cut(content: Content, start: int, end: int) -> Content:
     """Return positions `start` to `end` of a content from `content_of`, without a copy."""
-    known = bytes.fromhex(content.about["known"])
-    spans = {"target": slice(start, end), "head": slice(known.count(1, 0, start), known.count(1, 0, end))}
+    marks = bytes.fromhex(content.about["known"])
+    spans = {"target": slice(start, end), "head": slice(marks.count(1, 0, start), marks.count(1, 0, end))}
     arrays = {name: x[:, :, spans[name.split(".")[0]]] for name, x in content.arrays.items()}
-    return Content({**content.about, "known": known[start:end].hex()}, arrays)
+    return Content({**content.about, "known": marks[start:end].hex()}, arrays)
 
 
 def piece_from(about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> PrefixPiece:
@@ -94,28 +202,24 @@ def piece_from(about: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Pref
 
 def joined(pieces: Sequence[PrefixPiece]) -> PrefixPiece:
     heads = [cast(HeadPiece, piece.state) for piece in pieces if piece.state is not None]
-    target = KVPiece(_joined([piece.target.layers for piece in pieces]))
+    target = _joined([piece.target for piece in pieces])
     if not heads:
         return PrefixPiece(target, None)
-    entries = KVPiece(_joined([head.entries.layers for head in heads]))
+    entries = _joined([head.entries for head in heads])
     return PrefixPiece(target, HeadPiece(entries, b"".join(head.known for head in heads)))
 
 
-def _joined(pieces: Sequence[Layers]) -> Layers:
+def _joined(pieces: Sequence[KVPiece]) -> KVPiece:
     """Join each layer; a layer that nothing was written to is empty."""
-    written = [[layer for layer in same if layer] for same in zip(*pieces, strict=True)]
-    return [[mx.concatenate(list(x), axis=2) for x in zip(*same, strict=True)] for same in written]
+    written = [[layer for layer in same if layer] for same in zip(*(piece.layers for piece in pieces), strict=True)]
+    return KVPiece([[mx.concatenate(list(x), axis=2) for x in zip(*same, strict=True)] for same in written])
 
 
 def content_of_state(state: RaggedCache) -> Content:
     """Return the file content for a boundary state (`RaggedCache.outline`)."""
     windows = {f"window.{i}.{j}": x for i, window in enumerate(state.windows) for j, x in enumerate(window.state)}
-    recurrent = {
-        f"state.{i}.{j}": x
-        for i, layer in enumerate(state.recurrent)
-        for j, x in enumerate(layer.cache)
-        if x is not None
-    }
+    layers = enumerate(state.recurrent)
+    recurrent = {f"state.{i}.{j}": x for i, of in layers for j, x in enumerate(of.cache) if x is not None}
     displaced = [window.displaced[0] for window in state.windows]
     return Content.of({"length": state.lengths.upper, "displaced": displaced}, windows | recurrent)
 
@@ -132,3 +236,50 @@ def state_from(
     for i, state in enumerate(cache.recurrent):
         state.cache = [arrays.get(f"state.{i}.{j}") for j in range(len(state.cache))]
     return cache
+
+
+def identity(target: Target, proposer: Proposer | None, kv_bits: int | None) -> str:
+    """Return a hash, as 32 hexadecimal digits, of everything that keys, values and states depend on.
+
+    All weights in memory are hashed, whichever files they came from; their shapes and dtypes show their quantization.
+    The proposer is included if it reads hidden states, because its cache is then saved with the target's.
+    """
+    facts = {
+        "format": FORMAT,
+        "block": BLOCK,
+        "model": type(target.model).__module__,
+        **_facts_of(target.model),
+        "adapter": target.adapter.digest if target.adapter is not None else None,
+        "dtype": str(target.dtype),
+        "kv_bits": kv_bits,
+        "proposer": None,
+        "device": str(mx.default_device()),
+        "versions": {name: metadata.version(name) for name in ("mlx", "mlx-lm", "eagle-mlx")},
+    }
+    if proposer is not None and proposer.aux_layers:
+        head = _facts_of(proposer.head) if proposer.head is not None else {}
+        facts["proposer"] = {"name": proposer.name, "layers": list(proposer.aux_layers), **head}
+    return hashlib.blake2s(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _facts_of(model: nn.Module) -> dict[str, Any]:
+    """Return hashes of a model's weights and of the file that defines it, which may come with the weights; and its
+    configuration: some of it, such as the RoPE base, is in no tensor."""
+    try:
+        code = hashlib.sha256(Path(inspect.getfile(type(model))).read_bytes()).hexdigest()[:32]
+    except (TypeError, OSError):
+        code = None
+    config = repr(getattr(model, "args", getattr(model, "config", None)))
+    return {"code": code, "config": config, "weights": hash_of_arrays(model)}
+
+
+def hash_of_arrays(module: nn.Module) -> str:
+    """Return 32 hexadecimal digits that identify a module's arrays: their bytes, names, shapes and dtypes."""
+    leaves = sorted(arrays_of(module.parameters()).items())
+    on_host = [np.array(x.reshape(-1).view(mx.uint8), copy=False) for _, x in leaves]
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        hashes = pool.map(lambda data: hashlib.sha256(data).digest(), on_host)
+        for (name, x), array in zip(leaves, hashes, strict=True):
+            digest.update(f"{name} {x.shape} {x.dtype} ".encode() + array)
+    return digest.hexdigest()[:32]

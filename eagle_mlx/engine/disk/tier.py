@@ -18,8 +18,7 @@ import mlx.core as mx
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine.disk import snapshot_file
 from eagle_mlx.engine.disk.database import Database
-from eagle_mlx.engine.disk.entries import Entry, Match, entries_of
-from eagle_mlx.engine.disk.identity import identity
+from eagle_mlx.engine.disk.snapshot_file import Entry, Match, entries_of, identity
 from eagle_mlx.engine.prefix_tree import Keys, Past, PrefixPiece
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.proposers.base import Proposer
@@ -30,10 +29,8 @@ STEP_BYTES = 128 << 20
 """Bytes read in one step of the engine, while other requests decode: 0.1 s if disk and checksum take 1.3 GB/s."""
 _TEXTS_AHEAD = 4
 """Maximum texts that are partly read; prompts take turns, so a few are enough. The oldest is dropped."""
-_WAITING_BYTES = 1 << 30
-"""Bytes that may wait in memory to be written, not counting the last text: a second at 1 GB/s."""
-_PAUSE_SECONDS = 60.0
-"""How long to write nothing after a failed write: a full disk rarely has space again at once."""
+_WAITING_BYTES = 1 << 30  # bytes that may wait in memory to be written, not counting the last text: a second at 1 GB/s
+_PAUSE_SECONDS = 60.0  # how long to write nothing after a failed write: a full disk rarely has space again at once
 _Job = tuple[Sequence[Entry], Sequence[tuple[Entry, snapshot_file.Content]], int]
 
 
@@ -44,11 +41,9 @@ class PassedOverError(Exception):
 class DiskTier:
     """Saves the entries of an engine's prefix cache in files, for later engines.
 
-    Keys and values are in blocks of `BLOCK` positions; windows and recurrent states have files of their own. A file is
-    named after its text, so that two servers that read the same text write the same file. Its folder is named after
-    everything that the content depends on (`identity`), so that nothing else is ever read.
-
-    Call it from the engine's thread only, which finds and reads files; another thread writes them.
+    A file is named after its text, so that two servers that read the same text write the same file. Its folder is named
+    after everything that the content depends on (`identity`), so that nothing else is ever read. Call it from the
+    engine's thread only, which finds and reads files; another thread writes them.
     """
 
     def __init__(
@@ -61,46 +56,40 @@ class DiskTier:
         say: Callable[[str], None] = log.warning,
     ):
         """`root`: the folder for all models. `limit`: total bytes of all files in it. `say`: receives each problem.
-
-        Binds the proposer. Raises ConfigError if `root` is a file, or if the proposer's cache cannot be saved.
-        """
+        Binds the proposer. Raises ConfigError if `root` is a file, or if the proposer's cache cannot be saved."""
         if root.exists() and not root.is_dir():
             raise ConfigError(f"--prefix-cache-dir {root} is a file; name a folder")
-        if proposer is not None and proposer.aux_layers and proposer.head is None:
-            raise ConfigError(
-                f"the state of the proposer {proposer.name!r} cannot be saved to disk; omit --prefix-cache-dir, or "
-                "draft with a head, a draft model or n-grams"
-            )
         if proposer is not None:
+            if proposer.aux_layers and proposer.head is None:
+                raise ConfigError(
+                    f"the state of the proposer {proposer.name!r} cannot be saved to disk; omit --prefix-cache-dir, or "
+                    "draft with a head, a draft model or n-grams"
+                )
             proposer.bind(target)
-        self._target, self._kv_bits, self._say, self.limit = target, kv_bits, say, limit
+        self._target, self._kv_bits = target, kv_bits
+        self._say, self.limit = say, limit
         self._positional = RaggedCache.of(target.model, 1, kv_bits).is_positional
         self._database = Database(root, limit, say)
         self._model = identity(target, proposer, kv_bits)
         self.folder = root / self._model
-        self.hits = self.tokens = self.bytes_read = self.left_out = self.passed_over = 0
-        """Prompts that continued from files, positions read for them, bytes read, texts not written because too much
-        was waiting, and files that could not be used."""
+        self.hits = self.tokens = 0  # prompts that continued from files, and positions read for them
+        self.bytes_read = 0
+        self.left_out = self.passed_over = 0  # texts not written because too much was waiting; files not usable
         self._ahead: dict[str, dict[str, PrefixPiece]] = {}
         """For each state, the blocks that have been read, until all of them are there."""
-        self._writer = Writer(self._database)
+        self.bytes_written = self.bytes_waiting = 0  # bytes_waiting: that unwritten texts keep in memory
+        self._unwritten: set[str] = set()  # paths of files that are still to be written
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name="prefix-writer", daemon=True)
+        self._thread.start()
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of this model's files."""
         return self._database.nbytes(self._model)
 
     @property
-    def bytes_written(self) -> int:
-        return self._writer.bytes_written
-
-    @property
-    def bytes_waiting(self) -> int:
-        return self._writer.waiting_bytes
-
-    @property
     def bytes_ahead(self) -> int:
-        """Bytes read so far of texts that are not complete."""
         return sum(piece.nbytes for ahead in self._ahead.values() for piece in ahead.values())
 
     def find(self, keys: Keys, namespace: str = "") -> Match | None:
@@ -108,15 +97,13 @@ class DiskTier:
         return self._database.find(keys, self._model, namespace, self._positional)
 
     def advance(self, match: Match, length: int) -> Match | None:
-        """Read some more of a match of which the first `length` positions are in memory; at most STEP_BYTES.
-
-        Returns what can be used now, or None if nothing can yet. Raises PassedOverError.
-        """
+        """Read some more of a match of which the first `length` positions are in memory; at most STEP_BYTES. Returns
+        what can be used now, or None if nothing can yet. Raises PassedOverError."""
         needed = [entry for entry in match.blocks if entry.end > length]
         if match.state is None:
             sizes = accumulate(entry.nbytes for entry in needed)
-            count = max(1, sum(size <= STEP_BYTES for size in sizes))
-            blocks = match.blocks[: len(match.blocks) - len(needed) + count]
+            later = len(needed) - max(1, sum(size <= STEP_BYTES for size in sizes))
+            blocks = match.blocks[: len(match.blocks) - later]
             return Match(min(match.length, blocks[-1].end), blocks, None)
         bytes_read, ahead = 0, self._ahead.setdefault(match.state.path, {})
         for entry in needed:
@@ -180,65 +167,46 @@ class DiskTier:
         raise PassedOverError(why)
 
     def stop(self) -> None:
-        """Drop the blocks that have been read for incomplete states."""
         self._ahead.clear()
 
     def took(self, match: Match, positions: int, complete: bool) -> None:
         """Record that `positions` of a match were moved to memory; `complete`: the prompt can continue from it."""
         self.hits += complete
         self.tokens += positions
-        self._writer.submit(match.entries)
+        self._submit(match.entries)
 
     def offer(self, keys: Keys, past: Past, outline: RaggedCache) -> None:
         """Write the whole blocks of a text that the files lack, and `outline`, the boundary state at its end."""
         shortest = None if self._positional else outline.shortest(0)
         missing, here = self._database.lacks(entries_of(keys, self._model, past.namespace, shortest))
-        missing = [entry for entry in missing if entry.path not in self._writer.waiting]
-        if missing and self._writer.waiting_bytes > _WAITING_BYTES:
+        missing = [entry for entry in missing if entry.path not in self._unwritten]
+        if missing and self.bytes_waiting > _WAITING_BYTES:
             self.left_out += 1
             return
-        files = [(entry, snapshot_file.content_of_state(outline)) for entry in missing if entry.kind == "state"]
-        blocks = [entry for entry in missing if entry.kind == "block"]
-        if blocks:
+        files = list[tuple[Entry, snapshot_file.Content]]()
+        if blocks := [entry for entry in missing if entry.kind == "block"]:
             start = blocks[0].start
             content = snapshot_file.content_of(past.piece(start, blocks[-1].end))
-            parts = [snapshot_file.cut(content, entry.start - start, entry.end - start) for entry in blocks]
-            files = [*zip(blocks, parts, strict=True), *files]
-        self._writer.submit(here, files)
+            files += [(entry, snapshot_file.cut(content, entry.start - start, entry.end - start)) for entry in blocks]
+        files += [(entry, snapshot_file.content_of_state(outline)) for entry in missing if entry.kind == "state"]
+        self._submit(here, files)
 
     def close(self, seconds: float) -> bool:
         """Wait at most `seconds` for writing to finish; return whether it did. Nothing is found afterward."""
-        return self._writer.close(seconds)
-
-
-class Writer:
-    """The thread that writes texts while the engine runs, in the order in which they are submitted."""
-
-    def __init__(self, database: Database):
-        self.database = database
-        self.bytes_written = 0
-        self.waiting_bytes = 0  # that unwritten texts keep in memory
-        self.waiting: set[str] = set()  # paths of files that are still to be written
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
-        self._thread.start()
-
-    def submit(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, snapshot_file.Content]] = ()) -> None:
-        """Mark files as used, and write the missing ones."""
-        nbytes = sum(content.nbytes for _, content in missing)
-        with self._lock:
-            self.waiting |= {entry.path for entry, _ in missing}
-            self.waiting_bytes += nbytes
-        self._jobs.put((used, missing, nbytes))
-
-    def close(self, seconds: float) -> bool:
-        """Wait at most `seconds` for all writes and for the database to close; return whether they finished."""
         self._jobs.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _submit(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, snapshot_file.Content]] = ()) -> None:
+        """Have files marked as used, and the missing ones written."""
+        nbytes = sum(content.nbytes for _, content in missing)
+        with self._lock:
+            self._unwritten |= {entry.path for entry, _ in missing}
+            self.bytes_waiting += nbytes
+        self._jobs.put((used, missing, nbytes))
+
+    def _write_all(self) -> None:
+        """Write texts while the engine runs, in the order in which they are submitted. Runs in a thread of its own."""
         paused_until = 0.0
         while (job := self._jobs.get()) is not None:
             used, missing, nbytes = job
@@ -247,21 +215,21 @@ class Writer:
                     self._write(used, missing)
             except OSError as e:
                 paused_until = time.monotonic() + _PAUSE_SECONDS
-                self.database.report(e)
+                self._database.report(e)
             except Exception:
                 log.exception("the prefix cache could not write a text")
             finally:
                 with self._lock:
-                    self.waiting -= {entry.path for entry, _ in missing}
-                    self.waiting_bytes -= nbytes
+                    self._unwritten -= {entry.path for entry, _ in missing}
+                    self.bytes_waiting -= nbytes
                 del job, missing  # while we wait for the next job, its memory is free
-        self.database.close()
+        self._database.close()
 
     def _write(self, used: Sequence[Entry], missing: Sequence[tuple[Entry, snapshot_file.Content]]) -> None:
-        now = self.database.next_use()
-        self.database.touch(used, now)  # first, so that these files stay if space runs out
+        now = self._database.next_use()
+        self._database.touch(used, now)  # first, so that these files stay if space runs out
         for entry, content in missing:
-            self.bytes_written += self.database.write(entry, content.encode(), now)
+            self.bytes_written += self._database.write(entry, content.encode(), now)
 
 
 def default_bytes(root: Path) -> int:
