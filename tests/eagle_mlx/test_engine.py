@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,13 +166,11 @@ def test_rounds_read_no_more_than_the_longest_row(exact: bool) -> None:
 
 @pytest.mark.parametrize("proposer", proposers(), ids=lambda p: getattr(p, "name", "plain"))
 def test_nothing_after_a_stop_token_is_emitted_or_counted(proposer: object) -> None:
-    for prompt in PROMPTS:
-        expected = GREEDY[tuple(prompt)][0]
-        stop = expected[7]
-        first = expected.index(stop)
-        engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(5))  # type: ignore[arg-type]
-        output = engine.generate([prompt], em.SamplingParams(max_tokens=24, stop_token_ids=(stop,)))[0]
-        assert output.tokens == expected[: first + 1]
+    engine = em.Engine(TARGET, proposer, policy=em.FixedPolicy(5))  # type: ignore[arg-type]
+    texts = [GREEDY[tuple(prompt)][0] for prompt in PROMPTS]
+    params = [em.SamplingParams(max_tokens=24, stop_token_ids=(text[7],)) for text in texts]
+    for text, output in zip(texts, engine.generate(PROMPTS, params), strict=True):
+        assert output.tokens == text[: text.index(text[7]) + 1]
         assert output.finish_reason == "stop"
         assert output.accepted + output.rounds >= len(output.tokens) >= output.accepted
         assert output.accepted <= output.drafted
@@ -402,6 +401,11 @@ POLICIES = [
 ]
 
 
+@cache
+def seeded_alone(params: em.SamplingParams) -> list[int]:
+    return em.Engine(TARGET).generate([PROMPTS[4]], params)[0].tokens
+
+
 @pytest.mark.parametrize(("policy", "which"), in_turns(len(POLICIES), range(1, 5), 1))
 def test_text_is_the_same_whatever_the_policy(policy: int, which: int) -> None:
     exact = which % 2 == 0
@@ -413,7 +417,7 @@ def test_text_is_the_same_whatever_the_policy(policy: int, which: int) -> None:
     for prompt, n, output in zip(PROMPTS[:4], lengths, outputs, strict=False):
         assert len(output.tokens) == n
         assert_same_text(prompt, output.tokens)
-    assert outputs[4].tokens == em.Engine(TARGET).generate([PROMPTS[4]], seeded)[0].tokens
+    assert outputs[4].tokens == seeded_alone(seeded)
 
 
 def test_output_that_is_not_lossless_says_so() -> None:

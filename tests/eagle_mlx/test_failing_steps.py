@@ -264,7 +264,7 @@ PLACES: list[tuple[type, str]] = [
 ]
 
 
-@settings(max_examples=in_full(25, 11))
+@settings(max_examples=in_full(25, 7))
 @given(
     st.sampled_from(PLACES),
     st.integers(1, 10),

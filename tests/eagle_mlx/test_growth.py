@@ -106,7 +106,7 @@ def test_a_tree_accepts_more_than_a_chain_with_the_same_text() -> None:
     target = em.load_target("checkpoints/target")
     proposer = em.HeadProposer(em.load_head("checkpoints/head", target))
     prompts = ["def mean(values):", "class Stack:\n    def push(self, item):", "import os\n\ndef size(path):"]
-    params = SamplingParams(max_tokens=40)
+    params = SamplingParams(max_tokens=24)
     plain, chain, tree = (
         em.Engine(target, proposer, policy=policy, max_batch=2).generate(prompts, params)
         for policy in (em.FixedPolicy(0), em.FixedPolicy(4), em.FixedPolicy(6, nodes=16))

@@ -28,8 +28,8 @@ from tests.full import FULL, in_full
 ENGINE = str(Path(em.__file__).parent / "engine")
 ERRORS: list[type[BaseException]] = [KeyboardInterrupt, MemoryError]
 Line = tuple[str, int]
-SAMPLE, PARTS = 60, 8
-"""Without EAGLE_FULL, one of 60 lines of each scenario is tried. With it all are, in 8 tests."""
+SAMPLE, PARTS = 120, 8
+"""Without EAGLE_FULL, one of 120 lines of each scenario is tried. With it all are, in 8 tests."""
 RNG = np.random.default_rng(0)
 PROMPTS = [[int(t) for t in RNG.integers(3, 90, n)] for n in (5, 70, 17, 40, 33)]
 GREEDY = em.SamplingParams(max_tokens=8, ignore_eos=True)
@@ -120,7 +120,7 @@ class Scenario:
             for at, name, index in self.acts:
                 if at == step:
                     failed = tracer.call(getattr(engine, name), rows[index])
-                    if name == "submit" and (not failed or engine.before(rows[index]) is not None):
+                    if name == "submit" and (not failed or rows[index] in engine.admission.waiting):
                         submitted.append(rows[index])
             if engine.idle and step > max(at for at, _, _ in self.acts):
                 break
@@ -222,7 +222,7 @@ def test_an_error_at_any_line_loses_no_request_and_changes_no_text(
     name: str, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One error at each line: when it first runs, or later."""
-    monkeypatch.setattr("eagle_mlx.engine.disk.entries.BLOCK", 32)
+    monkeypatch.setattr("eagle_mlx.engine.disk.snapshot_file.BLOCK", 32)
     monkeypatch.setattr("eagle_mlx.engine.disk.tier.STEP_BYTES", 1)
     scenario, counting = SCENARIOS[name](), Tracer()
     scenario.run(counting)

@@ -36,9 +36,9 @@ Array = np.ndarray[Any, Any]
 Verify = Callable[[mx.array, mx.array, mx.array, mx.array | None, SamplingBatch, mx.array], Verdict]
 
 DRAWS = 100_000
-PART = DRAWS // 4
+PART = DRAWS // 8
 LEAST_P = 1e-4
-FEW = in_full(DRAWS, DRAWS // 4)
+FEW = in_full(DRAWS, DRAWS // 8)
 """Draws for broken samplers. They miss the bar by chi-square alone, which accounts for the number of draws."""
 COUPLED = SamplingParams(temperature=0.9, acceptance="coupled")
 REJECTION = SamplingParams(temperature=0.9)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.decoding.logprobs import logprobs_of
 from eagle_mlx.decoding.noise import uniform_noise
 from eagle_mlx.decoding.sampling import (
     SamplingBatch,
@@ -18,6 +17,7 @@ from eagle_mlx.decoding.sampling import (
     distribution,
     draft_sample,
     gumbel,
+    logprobs_of,
     sample,
     surprise_of,
 )
