@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from eagle_mlx.cache import RaggedCache
-from eagle_mlx.cache.ragged import CacheSize
+from eagle_mlx.cache.ragged import CacheSize, RaggedCache
 from eagle_mlx.engine.batch import Batch
 from eagle_mlx.errors import ConfigError, PromptError
 from eagle_mlx.memory import gb

@@ -12,8 +12,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle_mlx.cache import RaggedCache
-from eagle_mlx.cache.ragged import KVPiece
+from eagle_mlx.cache.ragged import KVPiece, RaggedCache
 from eagle_mlx.proposers.base import ProposerState, StatePiece
 
 Keys = NDArray[np.int64]  # [N]: one key per position of a text

@@ -502,7 +502,7 @@ def test_rejection_accepts_as_much_as_it_can_and_coupling_nearly_so() -> None:
 
 @pytest.mark.parametrize("params", [COUPLED, replace(COUPLED, top_k=9, min_p=0.02), SamplingParams()])
 def test_seeded_and_greedy_texts_do_not_depend_on_drafts_depth_or_batch(params: SamplingParams) -> None:
-    toy, rows, length = Toy.random(67, error=0.5), 6, 40
+    toy, rows, length = Toy.random(67, error=0.5), 6, in_full(40, 24)
     seeds = [11 * b for b in range(rows)]
     plain, rounds = decode(toy, SamplingBatch.of([params] * rows, seeds), length, 0)
     assert rounds == length

@@ -13,7 +13,7 @@ from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, Roun
 from eagle_mlx.policy import ThroughputPolicy
 from eagle_mlx.policy.throughput import levels_for
 from tests.eagle_mlx.worlds import CHAINS, CURVES, EARLY_EXITS, World, result
-from tests.full import diagonal, in_full
+from tests.full import diagonal, in_full, in_turn
 
 SEEDS = in_full(range(6), range(1))
 ROUNDS = 1000
@@ -105,7 +105,7 @@ def test_it_finds_a_depth_without_a_measured_curve(curve: str, chance: float) ->
     assert speeds(500, curve=curve, chance=chance, known=False).mean() > 0.96 * World(curve, chance).best()
 
 
-@pytest.mark.parametrize(("curve", "insight"), diagonal(CURVES, [0.0, 1.0]))
+@pytest.mark.parametrize(("curve", "insight"), diagonal(in_turn(CURVES, 0), [0.0, 1.0]))
 def test_early_exits_are_taken_if_they_pay(curve: str, insight: float) -> None:
     world = World(curve, 0.95, 0.2)
     reached = speeds(800, curve=curve, chance=0.95, hard=0.2, insight=insight, can=EARLY_EXITS)
@@ -127,7 +127,7 @@ def test_one_early_exit_in_twenty_checks_half_the_threshold() -> None:
     assert np.mean(thresholds > 1.4 * usual) < 0.01
 
 
-@pytest.mark.parametrize(("curve", "side"), diagonal(CURVES, [1.5, 0.0]))
+@pytest.mark.parametrize(("curve", "side"), diagonal(in_turn(CURVES, 0), [1.5, 0.0]))
 def test_trees_are_drawn_if_they_pay(curve: str, side: float) -> None:
     world = World(curve, 0.5, side=side)
     assert speeds(1500, curve=curve, chance=0.5, side=side, can=ALL).mean() > 0.95 * world.best(trees=TREES)
@@ -144,7 +144,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("curve", "place"), diagonal(CURVES, PLACES))
+@pytest.mark.parametrize(("curve", "place"), diagonal(in_turn(CURVES, 1), PLACES))
 def test_that_of_two_drafters_drafts_which_pays_more(curve: str, place: str) -> None:
     world = {"curve": curve, "share": 0.3, **PLACES[place]}
     reached = speeds(1500, seeds=SEEDS, **world)  # n-grams match in about 450 rounds before
@@ -186,7 +186,7 @@ def test_a_plan_is_not_judged_by_its_first_round_alone() -> None:
     assert speeds(500, chance=0.8, noise=0.08, turning=0.1).mean() > 0.95 * World(chance=0.8).best()
 
 
-@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("curve", in_turn(CURVES, 1))
 def test_it_recovers_after_a_change_of_the_text(curve: str) -> None:
     better, worse = [], []
     for seed in in_full(range(24), SEEDS):

@@ -25,8 +25,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from eagle_mlx.cache import RaggedCache
-from eagle_mlx.cache.ragged import KVPiece
+from eagle_mlx.cache.ragged import KVPiece, RaggedCache
 from eagle_mlx.engine.prefix_tree import Keys, PrefixPiece, common
 from eagle_mlx.proposers.base import HeadPiece, Proposer
 from eagle_mlx.target import Target, arrays_of
