@@ -7,16 +7,8 @@ from functools import cache
 from statistics import median_low
 
 from eagle_mlx.plan import CONFIDENCE_LAG, PLAIN, Abilities, Context, Plan, RoundResult
+from eagle_mlx.policy import estimates
 from eagle_mlx.policy.base import check_depths, check_share
-from eagle_mlx.policy.estimates import (
-    AcceptanceByPosition,
-    AcceptanceByRank,
-    ArmKind,
-    ConfidenceCalibration,
-    Costs,
-    Drift,
-    Points,
-)
 
 MOST_TOKENS = 8  # the default length limit of a chain: early exits are rare after it
 _LONGER = 2
@@ -49,9 +41,9 @@ def levels_for(nodes: int) -> int:
 class _Yields:
     """The acceptance of one drafter in one kind of place."""
 
-    positions: AcceptanceByPosition = field(default_factory=AcceptanceByPosition)
-    ranks: AcceptanceByRank = field(default_factory=AcceptanceByRank)
-    calibration: ConfidenceCalibration = field(default_factory=ConfidenceCalibration)
+    positions: estimates.AcceptanceByPosition = field(default_factory=estimates.AcceptanceByPosition)
+    ranks: estimates.AcceptanceByRank = field(default_factory=estimates.AcceptanceByRank)
+    calibration: estimates.ConfidenceCalibration = field(default_factory=estimates.ConfidenceCalibration)
     early, short = 20.0, 20.0
     """Tokens of early exits, and tokens that the best chain would give in the same time; equal at first."""
 
@@ -81,7 +73,7 @@ class _Group:
     """Explorations under way, by arm. N-grams wait until they match."""
 
 
-def _kind(arm: Plan) -> ArmKind:
+def _kind(arm: Plan) -> estimates.ArmKind:
     if not arm.depth:
         return "plain"
     if arm.lookup:
@@ -106,7 +98,11 @@ class ThroughputPolicy:
     """
 
     def __init__(
-        self, max_depth: int = MOST_TOKENS, explore: float = 0.01, max_nodes: int = 0, curve: Points | None = None
+        self,
+        max_depth: int = MOST_TOKENS,
+        explore: float = 0.01,
+        max_nodes: int = 0,
+        curve: estimates.Points | None = None,
     ):
         """Limit chains to `max_depth` draft tokens and trees to `max_nodes`; 0 means no trees. `curve`: seconds of a
         forward by tokens (`learn_costs`)."""
@@ -114,7 +110,7 @@ class ThroughputPolicy:
         check_share("explore", explore)
         self.max_depth, self.max_nodes = max_depth, max_nodes
         self.explore = explore
-        self.costs = Costs(curve)
+        self.costs = estimates.Costs(curve)
         self._chains = [Plan(depth) for depth in range(1, max_depth + 1)]
         self._exits = {None: self._chains, False: [replace(chain, lookup=False) for chain in self._chains]}
         """The chains that an early exit may end as, by its `lookup`."""
@@ -125,7 +121,7 @@ class ThroughputPolicy:
         sizes = sorted({size for size in _TREES if size < max_nodes} | {max_nodes})
         self._trees = [tree for tree in (Plan(levels_for(size), size) for size in sizes if size) if tree.is_tree]
         self.wants_trees = bool(self._trees)
-        self._drift = Drift()
+        self._drift = estimates.Drift()
         self._yields = {lookup: _Yields() for lookup in (None, False, True)}  # by `Plan.lookup`
         self._groups: dict[int, _Group] = {}
         self._drafted = Plan(1)  # the latest arm that drafted

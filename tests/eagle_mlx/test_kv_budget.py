@@ -63,20 +63,13 @@ def test_sizes_equal_those_of_real_caches(name: str, rows: int) -> None:
             assert 0.6 * size.nbytes(rows, read) - 16 * rows * size.position <= real <= size.nbytes(rows, read)
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        *(
-            (name, None)
-            for name in ("deepseek_v3", "falcon_h1", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next")
-        ),
-        ("quantised", 8),
-    ],
-)
-@pytest.mark.parametrize("drafter", ["none", "draft model"])
-def test_after_long_prompts_caches_hold_no_more_than_is_counted(name: str, bits: int | None, drafter: str) -> None:
+CACHES = ("deepseek_v3", "falcon_h1", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next", "quantised")
+
+
+@pytest.mark.parametrize(("name", "drafter"), diagonal(CACHES, ["none", "draft model"]))
+def test_after_long_prompts_caches_hold_no_more_than_is_counted(name: str, drafter: str) -> None:
     """Wide forwards of a prompt need more slots of a sliding window than decoding does."""
-    target = disk_tier.target(name)
+    target, bits = disk_tier.target(name), 8 if name == "quantised" else None
     proposer = em.DraftModelProposer(disk_tier.target(name)) if drafter == "draft model" else None
     lengths = [400] if proposer else [400, 150, 390]  # a draft model that catches up in a batch pads the other rows
     prompts = [[int(t) for t in RNG.integers(3, VOCAB, n)] for n in lengths]

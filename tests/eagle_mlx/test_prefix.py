@@ -43,7 +43,7 @@ def test_the_next_turn_reuses_the_cache(drafts: str, chunk: int, params: em.Samp
     proposer = PROPOSERS[drafts](TARGET)
     with_cache, without = engine(proposer=proposer, prefill_chunk=chunk), engine(0, proposer)
     prompt, known = LONG[:70], 0
-    for extra in ([1, 2, 3], [4], [5, 6, 7, 8]):
+    for extra in in_full([[1, 2, 3], [4], [5, 6, 7, 8]], [[1, 2, 3], [4]]):
         got, wanted = with_cache.generate([prompt], params)[0], without.generate([prompt], params)[0]
         assert (got.tokens, got.rounds, got.accepted_by_position) == (
             wanted.tokens,
