@@ -136,7 +136,7 @@ def test_any_history_and_any_cut_equal_a_cold_engine(name: str) -> None:
     which = target(name, 32)
     rows = 1 if name in ONE_ROW else 2
 
-    @settings(max_examples=in_full(12, 5))
+    @settings(max_examples=in_full(12, 3))
     @given(st.sampled_from([0, 3, 8]), st.sampled_from([0.0, 0.5, 1.0]), st.lists(request, min_size=3, max_size=5))
     def check(depth: int, wrong: float, requests: list[dict]) -> None:  # type: ignore[type-arg]
         oracle = Oracle({}, wrong)

@@ -81,7 +81,8 @@ def test_a_new_engine_continues_from_the_files_of_the_old_one(
     first = engine(tmp_path, kind, drafts)
     said = answered(first, TEXT, params, (SYSTEM,)).tokens
     written(first)
-    for prompt in ([*TEXT, *said, 1, 2, 3], [*TEXT[:SYSTEM], 5, 6, 7, 8]):
+    prompts = [[*TEXT, *said, 1, 2, 3], [*TEXT[:SYSTEM], 5, 6, 7, 8]]
+    for prompt in in_turn(prompts, len(drafts) % 2):
         again, without = engine(tmp_path, kind, drafts), engine(None, kind, drafts)
         got, wanted = answered(again, prompt, params), answered(without, prompt, params)
         assert (got.tokens, got.counts.accepted_by_position) == (wanted.tokens, wanted.counts.accepted_by_position)
