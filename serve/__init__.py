@@ -1,1 +1,12 @@
-"""Commands that decode: eagle-generate, eagle-heads, eagle-serve (`api`) and eagle-bench (`bench`)."""
+"""eagle-serve, eagle-generate, eagle-chat, eagle-bench, eagle-heads and eagle-doctor."""
+
+import logging
+from functools import lru_cache
+
+_log = logging.getLogger("eagle_mlx.serve")
+
+
+@lru_cache(1000)
+def log_once(message: str) -> None:
+    """Log a warning, unless it is one of the last thousand: clients repeat things with every request."""
+    _log.warning("%s", message)

@@ -18,8 +18,7 @@ from eagle_mlx.setting import Group, setting
 from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.text import TextStream
 
-from .memory_options import MemoryOptions
-from .speculation import TARGET_HELP, Speculation, load_proposer
+from .speculation import TARGET_HELP, MemoryOptions, Speculation, load_proposer
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -71,11 +71,11 @@ def _generate(options: GenerateOptions) -> None:
     questions = None if options.file is None else read_questions(options.file)
     engine = options.engine(options.batch)
     began = perf_counter()
-    outputs = _one(engine, options, params) if questions is None else _many(engine, options, params, questions)
+    outputs = _single(engine, options, params) if questions is None else _many(engine, options, params, questions)
     options.say(summary(outputs, perf_counter() - began))
 
 
-def _one(engine: em.Engine, options: GenerateOptions, params: em.SamplingParams) -> list[em.Output]:
+def _single(engine: em.Engine, options: GenerateOptions, params: em.SamplingParams) -> list[em.Output]:
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     outputs = []
     render = renderer(engine.target.tokenizer, params.stop, options.color and has_color(sys.stdout))
@@ -106,27 +106,24 @@ def _many(
         question.check(engine.target, params.max_tokens)
     answers: list[list[em.Output]] = [[] for _ in questions]
     for turn in range(1 + max(len(question.later) for question in questions)):
-        asked = [index for index, question in enumerate(questions) if turn <= len(question.later)]
+        pending = [pair for pair in zip(questions, answers, strict=True) if turn <= len(pair[0].later)]
         prompts = [
-            questions[index].encode(engine.target, [output.text for output in answers[index]], params.max_tokens)
-            for index in asked
+            question.encode(engine.target, [output.text for output in before], params.max_tokens)
+            for question, before in pending
         ]
         outputs = engine.generate(prompts, params, progress=not options.quiet)
-        for index, output in zip(asked, outputs, strict=True):
-            answers[index].append(output)
-    rows = [_row(question, each) for question, each in zip(questions, answers, strict=True)]
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        for (_, before), output in zip(pending, outputs, strict=True):
+            before.append(output)
+    lines = ""
+    for question, outputs in zip(questions, answers, strict=True):
+        turns = [_result(output) for output in outputs]
+        row = turns[0] if question.category is None else {"category": question.category, "turns": turns}
+        lines += json.dumps(row, ensure_ascii=False) + "\n"
     if options.output is None:
         print(lines, end="")
     else:
         write_output(options.output, lines)
-    return [output for each in answers for output in each]
-
-
-def _row(question: Question, answers: Sequence[em.Output]) -> dict[str, object]:
-    if question.category is None:
-        return _result(answers[0])
-    return {"category": question.category, "turns": [_result(answer) for answer in answers]}
+    return [output for outputs in answers for output in outputs]
 
 
 def _result(output: em.Output) -> dict[str, object]:

@@ -11,21 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx import EagleError, hub
+from eagle_mlx.catalog import head_search
 from eagle_mlx.catalog.base_model import names_of
-from eagle_mlx.catalog.head_search import (
-    PERMITTING,
-    FoundHead,
-    KnownHead,
-    fetch_notice,
-    find_heads,
-    included,
-    known_heads,
-    known_heads_for,
-    load_found,
-    records,
-    register,
-    where_mtp_layers_are,
-)
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.head_check import head_warning
@@ -35,13 +22,14 @@ from eagle_mlx.target import Target
 
 _MOST_LAYERS = 8
 """Heads have few layers; anything with more is a model and is not downloaded as a head."""
+_WITHOUT_MTP = "this conversion leaves out the model's own MTP layers; to fetch them"
 
 
 def load_head(name: str | Path, target: Target, bits: int | None) -> DraftHead:
     """Load and quantize a head; warn on stderr if it is rarely accepted. Raises EagleError if it is not available."""
-    if (notice := fetch_notice(name)) is not None:
+    if (notice := head_search.fetch_notice(name)) is not None:
         print(f"head: {notice}", file=sys.stderr)
-    head = load_found(name, target)
+    head = head_search.load_found(name, target)
     quantize_for(head, target, bits)
     if (warning := head_warning(head, target)) is not None:
         print(f"warning: {warning}", file=sys.stderr)
@@ -60,7 +48,7 @@ def quantize(model: nn.Module, bits: Literal["4bit", "8bit"], group_size: int = 
 
 def usable_heads(
     target: str | Path, say: Callable[[str], None], digest: str | None = None, mode: str | None = None
-) -> Iterator[FoundHead]:
+) -> Iterator[head_search.FoundHead]:
     """Yield the available heads for a target, and fetch them if the target was named by its hub id.
 
     Naming a hub id already fetches the model's weights. For a folder, `say` reports the command to fetch a head
@@ -68,87 +56,85 @@ def usable_heads(
     """
     by_hub_id = hub.full_id(hub.public_name(target))
     named = False
-    for found in find_heads(target, digest, lambda text: say(f"head: {text}")):
-        if mode is not None and found.mode not in (None, mode):
+    for match in head_search.find_heads(target, digest, lambda text: say(f"head: {text}")):
+        if mode is not None and match.mode not in (None, mode):
             continue
-        if found.only_by_name:
+        if match.only_by_name:
             if not named:
-                say(f"head: {found.about}: it is used only if you name it; type --head {found.head}")
+                say(f"head: {match.about}: it is used only if you name it; type --head {match.head}")
             named = True
             continue
-        if not found.here and not by_hub_id:
-            say(f"head: not downloaded: {found.about}; to fetch it: eagle-heads pull {found.head}")
+        if not match.here and not by_hub_id:
+            say(f"head: not downloaded: {match.about}; to fetch it: eagle-heads pull {match.head}")
             break  # available heads come first
-        if (notice := fetch_notice(found.head)) is not None:
+        if (notice := head_search.fetch_notice(match.head)) is not None:
             say(f"head: {notice}")
         try:
-            hub.resolve(found.head)
+            hub.resolve(match.head)
         except EagleError as e:
-            say(f"head: {found.about}, but it cannot be fetched now: {e}")
+            say(f"head: {match.about}, but it cannot be fetched now: {e}")
             break
-        yield found
-    if mode != "eagle" and (command := where_mtp_layers_are(target)) is not None:
-        say(f"head: this conversion leaves out the model's own MTP layers; to fetch them: {command}")
+        yield match
+    if mode != "eagle" and (command := head_search.where_mtp_layers_are(target)) is not None:
+        say(f"head: {_WITHOUT_MTP}: {command}")
 
 
 def list_all() -> int:
     """Print the heads on this machine and the published ones; return the exit status."""
     print("here:")
-    for record in [*records(), *included()]:
+    for record in [*head_search.records(), *head_search.included()]:
         print(f"  {record}")
     print("published (*: in the hub's cache):")
-    for known in known_heads():
-        print(f"{'*' if hub.cached(known.head) else ' '} {known}")
+    for head in head_search.known_heads():
+        print(f"{'*' if hub.cached(head.head) else ' '} {head}")
     return 0
 
 
 def list_for(target: str) -> int:
     """Print the heads for a target; return the exit status, 1 if there is none."""
-    found = find_heads(target, say=lambda text: print(text, file=sys.stderr))
-    for one in found:
-        ready = one.here and not one.only_by_name
-        print(f"{one.about}{'' if ready else '; to use it: eagle-heads pull ' + one.head}")
-    if (command := where_mtp_layers_are(target)) is not None:
-        print(f"this conversion leaves out the model's own MTP layers; to fetch them: {command}")
-    if not found:
+    matches = head_search.find_heads(target, say=lambda text: print(text, file=sys.stderr))
+    for match in matches:
+        ready = match.here and not match.only_by_name
+        print(f"{match.about}{'' if ready else '; to use it: eagle-heads pull ' + match.head}")
+    if (command := head_search.where_mtp_layers_are(target)) is not None:
+        print(f"{_WITHOUT_MTP}: {command}")
+    if not matches:
         print(f"no head is known for {' or '.join(names_of(target))}; eagle-train makes one", file=sys.stderr)
-    return 0 if found else 1
+    return 0 if matches else 1
 
 
 def pull(name: str, target: str | None) -> int:
     """Download a head, or the first published one for the target `name`; return the exit status. Raises EagleError."""
-    known = _known(name)
-    repo, of = (known.head, target or known.target) if known else (hub.hub_id(name), target)
+    head = _published(name)
+    repo, of = (head.head, target or head.target) if head else (hub.hub_id(name), target)
     if repo is None:
         raise ConfigError(f"{name} is not a hub id; to use a head in a folder, give --head {name} to eagle-serve")
-    if known is None:
+    if head is None:
         _check_size(repo)
     else:
-        print(f"{known}, by {known.source}", file=sys.stderr)
-    if (notice := fetch_notice(repo)) is not None:
+        print(f"{head}, by {head.source}", file=sys.stderr)
+    if (notice := head_search.fetch_notice(repo)) is not None:
         print(notice, file=sys.stderr)
     folder = hub.resolve(repo)
     if of is not None:
-        register(repo, of, "fetched")
+        head_search.register(repo, of, "fetched")
     print(folder)
     command = f"eagle-serve --target {of}" if of is not None else f"eagle-serve --target ITS_TARGET --head {repo}"
     print(f"to use it: {command}", file=sys.stderr)
     return 0
 
 
-def _known(name: str) -> KnownHead | None:
+def _published(name: str) -> head_search.KnownHead | None:
     """Return the published head of that name, or else the first one for a target of that name.
 
     Raises ConfigError if no head for the target has a license that is known to permit any use.
     """
-    for_target = known_heads_for(names_of(name))
-    heads = [head for head in known_heads() if head.head.lower() == name.lower()]
-    heads = heads or [head for head in for_target if head.license in PERMITTING]
+    for_target = head_search.known_heads_for(names_of(name))
+    heads = [head for head in head_search.known_heads() if head.head.lower() == name.lower()]
+    heads = heads or [head for head in for_target if head.license in head_search.PERMITTING]
     if for_target and not heads:
-        raise ConfigError(
-            f"no head for {name} has a license that is known to permit any use; name one: "
-            + ", ".join(f"eagle-heads pull {head.head} (license {head.license})" for head in for_target)
-        )
+        commands = ", ".join(f"eagle-heads pull {head.head} (license {head.license})" for head in for_target)
+        raise ConfigError(f"no head for {name} has a license that is known to permit any use; name one: {commands}")
     return next(iter(heads), None)
 
 

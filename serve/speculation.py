@@ -1,4 +1,4 @@
-"""Settings of speculation that all decoding commands share."""
+"""Settings of speculation and memory that all decoding commands share."""
 
 from __future__ import annotations
 
@@ -11,25 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import eagle_mlx as em
 from eagle_mlx.catalog import embedded
 from eagle_mlx.errors import ConfigError
+from eagle_mlx.late import late
+from eagle_mlx.plan import PREFILL_CHUNK
 from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, Policy, ThroughputPolicy
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.sampling_params import Acceptance, Drafter, SamplingParams, limit_of
-from eagle_mlx.setting import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    DRAFT_TOKENS,
-    SHARE,
-    Group,
-    Limit,
-    Setting,
-    between,
-    find,
-    flag,
-    setting,
-    settings_of,
-)
-
-from .memory_options import MemoryOptions
+from eagle_mlx.setting import AT_LEAST_0, AT_LEAST_1, DRAFT_TOKENS, SHARE, Group, Limit, between, find, flag, setting
 
 if TYPE_CHECKING:
     from eagle_mlx.proposers.base import Proposer
@@ -49,19 +36,54 @@ NODES = between(0, 64)
 DEFAULT_TOKENS: dict[PolicyName, int] = {"throughput": MOST_TOKENS, "acceptance-ema": 4, "fixed": 4}
 
 _EMA = "with acceptance-ema: "
-_OF_EMA = ("disable_at_rows", "threshold", "alpha", "adaptive", "dynamic")
+_OF_EMA = (
+    *("disable_by_batch_size", "acceptance_rate_threshold", "acceptance_rate_ema_alpha"),
+    *("adaptive_k", "dynamic_spec_decode"),
+)
 HEAD_BITS = "quantize the head on load; 16: do not (default: the target's bits if it has 4 or 8)"
+IN_MEMORY = Limit(
+    lambda gigabytes: gigabytes >= 1e-9 and late("eagle_mlx.memory:fits_machine")(gigabytes),
+    "must be above 0 and at most this machine's memory, not {} GB",
+)
+
+
+@dataclass(frozen=True)
+class MemoryOptions(Group):
+    """The engine's memory for the KV cache, and its positions per forward."""
+
+    prefill_chunk: int = setting(
+        PREFILL_CHUNK,
+        "prompt tokens per forward, for all requests together; more need more memory and delay decoding requests",
+        AT_LEAST_1,
+    )
+    kv_gb: float | None = setting(
+        None,
+        "memory for KV caches; requests that do not fit wait (default: four fifths of the memory left after "
+        "weights); on machines of up to 16 GB, three fifths",
+        IN_MEMORY,
+        metavar="GB",
+    )
+    exact: bool = setting(
+        False,
+        "read two positions in plain rounds, too, so that all rounds use the same kernels; eagle-doctor says whether "
+        "your machine needs it",
+    )
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Bytes for the KV cache; None for a share of the memory left after the weights."""
+        return bytes_of(self.kv_gb)
+
+
+def bytes_of(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else round(gigabytes * 1e9)
 
 
 @dataclass(frozen=True)
 class Speculation(Group):
     """How tokens are drafted, and how many."""
 
-    mode: Mode | None = setting(
-        None,
-        "how to draft (default: with the given head or draft model)",
-        name="spec_decode",
-    )
+    mode: Mode | None = setting(None, "how to draft (default: with the given head or draft model)", name="spec_decode")
     head: str | None = setting(
         None,
         "folder or hub id of the head, or none; auto uses a head trained or downloaded here, the model's own "
@@ -95,8 +117,7 @@ class Speculation(Group):
     ngram_min: int | None = setting(None, "shortest n-gram (default: 1; 3 with a head or draft model)", AT_LEAST_1)
     prompt_lookup: bool = setting(True, "look for n-grams in the prompt, too", name="ngram_prompt_lookup")
     acceptance: Acceptance = setting(
-        "auto",
-        "rule that accepts drafts of sampled text (threshold is lossy: drafts change the text)",
+        "auto", "rule that accepts drafts of sampled text (threshold is lossy: drafts change the text)"
     )
     least_probability: float = setting(
         SamplingParams.threshold,
@@ -123,25 +144,26 @@ class Speculation(Group):
         name="prior",
     )
     disable_at_rows: int = setting(0, f"{_EMA}no drafts for N or more requests", AT_LEAST_0, "disable_by_batch_size")
-    threshold: float = setting(
-        0.3, f"{_EMA}no drafts below this acceptance", SHARE, name="acceptance_rate_threshold", metavar="R"
-    )
+    threshold: float = setting(0.3, f"{_EMA}no drafts below this acceptance", SHARE, "acceptance_rate_threshold", "R")
     alpha: float = setting(
         0.1,
         f"{_EMA}weight of the newest round",
         Limit(lambda alpha: 0 < alpha <= 1, "must be above 0 and at most 1, not {}"),
-        name="acceptance_rate_ema_alpha",
-        metavar="A",
+        "acceptance_rate_ema_alpha",
+        "A",
     )
     adaptive: bool = setting(True, f"{_EMA}draft fewer than K tokens if fewer are accepted", name="adaptive_k")
     dynamic: bool = setting(True, f"{_EMA}turn drafting off below the threshold", name="dynamic_spec_decode")
 
     def _check(self) -> None:
         ema, has_model = self.policy == "acceptance-ema", self.draft_model is not None
-        ignored = [flag(each.name) for each in _of_ema() if getattr(self, each.field) != each.default]
+        ignored = [flag(name) for name in _OF_EMA if self.value(name) != find(Speculation, name).default]
         named_head = None if self.head == NO_HEAD else self.head
-        needs = {"--head": (named_head, _HEADS), "--head-bits": (self.head_bits, _HEADS)}
-        needs["--draft-model"] = (self.draft_model, ("draft",))
+        needs = {
+            "--head": (named_head, _HEADS),
+            "--head-bits": (self.head_bits, _HEADS),
+            "--draft-model": (self.draft_model, ("draft",)),
+        }
         unused = [name for name, (given, modes) in needs.items() if given and self.mode not in (None, "none", *modes)]
         low, high = self.ngram_min, self.ngram_max
         for wrong, message in (
@@ -160,27 +182,26 @@ class Speculation(Group):
     @classmethod
     def of(cls, **settings: Any) -> Self:
         """Return the settings, including those of `--speculative-config` and the policy that they imply."""
-        known = _from_json(settings.pop("speculative_config", None))
-        own = {find(cls, name).field: value for name, value in settings.items()}
-        if own.get("mode") == AUTO:
-            own["mode"] = "ngram" if own.get("head") == NO_HEAD and own.get("draft_model") is None else None
-        given = {field for field, value in own.items() if value is not None}
-        if clash := [flag(name) for name, each in settings_of(cls).items() if each.field in known.keys() & given]:
+        in_one = _from_json(settings.pop("speculative_config", None))
+        if settings.get("spec_decode") == AUTO:
+            is_plain = settings.get("head") == NO_HEAD and settings.get("draft_model") is None
+            settings["spec_decode"] = "ngram" if is_plain else None
+        given = [name for name, value in settings.items() if value is not None]
+        if clash := [flag(name) for name in given if find(cls, name).field in in_one]:
             raise ConfigError(f"{', '.join(clash)}: set by both --speculative-config and a flag; give one of them")
-        if "policy" not in given and given.intersection(_OF_EMA):
-            own["policy"] = "acceptance-ema"
-        return cls(**own, **known)
+        if "spec_policy" not in given and not set(_OF_EMA).isdisjoint(given):
+            settings["spec_policy"] = "acceptance-ema"
+        return cls(**{find(cls, name).field: value for name, value in settings.items()} | in_one)
 
     def for_target(self, target: str | None) -> tuple[str | Path, Self]:
         """Return the target, or the embedded one, and its speculation. AUTO is for `load_proposer` to find a head."""
-        resolved, model = self, target or embedded("target")
+        resolved = self
         if self.head in (None, AUTO) and self.draft_model is None and self.mode in (None, *_HEADS):
             head = AUTO if target is not None or self.mode == "mtp" else str(embedded("head"))
             resolved = replace(self, head=head)
         elif self.head == NO_HEAD:
-            mode = self.mode or ("draft" if self.draft_model is not None else "none")
-            resolved = replace(self, head=None, mode=mode)
-        return model, resolved
+            resolved = replace(self, head=None, mode=self.mode or ("draft" if self.draft_model is not None else "none"))
+        return target or embedded("target"), resolved
 
     @property
     def depth(self) -> int:
@@ -228,7 +249,8 @@ class Speculation(Group):
 
     def with_policy(self, policy: PolicyName, num_tokens: int | None) -> Self:
         """Return these settings with another policy and depth. Raises ConfigError if the policy cannot have them."""
-        defaults = {each.field: each.default for each in _of_ema() if policy != "acceptance-ema"}
+        ignored = [find(Speculation, name) for name in _OF_EMA if policy != "acceptance-ema"]
+        defaults = {declared.field: declared.default for declared in ignored}
         return replace(self, policy=policy, num_tokens=num_tokens, **defaults)
 
     def _ngrams(self, longest: int, shortest: int) -> em.NgramProposer:
@@ -288,32 +310,27 @@ class Speculation(Group):
 
     def __str__(self) -> str:
         mode = self.resolved_mode()
-        source = f" head {self.head}" if mode in _HEADS else f" model {self.draft_model}" if mode == "draft" else ""
         if mode == "none":
             return "none, plain decoding"
+        source = f" head {self.head}" if mode in _HEADS else f" model {self.draft_model}" if mode == "draft" else ""
         trees = f", or trees of up to {self.tree_nodes}" if self.tree_nodes else ""
         also = " and n-grams" if self.ngrams and mode != "ngram" and self.policy == "throughput" else ""
         return f"{mode}{source}{also}, up to {self.depth} tokens a round{trees}, policy {self.policy}"
 
 
-def _of_ema() -> list[Setting]:
-    return [each for each in settings_of(Speculation).values() if each.field in _OF_EMA]
-
-
 def _from_json(text: str | None) -> dict[str, Any]:
     """Return the fields of `Speculation` that a `--speculative-config` sets. Raises ConfigError."""
-    said = "--speculative-config"
     if text is None:
         return {}
     try:
         config = json.loads(text)
     except json.JSONDecodeError as e:
-        raise ConfigError(f"{said} is not JSON: {e}") from e
+        raise ConfigError(f"--speculative-config is not JSON: {e}") from e
     if not isinstance(config, dict):
-        raise ConfigError(f'{said} must be an object, such as {{"method": "ngram"}}')
+        raise ConfigError('--speculative-config must be an object, such as {"method": "ngram"}')
     method = config.pop("method", None)
     if method not in _METHODS:
-        raise ConfigError(f"{said}: `method` must be one of {', '.join(_METHODS)}; got {method!r}")
+        raise ConfigError(f"--speculative-config: `method` must be one of {', '.join(_METHODS)}; got {method!r}")
     mode = _METHODS[method]
     names = {"num_speculative_tokens": "num_tokens"}
     if mode == "ngram":
@@ -322,7 +339,7 @@ def _from_json(text: str | None) -> dict[str, Any]:
         names["model"] = "draft_model" if mode == "draft" else "head"
     if unknown := [key for key in config if key not in names]:
         keys = ", ".join(["method", *names])
-        raise ConfigError(f"{said}: unknown key {unknown[0]!r} for {method}; the keys are {keys}")
+        raise ConfigError(f"--speculative-config: unknown key {unknown[0]!r} for {method}; the keys are {keys}")
     return {"mode": mode, **{names[key]: value for key, value in config.items()}}
 
 
@@ -340,18 +357,18 @@ def load_proposer(
 
     if speculation.head != AUTO or speculation.resolved_mode() == "none":
         return speculation, speculation.proposer(target)
-    for found in usable_heads(name, say, fingerprint(target), speculation.mode):
-        one = replace(speculation, head=found.head, mode=speculation.mode or found.mode)
+    for match in usable_heads(name, say, fingerprint(target), speculation.mode):
+        chosen = replace(speculation, head=match.head, mode=speculation.mode or match.mode)
         try:
-            proposer = one.proposer(target)
+            proposer = chosen.proposer(target)
             em.Engine(target, proposer, max_batch=1)  # check that the target has the hidden states that the head reads
         except em.EagleError as e:
-            say(f"head: {found.head} is skipped: {e}")
+            say(f"head: {match.head} is skipped: {e}")
             continue
-        say(f"head: {found.about}")
-        return one, proposer
+        say(f"head: {match.about}")
+        return chosen, proposer
     if speculation.mode is not None:
         raise ConfigError(f"--spec-decode {speculation.mode}: no head is known for {target.name}; give --head")
     say(f"head: none found for {target.name}; n-grams draft when that is faster (for other ways, see docs/heads.md)")
-    without = replace(speculation, head=None, head_bits=None, mode="ngram")
-    return without, without.proposer(target)
+    ngrams = replace(speculation, head=None, head_bits=None, mode="ngram")
+    return ngrams, ngrams.proposer(target)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from time import perf_counter
+from time import perf_counter_ns
 
 import eagle_mlx as em
 from eagle_mlx.command import Stop, Stopped, exit_code, read
 from eagle_mlx.errors import EagleError, PromptError
+from eagle_mlx.progress import counted
 from eagle_mlx.request import Chunk, encode
 from eagle_mlx.sampling_params import limit_of
 from eagle_mlx.setting import setting
@@ -54,36 +56,25 @@ class ChatOptions(DecodingOptions):
     sampling: ChatSampling = field(default_factory=ChatSampling)
 
 
-@dataclass
-class Tally:
-    """Counts of one answer or of several."""
+class Tally(Counter[str]):
+    """Counts of one answer or of several: `tokens`, `drafted` ones that were accepted, and `rounds`.
 
-    answers: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    """Accepted draft tokens."""
-    rounds: int = 0
-    timed: int = 0
-    """Tokens after the first chunk of each answer."""
-    seconds: float = 0.0
-    """The time that these took."""
+    `timed` are the tokens after each answer's first chunk, and `nanoseconds` their time.
+    """
 
-    def add(self, chunk: Chunk, seconds: float) -> None:
+    def count(self, chunk: Chunk, nanoseconds: int) -> None:
         """Count a chunk that came this long after the one before."""
-        if self.tokens:
-            self.timed, self.seconds = self.timed + len(chunk.tokens), self.seconds + seconds
-        self.tokens, self.drafted = self.tokens + len(chunk.tokens), self.drafted + sum(chunk.from_draft)
+        size = len(chunk.tokens)
+        if self["tokens"]:
+            self.update(timed=size, nanoseconds=nanoseconds)
         # A round ends with the target's own token, unless the text ended within its draft.
-        self.rounds += chunk.from_draft.count(0) + chunk.from_draft.endswith(b"\1")
-
-    def __iadd__(self, other: Tally) -> Tally:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-        return self
+        rounds = chunk.from_draft.count(0) + chunk.from_draft.endswith(b"\1")
+        self.update(tokens=size, drafted=sum(chunk.from_draft), rounds=rounds)
 
     def __str__(self) -> str:
-        speed = f"{self.timed / self.seconds:.1f} tokens/s" if self.timed else "too short for tokens/s"
-        return f"τ {self.tokens / max(1, self.rounds):.2f}, {speed}, {self.drafted} of {self.tokens} tokens drafted"
+        tokens, timed = self["tokens"], self["timed"]
+        speed = f"{1e9 * timed / self['nanoseconds']:.1f} tokens/s" if timed else "too short for tokens/s"
+        return f"τ {tokens / max(1, self['rounds']):.2f}, {speed}, {self['drafted']} of {tokens} tokens drafted"
 
 
 class TerminalChat:
@@ -94,8 +85,8 @@ class TerminalChat:
         tokenizer = engine.target.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
             raise PromptError(f"{engine.target.name} has no chat template; use eagle-generate, which continues text")
-        self.engine, self.tokenizer, self.options = engine, tokenizer, options
-        self.params = options.params()
+        self.engine, self.tokenizer = engine, tokenizer
+        self.options, self.params = options, options.params()
         self.color = options.color and has_color(sys.stdout)
         self.system, self.turns = options.system, list[dict[str, str]]()
         self.total = Tally()
@@ -117,15 +108,15 @@ class TerminalChat:
     def answer(self, line: str) -> None:
         """Answer a turn, and print the answer and its figures. A turn that cannot be answered is forgotten."""
         self.turns.append({"role": "user", "content": line})
-        tally, text, began, stop = Tally(answers=1), "", perf_counter(), Stop()
+        tally, text, began, stop = Tally(), "", perf_counter_ns(), Stop()
         render = renderer(self.tokenizer, self.params.stop, self.color)
         try:
             with stop.listening(), stop.deferred(), closing(self.engine.stream(self.messages, self.params)) as chunks:
                 for chunk in chunks:
                     print(render(chunk), end="", flush=True)
                     text += chunk.text
-                    now = perf_counter()
-                    tally.add(chunk, now - began)
+                    now = perf_counter_ns()
+                    tally.count(chunk, now - began)
                     began = now
                     if chunk.output is not None and chunk.output.error is not None:
                         raise PromptError(chunk.output.error)
@@ -139,7 +130,7 @@ class TerminalChat:
             return
         print(flush=True)
         self.turns.append({"role": "assistant", "content": text})
-        self.total += tally
+        self.total.update(tally, answers=1)
         self.options.say(painted(str(tally), DIM) if self.color and has_color(sys.stderr) else str(tally))
 
     def command(self, name: str, text: str = "") -> bool:
@@ -155,7 +146,7 @@ class TerminalChat:
                 note(f"system prompt: {self.system or 'none'}")
             case "/stats":
                 length = len(encode(self.engine.target, self.messages)) if self.turns else 0
-                note(f"{self.total}, {self.total.answers} answer{'s' * (self.total.answers != 1)}")
+                note(f"{self.total}, {counted(self.total['answers'], 'answer')}")
                 note(f"the conversation has {length} of {self.engine.target.context_length} tokens")
             case "/help":
                 note(COMMANDS)

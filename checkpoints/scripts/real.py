@@ -28,9 +28,8 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.machine import describe
 from eagle_mlx.policy.throughput import MOST_TOKENS, levels_for
 from eagle_mlx.serve.bench import report
-from eagle_mlx.serve.bench.decoding import Mode, tolerance_for
-from eagle_mlx.serve.bench.measure import measure
-from eagle_mlx.serve.bench.modes import BenchModels, build_modes
+from eagle_mlx.serve.bench.measure import measure, tolerance_for
+from eagle_mlx.serve.bench.modes import BenchModels, Mode, build_modes
 from eagle_mlx.serve.bench.options import BenchConfig
 from eagle_mlx.serve.bench.report import BenchRun
 from eagle_mlx.serve.prompts import read_questions

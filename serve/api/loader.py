@@ -17,9 +17,8 @@ from eagle_mlx.memory import gb
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.target_options import TargetOptions
 
-from ..bench.decoding import compare, tolerance_for
-from ..memory_options import bytes_of
-from ..speculation import AUTO, NO_HEAD, load_proposer
+from ..bench.measure import compare, tolerance_for
+from ..speculation import AUTO, NO_HEAD, bytes_of, load_proposer
 from .model import Loaded, sampling_defaults
 from .options import LoadConfig
 from .service import ModelSource

@@ -25,8 +25,7 @@ from eagle_mlx.setting import (
 )
 from eagle_mlx.target_options import TargetOptions
 
-from ..memory_options import IN_MEMORY, MemoryOptions
-from ..speculation import TARGET_HELP, Speculation
+from ..speculation import IN_MEMORY, TARGET_HELP, MemoryOptions, Speculation
 
 if TYPE_CHECKING:
     from ..chat import Volatile

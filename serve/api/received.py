@@ -14,7 +14,7 @@ from fastapi import Request
 
 from eagle_mlx import EagleError
 
-from ..log_once import log_once
+from .. import log_once
 from .encoding import Encoder
 from .errors import ApiError, bad_request, client_gone, shortened
 from .limits import has_more_containers, read_body

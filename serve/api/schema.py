@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from eagle_mlx.sampling_params import Acceptance
 
-from ..log_once import log_once
+from .. import log_once
 from ..speculation import Mode, PolicyName
 from .errors import ApiError
 

@@ -15,7 +15,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.files import check_writable, disk_bytes, name_of
 from eagle_mlx.memory import free_memory, gb, models_bytes
 
-from ..memory_options import bytes_of
+from ..speculation import bytes_of
 from .guard import is_loopback
 from .loader import check, load, several
 from .models import Models, read_models

@@ -1,30 +1,102 @@
-"""Time every mode on the same prompts, in turns, and compute the figures."""
+"""Time every mode on the same prompts, in turns, compare the texts, and compute the figures."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from tqdm import tqdm
 
-from eagle_mlx import Output, Target
+from eagle_mlx import Output, SamplingParams, Target
+from eagle_mlx.decoding.sampling import SamplingBatch, gumbel
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.progress import counted, progress_bar, show_step
 from eagle_mlx.text import is_loop
 
-from ..memory_options import MemoryOptions
 from ..prompts import Question
-from . import decoding
-from .modes import BenchModels, EngineMode, MlxLmMode
+from ..speculation import MemoryOptions
+from .modes import BenchModels, EngineMode, MlxLmMode, Mode, Timed, take_turns
 from .options import BASELINES, BenchConfig
 from .report import BenchRun, Category
 
 GROUP_PER_ROW = 4
 """Prompts per row of the batch in one turn. Rows that end early are filled with further prompts."""
+
+
+def acceptance_length(outputs: Sequence[Output]) -> float:
+    """Return τ over all outputs: tokens emitted per target forward, bonus tokens included."""
+    return sum(len(output.tokens) for output in outputs) / max(1, sum(output.rounds for output in outputs))
+
+
+def acceptance_by_position(outputs: Sequence[Output]) -> list[float]:
+    """For each draft position, return the share of rounds that accepted it among those that drafted it."""
+    drafted = map(sum, zip_longest(*(output.drafted_by_position for output in outputs), fillvalue=0))
+    accepted = map(sum, zip_longest(*(output.accepted_by_position for output in outputs), fillvalue=0))
+    return [hits / count for hits, count in zip_longest(accepted, drafted, fillvalue=0) if count]
+
+
+# Larger than a forward's rounding errors, and much smaller than real differences. In float32 with OpenBLAS, logits of
+# one token and of eight differ by up to 3e-5. For 16-bit types: two steps between logits of 8 and 16.
+TOLERANCES = {mx.float32: 1e-3, mx.float16: 0.016, mx.bfloat16: 0.125}
+
+
+@dataclass(frozen=True)
+class TextComparison:
+    """How one mode's continuations compare with the reference's, counted by prompt."""
+
+    identical: int = 0
+    excused: int = 0
+    """Continuations whose first difference is a near-tie: both tokens are within the tolerance of the target's best."""
+    different: int = 0
+
+
+def tolerance_for(model: Target | Mode) -> float:
+    """Return how close two logits must be for rounding in the model's type to decide between them."""
+    return TOLERANCES.get(model.dtype, 1e-3)
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Return the first index at which two continuations differ, or at which one ends; None if they are equal."""
+    return next((index for index, (left, right) in enumerate(zip_longest(a, b)) if left != right), None)
+
+
+def compare(
+    target: Target,
+    prompts: Sequence[list[int]],
+    reference: Sequence[Sequence[int]],
+    tokens: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    tolerance: float,
+) -> TextComparison:
+    """Count the continuations that are equal to the reference's, differ by rounding, or differ otherwise."""
+    identical = excused = 0
+    for prompt, expected, actual, own in zip(prompts, reference, tokens, params, strict=True):
+        at = first_difference(expected, actual)
+        if at is None:
+            identical += 1
+        elif at < min(len(expected), len(actual)):
+            candidates = {expected[at], actual[at]}
+            excused += _is_near_tie(target, [*prompt, *expected[:at]], candidates, own, tolerance)
+    return TextComparison(identical, excused, len(prompts) - identical - excused)
+
+
+def _is_near_tie(
+    target: Target, tokens: list[int], candidates: set[int], params: SamplingParams, tolerance: float
+) -> bool:
+    """Return whether both candidates' scores (logits + temperature x noise) are within the tolerance of the best."""
+    scores = target.forward(mx.array([tokens], mx.int32)).logits[:, -1:].astype(mx.float32)
+    if params.rule != "greedy":
+        batch = SamplingBatch.of([params], [params.seed or 0])
+        position = mx.array([[len(tokens)]], mx.int32)
+        scores = scores + params.temperature * gumbel(batch, position, scores.shape[-1])
+    by_token = np.array(scores[0, 0])
+    return all(by_token.max() - by_token[candidate] < tolerance for candidate in candidates)
 
 
 Place = tuple[int, int]
@@ -33,7 +105,7 @@ Place = tuple[int, int]
 
 @dataclass
 class _Results:
-    mode: decoding.Mode
+    mode: Mode
     prompts: dict[Place, list[int]] = field(default_factory=dict)
     continuations: dict[Place, Output] = field(default_factory=dict)
     times: list[dict[Place, tuple[float, float]]] = field(default_factory=list)
@@ -43,41 +115,22 @@ class _Results:
     def outputs(self, places: Iterable[Place]) -> list[Output]:
         return [self.continuations[place] for place in places]
 
-    def seconds(self, kept: Sequence[Place]) -> list[float]:
-        """Return the seconds of each repeat over the kept groups."""
-        return [sum(whole for place, (whole, _) in repeat.items() if place in kept) for repeat in self.times]
+    def seconds(self, kept: Sequence[Place]) -> Any:
+        """Return the seconds of the kept groups, whole and to the first tokens: float64 [2, repeats]."""
+        return np.array([[repeat[place] for place in repeat if place in kept] for repeat in self.times]).sum(axis=1).T
 
-    def rates(self, kept: Sequence[Place]) -> list[float]:
-        """Return the tokens per second of each repeat."""
-        tokens = sum(len(one.tokens) for one in self.outputs(kept))
-        return [tokens / max(seconds, 1e-9) for seconds in self.seconds(kept)]
-
-    def decode_rate(self, kept: Sequence[Place]) -> float | None:
-        """Return the tokens per second without the first tokens and the time to them: the median of the repeats.
-
-        None if the answers are too short to tell: the two times are measured apart, so the first may be the longer one.
-        """
-        tokens = sum(len(one.tokens) - 1 for one in self.outputs(kept))
-        rest = median(
-            sum(whole - first for place, (whole, first) in repeat.items() if place in kept) for repeat in self.times
-        )
-        return tokens / rest if rest > 0 and tokens else None
-
-    def prompt_rate(self, kept: Sequence[Place]) -> float:
-        """Return the prompt tokens per second, up to the first new tokens: the median of the repeats."""
-        firsts = [sum(first for place, (_, first) in repeat.items() if place in kept) for repeat in self.times]
-        return sum(len(self.prompts[place]) for place in kept) / max(median(firsts), 1e-9)
+    def rates(self, kept: Sequence[Place]) -> Any:
+        """Return the tokens per second of each repeat: float64 [repeats]."""
+        return sum(len(output.tokens) for output in self.outputs(kept)) / self.seconds(kept)[0].clip(1e-9)
 
     def ratio_to(self, baseline: _Results | None, kept: Sequence[Place]) -> float | None:
         """Return the speedup over a baseline: the median of the repeats' ratios."""
-        if baseline is None:
-            return None
-        return median(mine / its for mine, its in zip(self.rates(kept), baseline.rates(kept), strict=True))
+        return None if baseline is None else float(np.median(self.rates(kept) / baseline.rates(kept)))
 
 
 def measure(
     target: Target,
-    modes: Sequence[decoding.Mode],
+    modes: Sequence[Mode],
     prompts: Sequence[Sequence[int] | Question],
     config: BenchConfig,
     progress: bool = True,
@@ -103,33 +156,36 @@ class _Measurement:
     def __init__(
         self,
         target: Target,
-        modes: Sequence[decoding.Mode],
+        modes: Sequence[Mode],
         questions: Sequence[Question],
         config: BenchConfig,
         progress: bool,
     ):
-        self.target, self.questions, self.config, self.progress = target, questions, config, progress
+        self.target, self.questions, self.config = target, questions, config
         self.turns = range(1 + max(len(question.later) for question in questions))
-        places = [(at, turn) for turn in self.turns for at, one in enumerate(questions) if turn <= len(one.later)]
+        places = [(at, turn) for turn in self.turns for at, asked in enumerate(questions) if turn <= len(asked.later)]
         self.params = dict(zip(places, config.params(len(places), config.max_tokens), strict=True))
         self.results = [_Results(mode) for mode in modes]
-        self.reference = self._reference()
+        self.reference = _Results(self._reference(modes))
+        self.bar = partial(progress_bar, disable=not progress)
 
     def run(self) -> list[BenchRun]:
         kept, over = list[Place](), set[int]()
         for turn in self.turns:
-            asked = [(at, which) for at, which in self.params if which == turn and at not in over]
+            places = [(at, which) for at, which in self.params if which == turn and at not in over]
             for result in [*self.results, self.reference]:
-                self._ask(result, asked)
+                for place in places:
+                    before = [result.continuations[place[0], earlier].text for earlier in range(turn)]
+                    result.prompts[place] = self.questions[place[0]].encode(self.target, before)
             if turn == 0:
-                with self._bar("warm-up", len(self.results), "mode") as bar:
+                with self.bar(desc="warm-up", total=len(self.results), unit="mode") as bar:
                     for result in self.results:
                         self._decode([result], [(0, 0)], bar)
                         bar.update()
-            last = self._time(asked)
-            over |= {at for at, _ in set(asked) - set(last)}
+            last = self._time(places)
+            over |= {at for at, _ in set(places) - set(last)}
             kept += last
-        with self._bar("comparison", len(self.results), "mode") as bar:
+        with self.bar(desc="comparison", total=len(self.results), unit="mode") as bar:
             runs = []
             for result in self.results:
                 show_step(bar, result.mode.name, first=True)
@@ -137,53 +193,41 @@ class _Measurement:
                 bar.update()
         return runs
 
-    def _reference(self) -> _Results:
+    def _reference(self, modes: Sequence[Mode]) -> Mode:
         config, target = self.config, self.target
-        exact = any(isinstance(result.mode, EngineMode) and result.mode.engine.exact for result in self.results)
+        exact = any(isinstance(mode, EngineMode) and mode.engine.exact for mode in modes)
         if config.temperature or config.ignore_eos or target.is_sharded or exact:
-            return _Results(EngineMode("plain", BenchModels(target, memory=MemoryOptions(exact=exact)), 1))
-        return _Results(MlxLmMode(target))
-
-    def _ask(self, result: _Results, places: Sequence[Place]) -> None:
-        for at, turn in places:
-            before = [result.continuations[at, earlier].text for earlier in range(turn)]
-            result.prompts[at, turn] = self.questions[at].encode(self.target, before)
-
-    def _bar(self, title: str, total: int, unit: str) -> tqdm[Any]:
-        return progress_bar(total=total, desc=title, unit=unit, disable=not self.progress)
+            return EngineMode("plain", BenchModels(target, memory=MemoryOptions(exact=exact)), 1)
+        return MlxLmMode("mlx-lm", target)
 
     def _decode(
         self, results: Sequence[_Results], group: Sequence[Place], bar: tqdm[Any], first: bool = False
-    ) -> list[decoding.Timed]:
+    ) -> list[Timed]:
         """Decode some prompts by several modes, to the end or to the first token. The bar shows the active mode."""
 
-        def watch(mode: decoding.Mode, tokens: int) -> None:
+        def watch(mode: Mode, tokens: int) -> None:
             show_step(bar, f"{mode.name}: {counted(tokens, 'token')}", first=not tokens)
 
         params = [replace(self.params[place], max_tokens=1) if first else self.params[place] for place in group]
         jobs = [(result.mode, [result.prompts[place] for place in group]) for result in results]
-        return decoding.take_turns(jobs, params, 0 if first else self.config.turn, watch)
+        return take_turns(jobs, params, 0 if first else self.config.turn, watch)
 
     def _time(self, places: Sequence[Place]) -> list[Place]:
         """Time every mode on some turns. Return those on which the reference does not loop."""
-        with self._bar("reference", len(places), "prompt") as bar:
+        texts, least = self.reference.continuations, self.config.least_distinct
+        with self.bar(desc="reference", total=len(places), unit="prompt") as bar:
             for place in places:
-                self.reference.continuations[place] = self._decode([self.reference], [place], bar)[0].outputs[0]
+                texts[place] = self._decode([self.reference], [place], bar)[0].outputs[0]
                 bar.update()
-        kept = self._kept(places)
+        kept = [place for place in places if not is_loop(texts[place].tokens, least)]
+        if not kept and (0, 0) in places:
+            raise ConfigError(
+                f"all {len(texts)} continuations loop (their share of distinct 4-grams is below {least:g}), so there "
+                "is nothing to measure; use other prompts or a better target"
+            )
         self._repeat(0, self._groups(kept) + self._groups([place for place in places if place not in kept]))
         for repeat in range(1, self.config.repeats):
             self._repeat(repeat, self._groups(kept))
-        return kept
-
-    def _kept(self, places: Sequence[Place]) -> list[Place]:
-        said, least = self.reference.continuations, self.config.least_distinct
-        kept = [place for place in places if not is_loop(said[place].tokens, least)]
-        if not kept and (0, 0) in places:
-            raise ConfigError(
-                f"all {len(said)} continuations loop (their share of distinct 4-grams is below {least:g}), so there is "
-                "nothing to measure; use other prompts or a better target"
-            )
         return kept
 
     def _groups(self, places: Sequence[Place]) -> list[Sequence[Place]]:
@@ -201,7 +245,7 @@ class _Measurement:
             if len(result.times) == repeat:
                 result.times.append({})
         title = f"repeat {repeat + 1}/{self.config.repeats}"
-        with self._bar(title, sum(map(len, groups)), "prompt") as bar:
+        with self.bar(desc=title, total=sum(map(len, groups)), unit="prompt") as bar:
             for number, group in enumerate(groups):
                 start = number % len(self.results)
                 ordered = [*self.results[start:], *self.results[:start]]
@@ -214,10 +258,16 @@ class _Measurement:
                 bar.update(len(group))
 
     def _figures(self, result: _Results, kept: Sequence[Place]) -> BenchRun:
-        mode, said, identity = result.mode, result.outputs(kept), self._identity(result)
+        mode, outputs, identity = result.mode, result.outputs(kept), self._identity(result)
         reference = self.reference.mode
         by_mode = {(other.mode.name, other.mode.batch): other for other in self.results}
         mlx_lm, plain = by_mode.get(("mlx-lm", 1)), by_mode.get(("plain", mode.batch))
+        tokens = sum(len(output.tokens) for output in outputs)
+        drafted = sum(output.drafted for output in outputs)
+        whole, first = result.seconds(kept)
+        # The two times are measured apart, so the first may be the longer one if answers are short.
+        later, later_seconds = tokens - len(kept), float(np.median(whole - first))
+        prompt_tokens = sum(len(result.prompts[place]) for place in kept)
         return BenchRun(
             mode=mode.name,
             batch=mode.batch,
@@ -225,45 +275,46 @@ class _Measurement:
             nodes=mode.nodes,
             policy=mode.policy,
             temperature=self.config.temperature,
-            tokens_per_second=median(result.rates(kept)),
-            decode_tokens_per_second=result.decode_rate(kept),
+            tokens_per_second=float(np.median(result.rates(kept))),
+            decode_tokens_per_second=later / later_seconds if later and later_seconds > 0 else None,
             ratio_to_mlx_lm=result.ratio_to(mlx_lm, kept),
             ratio_to_mlx_lm_batch=result.ratio_to(by_mode.get(("mlx-lm-batch", mode.batch)), kept),
             ratio_to_plain=result.ratio_to(plain, kept),
-            acceptance_length=decoding.acceptance_length(said),
-            acceptance_by_position=decoding.acceptance_by_position(said),
+            acceptance_length=acceptance_length(outputs),
+            acceptance_by_position=acceptance_by_position(outputs),
             identical=identity.different == 0 if identity else None,
             identical_count=identity.identical if identity else None,
             excused=identity.excused if identity else None,
             prompts=len(kept),
             left_out_looping=len(result.continuations) - len(kept),
-            tokens=sum(len(one.tokens) for one in said),
-            seconds=median(result.seconds(kept)),
+            tokens=tokens,
+            seconds=float(np.median(whole)),
             by_category=self._by_category(result, mlx_lm, plain, kept),
             model=mode.model,
             dtype=type_name(mode.dtype),
             reference=f"{reference.name}, {reference.model} in {type_name(reference.dtype)}",
-            prompt_tokens_per_second=result.prompt_rate(kept),
-            acceptance_rate=decoding.acceptance_rate(said),
+            prompt_tokens_per_second=prompt_tokens / max(float(np.median(first)), 1e-9),
+            acceptance_rate=sum(output.accepted for output in outputs) / drafted if drafted else None,
             peak_bytes=result.peak,
         )
 
     def _by_category(
         self, result: _Results, mlx_lm: _Results | None, plain: _Results | None, kept: Sequence[Place]
     ) -> tuple[Category, ...]:
-        found = []
+        categories = []
         for name, count in Counter(self.questions[at].category for at, _ in sorted(result.continuations)).items():
             own = [place for place in kept if self.questions[place[0]].category == name]
-            figures: tuple[float | None, ...] = (None, None, None, None)
+            if name is None:
+                continue
+            category = Category(name, len(own), count - len(own), None, None, None)
             if own:
-                tau = decoding.acceptance_length(result.outputs(own))
+                speed, tau = float(np.median(result.rates(own))), acceptance_length(result.outputs(own))
                 ratios = result.ratio_to(mlx_lm, own), tau, result.ratio_to(plain, own)
-                figures = (median(result.rates(own)), *ratios)
-            if name is not None:
-                found.append(Category(name, len(own), count - len(own), *figures))
-        return tuple(found)
+                category = Category(name, len(own), count - len(own), speed, *ratios)
+            categories.append(category)
+        return tuple(categories)
 
-    def _identity(self, result: _Results) -> decoding.TextComparison | None:
+    def _identity(self, result: _Results) -> TextComparison | None:
         """Compare all texts, including left-out prompts. None for mlx-lm's sampling and batches, and for other rules.
 
         After a difference, the prompts of later turns differ too. They are excused: the difference counts once.
@@ -273,12 +324,12 @@ class _Measurement:
         if name == "mlx-lm-batch" or (config.temperature > 0 and draws_differ):
             return None
         same = [place for place, prompt in sorted(result.prompts.items()) if self.reference.prompts[place] == prompt]
-        tolerance = max(decoding.tolerance_for(self.target), decoding.tolerance_for(result.mode))
-        identity = decoding.compare(
+        tolerance = max(tolerance_for(self.target), tolerance_for(result.mode))
+        identity = compare(
             self.target,
             [result.prompts[place] for place in same],
-            [one.tokens for one in self.reference.outputs(same)],
-            [one.tokens for one in result.outputs(same)],
+            [output.tokens for output in self.reference.outputs(same)],
+            [output.tokens for output in result.outputs(same)],
             [self.params[place] for place in same],
             tolerance if config.tolerance is None else config.tolerance,
         )

@@ -1,10 +1,12 @@
-"""The modes that are compared, with one interface."""
+"""The modes that are compared, with one interface, and the turns that they take."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -19,10 +21,94 @@ from eagle_mlx.hooks import without_hooks
 from eagle_mlx.proposers.base import Proposer
 from eagle_mlx.target import Target, arrays_of, nbytes_of
 
-from ..memory_options import MemoryOptions
-from ..speculation import PolicyName, Speculation
-from .decoding import Decoding, Mode
+from ..speculation import MemoryOptions, PolicyName, Speculation
 from .options import NEEDS, STOCK, USE_HEAD, ModeName
+
+Decoding = Generator[int, None, list[Output]]
+"""Yields the number of new tokens after every step; returns the output of each prompt."""
+
+
+class Mode(ABC):
+    """A way of decoding."""
+
+    name: ModeName
+    model: str
+    """The model that decodes, and the library that loaded it if that is not EAGLE-MLX."""
+    dtype: mx.Dtype
+    batch = 1
+    depth = 0
+    nodes = 0
+    """Tokens of a draft tree; 0 for chains."""
+    policy: PolicyName = "fixed"
+    weights = 0
+    """Bytes of the weights of the models that this mode uses."""
+    held = 0
+    """Bytes that this mode keeps between its turns, without weights."""
+
+    @abstractmethod
+    def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
+        """Decode token-id prompts to their ends. Outputs are in the order of the prompts."""
+
+    def sync(self) -> None:
+        """Wait for dispatched work that is no longer needed, so that it does not slow the next timing."""
+        mx.synchronize()
+
+
+Watch = Callable[[Mode, int], None]
+"""Called before each turn and after each step, with the number of new tokens so far."""
+
+
+@dataclass
+class Timed:
+    """A mode's decoding of some prompts, its time and memory so far, and its outputs."""
+
+    mode: Mode
+    decoding: Decoding
+    watch: Watch
+    seconds: float = 0.0
+    tokens: int = 0
+    peak: int = 0
+    """The most bytes that MLX used at a time for this mode, without what other modes hold."""
+    is_done: bool = False
+    outputs: list[Output] = field(default_factory=list)
+
+    def run(self, goal: float) -> None:
+        """Continue until `goal` tokens are generated, or to the end."""
+        self.watch(self.mode, self.tokens)
+        mx.clear_cache()  # start without another mode's buffers
+        mx.reset_peak_memory()
+        before, start = mx.get_active_memory(), perf_counter()
+        try:
+            while self.tokens < goal:
+                self.tokens += next(self.decoding)
+                self.watch(self.mode, self.tokens)
+            self.mode.sync()  # wait for dispatched work, which counts toward this turn
+            self.seconds += perf_counter() - start
+        except StopIteration as end:
+            self.seconds += perf_counter() - start
+            self.mode.sync()
+            self.outputs, self.is_done = end.value, True
+        self.peak = max(self.peak, self.mode.weights + self.mode.held + mx.get_peak_memory() - before)
+        self.mode.held = max(0, self.mode.held + mx.get_active_memory() - before)
+
+
+def take_turns(
+    jobs: Sequence[tuple[Mode, Sequence[list[int]]]],
+    params: Sequence[SamplingParams],
+    tokens: int = 0,
+    watch: Watch = lambda mode, tokens: None,
+) -> list[Timed]:
+    """Decode every mode's prompts in turns of `tokens` new tokens per row; 0 for one turn until all prompts end."""
+    timed = [Timed(mode, mode.decode(prompts, params), watch) for mode, prompts in jobs]
+    step = tokens * min(len(params), max(mode.batch for mode, _ in jobs)) or inf
+    goal, order = 0.0, list(timed)
+    while not all(job.is_done for job in timed):
+        goal += step
+        for job in order:
+            if not job.is_done:
+                job.run(goal)
+        order = order[1:] + order[:1]
+    return timed
 
 
 class StockModel:
@@ -32,52 +118,37 @@ class StockModel:
         folder = hub.resolve(name, code=trust_remote_code)
         settings = {"trust_remote_code": trust_remote_code}
         loaded = mlx_lm.load(str(folder), settings, adapter_path=adapter_path, trust_remote_code=trust_remote_code)
-        self.model, self.tokenizer, self.name = loaded[0], loaded[1], f"{name} by mlx_lm.load"
-        counts = Counter(
-            x.dtype for x in arrays_of(self.model.parameters()).values() if mx.issubdtype(x.dtype, mx.floating)
-        )
-        self.dtype = counts.most_common(1)[0][0]
+        self.model, self.tokenizer = loaded[0], loaded[1]
+        self.name = f"{name} by mlx_lm.load"
+        dtypes = [x.dtype for x in arrays_of(self.model.parameters()).values()]
+        floating = Counter(dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating))
+        self.dtype = floating.most_common(1)[0][0]
 
 
-class _MlxLm(Mode):
-    """Base of mlx-lm's modes, with a copy of the model that has no hooks but shares the weights.
+class MlxLmMode(Mode):
+    """`mlx_lm.stream_generate`, one prompt after another, with a copy of the model that has no hooks.
 
-    Raises ConfigError for a model without a tokenizer.
+    The copy shares the weights. Raises ConfigError for a model without a tokenizer.
     """
 
-    def __init__(self, name: ModeName, target: Target | StockModel):
+    def __init__(self, name: ModeName, target: Target | StockModel, draft: Target | None = None, depth: int = 0):
         if target.tokenizer is None:
             raise ConfigError(f"mode {name} needs a target with a tokenizer")
-        self.name, self.model, self.dtype = name, target.name, target.dtype
+        self.name, self.model = name, target.name
+        self.dtype, self.depth = target.dtype, depth
+        self.weights = nbytes_of(target.model) + (nbytes_of(draft.model) if draft else 0)
         self._model, self._tokenizer = without_hooks(target.model), target.tokenizer
-        self.weights = nbytes_of(target.model)
-
-
-class MlxLmMode(_MlxLm):
-    """`mlx_lm.stream_generate`, one prompt after another, by the target's weights or a stock model."""
-
-    def __init__(self, target: Target | StockModel, draft: Target | None = None, depth: int = 0):
-        super().__init__(STOCK if isinstance(target, StockModel) else "mlx-lm-draft" if draft else "mlx-lm", target)
-        self.depth = depth
-        self.weights += nbytes_of(draft.model) if draft else 0
         self._stream = mx.new_stream(mx.default_device())
-        self._extra: dict[str, Any] = {}
+        self._drafts: dict[str, Any] = {}
         if draft is not None:
-            self._extra = {"draft_model": without_hooks(draft.model), "num_draft_tokens": depth}
+            self._drafts = {"draft_model": without_hooks(draft.model), "num_draft_tokens": depth}
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         outputs = []
-        for prompt, each in zip(prompts, params, strict=True):
+        for prompt, own in zip(prompts, params, strict=True):
+            more = {"max_tokens": own.max_tokens, "sampler": _sampler(own), "stream": self._stream, **self._drafts}
             steps = []
-            for step in mlx_lm.stream_generate(
-                self._model,
-                self._tokenizer,
-                prompt,
-                max_tokens=each.max_tokens,
-                sampler=_sampler(each),
-                stream=self._stream,
-                **self._extra,
-            ):
+            for step in mlx_lm.stream_generate(self._model, self._tokenizer, prompt, **more):
                 steps.append(step)
                 yield 1
             rounds = max(1, sum(not step.from_draft for step in steps))
@@ -88,7 +159,7 @@ class MlxLmMode(_MlxLm):
         mx.synchronize(self._stream)
 
 
-class MlxLmBatchMode(_MlxLm):
+class MlxLmBatchMode(MlxLmMode):
     """`mlx_lm.batch_generate` of `batch` rows. It does not return end-of-text tokens, so texts are not compared."""
 
     def __init__(self, target: Target, batch: int):
@@ -96,17 +167,10 @@ class MlxLmBatchMode(_MlxLm):
         self.batch, self._end = batch, min(target.eos_token_ids, default=0)
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
-        limits = [each.max_tokens for each in params]
-        generated = mlx_lm.batch_generate(
-            self._model,
-            self._tokenizer,
-            [list(prompt) for prompt in prompts],
-            max_tokens=limits,
-            return_token_ids=True,
-            prefill_batch_size=self.batch,
-            completion_batch_size=self.batch,
-            sampler=_sampler(params[0]),
-        )
+        limits = [own.max_tokens for own in params]
+        more: dict[str, Any] = {"max_tokens": limits, "return_token_ids": True, "sampler": _sampler(params[0])}
+        more |= {"prefill_batch_size": self.batch, "completion_batch_size": self.batch}
+        generated = mlx_lm.batch_generate(self._model, self._tokenizer, list(map(list, prompts)), **more)
         assert generated.token_ids is not None
         yield sum(map(len, generated.token_ids))
         outputs = []
@@ -114,6 +178,9 @@ class MlxLmBatchMode(_MlxLm):
             ended = [] if len(tokens) == limit else [self._end]
             outputs.append(_output(text, [*tokens, *ended], len(tokens) + len(ended)))
         return outputs
+
+    def sync(self) -> None:
+        mx.synchronize()
 
 
 def _output(text: str, tokens: list[int], rounds: int) -> Output:
@@ -176,20 +243,19 @@ class EngineMode(Mode):
         nodes: int = 0,
     ):
         target = models.target
-        self.name, self.batch, self.depth, self.nodes, self.policy = name, batch, depth, nodes, policy
+        self.name, self.policy = name, policy
+        self.batch, self.depth = batch, depth
+        self.nodes = nodes
         self.model, self.dtype = target.name, target.dtype
         speculation = Speculation(num_tokens=depth, tree_nodes=nodes, policy=policy, keep=models.prior)
         self._excluded = 0.0
         """Seconds of other modes' turns, which the clock leaves out."""
-        self.engine = speculation.engine(
-            target, models.new_proposer(name), models.memory, max_batch=batch, clock=self.clock
-        )
+        more = {"max_batch": batch, "clock": self.clock}
+        self.engine = speculation.engine(target, models.new_proposer(name), models.memory, **more)
         proposer = self.engine.proposer
         self.weights = nbytes_of(target.model) + (proposer.nbytes if proposer is not None else 0)
-        if self.engine.chains_only is not None:
-            raise ConfigError(
-                f"trees cannot be drafted for {target.name}: {self.engine.chains_only}; leave out --nodes"
-            )
+        if (reason := self.engine.chains_only) is not None:
+            raise ConfigError(f"trees cannot be drafted for {target.name}: {reason}; leave out --nodes")
 
     def clock(self) -> float:
         """Return the seconds of this mode's turns."""
@@ -197,7 +263,7 @@ class EngineMode(Mode):
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
         engine = self.engine
-        requests = [engine.prepare(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        requests = [engine.prepare(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
         for request in requests:
             engine.submit(request)
         given = 0
@@ -234,15 +300,15 @@ def build_modes(
     """
     target, modes = models.target, list[Mode]()
     if "mlx-lm" in names:
-        modes.append(MlxLmMode(target))
+        modes.append(MlxLmMode("mlx-lm", target))
     if "mlx-lm-draft" in names:
         if models.draft is None:
             raise missing("mlx-lm-draft")
-        modes += [MlxLmMode(target, models.draft, depth) for depth in depths]
+        modes += [MlxLmMode("mlx-lm-draft", target, models.draft, depth) for depth in depths]
     if STOCK in names:
         if models.stock is None:
-            raise ConfigError(f"mode {STOCK} needs the target as mlx-lm loads it; set `stock` of Models")
-        modes.append(MlxLmMode(models.stock))
+            raise ConfigError(f"mode {STOCK} needs the target as mlx-lm loads it; set `stock` of BenchModels")
+        modes.append(MlxLmMode(STOCK, models.stock))
     for batch in batches:
         if "mlx-lm-batch" in names and batch > 1:
             modes.append(MlxLmBatchMode(target, batch))

@@ -15,13 +15,11 @@ from eagle_mlx.target_options import TargetOptions
 from eagle_mlx.text import LEAST_DISTINCT
 
 from .. import speculation
-from ..memory_options import MemoryOptions
+from ..speculation import MemoryOptions
 
 ModeName = Literal[
     "mlx-lm", "mlx-lm-batch", "mlx-lm-draft", "mlx-lm-stock", "plain", "ngram", "draft", "eagle", "hybrid"
 ]
-MLX_LM = "mlx-lm"
-"""Prefix of the names of mlx-lm's modes."""
 STOCK: Final = "mlx-lm-stock"
 BASELINES: tuple[ModeName, ...] = ("mlx-lm", "mlx-lm-batch", "mlx-lm-draft", STOCK)
 DEFAULT_MODES: tuple[ModeName, ...] = tuple(name for name in get_args(ModeName) if name != STOCK)

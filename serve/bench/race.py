@@ -6,9 +6,10 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from time import perf_counter, sleep
+from typing import Any
 from unicodedata import combining, east_asian_width
 
 import mlx.core as mx
@@ -17,7 +18,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from eagle_mlx import Output, SamplingParams, Target
 from eagle_mlx.progress import progress_bar
 
-from .decoding import Mode, acceptance_length, compare, first_difference, tolerance_for
+from .measure import acceptance_length, compare, first_difference, tolerance_for
+from .modes import Mode
 from .options import BASELINES
 
 WARMUP_TOKENS = 16
@@ -35,48 +37,49 @@ class Lap:
     """One mode's decoding of the prompt."""
 
     mode: Mode
-    said: Output = field(init=False)
-    steps: list[tuple[float, int]] = field(default_factory=list)
+    output: Output
+    steps: list[tuple[float, int]]
     """For each step, the seconds since the start and the tokens so far."""
-    verdict: str = ""
+    verdict: str = "reference"
     is_different: bool = False
     """Whether the text differs from the first mode's by more than rounding."""
 
     @property
     def name(self) -> str:
-        drafts = f" {self.mode.policy}/{self.mode.depth}" if self.mode.depth else ""
-        return f"{self.mode.name}{drafts}"
+        return f"{self.mode.name} {self.mode.policy}/{self.mode.depth}" if self.mode.depth else self.mode.name
 
     @property
     def seconds(self) -> float:
         return self.steps[-1][0]
 
+    @property
+    def rate(self) -> float:
+        return len(self.output.tokens) / self.seconds
+
     def at(self, seconds: float, tokenizer: TokenizerWrapper) -> tuple[str, str, str]:
         """Return the speed, the verdict and the text at a time of the race."""
         if seconds >= self.seconds:
-            return self.rate, self.verdict, self.said.text
+            return f"{self.rate:.1f} tokens/s", self.verdict, self.output.text
         at, count = next((step for step in reversed(self.steps) if step[0] <= seconds), (0.0, 0))
-        length = len(tokenizer.decode(self.said.tokens[:count]).rstrip("\ufffd"))
-        return f"{count / at:.1f} tokens/s" if count else "reads the prompt", "", self.said.text[:length]
-
-    @property
-    def rate(self) -> str:
-        return f"{len(self.said.tokens) / self.seconds:.1f} tokens/s"
+        text = self.output.text[: len(tokenizer.decode(self.output.tokens[:count]).rstrip("\ufffd"))]
+        return f"{count / at:.1f} tokens/s" if count else "reads the prompt", "", text
 
     def summary(self, first: Lap, width: int) -> str:
         """Return the result in one line."""
-        count, tau = len(self.said.tokens), acceptance_length([self.said])
-        speed = "too few to time"
-        if min(count, others := len(first.said.tokens)) >= FEWEST_TOKENS:
-            speed = f"{self.rate}, {count / self.seconds / (others / first.seconds):.2f}x {first.mode.name}"
-        figures = f"{count} tokens in {self.seconds:.2f} s, {speed}, τ {tau:.2f}"
+        count, speed = len(self.output.tokens), "too few to time"
+        if min(count, len(first.output.tokens)) >= FEWEST_TOKENS:
+            speed = f"{self.rate:.1f} tokens/s, {self.rate / first.rate:.2f}x {first.mode.name}"
+        figures = f"{count} tokens in {self.seconds:.2f} s, {speed}, τ {acceptance_length([self.output]):.2f}"
         return f"{self.name.ljust(width)}  {figures}, {self.verdict}"
 
 
 def race(target: Target, modes: Sequence[Mode], prompt: list[int], params: SamplingParams, progress: bool) -> bool:
     """Print each mode's text and speed; replay them at a terminal. Return whether texts differ only by rounding."""
-    laps = [_run(mode, prompt, params, progress) for mode in modes]
-    for lap in laps:
+    laps = []
+    for mode in modes:
+        _run(mode, prompt, replace(params, max_tokens=min(WARMUP_TOKENS, params.max_tokens)), progress)
+        laps.append(_run(mode, prompt, params, progress))
+    for lap in laps[1:]:
         _judge(lap, laps[0], target, prompt, params)
     if sys.stdout.isatty() and target.tokenizer is not None:
         _replay(laps, target.tokenizer)
@@ -86,38 +89,31 @@ def race(target: Target, modes: Sequence[Mode], prompt: list[int], params: Sampl
 
 
 def _run(mode: Mode, prompt: list[int], params: SamplingParams, progress: bool) -> Lap:
-    """Decode a few tokens, which compiles the mode's functions, then time the whole text."""
-    lap = Lap(mode)
-    for limit in (min(WARMUP_TOKENS, params.max_tokens), params.max_tokens):
-        lap.steps.clear()
-        mx.clear_cache()  # start without another mode's buffers
-        total, start, decoding = 0, perf_counter(), mode.decode([prompt], [replace(params, max_tokens=limit)])
-        with progress_bar(
-            total=limit, desc=lap.name, unit="token", disable=None if progress else True, leave=False
-        ) as bar:
-            try:
-                while True:
-                    total += (new := next(decoding))
-                    lap.steps.append((perf_counter() - start, total))
-                    bar.update(new)
-            except StopIteration as end:
+    lap = Lap(mode, Output("", [], "", 0, 0, 0, 0, [], []), [])
+    mx.clear_cache()  # start without another mode's buffers
+    total, start, decoding = 0, perf_counter(), mode.decode([prompt], [params])
+    shown: dict[str, Any] = {"unit": "token", "disable": None if progress else True, "leave": False}
+    with progress_bar(total=params.max_tokens, desc=lap.name, **shown) as bar:
+        try:
+            while True:
+                total += (new := next(decoding))
                 lap.steps.append((perf_counter() - start, total))
-                [lap.said] = end.value
-        mode.sync()
+                bar.update(new)
+        except StopIteration as end:
+            lap.steps.append((perf_counter() - start, total))
+            [lap.output] = end.value
+    mode.sync()
     return lap
 
 
 def _judge(lap: Lap, first: Lap, target: Target, prompt: list[int], params: SamplingParams) -> None:
-    if lap is first:
-        lap.verdict = "reference"
-        return
     if params.rule != "greedy" and lap.mode.name in BASELINES:
         lap.verdict = "draws its own numbers"
         return
-    pair = (first.said.tokens, lap.said.tokens)
-    at = first_difference(*pair)
+    expected, actual = first.output.tokens, lap.output.tokens
     tolerance = max(tolerance_for(target), tolerance_for(lap.mode))
-    identity = compare(target, [prompt], [pair[0]], [pair[1]], [params], tolerance)
+    identity = compare(target, [prompt], [expected], [actual], [params], tolerance)
+    at = first_difference(expected, actual)
     rounding = " by rounding" if identity.excused else ""
     lap.verdict = "identical" if at is None else f"differs{rounding} from token {at + 1}"
     lap.is_different = identity.different > 0 and lap.mode.dtype == target.dtype
@@ -125,8 +121,7 @@ def _judge(lap: Lap, first: Lap, target: Target, prompt: list[int], params: Samp
 
 def _replay(laps: Sequence[Lap], tokenizer: TokenizerWrapper) -> None:
     """Draw all laps at their speeds, in columns. Ctrl-C goes to the end."""
-    end, start = max(lap.seconds for lap in laps), perf_counter()
-    height = 0
+    end, start, height = max(lap.seconds for lap in laps), perf_counter(), 0
     with suppress(KeyboardInterrupt):
         while (now := perf_counter() - start) < end:
             height = _draw(laps, tokenizer, now, height)

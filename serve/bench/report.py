@@ -26,7 +26,7 @@ class Category:
 
 @dataclass(frozen=True)
 class BenchRun:
-    """The figures of one mode, over the prompts that do not loop."""
+    """The figures of one mode, over the prompts that do not loop. Speeds and seconds are medians of the repeats."""
 
     mode: str
     batch: int
@@ -37,7 +37,7 @@ class BenchRun:
     """How many of `depth` tokens are drafted: `fixed` for all."""
     temperature: float
     tokens_per_second: float
-    """Generated tokens over wall time, prefill included; median of the repeats."""
+    """Generated tokens over wall time, prefill included."""
     decode_tokens_per_second: float | None
     """The same without the first token and the time to it."""
     ratio_to_mlx_lm: float | None
@@ -57,7 +57,7 @@ class BenchRun:
     left_out_looping: int
     tokens: int
     seconds: float
-    """Seconds of one repeat; median."""
+    """Seconds of one repeat."""
     by_category: tuple[Category, ...] = ()
     """The figures by category, if the prompts have categories."""
     model: str = ""
@@ -66,7 +66,7 @@ class BenchRun:
     reference: str = ""
     """The reference of the comparison: mode, model and type."""
     prompt_tokens_per_second: float = 0.0
-    """Prompt tokens over the time to the first new token; median of the repeats."""
+    """Prompt tokens over the time to the first new token."""
     acceptance_rate: float | None = None
     """The share of draft tokens that were accepted. None if none were drafted, or for mlx-lm's drafts."""
     peak_bytes: int = 0
@@ -93,10 +93,9 @@ def by_category(runs: Sequence[BenchRun]) -> str:
     """Return the runs by category as aligned text and an empty line; empty if there are no categories."""
     rows = []
     for name in dict.fromkeys(category.name for run in runs for category in run.by_category):
-        for run, part in ((its, part) for its in runs for part in its.by_category if part.name == name):
-            speed = "-" if part.tokens_per_second is None else f"{part.tokens_per_second:.1f}"
+        for run, part in ((own, part) for own in runs for part in own.by_category if part.name == name):
             ratios = map(_ratio, (part.ratio_to_mlx_lm, part.ratio_to_plain, part.acceptance_length))
-            figures = (str(part.prompts), str(part.left_out_looping), speed, *ratios)
+            figures = (str(part.prompts), str(part.left_out_looping), _speed(part.tokens_per_second), *ratios)
             rows.append({"category": name, **_which(run), **dict(zip(_BY_CATEGORY, figures, strict=True))})
     return _aligned(rows, ["category", *_settings(runs)[1]], _BY_CATEGORY) + "\n\n" if rows else ""
 
@@ -113,9 +112,9 @@ def _settings(runs: Sequence[BenchRun]) -> tuple[str, list[str]]:
     Runs that draft nothing have no depth and policy, so these are shared by the rest.
     """
     values = {name: dict.fromkeys(_which(run)[name] for run in runs) for name in _SETTINGS}
-    used = {name: [value for value in found if value != "-"] for name, found in values.items()}
-    shared = ", ".join(f"{name} {found[0]}" for name, found in used.items() if len(found) == 1)
-    return shared, ["mode", *(name for name, found in used.items() if len(found) > 1)]
+    used = {name: [value for value in cells if value != "-"] for name, cells in values.items()}
+    shared = ", ".join(f"{name} {cells[0]}" for name, cells in used.items() if len(cells) == 1)
+    return shared, ["mode", *(name for name, cells in used.items() if len(cells) > 1)]
 
 
 def footnote(runs: Sequence[BenchRun], max_tokens: int, tolerance: float) -> str:
@@ -123,11 +122,11 @@ def footnote(runs: Sequence[BenchRun], max_tokens: int, tolerance: float) -> str
     taken = {run.temperature: run for run in runs}
     excused = sum(run.excused or 0 for run in runs)
     lines = [
-        *(
-            f"temperature {temperature:g}: {run.prompts} prompts of up to {max_tokens} new tokens; "
-            f"{run.left_out_looping} more left out because their continuations loop."
-            for temperature, run in taken.items()
-        ),
+        f"temperature {temperature:g}: {run.prompts} prompts of up to {max_tokens} new tokens; "
+        f"{run.left_out_looping} more left out because their continuations loop."
+        for temperature, run in taken.items()
+    ]
+    lines += [
         "tokens/s: generated tokens per second, including the time to read the prompt; decode: without the first token "
         "and the time to it; prompt: prompt tokens per second until then.",
         "x mlx-lm, x batched, x plain: tokens/s relative to mlx-lm's stream_generate, to its batch_generate at this "
@@ -164,13 +163,12 @@ def _cells(run: BenchRun) -> Cells:
     ratios = (run.ratio_to_mlx_lm, run.ratio_to_mlx_lm_batch, run.ratio_to_plain, run.acceptance_length)
     by_position = " ".join(f"{share:.2f}" for share in run.acceptance_by_position) or "-"
     drafts = (_ratio(run.acceptance_rate), by_position, f"{run.peak_bytes / 1e6:,.0f}")
-    figures = (
-        *("-" if speed is None else f"{speed:.1f}" for speed in speeds),
-        *map(_ratio, ratios),
-        _identity(run),
-        *drafts,
-    )
+    figures = (*map(_speed, speeds), *map(_ratio, ratios), _identity(run), *drafts)
     return _which(run) | dict(zip((*_SPEEDS, *_DRAFTS), figures, strict=True))
+
+
+def _speed(speed: float | None) -> str:
+    return "-" if speed is None else f"{speed:.1f}"
 
 
 def _ratio(ratio: float | None) -> str:
@@ -198,28 +196,18 @@ def _aligned(rows: Sequence[Cells], names: Sequence[str], figures: Sequence[str]
     return "\n".join([line({name: name for name in names}), rule, *map(line, rows)])
 
 
-def _label(name: str, value: str) -> str:
-    return value if name == "mode" else "" if value == "-" else f"{name} {value}"
-
-
 def plot(runs: Sequence[BenchRun], path: Path) -> None:
     """Draw bars of tokens per second, with τ. Raises OutputError."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # not at the top, because it needs an extra
 
     shared, names = _settings(runs)
-    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.3 * len(runs)), 4.0), layout="constrained")
-    bars = axes.bar(
-        range(len(runs)),
-        [run.tokens_per_second for run in runs],
-        color=["#999999" if run.mode.startswith("mlx-lm") else "#009e73" for run in runs],
-    )
-    which = map(_which, runs)
-    axes.set_xticks(
-        range(len(runs)), ["\n".join(filter(None, (_label(name, row[name]) for name in names))) for row in which]
-    )
+    figure = Figure(figsize=(max(6.0, 1.3 * len(runs)), 4.0), layout="constrained")
+    axes = figure.subplots()
+    colors = ["#999999" if run.mode.startswith("mlx-lm") else "#009e73" for run in runs]
+    bars = axes.bar(range(len(runs)), [run.tokens_per_second for run in runs], color=colors)
+    cells = [[(name, _which(run)[name]) for name in names] for run in runs]
+    ticks = [[value if name == "mode" else f"{name} {value}" for name, value in row if value != "-"] for row in cells]
+    axes.set_xticks(range(len(runs)), ["\n".join(tick) for tick in ticks])
     model = runs[0].model.rpartition("/")[2] or "the model"
     axes.set_title(f"Decoding with {model}, {runs[0].prompts} prompts\n{shared}", fontsize=10)
     labels = [f"{run.tokens_per_second:.0f}\n\u03c4 {run.acceptance_length:.2f}" for run in runs]
@@ -232,5 +220,3 @@ def plot(runs: Sequence[BenchRun], path: Path) -> None:
         figure.savefig(path, dpi=150)
     except OSError as e:
         raise OutputError(f"{path} cannot be written ({e.strerror}); choose another path") from e
-    finally:
-        pyplot.close(figure)

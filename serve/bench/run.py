@@ -18,19 +18,19 @@ from eagle_mlx.heads.eagle3 import random_head
 from eagle_mlx.heads.precision import described, in_dtype, quantization_of, quantize_for
 from eagle_mlx.machine import describe
 
-from .. import head_choice, speculation
+from ..head_choice import load_head, usable_heads
 from ..prompts import Question, read_questions, with_filler
+from ..speculation import AUTO, DEFAULT_TOKENS, NO_HEAD
 from . import report
-from .decoding import tolerance_for
-from .measure import measure, type_name
+from .measure import measure, tolerance_for, type_name
 from .modes import BenchModels, StockModel, build_modes, missing
-from .options import DEFAULT_MODES, MLX_LM, NEEDS, RANDOM, STOCK, USE_HEAD, BenchOptions, ModeName
+from .options import BASELINES, DEFAULT_MODES, NEEDS, RANDOM, STOCK, USE_HEAD, BenchOptions, ModeName
 from .race import race
 from .report import BenchRun
 
 
 def bench(options: BenchOptions, command: str) -> int:
-    """BenchRun eagle-bench. Return the exit status: 0, or 1 if a text differs."""
+    """Run eagle-bench. Return the exit status: 0, or 1 if a text differs."""
     if options.plot is not None:
         require("eagle-bench --plot", "plots")
     loading, name = options.loading, options.target or embedded("target")
@@ -40,7 +40,7 @@ def bench(options: BenchOptions, command: str) -> int:
     print(f"blas: {blas.activate()}")
     modes, head_name = _modes(options)
     say = partial(print, file=sys.stderr) if not options.quiet else lambda text: None
-    say(f"loading {' and '.join(str(each) for each in (name, head_name, options.draft_model) if each)}")
+    say(f"loading {' and '.join(str(model) for model in (name, head_name, options.draft_model) if model)}")
     target = loading.load(name)
     head = _head(head_name, target, options.head_bits)
     draft = load_target(options.draft_model) if options.draft_model is not None else None
@@ -51,12 +51,12 @@ def bench(options: BenchOptions, command: str) -> int:
     print(f"machine: {machine}\ntarget: {target.name}\nhead: {which}")
     if draft is not None:
         print(f"draft model: {draft.name}")
-    depth = options.depth or (min(speculation.DEFAULT_TOKENS[policy] for policy in options.policies),)
-    runs: list[BenchRun] = []
     stock = StockModel(name, loading.adapter_path or None, loading.trust_remote_code) if STOCK in modes else None
     models = BenchModels(target, head, draft, options.memory, options.prior or options.race is not None, stock)
+    depth = options.depth or (min(DEFAULT_TOKENS[policy] for policy in options.policies),)
     if options.race is not None:
         return _race(options, models, modes, depth, questions[0])
+    runs = list[BenchRun]()
     for temperature in options.temperature:
         say("preparing the modes")
         built = build_modes(models, modes, options.batch, depth, options.policies, options.nodes)
@@ -88,6 +88,19 @@ def bench(options: BenchOptions, command: str) -> int:
     return 1 if any(run.identical is False and run.dtype == dtype for run in runs) else 0
 
 
+def _race(
+    options: BenchOptions, models: BenchModels, modes: Sequence[ModeName], depth: Sequence[int], question: Question
+) -> int:
+    is_same = True
+    for temperature in options.temperature:
+        config = replace(options.measuring, temperature=temperature)
+        prompt = question.encode(models.target, max_tokens=config.max_tokens)
+        built = build_modes(models, modes, (1,), depth, options.policies, options.nodes)
+        config.check([mode.name for mode in built])
+        is_same &= race(models.target, built, prompt, config.params(1, config.max_tokens)[0], not options.quiet)
+    return 0 if is_same else 1
+
+
 def _questions(options: BenchOptions, target: Target) -> list[Question]:
     if options.race is None:
         questions = read_questions(options.prompts or embedded("prompts.jsonl"), options.limit)
@@ -95,20 +108,6 @@ def _questions(options: BenchOptions, target: Target) -> list[Question]:
         has_template = target.tokenizer is not None and target.tokenizer.has_chat_template
         questions = [Question([{"role": "user", "content": options.race}] if has_template else options.race)]
     return questions if options.filler is None else with_filler(questions, target, options.filler)
-
-
-def _race(
-    options: BenchOptions, models: BenchModels, modes: Sequence[ModeName], depth: Sequence[int], question: Question
-) -> int:
-    same = True
-    for temperature in options.temperature:
-        config = replace(options.measuring, temperature=temperature)
-        [params] = config.params(1, config.max_tokens)
-        prompt = question.encode(models.target, max_tokens=config.max_tokens)
-        built = build_modes(models, modes, (1,), depth, options.policies, options.nodes)
-        config.check([mode.name for mode in built])
-        same &= race(models.target, built, prompt, params, not options.quiet)
-    return 0 if same else 1
 
 
 def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHead | None:
@@ -120,36 +119,38 @@ def _head(name: str | Path | None, target: Target, bits: int | None) -> DraftHea
         head: DraftHead = random_head(target)
         quantize_for(head, target, bits)
         return head
-    return in_dtype(head_choice.load_head(name, target, bits), target.dtype)
+    return in_dtype(load_head(name, target, bits), target.dtype)
 
 
 def _modes(options: BenchOptions) -> tuple[list[ModeName], str | Path | None]:
     """Return the modes to run, and the head that they need or None."""
     head = _head_name(options)
     modes = list(options.modes or DEFAULT_MODES)
-    for_mlx_lm = [name for name in modes if name.startswith(MLX_LM)]
+    by_mlx_lm = [name for name in modes if name in BASELINES]
     given = {"--head": head, "--draft-model": options.draft_model}
     lacking = [name for name in modes if name in NEEDS and not any(given[flag] for flag in NEEDS[name])]
     is_sharded = options.loading.shard != "none"
     if options.modes is None:
         if head is None:
             print("no head for this target: leaving out mode eagle")
-        left_out = [*lacking, *(for_mlx_lm if is_sharded or options.race is not None else ())]
+        left_out = [*lacking, *(by_mlx_lm if is_sharded or options.race is not None else ())]
         modes = [name for name in modes if name not in left_out]
     elif lacking:
         raise missing(lacking[0])
-    elif is_sharded and for_mlx_lm:
-        raise ConfigError(f"mode {for_mlx_lm[0]} does not work with --shard: mlx-lm would run one part of the target")
+    elif is_sharded and by_mlx_lm:
+        raise ConfigError(f"mode {by_mlx_lm[0]} does not work with --shard: mlx-lm would run one part of the target")
     return modes, head if not set(modes).isdisjoint(USE_HEAD) else None
 
 
 def _head_name(options: BenchOptions) -> str | Path | None:
     """Return the named head, the embedded one, or the first one found; None if no mode needs one."""
-    if options.head not in (None, speculation.AUTO) or set(options.modes or USE_HEAD).isdisjoint(USE_HEAD):
-        return None if options.head in (speculation.AUTO, speculation.NO_HEAD) else options.head
+    if options.head not in (None, AUTO):
+        return None if options.head == NO_HEAD else options.head
+    if set(options.modes or USE_HEAD).isdisjoint(USE_HEAD):
+        return None
     if options.target is None:
         return embedded("head")
-    found = next(head_choice.usable_heads(options.target, print), None)
-    if found is not None:
-        print(f"head: {found.about}")
-    return found.head if found is not None else None
+    match = next(usable_heads(options.target, print), None)
+    if match is not None:
+        print(f"head: {match.about}")
+    return match.head if match is not None else None

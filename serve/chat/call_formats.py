@@ -8,9 +8,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .call_markup import (
@@ -27,7 +28,7 @@ from .call_markup import (
     OpenBodyError,
     glm_markup,
 )
-from .parameter_types import Offer, refuse_constant
+from .tools import Offer, refuse_constant
 
 
 def json_value(text: str, start: int) -> tuple[Any, int]:
@@ -61,8 +62,8 @@ def json_call(call: dict[str, Any]) -> Call:
     if isinstance(inner := call.get("function"), dict):
         call = inner
     arguments = call["parameters"] if "parameters" in call else call.get("arguments")
-    made = {"name": call.get("name") or call["function"], "arguments": arguments}
-    return {**made, "id": call["id"]} if isinstance(call.get("id"), str) else made
+    own_id = call["id"] if isinstance(call.get("id"), str) else None
+    return {"id": own_id, "name": call.get("name") or call["function"], "arguments": arguments}
 
 
 _KIMI_HEADER = re.compile(
@@ -97,51 +98,50 @@ def parse_mistral(body: str, offer: Offer, final: bool) -> tuple[list[Call], int
     """Parse `name[ARGS]{…}`, perhaps with an id, or a list of calls in JSON."""
     if header := _MISTRAL_HEADER.match(body):
         arguments, end = json_value(body, header.end())
-        call = {"name": header["name"], "arguments": arguments}
-        return [{**call, "id": header["id"]} if header["id"] else call], end
+        return [{"id": header["id"], "name": header["name"], "arguments": arguments}], end
     value, end = json_value(body, skip_space(body, 0))
     if not isinstance(value, list) or not value:
         raise ValueError("not a list of calls")
     return [json_call(call) for call in value], end
 
 
-_HARMONY_HEADER = re.compile(r"(?P<name>[\w.-]{1,128})[^{<]{0,32}(?:<\|[^{]{0,200}?)?<\|message\|>")
-
-
-def parse_harmony(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
-    """Parse a call after ` to=functions.`: a name, perhaps a channel and a content type, and JSON arguments."""
-    if (header := _HARMONY_HEADER.match(body)) is None:
-        raise ValueError("the call has no message")
-    start = skip_space(body, header.end())
-    arguments, end = json_value(body, start) if start < len(body) else ({}, start)
-    if body[end:].strip():
-        raise ValueError("text after the arguments")
-    return [{"name": header["name"], "arguments": arguments}], end
-
-
 def deepseek_tag(name: str) -> str:
     return f"<\uff5ctool▁{name}\uff5c>"
 
 
-_DEEPSEEK_HEADER = re.compile(
-    rf"{SPACE}{deepseek_tag('call▁begin')}(?:function{deepseek_tag('sep')}(?P<name>[^\n<>]{{1,128}})\n```json\n|"
-    rf"(?P<bare>[^\n<>]{{1,128}}){deepseek_tag('sep')})"
+def _headed(header: str, end: str = SPACE, value: Callable[[str, int], tuple[Any, int]] = json_value) -> BodyParser:
+    """Return the parser of calls that consist of a header with the name, arguments, and an end. These are patterns."""
+    begins, ends = re.compile(header), re.compile(end)
+
+    def parse(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
+        calls, at = list[Call](), 0
+        while at < len(body) or not calls:
+            if (match := begins.match(body, at)) is None:
+                raise ValueError("text between calls")
+            arguments, at = value(body, skip_space(body, match.end()))
+            calls.append({"name": match["name"].strip(), "arguments": arguments})
+            if (match := ends.match(body, at)) is None:
+                raise ValueError("text after the arguments")
+            at = match.end()
+        return calls, at
+
+    return parse
+
+
+def _message(text: str, at: int) -> tuple[Any, int]:
+    return json_value(text, at) if at < len(text) else ({}, at)
+
+
+# A name, perhaps a channel and a content type, and JSON arguments, which may be missing.
+parse_harmony = _headed(
+    r"(?P<name>[\w.-]{1,128})[^{<]{0,32}(?:<\|[^{]{0,200}?)?<\|message\|>", r"\s*\Z", value=_message
 )
-_DEEPSEEK_END = re.compile(rf"{SPACE}(?:```)?{SPACE}(?:{deepseek_tag('call▁end')}|\Z){SPACE}")
-
-
-def parse_deepseek(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
-    """Parse calls of V3 and R1, `function<sep>name`, then a block of JSON, and of V3.1, `name<sep>JSON`."""
-    calls, at = list[Call](), 0
-    while at < len(body) or not calls:
-        if (header := _DEEPSEEK_HEADER.match(body, at)) is None:
-            raise ValueError("text between calls")
-        arguments, at = json_value(body, skip_space(body, header.end()))
-        calls.append({"name": (header["name"] or header["bare"]).strip(), "arguments": arguments})
-        if (end := _DEEPSEEK_END.match(body, at)) is None:
-            raise ValueError("text after the arguments")
-        at = end.end()
-    return calls, at
+# V3 and R1 write `function<sep>name` and a block of JSON, V3.1 writes `name<sep>JSON`.
+parse_deepseek = _headed(
+    rf"{SPACE}{deepseek_tag('call▁begin')}(?P<v3>function{deepseek_tag('sep')})?(?P<name>[^\n<>]{{1,128}})"
+    rf"(?(v3)\n```json\n|{deepseek_tag('sep')})",
+    rf"{SPACE}(?:```)?{SPACE}(?:{deepseek_tag('call▁end')}|\Z){SPACE}",
+)
 
 
 _LITERALS = {"true": True, "false": False, "null": None}
@@ -174,7 +174,6 @@ def _python_call(call: ast.expr) -> Call:
     return {"name": ast.unparse(call.func), "arguments": values}
 
 
-_GEMMA_HEADER = re.compile(rf"{SPACE}call:(?P<name>[^\s{{}}<>]{{1,128}})(?=\{{)")
 _GEMMA_KEY = re.compile(r"(?P<key>[^:{}\[\],<>]{1,256}):")
 _GEMMA_SCALAR = re.compile(r"[^,{}\[\]]{0,512}")
 _DEEPEST = 64
@@ -183,21 +182,10 @@ _DEEPEST = 64
 
 def parse_gemma(quote: str) -> BodyParser:
     """Return the parser of Gemma's notation: `call:name{key:value,…}` with its own quotes around strings."""
-
-    def parse(body: str, offer: Offer, final: bool) -> tuple[list[Call], int]:
-        calls, at = list[Call](), 0
-        while at < len(body) or not calls:
-            if (header := _GEMMA_HEADER.match(body, at)) is None:
-                raise ValueError("text between calls")
-            arguments, at = _gemma_value(body, header.end(), quote, _DEEPEST)
-            calls.append({"name": header["name"], "arguments": arguments})
-            at = skip_space(body, at)
-        return calls, at
-
-    return parse
+    return _headed(rf"{SPACE}call:(?P<name>[^\s{{}}<>]{{1,128}})(?=\{{)", value=partial(_gemma_value, quote=quote))
 
 
-def _gemma_value(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
+def _gemma_value(text: str, at: int, quote: str, depth: int = _DEEPEST) -> tuple[Any, int]:
     if not depth:
         raise ValueError("nested too deep")
     at = skip_space(text, at)

@@ -12,19 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .parameter_types import Offer, Types, typed_value
+from .tools import REACH, Offer, Types, typed_value
 
 Call = dict[str, Any]
-"""`name`, `arguments`, and perhaps `id`."""
+"""`name`, `arguments`, and perhaps `id`, which may be None."""
 BodyParser = Callable[[str, Offer, bool], tuple[list[Call], int]]
 """Maps a body, the offered functions, and whether no more text follows, to the calls and the length that they take.
 
 If no more text follows, the last value or function may lack its own end tag. Raises any exception if there is no call.
 """
-
-
-_REACH = 64
-"""Blanks that may precede a tag on its line."""
 _LONGEST_NAME = 256
 """Characters of a function's name and the blanks around it."""
 
@@ -76,18 +72,18 @@ class _MarkupReader:
         calls, place = list[Call](), 0
         while not calls or not self._is_blank(place, len(self._body)):
             name, place, ended = self._function(place)
-            arguments: dict[str, Any] = {}
+            calls.append({"name": name, "arguments": {}})
             while not ended:
-                ended, place = self._parameter(self._offer[name], arguments, place)
-            calls.append({"name": name, "arguments": arguments})
+                ended, place = self._parameter(self._offer[name], calls[-1]["arguments"], place)
         return calls
 
     def _function(self, place: int) -> tuple[str, int, bool]:
         """Return a function's name, where it ends, and whether the function has no parameters."""
         mark = self._marks[self._next] if self._next < len(self._marks) else None
+        is_empty = mark is None
         if not self._markup.function:
             end = mark.start() if mark else len(self._body)
-            name, place, is_empty = self._body[place:end].strip(), end, mark is None
+            name, place = self._body[place:end].strip(), end
         elif mark is None or not mark["_function"] or not self._is_blank(place, mark.start()):
             raise ValueError("text before a call")
         else:
@@ -116,12 +112,21 @@ class _MarkupReader:
             raise ValueError("a tag without its beginning")
         key = self._key(mark)
         end, place = self._value_end(mark.end(), {*arguments, key}, types)
-        self._set(arguments, key, mark.groupdict().get("kind"), self._value(mark.end(), end), types)
+        text = self._body[mark.end() : end]
+        if re.search(self._markup.restart, text):
+            raise ValueError("a value contains the beginning of another call")
+        if self._markup.has_lines:
+            text = text.removeprefix("\n").removesuffix("\n")
+        if key is None:  # a block with all arguments
+            arguments.update(**json.loads(text))
+        else:
+            kind = mark.groupdict().get("kind")
+            arguments[key] = self._markup.value(text, kind, types.get(key, frozenset()))
         return False, place
 
     def _value_end(self, start: int, given: set[str | None], types: Mapping[str, Types]) -> tuple[int, int]:
         """Return where a value ends, and where the text goes on. `_next` becomes the next mark's index."""
-        closed: re.Match[str] | None = None
+        closed = None
         for index in range(self._next, len(self._marks)):
             self._next, mark, before = index, self._marks[index], self._marks[index - 1]
             follows = closed is before and self._is_blank(before.end(), mark.start())
@@ -157,7 +162,7 @@ class _MarkupReader:
         Raises ValueError if it is neither that nor certainly text.
         """
         is_new = self._key(mark) not in given and (self._key(mark) in types or not types)
-        begins_line = self._body[max(start, mark.start() - _REACH) : mark.start()].rstrip(" \t").endswith("\n")
+        begins_line = self._body[max(start, mark.start() - REACH) : mark.start()].rstrip(" \t").endswith("\n")
         if is_new and begins_line and is_open:
             return True
         if is_new or begins_line:
@@ -178,23 +183,6 @@ class _MarkupReader:
             return self._is_blank(end, len(self._body))
         after = self._marks[index + 1]
         return bool(after["_function"]) and self._is_blank(end, after.start())
-
-    def _value(self, start: int, end: int) -> str:
-        text = self._body[start:end]
-        if re.search(self._markup.restart, text):
-            raise ValueError("a value contains the beginning of another call")
-        return text.removeprefix("\n").removesuffix("\n") if self._markup.has_lines else text
-
-    def _set(
-        self, arguments: dict[str, Any], key: str | None, kind: str | None, text: str, types: Mapping[str, Types]
-    ) -> None:
-        if key is not None:
-            arguments[key] = self._markup.value(text, kind, types.get(key, frozenset()))
-            return
-        value = json.loads(text)  # a block with all arguments
-        if not isinstance(value, dict):
-            raise ValueError("the arguments are not an object")
-        arguments.update(value)
 
     def _key(self, mark: re.Match[str]) -> str | None:
         key = mark["key"]

@@ -6,24 +6,90 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import regex
 
-from eagle_mlx.text import held_back
-
 from .call_formats import NOTATIONS
 from .call_markup import Call, OpenBodyError
-from .call_pieces import Brackets, CallPieces
-from .parameter_types import offered_types
-from .tools import Tool, ToolCall, ToolCallTags
+from .tools import REACH, CallForm, Tool, ToolCall, ToolCallTags, begins_line, leading_tag, offered_types, safe_length
 
 _MOST_MALFORMED = 64
 """Failed calls after which an answer is plain text: each may cost another pass over the rest."""
 _MOST_PARSED = 1 << 24
 """Characters to parse in an answer, about a second: a body with many end tags in its values is parsed at each."""
-_REACH = 64
-"""Characters of white space that may precede a tag."""
+Read = tuple[list[ToolCall] | None, int] | None
+"""The calls of a body, and where the text goes on. Without calls, the text up to there is no call. None: read later."""
+
+
+_MARK = re.compile(r"""\\.|["'()\[\]{}]""", re.DOTALL)
+
+
+class Brackets:
+    """Finds where the brackets of JSON or of a Python call close, in a text that comes in parts."""
+
+    def __init__(self) -> None:
+        self._quote, self._depth = "", 0
+
+    def read(self, text: str, start: int) -> tuple[int, bool]:
+        """Return where to read on, and whether the brackets closed there. A last backslash must wait."""
+        at = start
+        for mark in _MARK.finditer(text, start):
+            at, sign = mark.end(), mark[0]
+            if self._quote:
+                self._quote = "" if sign == self._quote else self._quote
+            elif sign in "\"'":
+                self._quote = sign
+            elif len(sign) == 1:
+                self._depth += 1 if sign in "([{" else -1
+                if self._depth == 0:
+                    return at, True
+        return len(text) - (at < len(text) and text.endswith("\\")), False
+
+
+class CallPieces:
+    """Reads the calls of a body that a grammar enforces in pieces: no continuation of them can be text."""
+
+    def __init__(self, form: CallForm, tag: str, names: str):
+        """tag: the opening tag that precedes a body. names: a pattern of the functions' names, longest first."""
+        lead = form.start + form.name
+        header = rf"(?P<name>{names}){regex.escape(form.arguments)}(?=\{{)"
+        inner = ("(?!)" if form.inner is None else regex.escape(form.inner + form.name)) + header
+        self._first: Any = regex.compile(regex.escape(lead[lead.find(tag) + len(tag) :]) + header)
+        self._next: Any = regex.compile(f"{regex.escape(form.end)}(?:{inner}|{regex.escape(form.last)})")
+        self._state: Literal["before", "arguments", "after"] = "before"
+        self._brackets = Brackets()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the arguments of a call are incomplete."""
+        return self._state == "arguments"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a call of a body has begun whose closing tag has not been read."""
+        return self._state != "before"
+
+    def read(self, text: str, at: int, final: bool) -> tuple[str, str, int] | None:
+        """Return the name of a call if one begins, the next part of its arguments, and where the text goes on.
+
+        None if there is no call, or if more text is needed.
+        """
+        name = ""
+        if not self.is_open:
+            match = (self._next if self.has_begun else self._first).match(text, at, partial=True)
+            if match is None or match.partial:
+                if not self.has_begun or (match and not final):
+                    return None
+                self._state = "before"
+                return "", "", len(text) if match else at
+            name, at = match["name"] or "", match.end()
+            self._state, self._brackets = "arguments" if name else "before", Brackets()
+        if not self.is_open:
+            return "", "", at
+        end, is_closed = self._brackets.read(text, at)
+        self._state = "after" if is_closed else "arguments"
+        return name, text[at:end], end
 
 
 class ToolCallParser:
@@ -37,8 +103,7 @@ class ToolCallParser:
     def __init__(self, tags: ToolCallTags, tools: Sequence[Tool], think_end: str = "", enforced: bool = False):
         """enforced: whether a grammar enforces calls, so that they are returned in pieces."""
         self._tags, self._offer = tags, offered_types(tools)
-        names = "|".join(map(re.escape, sorted(self._offer, key=len, reverse=True)))
-        self._names = f"(?:{names})"
+        self._names = f"(?:{'|'.join(map(re.escape, sorted(self._offer, key=len, reverse=True)))})"
         self._pieces = CallPieces(tags.form, tags.start, self._names) if enforced and tags.form else None
         self._notation = NOTATIONS[tags.parser]
         self._lead: Any = regex.compile(self._notation.lead.replace("NAMES", self._names))
@@ -59,8 +124,8 @@ class ToolCallParser:
         self._searched = 0
         self._malformed, self._parsed = 0, 0
         self._count = 0
-        self._ready: tuple[list[ToolCall] | None, int] | None = None
-        """The calls of the open body and their end, while it is not certain that a thought only mentions them."""
+        self._ready: Read = None
+        """What was read while it is not certain that a thought only mentions it."""
         self._begins_line = True
         self._follows_bare = False
 
@@ -111,13 +176,12 @@ class ToolCallParser:
     def _inside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
         assert self._body is not None
         if self._pieces is not None and (self._pieces.has_begun or not thinking):
-            before = self._pieces.has_begun
-            if piece := self._next_piece(final):
+            had_begun = self._pieces.has_begun
+            if piece := self._next_piece(self._pieces, final):
                 return [piece]
-            if before:
+            if had_begun:
                 return None if self._body is not None else self.next(thinking, final, complete)
-        if self._ready is None:
-            self._ready = self._read_body(thinking, final, complete)
+        self._ready = self._ready or self._read_body(thinking, final, complete)
         if self._ready is None:
             if final:  # a call that was cut short
                 self._text, self._body = "", None
@@ -132,31 +196,28 @@ class ToolCallParser:
             return self._take(end)
         self._count += len(calls)
         self._follows_bare = self._begin in self._bare
-        self._text, self._body, self._begins_line = self._text[end:], None, True
+        self._drop(end)
         return calls
 
-    def _next_piece(self, final: bool) -> ToolCall | None:
+    def _next_piece(self, pieces: CallPieces, final: bool) -> ToolCall | None:
         """Return the next piece of an enforced call. Closes the body after its last call."""
-        assert self._pieces is not None
         assert self._body is not None
-        if (read := self._pieces.read(self._text, self._body, final)) is None:
+        if (read := pieces.read(self._text, self._body, final)) is None:
             return None
         name, arguments, end = read
-        self._text, self._body, self._begins_line = self._text[end:], 0 if self._pieces.has_begun else None, True
+        self._drop(end)
+        self._body = 0 if pieces.has_begun else None
         self._count += bool(name)
         return ToolCall(self._count - 1, self._new_id() if name else "", name, arguments) if arguments else None
 
-    def _read_body(self, thinking: bool, final: bool, complete: bool) -> tuple[list[ToolCall] | None, int] | None:
-        """Return the calls of the open body and where the text goes on. No calls: the text up to there is no call.
-
-        None if more text is needed, or, if final, if the body was cut short.
-        """
+    def _read_body(self, thinking: bool, final: bool, complete: bool) -> Read:
+        """Read the open body. None if more text is needed, or, if final, if the body was cut short."""
         assert self._body is not None
         if not self._lead.match(self._text, pos=self._body, partial=True):
             return None, max(self._body, self._searched)
-        thought_end = self._text.find(self._think_end, self._body) if thinking and self._think_end else -1
-        if (found := self._at_end_tags(thought_end)) is not None:
-            return found
+        thought_end = self._thought_end(thinking)
+        if (read := self._at_end_tags(thought_end)) is not None:
+            return read
         if thought_end >= 0:
             return None, thought_end
         if self._is_tired:
@@ -165,7 +226,10 @@ class ToolCallParser:
             return None
         return self._at_the_end() if complete else self._complete_part()
 
-    def _at_end_tags(self, thought_end: int) -> tuple[list[ToolCall] | None, int] | None:
+    def _thought_end(self, thinking: bool) -> int:
+        return self._text.find(self._think_end, self._body) if thinking and self._think_end else -1
+
+    def _at_end_tags(self, thought_end: int) -> Read:
         """Parse the body at each end tag, until it is not open any more. None if it is always open."""
         assert self._body is not None
         tails, is_inner = self._notation.tails, self._begin in self._inner
@@ -175,12 +239,11 @@ class ToolCallParser:
                 return None
             self._searched = match.end()
             stop = match.end() if is_inner else match.start()
-            last = self._text[max(self._body, stop - _REACH) : stop].rstrip()
+            last = self._text[max(self._body, stop - REACH) : stop].rstrip()
             if last and tails and not last.endswith(tails):
                 continue
-            found = self._parse(stop, match.end() if self._tags.end else match.start())
-            if found is not None:
-                return found
+            if (read := self._parse(stop, match.end() if self._tags.end else match.start())) is not None:
+                return read
         self._searched = max(self._searched, len(self._text) - max(map(len, self._ends[self._begin])) + 1)
         return None
 
@@ -198,15 +261,15 @@ class ToolCallParser:
         ends = [at for tag in self._ends[self._begin] if (at := self._text.find(tag, self._body)) >= 0]
         return None, min(ends, default=len(self._text))
 
-    def _complete_part(self) -> tuple[list[ToolCall] | None, int] | None:
+    def _complete_part(self) -> Read:
         """Return the complete calls of a body that was cut short, if they can be told apart."""
         notation = self._notation
         places = [(self._text.rfind(tail, self._body), tail) for tail in notation.tails if notation.has_section]
         stop = max((at + len(tail) for at, tail in places if at >= 0), default=0)
-        found = self._parse(stop, len(self._text)) if stop else None
-        return found if found and found[0] is not None else None
+        read = self._parse(stop, len(self._text)) if stop else None
+        return read if read and read[0] is not None else None
 
-    def _parse(self, stop: int, end: int, final: bool = False) -> tuple[list[ToolCall] | None, int] | None:
+    def _parse(self, stop: int, end: int, final: bool = False) -> Read:
         """Parse the body up to a position. Return None if it is open there. end: where the text goes on after it."""
         assert self._body is not None
         self._parsed += stop - self._body
@@ -233,10 +296,15 @@ class ToolCallParser:
         return self._malformed >= _MOST_MALFORMED or self._parsed > _MOST_PARSED
 
     def _take(self, count: int) -> str | None:
-        taken, self._text, self._body = self._text[:count], self._text[count:], None
-        if taken:
-            self._begins_line = taken.endswith("\n")
+        taken, begins_line = self._text[:count], self._begins_line
+        self._drop(count)
+        self._begins_line = taken.endswith("\n") if taken else begins_line
         return taken or None
+
+    def _drop(self, end: int) -> None:
+        """Forget the text before a position, and end the body."""
+        self._text, self._body = self._text[end:], None
+        self._begins_line = True
 
     def _call(self, call: Call, index: int) -> ToolCall:
         name, arguments = call["name"], call["arguments"]
@@ -259,34 +327,6 @@ def _json(arguments: dict[str, Any]) -> str:
     except UnicodeEncodeError:  # half a surrogate pair has no UTF-8
         return json.dumps(arguments, allow_nan=False)
     return text
-
-
-def leading_tag(text: str, tag: str, final: bool) -> int | None:
-    """Return the length of a tag at the beginning, and of the white space before it: 0 if there is none.
-
-    None if more text may complete the tag. final: no more text follows.
-    """
-    bare = text.lstrip()
-    if bare.startswith(tag):
-        return len(text) - len(bare) + len(tag)
-    return None if tag.startswith(bare) and not final else 0
-
-
-def begins_line(text: str, at: int, is_start: bool) -> bool:
-    """Return whether only blanks precede a position on its line. is_start: whether the text itself begins a line."""
-    before = text[max(0, at - _REACH) : at].rstrip(" \t")
-    return before.endswith("\n") or (not before and at <= _REACH and is_start)
-
-
-def safe_length(text: str, tags: Sequence[str]) -> int:
-    """Return how many characters precede anything that may become a tag, and the line breaks that belong to it.
-
-    Models write tags on separate lines; those line breaks are not content.
-    """
-    tail = text[-max(map(len, tags), default=1) :]
-    if not any(first in tail for first in {"\n", *(tag[0] for tag in tags)}):  # most text needs no closer look
-        return len(text)
-    return len(text[: len(text) - held_back(text, tags)].rstrip("\n"))
 
 
 _S = r"\s{0,9}"
@@ -318,39 +358,37 @@ class BareCallParser(ToolCallParser):
         self._brackets = Brackets()
 
     def _outside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
-        found = self._find()
-        if found is None or found.partial:
-            at = len(self._text) if final else len(self._text[: found.start() if found else None].rstrip("\n"))
-            return self._take(at)
-        if found.groupdict().get("close"):
-            self._text, self._begins_line, self._fence = self._text[found.end() :], False, ""
+        match = self._next_match()
+        if match is None or match.partial:
+            end = len(self._text) if final else len(self._text[: match.start() if match else None].rstrip("\n"))
+            return self._take(end)
+        if match.groupdict().get("close"):
+            self._drop(match.end())
+            self._begins_line, self._fence = False, ""
             return self.next(thinking, final, complete)
-        if before := self._text[: found.start()].rstrip("\n"):
+        if before := self._text[: match.start()].rstrip("\n"):
             return self._take(len(before))
-        self._body = self._searched = found.start("body")
-        self._fence, self._brackets = found["fence"] or self._fence, Brackets()
+        self._body = self._searched = match.start("body")
+        self._fence, self._brackets = match["fence"] or self._fence, Brackets()
         return self._inside(thinking, final, complete)
 
-    def _find(self) -> Any:
+    def _next_match(self) -> Any:
         if self._is_tired:
             return None
         pattern = rf"\A{_S}(?P<close>{_CLOSERS[self._fence]})|{self._fenced}" if self._fence else self._unfenced
         return regex.search(pattern if self._begins_line else pattern.replace(r"\A|", ""), self._text, partial=True)
 
-    def _read_body(self, thinking: bool, final: bool, complete: bool) -> tuple[list[ToolCall] | None, int] | None:
+    def _read_body(self, thinking: bool, final: bool, complete: bool) -> Read:
         assert self._body is not None
         self._searched, is_closed = self._brackets.read(self._text, self._searched)
-        end = self._searched if is_closed else -1
-        thought_end = self._text.find(self._think_end, self._body) if thinking and self._think_end else -1
-        if end < 0 <= thought_end or 0 <= thought_end < end or (end < 0 and final and complete):
-            return None, self._body + 1
-        calls, _ = (self._parse(end, end) or (None, 0)) if end >= 0 else (None, 0)
-        if end < 0:
-            return None
+        end, thought_end = self._searched, self._thought_end(thinking)
+        if not is_closed:
+            return (None, self._body + 1) if thought_end >= 0 or (final and complete) else None
+        calls, _ = (self._parse(end, end) or (None, 0)) if not 0 <= thought_end < end else (None, 0)
         return (calls, end) if calls else (None, self._body + 1)
 
     def _take(self, count: int) -> str | None:
         taken = super()._take(count)
         if taken:
-            self._begins_line, self._fence = taken.endswith("\n"), ""
+            self._fence = ""
         return taken

@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle_mlx.errors import PromptError
 
-from ..log_once import log_once
+from .. import log_once
 from .tools import CallForm, Tool, ToolCallTags
 
 Message = Mapping[str, Any]

@@ -17,7 +17,7 @@ from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Grammar
 from eagle_mlx.target import Target
 
-from ..log_once import log_once
+from .. import log_once
 from . import grammar as lark
 from . import vetting
 from .template import ChatFormat

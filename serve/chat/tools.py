@@ -1,12 +1,17 @@
-"""Tools: what a request offers a model to call, and the calls that parsers find in its text."""
+"""Tools that a request offers, the calls of a model, and the tags and types by which parsers find and read them."""
 
 from __future__ import annotations
 
+import ast
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_mlx.errors import PromptError
+from eagle_mlx.text import held_back
 
 Tool = Mapping[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}, checked by `serve/api/schema.py`."""
@@ -48,7 +53,7 @@ class ToolOffer:
         if isinstance(choice, str):
             return cls(offered, offered, parallel)
         subset = choice.get("allowed_tools")
-        chosen = [tool["function"]["name"] for tool in (subset["tools"] if subset else [choice])]
+        chosen = tool_names(subset["tools"] if subset else [choice])
         for name in chosen:
             if name not in names:
                 raise PromptError(f"tool_choice: there is no tool {name[:100]!r}; the tools are {', '.join(names)}")
@@ -68,12 +73,11 @@ def tool_names(tools: Sequence[Tool]) -> list[str]:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call in an answer, or the next piece of one."""
+    """A call in an answer, or the next piece of one. Pieces after the first have neither id nor name."""
 
     index: int
     """Its position among the answer's calls."""
     id: str
-    """Empty in pieces after the first, and so is the name."""
     name: str
     arguments: str
     """The JSON text of an object, or a piece of it."""
@@ -93,29 +97,27 @@ def whole_calls(pieces: Iterable[ToolCall | None]) -> list[ToolCall]:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a model writes calls with JSON arguments, for grammars and prompts."""
+    """How a model writes calls with JSON arguments, for grammars and prompts.
+
+    A call is `name`, the function's name, `arguments`, its arguments, `end`. It follows the opening tag `start`, or
+    another call and `inner`; None if tags hold one call. The closing tag is `last`. `outer` is the text between two
+    pairs of tags; None if an answer has only one pair.
+    """
 
     name: str
-    """The text between the opening tag, or the call before, and the function's name."""
     arguments: str
-    """The text between the name and the arguments."""
     end: str
-    """The text after the arguments."""
     start: str = ""
-    """The opening tag."""
     last: str = ""
-    """The closing tag."""
     inner: str | None = None
-    """The text between two calls in the same tags. None if tags hold one call."""
     outer: str | None = None
-    """The text between two pairs of tags. None if an answer has only one pair."""
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return the text of calls: names, and arguments as JSON."""
-        each = [f"{self.name}{name}{self.arguments}{arguments}{self.end}" for name, arguments in calls]
+        bodies = [f"{self.name}{name}{self.arguments}{arguments}{self.end}" for name, arguments in calls]
         if self.inner is not None:
-            each = [self.inner.join(each)]
-        return (self.outer or "").join(f"{self.start}{one}{self.last}" for one in each)
+            bodies = [self.inner.join(bodies)]
+        return (self.outer or "").join(f"{self.start}{body}{self.last}" for body in bodies)
 
 
 @dataclass(frozen=True)
@@ -154,3 +156,129 @@ class AnswerStates:
     """The text that follows a thought, before content or calls."""
     answer: str = ""
     """The text before content, with a grammar."""
+
+
+REACH = 64
+"""Characters of white space that may precede a tag on its line."""
+
+
+def leading_tag(text: str, tag: str, final: bool) -> int | None:
+    """Return the length of a tag at the beginning, and of the white space before it: 0 if there is none.
+
+    None if more text may complete the tag. final: no more text follows.
+    """
+    bare = text.lstrip()
+    if bare.startswith(tag):
+        return len(text) - len(bare) + len(tag)
+    return None if tag.startswith(bare) and not final else 0
+
+
+def begins_line(text: str, at: int, is_start: bool) -> bool:
+    """Return whether only blanks precede a position on its line. is_start: whether the text itself begins a line."""
+    before = text[max(0, at - REACH) : at].rstrip(" \t")
+    return before.endswith("\n") or (not before and at <= REACH and is_start)
+
+
+def safe_length(text: str, tags: Sequence[str]) -> int:
+    """Return how many characters precede anything that may become a tag, and the line breaks that belong to it.
+
+    Models write tags on separate lines; those line breaks are not content.
+    """
+    tail = text[-max(map(len, tags), default=1) :]
+    if not any(first in tail for first in {"\n", *(tag[0] for tag in tags)}):  # most text needs no closer look
+        return len(text)
+    return len(text[: len(text) - held_back(text, tags)].rstrip("\n"))
+
+
+Types = frozenset[str]
+"""The JSON types that a schema allows; empty if they are unknown."""
+Offer = Mapping[str, Mapping[str, Types]]
+"""For each offered function, its parameters and their types."""
+_DEEPEST = 16
+"""Schemas nested deeper have no known type."""
+_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_ALIASES = {
+    **{"str": "string", "text": "string", "int": "integer", "long": "integer", "float": "number", "double": "number"},
+    **{"bool": "boolean", "dict": "object", "list": "array"},
+}
+"""Names of types that tools have although JSON Schema does not."""
+_INTEGER = re.compile(r"-?\d{1,4000}(?:\.0{1,40})?")
+"""Python refuses to read integers of more than 4,300 digits."""
+_CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+
+
+def offered_types(tools: Sequence[Tool]) -> Offer:
+    """Return the parameters of each tool and their types."""
+    return {tool["function"]["name"]: _parameter_types(tool["function"].get("parameters") or {}) for tool in tools}
+
+
+def typed_value(text: str, types: Types) -> Any:
+    """Return the value that an argument's text stands for. A text of none of these types stays text.
+
+    Integers are exact. A text is null, an object or an array only if a string is not what the schema allows for it. If
+    the types are unknown, objects and arrays are read, and other texts stay text.
+    """
+    bare = text.strip()
+    if bare in _CONSTANTS and ("null" if _CONSTANTS[bare] is None else "boolean") in types - {"string"}:
+        return _CONSTANTS[bare]
+    if "string" in types:
+        return text
+    if types & {"integer", "number"} and _INTEGER.fullmatch(bare):
+        return int(bare.partition(".")[0])
+    readable = types & {"number", "object", "array"} if types else {"object", "array"}
+    value = _structure(bare) if readable else None
+    return value if isinstance(value, float | dict | list) and _NAMES[type(value)] in readable else text
+
+
+def _structure(text: str) -> Any:
+    """Read JSON, or a Python literal of a list or dictionary; None if it is neither."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text, strict=False, parse_constant=refuse_constant)
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return json.loads(json.dumps(ast.literal_eval(text), allow_nan=False)) if text[:1] in ("[", "{") else None
+    return None
+
+
+def refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _parameter_types(parameters: Tool) -> dict[str, Types]:
+    properties, seen = parameters.get("properties"), dict[str, Types]()
+    items = properties.items() if isinstance(properties, Mapping) else ()
+    return {name: _types(schema, parameters, seen, _DEEPEST) for name, schema in items}
+
+
+def _types(schema: Any, root: Mapping[str, Any], seen: dict[str, Types], depth: int) -> Types:
+    """Return the types that a schema allows. `seen` holds those of references.
+
+    Tools made from Python types often have `$ref`, or `anyOf` for types such as `int | None`.
+    """
+    if not isinstance(schema, Mapping) or not depth:
+        return frozenset()
+    ref, kind = schema.get("$ref"), schema.get("type")
+    if isinstance(ref, str):
+        if ref not in seen:
+            seen[ref] = frozenset()  # a reference to itself
+            seen[ref] = _types(_resolved(root, ref), root, seen, depth - 1)
+        return seen[ref]
+    if isinstance(kind, str | list):
+        names = [kind] if isinstance(kind, str) else map(str, kind)
+        return frozenset(_ALIASES.get(name, name) for name in names)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            options = [_types(option, root, seen, depth - 1) for option in schema[key]]
+            if key == "allOf":
+                return next((types for types in options if types), frozenset())
+            return frozenset().union(*options) if all(options) else frozenset()
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    return frozenset("null" if value is None else _NAMES[type(value)] for value in values)
+
+
+def _resolved(root: Mapping[str, Any], ref: str) -> Any:
+    """Return the part of a schema that `#/…` points to; None if there is none."""
+    start, *steps = ref.split("/")
+    node: Any = root if start == "#" else None
+    for step in steps:
+        node = node.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
+    return node

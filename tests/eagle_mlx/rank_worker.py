@@ -29,7 +29,7 @@ from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
 from eagle_mlx.ranks.load import shard_layers, shard_tensors
 from eagle_mlx.request_state import RequestState
-from eagle_mlx.serve.bench.decoding import compare, tolerance_for
+from eagle_mlx.serve.bench.measure import compare, tolerance_for
 from eagle_mlx.serve.prompts import read_questions
 from eagle_mlx.target import Target
 from tests.architectures import VOCAB, tiny_model

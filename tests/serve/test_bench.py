@@ -26,20 +26,16 @@ from eagle_mlx.request import Output
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench import report
 from eagle_mlx.serve.bench.cli import main
-from eagle_mlx.serve.bench.decoding import (
-    Decoding,
-    Mode,
-    ModeName,
+from eagle_mlx.serve.bench.measure import (
     TextComparison,
     acceptance_by_position,
     acceptance_length,
     compare,
     first_difference,
-    take_turns,
+    measure,
 )
-from eagle_mlx.serve.bench.measure import measure
-from eagle_mlx.serve.bench.modes import BenchModels, EngineMode, build_modes
-from eagle_mlx.serve.bench.options import DEFAULT_MODES, BenchConfig
+from eagle_mlx.serve.bench.modes import BenchModels, Decoding, EngineMode, Mode, build_modes, take_turns
+from eagle_mlx.serve.bench.options import DEFAULT_MODES, BenchConfig, ModeName
 from eagle_mlx.serve.bench.report import BenchRun
 from eagle_mlx.target import compute_dtype, nbytes_of
 from eagle_mlx.text import distinct_ratio

@@ -32,7 +32,6 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "registry"))
     known = (KnownHead(TARGET, HEAD, "eagle3", "mit", "https://example.org/table"),)
     monkeypatch.setattr(head_search, "known_heads", lambda: known)
-    monkeypatch.setattr("eagle_mlx.serve.head_choice.known_heads", lambda: known)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +171,6 @@ def test_a_head_without_a_known_license_is_used_only_by_name(
     assert said[0] == f"head: {about}: it is used only if you name it; type --head {HEAD}"
     assert len(online.requests) == requests
     assert isinstance(chosen(target, name, head=HEAD)[1], em.HeadProposer)
-    monkeypatch.setattr("eagle_mlx.serve.head_choice.known_heads", lambda: known)
     assert heads(["pull", TARGET]) == 2
     assert f"name one: eagle-heads pull {HEAD} (license unknown)" in capsys.readouterr().err
     assert heads(["pull", HEAD]) == 0

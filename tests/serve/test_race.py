@@ -13,8 +13,7 @@ import eagle_mlx as em
 from eagle_mlx.heads.eagle3 import save_eagle3
 from eagle_mlx.sampling_params import SamplingParams
 from eagle_mlx.serve.bench.cli import main
-from eagle_mlx.serve.bench.decoding import Decoding
-from eagle_mlx.serve.bench.modes import BenchModels, EngineMode
+from eagle_mlx.serve.bench.modes import BenchModels, Decoding, EngineMode
 from eagle_mlx.serve.bench.race import race, wrapped
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 

@@ -20,8 +20,7 @@ from eagle_mlx.serve.api.model import sampling_defaults
 from eagle_mlx.serve.api.options import LoadConfig
 from eagle_mlx.serve.api.server import listen
 from eagle_mlx.serve.api.start import served_name
-from eagle_mlx.serve.memory_options import MemoryOptions
-from eagle_mlx.serve.speculation import AUTO, Speculation
+from eagle_mlx.serve.speculation import AUTO, MemoryOptions, Speculation
 from tests.fakes import tiny_head, tiny_target, tiny_target_folder
 
 HEAD = "the head"

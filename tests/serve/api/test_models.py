@@ -27,8 +27,7 @@ from eagle_mlx.serve.api.model import Loaded
 from eagle_mlx.serve.api.models import Models
 from eagle_mlx.serve.api.options import LoadConfig, Settings
 from eagle_mlx.serve.api.service import ModelSource
-from eagle_mlx.serve.memory_options import MemoryOptions
-from eagle_mlx.serve.speculation import Speculation
+from eagle_mlx.serve.speculation import MemoryOptions, Speculation
 from tests.fakes import tiny_target, tiny_target_folder
 from tests.serve.api.live import DEPTH, Live, live, wide
 from tests.serve.api.test_status import samples
