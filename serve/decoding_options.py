@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import eagle_mlx as em
 from eagle_mlx import blas
@@ -28,24 +28,25 @@ GREEN, DIM = 32, 2
 COLOR_HELP = "show accepted drafts in green; not if the output is no terminal, or if NO_COLOR is set"
 
 
+def _parameter(name: str, help: str) -> Any:
+    """Return the setting of a sampling parameter, with its default and limits."""
+    return setting(getattr(SamplingParams, name), help, limit_of(name))
+
+
 @dataclass(frozen=True)
 class SamplingOptions(Group):
     """How tokens are sampled, and when the text ends."""
 
-    max_tokens: int = setting(SamplingParams.max_tokens, "maximum new tokens", limit_of("max_tokens"))
-    temperature: float = setting(SamplingParams.temperature, "0 is greedy", limit_of("temperature"))
-    top_k: int = setting(SamplingParams.top_k, "0 keeps all tokens", limit_of("top_k"))
-    top_p: float = setting(SamplingParams.top_p, "1 keeps all tokens", limit_of("top_p"))
-    min_p: float = setting(SamplingParams.min_p, "0 keeps all tokens", limit_of("min_p"))
-    repetition_penalty: float = setting(
-        SamplingParams.repetition_penalty, "1 for no penalty", limit_of("repetition_penalty")
-    )
-    presence_penalty: float = setting(SamplingParams.presence_penalty, "0 for no penalty", limit_of("presence_penalty"))
-    frequency_penalty: float = setting(
-        SamplingParams.frequency_penalty, "0 for no penalty", limit_of("frequency_penalty")
-    )
+    max_tokens: int = _parameter("max_tokens", "maximum new tokens")
+    temperature: float = _parameter("temperature", "0 is greedy")
+    top_k: int = _parameter("top_k", "0 keeps all tokens")
+    top_p: float = _parameter("top_p", "1 keeps all tokens")
+    min_p: float = _parameter("min_p", "0 keeps all tokens")
+    repetition_penalty: float = _parameter("repetition_penalty", "1 for no penalty")
+    presence_penalty: float = _parameter("presence_penalty", "0 for no penalty")
+    frequency_penalty: float = _parameter("frequency_penalty", "0 for no penalty")
     stop: tuple[str, ...] = setting((), "stop before this text; repeatable", metavar="TEXT", repeat=True)
-    seed: int | None = setting(None, "seed that makes sampled text repeatable", limit_of("seed"))
+    seed: int | None = _parameter("seed", "seed that makes sampled text repeatable")
     ignore_eos: bool = setting(False, "continue after the model's end-of-text token")
 
     def params(self) -> SamplingParams:
@@ -67,11 +68,9 @@ class DecodingOptions(Group):
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
 
     def params(self) -> SamplingParams:
-        """Return the parameters for the engine. Raises ConfigError for a value out of range."""
         return replace(self.sampling.params(), **self.speculation.rule)
 
     def say(self, text: str) -> None:
-        """Print a line about the run to stderr, unless quiet."""
         if not self.quiet:
             print(text, file=sys.stderr)
 

@@ -73,17 +73,15 @@ class Launch:
             parts = text.split(key) if key else [text]
             return f'"${_KEY}"'.join(shlex.quote(part) if part or len(parts) == 1 else "" for part in parts)
 
-        return " ".join(
-            [*(f"{name}={quoted(value)}" for name, value in self.variables.items()), *map(quoted, self.arguments)]
-        )
+        variables = [f"{name}={quoted(value)}" for name, value in self.variables.items()]
+        return " ".join([*variables, *map(quoted, self.arguments)])
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a command, or become the program. Returns the exit status: 0, or 2 for an error."""
     at = argv.index("--") if "--" in argv else len(argv)
-    return exit_code(
-        lambda: _run(read(LaunchOptions, argv[:at], "eagle-serve launch", _ABOUT, _EPILOG), argv[at + 1 :])
-    )
+    own, more = argv[:at], argv[at + 1 :]
+    return exit_code(lambda: _run(read(LaunchOptions, own, "eagle-serve launch", _ABOUT, _EPILOG), more))
 
 
 def _run(options: LaunchOptions, more: Sequence[str]) -> None:
@@ -106,14 +104,13 @@ def find(url: str, name: str, key: str | None) -> ServedModel:
             models: list[dict[str, Any]] = json.load(answer)["data"]
     except (OSError, HTTPException, ValueError, KeyError) as e:
         if isinstance(e, HTTPError) and e.code == HTTPStatus.UNAUTHORIZED:
-            raise ConfigError(
-                f"{url} needs another key than {_KEY}" if key else f"{url} needs a key; set {_KEY}"
-            ) from e
+            need = f"another key than {_KEY}" if key else f"a key; set {_KEY}"
+            raise ConfigError(f"{url} needs {need}") from e
         raise ConfigError(f"no eagle-serve answers at {url} ({e}); start it, or name its address with --url") from e
     fitting = [model for model in models if name in ("", model["id"])]
     if not fitting:
         raise ConfigError(f"--model {name}: {url} has {', '.join(model['id'] for model in models)}")
-    model = next((each for each in fitting if each["max_model_len"]), fitting[0])
+    model = next((model for model in fitting if model["max_model_len"]), fitting[0])
     return ServedModel(url, model["id"], model["max_model_len"], key)
 
 
@@ -136,9 +133,8 @@ def codex(server: ServedModel) -> Launch:
     if server.context:
         settings["model_context_window"] = server.context
     settings |= {f"model_providers.eagle.{name}": value for name, value in provider.items()}
-    return Launch(
-        ["codex", *(part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}"))]
-    )
+    flags = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
+    return Launch(["codex", *flags])
 
 
 def opencode(server: ServedModel) -> Launch:

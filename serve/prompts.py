@@ -93,12 +93,10 @@ def _question(line: str, origin: str) -> Question:
             return Question([{"role": "user", "content": turns[0]}], tuple(turns[1:]), category, origin)
         case {"messages": turns}:
             check(isinstance(turns, list), "`messages` must be a list of turns")
-            need = f"must be an object with a `role` ({', '.join(ROLES)}) and `content`, a text"
             for number, turn in enumerate(turns, start=1):
-                match turn:
-                    case {"role": role, "content": str()} if role in ROLES:
-                        continue
-                raise PromptError(f"{origin}: turn {number} {need}")
+                is_turn = isinstance(turn, dict) and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
+                need = f"an object with a `role` ({', '.join(ROLES)}) and `content`, a text"
+                check(is_turn, f"turn {number} must be {need}")
             while turns and turns[-1]["role"] == "assistant":
                 turns = turns[:-1]
             check(turns, "`messages` has no turn to answer")
@@ -124,10 +122,10 @@ def with_filler(questions: Sequence[Question], target: em.Target, tokens: int) -
     for question, text in zip(questions, _pieces(target.tokenizer, tokens), strict=False):
         content: Any = question.content
         if isinstance(content, str):
-            content = f"{text}\n\n{content}"
+            filled.append(replace(question, content=f"{text}\n\n{content}"))
         else:
-            content = [{**content[0], "content": f"{text}\n\n{content[0]['content']}"}, *content[1:]]
-        filled.append(replace(question, content=content))
+            first = {**content[0], "content": f"{text}\n\n{content[0]['content']}"}
+            filled.append(replace(question, content=[first, *content[1:]]))
     return filled
 
 

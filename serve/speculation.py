@@ -209,7 +209,6 @@ class Speculation(Group):
         return DEFAULT_TOKENS[self.policy] if self.num_tokens is None else self.num_tokens
 
     def resolved_mode(self) -> Mode:
-        """Return the mode in use."""
         if self.depth == 0:
             return "none"
         if self.mode is not None:
@@ -218,7 +217,6 @@ class Speculation(Group):
 
     @property
     def max_depth(self) -> int:
-        """The maximum depth of a draft."""
         return max(self.depth, levels_for(self.tree_nodes) if self.policy == "throughput" else 0)
 
     def proposer(self, target: em.Target) -> Proposer | None:
@@ -254,7 +252,6 @@ class Speculation(Group):
         return replace(self, policy=policy, num_tokens=num_tokens, **defaults)
 
     def _ngrams(self, longest: int, shortest: int) -> em.NgramProposer:
-        """Return an n-gram proposer with these lengths, unless flags set others."""
         longest = self.ngram_max or max(longest, self.ngram_min or 0)
         shortest = self.ngram_min or min(shortest, longest)
         return em.NgramProposer(longest, shortest, self.prompt_lookup)
@@ -288,7 +285,6 @@ class Speculation(Group):
         return AcceptancePolicy(self.depth, self.alpha, threshold, self.disable_at_rows, self.adaptive)
 
     def engine(self, target: em.Target, proposer: Proposer | None, memory: MemoryOptions, **more: Any) -> em.Engine:
-        """Return an engine with a new policy and `more` arguments."""
         more |= {"prefill_chunk": memory.prefill_chunk, "kv_bytes": memory.kv_bytes, "exact": memory.exact}
         measured = target if proposer is not None else None
         policy = self.make_policy(measured, more.get("kv_bits"), memory.exact)

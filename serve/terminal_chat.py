@@ -78,8 +78,6 @@ class Tally(Counter[str]):
 
 
 class TerminalChat:
-    """A conversation with a model."""
-
     def __init__(self, engine: em.Engine, options: ChatOptions):
         """Raises ConfigError for invalid sampling parameters, and PromptError if the model has no chat template."""
         tokenizer = engine.target.tokenizer

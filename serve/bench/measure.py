@@ -124,7 +124,6 @@ class _Results:
         return sum(len(output.tokens) for output in self.outputs(kept)) / self.seconds(kept)[0].clip(1e-9)
 
     def ratio_to(self, baseline: _Results | None, kept: Sequence[Place]) -> float | None:
-        """Return the speedup over a baseline: the median of the repeats' ratios."""
         return None if baseline is None else float(np.median(self.rates(kept) / baseline.rates(kept)))
 
 
@@ -163,7 +162,9 @@ class _Measurement:
     ):
         self.target, self.questions, self.config = target, questions, config
         self.turns = range(1 + max(len(question.later) for question in questions))
-        places = [(at, turn) for turn in self.turns for at, asked in enumerate(questions) if turn <= len(asked.later)]
+        places = [
+            (at, turn) for turn in self.turns for at, question in enumerate(questions) if turn <= len(question.later)
+        ]
         self.params = dict(zip(places, config.params(len(places), config.max_tokens), strict=True))
         self.results = [_Results(mode) for mode in modes]
         self.reference = _Results(self._reference(modes))

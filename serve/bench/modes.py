@@ -258,7 +258,6 @@ class EngineMode(Mode):
             raise ConfigError(f"trees cannot be drafted for {target.name}: {reason}; leave out --nodes")
 
     def clock(self) -> float:
-        """Return the seconds of this mode's turns."""
         return perf_counter() - self._excluded
 
     def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:

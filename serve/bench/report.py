@@ -144,7 +144,6 @@ def footnote(runs: Sequence[BenchRun], max_tokens: int, tolerance: float) -> str
 
 
 def _models(runs: Sequence[BenchRun]) -> list[str]:
-    """Return lines on each mode's model, its type, and the reference of its texts."""
     lines = []
     for model in dict.fromkeys(f"{run.model} in {run.dtype}" for run in runs if run.model):
         modes = dict.fromkeys(run.mode for run in runs if f"{run.model} in {run.dtype}" == model)

@@ -148,8 +148,6 @@ _LITERALS = {"true": True, "false": False, "null": None}
 
 
 class _Literals(ast.NodeTransformer):
-    """Reads JSON's names of constants."""
-
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_LITERALS[node.id]) if node.id in _LITERALS else node
 
@@ -209,7 +207,6 @@ def _gemma_value(text: str, at: int, quote: str, depth: int = _DEEPEST) -> tuple
 
 
 def _gemma_items(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
-    """Return the object or list that begins at a position, and where it ends."""
     closer, values, items = {"{": "}", "[": "]"}[text[at]], dict[str, Any](), list[Any]()
     at = skip_space(text, at + 1)
     while not text.startswith(closer, at):

@@ -131,7 +131,6 @@ class ToolCallParser:
 
     @property
     def is_open(self) -> bool:
-        """Whether the arguments of the last call are incomplete."""
         return self._pieces is not None and self._pieces.is_open
 
     def feed(self, text: str) -> None:
@@ -200,7 +199,6 @@ class ToolCallParser:
         return calls
 
     def _next_piece(self, pieces: CallPieces, final: bool) -> ToolCall | None:
-        """Return the next piece of an enforced call. Closes the body after its last call."""
         assert self._body is not None
         if (read := pieces.read(self._text, self._body, final)) is None:
             return None
@@ -292,7 +290,6 @@ class ToolCallParser:
 
     @property
     def _is_tired(self) -> bool:
-        """Whether so many calls failed that the rest is text."""
         return self._malformed >= _MOST_MALFORMED or self._parsed > _MOST_PARSED
 
     def _take(self, count: int) -> str | None:
@@ -302,7 +299,6 @@ class ToolCallParser:
         return taken or None
 
     def _drop(self, end: int) -> None:
-        """Forget the text before a position, and end the body."""
         self._text, self._body = self._text[end:], None
         self._begins_line = True
 

@@ -92,13 +92,11 @@ def call_tags(tokenizer: TokenizerWrapper) -> ToolCallTags | None:
         form = JSON_TOOLS if name == "json_tools" else None
         return ToolCallTags(tokenizer.tool_call_start, tokenizer.tool_call_end or "", name, form, bare=_BARE.get(name))
     template = _templates(tokenizer)
-    known_tags = (tags for marks, tags in _MARKS.items() if all(mark in template for mark in marks))
     dsml = _DSML if DSML_BAR in tokenizer.get_vocab() or DSML_BAR in template else None
-    return next(known_tags, dsml)
+    return next((tags for marks, tags in _MARKS.items() if all(mark in template for mark in marks)), dsml)
 
 
 def _templates(tokenizer: TokenizerWrapper) -> str:
-    """Return the text of a model's chat template, or of its named ones."""
     template = tokenizer.chat_template or ""
     return "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
 
@@ -118,6 +116,7 @@ def answer_states(tokenizer: TokenizerWrapper) -> AnswerStates:
         edges["reasoning"] = [(end, "content"), *((tag, "content") for tag in tokenizer.structural_markers)]
     edges["content"] = [(tag, "content") for tag in tokenizer.structural_markers]
     for state, leads in tokenizer.response_transitions.items():
-        known = edges.setdefault(names.get(state, state), [])
-        known += [(tag, names.get(to, to)) for tag, to in leads if to != "tool"]
-    return AnswerStates(start, end, edges, names.get(i := tokenizer.response_initial_state or "", i))
+        own = edges.setdefault(names.get(state, state), [])
+        own += [(tag, names.get(to, to)) for tag, to in leads if to != "tool"]
+    initial = tokenizer.response_initial_state or ""
+    return AnswerStates(start, end, edges, names.get(initial, initial))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from hashlib import sha256
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 from eagle_mlx.errors import PromptError
@@ -20,39 +20,34 @@ Message = Mapping[str, Any]
 PARAGRAPH = "\n\n"
 """Separates texts that came separately."""
 
-_KEYS = {
-    "system": {"role", "content", "name"},
-    "user": {"role", "content", "name"},
-    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning"},
-    "tool": {"role", "content", "name", "tool_call_id"},
-}
-"""The allowed fields of messages, by the role in templates."""
+_COMMON_KEYS = {"role", "content", "name"}
+_MORE_KEYS = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}
+"""The other allowed fields of messages, by the role in templates."""
 
 
 def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages for templates: call arguments as objects, and `developer` as `system`.
 
-    Fields have the types of `serve/api/schema.py`; contents are text. Raises PromptError that names the message, such
-    as `messages[2].content: ...`.
+    Fields have the types of `serve/api/schema.py`; contents are text. Raises PromptError that names the message.
     """
-    read, made = [], set[str | None]()
+    read, ids = list[dict[str, Any]](), set[str | None]()
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        one = _message(message, where)
-        made |= {call.get("id") for call in one.get("tool_calls", ())}
-        if one["role"] == "tool" and made.isdisjoint({one["tool_call_id"], None}):  # a call without an id fits all
+        read.append(_message(message, where))
+        ids |= {call.get("id") for call in read[-1].get("tool_calls", ())}
+        answered = read[-1].get("tool_call_id")
+        if answered is not None and ids.isdisjoint({answered, None}):  # a call without an id fits all
             raise PromptError(
-                f"{where}.tool_call_id: no earlier assistant message has a call with the id "
-                f"{one['tool_call_id'][:100]!r}; send the message with that call before its result"
+                f"{where}.tool_call_id: no earlier assistant message has a call with the id {answered[:100]!r}; send "
+                "the message with that call before its result"
             )
-        read.append(one)
     return read
 
 
 def _message(message: Message, where: str) -> dict[str, Any]:
     role = "system" if message["role"] == "developer" else message["role"]
     given = {key: value for key, value in message.items() if value is not None and value != []}
-    if unknown := sorted(given.keys() - _KEYS[role]):
+    if unknown := sorted(given.keys() - _COMMON_KEYS - _MORE_KEYS.get(role, set())):
         raise PromptError(f"{where}: {unknown[0]!r} is not supported in a message of role {message['role']!r}")
     if "content" not in given and role in ("system", "user"):  # models write the others, and clients send them back
         raise PromptError(f"{where}.content: must be text, or a list of text parts")
@@ -146,7 +141,7 @@ def with_user_first(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _from_user(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [{**message, "role": "user"} if message["role"] == "system" else dict(message) for message in messages]
+    return [{**message, "role": "user" if message["role"] == "system" else message["role"]} for message in messages]
 
 
 def joined(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -154,17 +149,16 @@ def joined(messages: Sequence[Message]) -> list[dict[str, Any]]:
     changed: list[dict[str, Any]] = []
     for role, group in groupby(map(dict, messages), key=lambda message: message["role"]):
         turns = list(group)
-        changed += turns if role == "tool" else [_one(turns)]
+        if role == "tool":
+            changed += turns
+            continue
+        whole = {key: value for turn in turns for key, value in turn.items()}
+        for key in whole.keys() & {"content", "reasoning_content"}:
+            whole[key] = PARAGRAPH.join(filter(None, (turn.get(key) for turn in turns)))
+        if "tool_calls" in whole:
+            whole["tool_calls"] = [call for turn in turns for call in turn.get("tool_calls", ())]
+        changed.append(whole)
     return changed
-
-
-def _one(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    whole = {key: value for turn in turns for key, value in turn.items()}
-    for key in whole.keys() & {"content", "reasoning_content"}:
-        whole[key] = PARAGRAPH.join(filter(None, (turn.get(key) for turn in turns)))
-    if "tool_calls" in whole:
-        whole["tool_calls"] = list(chain.from_iterable(turn.get("tool_calls", ()) for turn in turns))
-    return whole
 
 
 def with_argument_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -213,17 +207,17 @@ def as_text(messages: Sequence[Message], tools: Sequence[Tool], form: CallForm, 
 
     place: the role that describes the tools, `system` or `user`; with `user`, there are no system messages.
     """
-    each = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    told = _INSTRUCTIONS.format(tools=each, form=form.write([("FUNCTION_NAME", '{"ARGUMENT_NAME": VALUE}')]))
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    example = form.write([("FUNCTION_NAME", '{"ARGUMENT_NAME": VALUE}')])
+    instructions = _INSTRUCTIONS.format(tools=functions, form=example)
     names: dict[Any, str] = {}
-    changed: list[dict[str, Any]] = [{"role": place, "content": told}] if tools else []
+    changed: list[dict[str, Any]] = [{"role": place, "content": instructions}] if tools else []
     for message in messages:
         role, content = message["role"], message["content"]
-        calls = message.get("tool_calls", ())
-        names |= {call.get("id"): call["function"]["name"] for call in calls}
-        if calls:
-            made = [(call["function"]["name"], json.dumps(call["function"]["arguments"])) for call in calls]
-            content = "\n".join(filter(None, (content, form.write(made))))
+        if calls := message.get("tool_calls", ()):
+            names |= {call.get("id"): call["function"]["name"] for call in calls}
+            written = [(call["function"]["name"], json.dumps(call["function"]["arguments"])) for call in calls]
+            content = "\n".join(filter(None, (content, form.write(written))))
         elif role == "tool":
             role, content = "user", f"Result of {names.get(message['tool_call_id'], 'the call')}:\n{content}"
         elif role == "system":

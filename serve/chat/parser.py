@@ -13,9 +13,9 @@ from typing import Literal
 
 from eagle_mlx.text import held_back
 
-from .call_parser import BareCallParser, ToolCallParser, begins_line, leading_tag, safe_length
+from .call_parser import BareCallParser, ToolCallParser
 from .template import ChatFormat
-from .tools import AnswerStates, Tool, ToolCall
+from .tools import AnswerStates, Tool, ToolCall, begins_line, leading_tag, safe_length
 
 Kind = Literal["content", "reasoning"]
 _OPENING = "opening"
@@ -31,7 +31,7 @@ class ReasoningParser:
     def __init__(self, tags: AnswerStates, starts_in_reasoning: bool = False, continued: bool = False):
         self._tags = tags
         self._state = "reasoning" if starts_in_reasoning else "content" if continued else tags.initial or _OPENING
-        self._fresh = starts_in_reasoning and not continued
+        self._is_fresh = starts_in_reasoning and not continued
         """Whether no text has followed the last tag."""
         self._begins_line = True
         """Whether only blanks have followed the last line break or tag."""
@@ -51,9 +51,9 @@ class ReasoningParser:
             return parts
         while not self._is_interrupted or self._skip_end(final):
             tags = dict(self._tags.edges.get(self._state, ()))
-            if self._fresh:
+            if self._is_fresh:
                 self._text = self._text.lstrip("\n")
-                self._fresh = not self._text
+                self._is_fresh = not self._text
             if self._tags.think_start and self._state == "content":
                 tags.setdefault(self._tags.think_start, "reasoning")
             match = self._next_tag(list(tags), final)
@@ -112,7 +112,8 @@ class ReasoningParser:
         return read is not None
 
     def _go(self, state: str, read: int) -> None:
-        self._state, self._text, self._fresh, self._begins_line = state, self._text[read:], True, True
+        self._state, self._text = state, self._text[read:]
+        self._is_fresh = self._begins_line = True
 
 
 @dataclass(frozen=True)

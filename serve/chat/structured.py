@@ -9,9 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, lru_cache, partial
+from itertools import groupby
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.sampling_params import Grammar
@@ -61,17 +62,14 @@ class Grammars:
     ) -> Callable[[], Grammar] | None:
         """Return a factory for one request's grammar (`SamplingParams.grammar`), or None if the answer is free.
 
-        response_format: as in OpenAI's API, `text`, `json_object` or `json_schema`. offer: the request's tools. If the
-        model must call one, the answer consists of calls only. If it may call one and there is a response format, the
-        answer is either calls or that format. If it may call one and a tool is strict, the text is free until a call
-        begins. The model may think first; the grammar begins after the thought. namespace: only requests of the same
-        one share a vetted grammar, because the time of an answer tells whether it was vetted before.
+        response_format: as in OpenAI's API. offer: the request's tools. If the model must call one, the answer consists
+        of calls only. If it may call one and there is a response format, the answer is either calls or that format. If
+        it may call one and a tool is strict, the text is free until a call begins. A thought comes before the grammar.
+        Tools that are not strict follow their schemas as far as a grammar can enforce them, in its limits. namespace:
+        only its requests share a vetted grammar, because the time of an answer tells whether it was vetted before.
 
-        Tools that are not strict follow their schemas as far as a grammar can enforce them, in its limits. If the
-        model does not write calls as JSON, optional strict tools do not follow theirs.
-
-        Compiling takes up to `COMPILE_SECONDS`. Raises ConfigError, with the reason, if a schema is malformed, if
-        another one is too large, too complex, or has unsupported keywords, and if this model cannot be forced to call.
+        Takes up to `COMPILE_SECONDS`. Raises ConfigError, with the reason, if a schema is malformed, if another one is
+        too large, too complex, or has unsupported keywords, and if this model cannot be forced to call.
         """
         schema, offer = read_response_format(response_format), offer or ToolOffer()
         tools = offer.forced or (offer.tools if schema is not None or offer.strict else ())
@@ -85,7 +83,7 @@ class Grammars:
             if is_free:
                 log_once("strict tools are not held to their schemas: this model does not write calls as JSON in tags")
                 return None
-            raise ConfigError(_why_not_calls(calls.parser if calls else "", offer))
+            raise _no_grammar_of_calls(calls.parser if calls else "", offer)
         if is_free:
             tools = _without_loose_schemas(tools)
 
@@ -106,7 +104,7 @@ class Grammars:
                 raise
             log_once(f"tools are not held to their schemas: {e}")
             text = vetted(bare)
-        return lambda: lark.MatcherGrammar(self._matcher(text), self._vocab, self._ends)
+        return lambda: lark.MatcherGrammar(vetting.matcher(self.tokenizer(), text), self._vocab, self._ends)
 
     def _read_tokenizer(self) -> LLTokenizer:
         """Return the tokenizer for llguidance. This takes a second. Raises ConfigError if grammars cannot use it."""
@@ -127,20 +125,17 @@ class Grammars:
             reason = lark.on_one_line(str(e))
             raise ConfigError(f"grammars are not possible with this model's tokenizer: {reason}") from e
 
-    def _matcher(self, grammar: str) -> LLMatcher:
-        return vetting.matcher(self.tokenizer(), grammar)
-
     def _vet(self, grammar: str, schemas: vetting.Places, _: str) -> None:
         """Raise ConfigError, with the place and the reason, if a grammar cannot be compiled within the limits."""
         work = json.dumps([grammar, schemas, self.tokenizer().vocab_size, COMPILE_SECONDS, MOST_MEMORY])
         program = [sys.executable, "-P", vetting.__file__]  # -P: import nothing from the program's folder
         done = subprocess.run(program, input=work, capture_output=True, text=True)
         if done.returncode:
-            why = f"needs more than {MOST_MEMORY >> 20} MB of memory"
-            if done.returncode == -signal.SIGALRM:
-                why = f"takes more than {COMPILE_SECONDS:g} s"
-            raise TooComplex(f"{_named(schemas)}: too complex: compiling it {why}; simplify it")
-        if reason := json.loads(done.stdout) or vetting.refusal(self._matcher(grammar), schemas):
+            limit = f"takes more than {COMPILE_SECONDS:g} s"
+            if done.returncode != -signal.SIGALRM:
+                limit = f"needs more than {MOST_MEMORY >> 20} MB of memory"
+            raise TooComplex(f"{_named(schemas)}: too complex: compiling it {limit}; simplify it")
+        if reason := json.loads(done.stdout) or vetting.refusal(vetting.matcher(self.tokenizer(), grammar), schemas):
             raise ConfigError(lark.on_one_line(reason))
 
     def _tag(self, tag: str) -> str:
@@ -174,13 +169,9 @@ class Grammars:
 
 def _token_set(tokens: Iterable[int]) -> str:
     """Format tokens as a token set of llguidance, such as `<[0-1,7]>`; empty if there are none."""
-    ranges: list[list[int]] = []
-    for token in sorted(tokens):
-        if ranges and ranges[-1][1] == token - 1:
-            ranges[-1][1] = token
-        else:
-            ranges.append([token, token])
-    return f"<[{','.join(f'{first}-{last}' for first, last in ranges)}]>" if ranges else ""
+    ranked = groupby(enumerate(sorted(tokens)), key=lambda pair: pair[1] - pair[0])  # consecutive tokens have one key
+    ranges = [[token for _, token in group] for _, group in ranked]
+    return f"<[{','.join(f'{tokens[0]}-{tokens[-1]}' for tokens in ranges)}]>" if ranges else ""
 
 
 def read_response_format(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -191,8 +182,8 @@ def read_response_format(response_format: Mapping[str, Any] | None) -> dict[str,
     if response_format is None:
         return None
     kind = response_format["type"]
-    known = {"type", {"json_schema": "json_schema", "json_object": "schema"}.get(kind, "type")}
-    if unknown := sorted(response_format.keys() - known):
+    own = {"json_schema": "json_schema", "json_object": "schema"}.get(kind, "type")
+    if unknown := sorted(response_format.keys() - {"type", own}):
         raise ConfigError(f"response_format: unknown key {unknown[0]!r} with type {kind}")
     if kind == "text":
         return None
@@ -216,22 +207,23 @@ def _places(
     schema: lark.Schema | None, response_format: Mapping[str, Any] | None, tools: Sequence[Tool], offer: ToolOffer
 ) -> vetting.Places:
     """Return the schemas of a request. Raises ConfigError that names the place."""
-    schemas: list[tuple[str, Callable[[], lark.Schema], bool]] = []
-    if schema is not None and response_format is not None:
-        field = "schema" if response_format["type"] == "json_object" else "json_schema.schema"
-        schemas.append((f"response_format.{field}", lambda: schema, False))
-    for tool in tools:
-        where = f"tools[{tool_names(offer.tools).index(tool['function']['name'])}].function.parameters"
-        schemas.append((where, partial(lark.parameters_of, tool), lark.is_loose(tool)))
-    places = []
-    for where, read, is_loose in schemas:
+    places: list[tuple[str, str, bool]] = []
+
+    def add(where: str, read: Callable[[], lark.Schema], is_loose: bool) -> None:
         try:
-            text = json.dumps(found := read())
+            text = json.dumps(content := read())
         except RecursionError as e:
             raise ConfigError(f"{where}: nested too deeply") from e
-        if "x-guidance" in found:
+        if "x-guidance" in content:
             raise ConfigError(f"{where}: unknown key 'x-guidance'")
         places.append((where, text, is_loose))
+
+    if schema is not None and response_format is not None:
+        field = "schema" if response_format["type"] == "json_object" else "json_schema.schema"
+        add(f"response_format.{field}", lambda: schema, False)
+    for tool in tools:
+        where = f"tools[{tool_names(offer.tools).index(tool['function']['name'])}].function.parameters"
+        add(where, partial(lark.parameters_of, tool), lark.is_loose(tool))
     size = sum(len(text) for _, text, _ in places)
     if size > MOST_SCHEMA_BYTES:
         raise TooComplex(
@@ -240,11 +232,11 @@ def _places(
     return tuple(places)
 
 
-def _why_not_calls(parser: str, offer: ToolOffer) -> str:
-    """Return why calls cannot follow a grammar, with the field that asks for it and a remedy."""
+def _no_grammar_of_calls(parser: str, offer: ToolOffer) -> ConfigError:
+    """Return the error for calls that no grammar describes, with the field that asks for one and a remedy."""
+    problem, remedy = "response_format: cannot be combined with tools", 'use tool_choice "none"'
     if offer.forced:
-        what, how = "tool_choice: tools cannot be forced", 'use tool_choice "auto"'
-    else:
-        what, how = "response_format: cannot be combined with tools", 'use tool_choice "none"'
+        problem, remedy = "tool_choice: tools cannot be forced", 'use tool_choice "auto"'
     other = f"writes its calls in the format {parser!r}, not as JSON between tags"
-    return f"{what} on this model, which {other if parser else 'has tool calls that no parser reads'}; {how}"
+    reason = other if parser else "has tool calls that no parser reads"
+    return ConfigError(f"{problem} on this model, which {reason}; {remedy}")

@@ -21,10 +21,10 @@ from .tools import AnswerStates, Tool, ToolCallTags, without
 
 Encode = Callable[[str, bool], list[int]]
 """Maps a text, and whether to add special tokens that begin or end it, to token ids."""
-_FROM_REQUESTS = {"add_generation_prompt"}
 CONTINUED = "continue_final_message"
 """The argument that names the field of the last message that an answer continues."""
-_RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - _FROM_REQUESTS
+_RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+_RESERVED -= {"add_generation_prompt"}
 """Arguments of the rendering itself. Requests cannot set them, or have their own fields for them."""
 
 
@@ -36,7 +36,6 @@ class Chat:
     messages: list[dict[str, Any]]
     """The messages in the form that the template takes."""
     arguments: Mapping[str, Any]
-    """The template's other arguments."""
     text: str
 
     def tokens(self, encode: Encode | None = None) -> list[int]:
@@ -64,10 +63,10 @@ class Chat:
         """Raise PromptError if the template ignores tools or calls, that is, writes the same text without them."""
         if self.arguments["tools"] and self._is_same(self.messages, {**self.arguments, "tools": None}):
             raise PromptError("tools: this model's chat template ignores tools, so the model would not see them")
-        calling = next((index for index, message in enumerate(self.messages) if "tool_calls" in message), None)
+        calling = [index for index, message in enumerate(self.messages) if "tool_calls" in message]
         silent = [{key: value for key, value in m.items() if key != "tool_calls"} for m in self.messages]
-        if calling is not None and self._is_same(silent, self.arguments):
-            raise PromptError(f"messages[{calling}].tool_calls: this model's chat template ignores tool calls")
+        if calling and self._is_same(silent, self.arguments):
+            raise PromptError(f"messages[{calling[0]}].tool_calls: this model's chat template ignores tool calls")
 
     def _is_same(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> bool:
         try:
@@ -153,9 +152,9 @@ class Volatile:
     patterns: tuple[re.Pattern[str], ...] = (_BILLING_HEADER,)
 
     @classmethod
-    def of(cls, more: Sequence[str] = (), known: bool = True) -> Volatile:
-        """Return the known patterns, unless `known` is false, and more. Raises ConfigError for an invalid one."""
-        patterns = list(cls().patterns) if known else []
+    def of(cls, more: Sequence[str] = (), built_in: bool = True) -> Volatile:
+        """Return the built-in patterns, unless `built_in` is false, and more. Raises ConfigError for an invalid one."""
+        patterns = list(cls().patterns) if built_in else []
         for pattern in more:
             try:
                 patterns.append(re.compile(pattern))
@@ -164,10 +163,7 @@ class Volatile:
         return cls(tuple(patterns))
 
     def strip(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages without the text that matches a pattern.
-
-        Only the first `SEARCHED` characters of all system messages together are searched.
-        """
+        """Return messages without matches in the first `SEARCHED` characters of all system messages together."""
         read, left = [], SEARCHED
         for message in messages:
             text = message["content"]

@@ -63,7 +63,6 @@ class ToolOffer:
 
 
 def without(tool: Tool, field: str) -> Tool:
-    """Return a tool without one field of its function."""
     return {**tool, "function": {key: value for key, value in tool["function"].items() if key != field}}
 
 
@@ -83,12 +82,10 @@ class ToolCall:
     """The JSON text of an object, or a piece of it."""
 
     def joined(self, piece: ToolCall) -> ToolCall:
-        """Return the call with one more piece of its arguments."""
         return replace(self, arguments=self.arguments + piece.arguments)
 
 
 def whole_calls(pieces: Iterable[ToolCall | None]) -> list[ToolCall]:
-    """Join the pieces of calls."""
     calls: list[ToolCall] = []
     for piece in filter(None, pieces):
         calls.append(piece if piece.id else calls.pop().joined(piece))
@@ -113,7 +110,6 @@ class CallForm:
     outer: str | None = None
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Return the text of calls: names, and arguments as JSON."""
         bodies = [f"{self.name}{name}{self.arguments}{arguments}{self.end}" for name, arguments in calls]
         if self.inner is not None:
             bodies = [self.inner.join(bodies)]
@@ -208,7 +204,6 @@ _CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null"
 
 
 def offered_types(tools: Sequence[Tool]) -> Offer:
-    """Return the parameters of each tool and their types."""
     return {tool["function"]["name"]: _parameter_types(tool["function"].get("parameters") or {}) for tool in tools}
 
 

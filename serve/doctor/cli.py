@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = arguments(argv)
     command = shlex.join(["eagle-doctor", *given])
     return exit_code(
-        lambda: late(f"{__package__}.run:doctor")(read(DoctorOptions, given, "eagle-doctor", about, EPILOG), command)
+        lambda: late(f"{__package__}.report:doctor")(read(DoctorOptions, given, "eagle-doctor", about, EPILOG), command)
     )
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.engine import Engine
@@ -52,60 +53,62 @@ _FIRST = 200
 
 @dataclass(frozen=True)
 class Steps:
-    """Shortest milliseconds of steps of one row: other programs can make a step slower, but never faster."""
+    """Shortest milliseconds of steps of one row: other programs can make a step slower, but never faster.
+
+    `verify_ms` are forwards of the target, by ascending number of positions. `draft_ms` is a draft token of an EAGLE-3
+    head of the usual size. `spread` is the median of a verify of one position, relative to the shortest.
+    """
 
     context: int
     verify_ms: dict[int, float]
-    """A forward of the target, by its number of positions, in ascending order."""
     draft_ms: float
-    """A draft token of an EAGLE-3 head of the usual size."""
     spread: float
-    """The median of a verify of one position, relative to the shortest. An idle machine is close to 1."""
 
 
 @dataclass(frozen=True)
 class SameBits:
-    """Logits of a verify against those of one position at a time, over the same text."""
+    """Logits of verifies of `positions` each against those of one position at a time, over the same text.
+
+    Counts positions: those compared, those with equal bits, those with the bits of verifies of two positions, and those
+    with another most likely token.
+    """
 
     positions: int
-    """Positions of each verify."""
     compared: int
     equal: int
-    """Positions whose logits have the same bits."""
     as_two: int
-    """Positions whose logits have the same bits as in verifies of two positions."""
     other_argmax: int
-    """Positions whose most likely token differs from that of single positions."""
     largest_difference: float
 
 
 @dataclass(frozen=True)
 class PlainRounds:
-    """Rounds of the engine without drafts, with or without dispatching the next round before the last is read."""
+    """Milliseconds of the engine's rounds without drafts, and their peak memory beyond the weights.
+
+    `alone`: without dispatching the next round before the last is read.
+    """
 
     context: int
     ms: float
     alone_ms: float
     gb: float
-    """Peak memory beyond the weights."""
     alone_gb: float
 
 
 @dataclass(frozen=True)
 class PolicyRun:
-    """The default policy in a simulation over the measured steps."""
+    """The default policy in a simulation over the measured steps. Speeds are relative to plain decoding."""
 
     acceptance: float
     """The probability that a draft token is accepted if those before it are."""
     best_depth: int
     """Draft tokens of the fastest chain."""
     best_speed: float
-    """Its tokens per second relative to plain decoding."""
     rounds: int | None
     """Rounds until the policy is about as fast; None if it takes too long."""
     seconds: float | None
     first_rounds: float
-    """The speed of the first 200 rounds relative to plain decoding."""
+    """The speed of the first 200 rounds."""
 
 
 def take_turns(
@@ -207,34 +210,31 @@ def compare_bits(target: Target, count: int) -> list[SameBits]:
         params = SamplingParams(max_tokens=count, ignore_eos=True)
         text = Engine(target, max_batch=1).generate([prompt], params, progress=True)[0].tokens
     widths = progress_bar((1, *WIDTHS), desc="same bits", unit="width")
-    read = {width: _read(target, prompt, text, width) for width in widths}
+    logits = {width: _read(target, prompt, text, width) for width in widths}
+    best = {width: logits[width].argmax(axis=-1) for width in logits}
     return [
         SameBits(
             width,
             count,
-            _number(mx.all(read[width] == read[1], axis=-1)),
-            _number(mx.all(read[width] == read[2], axis=-1)),
-            _number(mx.argmax(read[width], axis=-1) != mx.argmax(read[1], axis=-1)),
-            cast(float, mx.max(mx.abs(read[width] - read[1])).item()),
+            int((logits[width] == logits[1]).all(axis=-1).sum()),
+            int((logits[width] == logits[2]).all(axis=-1).sum()),
+            int((best[width] != best[1]).sum()),
+            float(abs(logits[width] - logits[1]).max()),
         )
         for width in WIDTHS
     ]
 
 
-def _number(true: mx.array) -> int:
-    return cast(int, mx.sum(true).item())
-
-
-def _read(target: Target, prompt: Sequence[int], text: Sequence[int], width: int) -> mx.array:
+def _read(target: Target, prompt: Sequence[int], text: Sequence[int], width: int) -> NDArray[np.float32]:
     """Return the logits [count, V] float32 of a text, of which each forward reads `width` positions."""
-    cache, logits = RaggedCache.of(target.model, 1), list[mx.array]()
+    cache, logits = RaggedCache.of(target.model, 1), []
     mx.eval(target.forward(mx.array([prompt], mx.int32), cache, ends=[len(prompt) - 1]).logits)
     cache.advance(len(prompt))
     for at in range(0, len(text), width):
-        logits.append(target.forward(mx.array([text[at : at + width]], mx.int32), cache).logits[0].astype(mx.float32))
-        mx.eval(logits[-1])
+        part = target.forward(mx.array([text[at : at + width]], mx.int32), cache).logits[0]
+        logits.append(np.array(part.astype(mx.float32)))
         cache.advance(width)
-    return mx.concatenate(logits)
+    return np.concatenate(logits)
 
 
 def plain_rounds(target: Target, context: int, seconds: float) -> PlainRounds:
@@ -272,21 +272,21 @@ def simulate_policy(steps: Steps, curve: Curve, chance: float) -> PolicyRun:
     policy, draws = ThroughputPolicy(curve=curve), random.Random(0)
     depths = range(policy.max_depth + 1)
     verify = np.interp([depth + 1 for depth in depths], list(steps.verify_ms), list(steps.verify_ms.values()))
-    took = [(ms + depth * steps.draft_ms) / 1e3 for depth, ms in zip(depths, verify.tolist(), strict=True)]
+    seconds = [(ms + depth * steps.draft_ms) / 1e3 for depth, ms in zip(depths, verify.tolist(), strict=True)]
     tokens = [sum(chance**i for i in range(depth + 1)) for depth in depths]
-    speeds = [count / each for count, each in zip(tokens, took, strict=True)]
+    speeds = [count / taken for count, taken in zip(tokens, seconds, strict=True)]
     best = max(depths, key=lambda depth: speeds[depth])
     chosen = list[int]()
     for _ in range(_SIMULATED):
         plan = policy.plan(Context(1))
         kept = next((at for at in range(plan.depth) if draws.random() >= chance), plan.depth)
         chosen.append(plan.depth)
-        policy.observe(RoundResult(plan, [plan.depth], [kept], [kept + 1], took[plan.depth]))
+        policy.observe(RoundResult(plan, [plan.depth], [kept], [kept + 1], seconds[plan.depth]))
 
     def speed(first: int, rounds: int) -> float:
         window = chosen[first : first + rounds]
-        return sum(tokens[depth] for depth in window) / sum(took[depth] for depth in window)
+        return sum(tokens[depth] for depth in window) / sum(seconds[depth] for depth in window)
 
-    found = next((at for at in range(_SIMULATED - _WINDOW) if speed(at, _WINDOW) >= _CLOSE * speeds[best]), None)
-    until = None if found is None else sum(took[depth] for depth in chosen[:found])
-    return PolicyRun(chance, best, speeds[best] / speeds[0], found, until, speed(0, _FIRST) / speeds[0])
+    at = next((at for at in range(_SIMULATED - _WINDOW) if speed(at, _WINDOW) >= _CLOSE * speeds[best]), None)
+    until = None if at is None else sum(seconds[depth] for depth in chosen[:at])
+    return PolicyRun(chance, best, speeds[best] / speeds[0], at, until, speed(0, _FIRST) / speeds[0])

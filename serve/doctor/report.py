@@ -1,19 +1,40 @@
-"""What eagle-doctor found: as JSON, as text, and advice in words."""
+"""Measure a model, and show the findings: as JSON, as text, and as advice in words."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, takewhile
-from typing import Any
+from pathlib import Path
 
-from eagle_mlx.engine.cost_curve import Curve
-from eagle_mlx.machine import Machine
-from eagle_mlx.progress import counted, tokens_per_second
+import mlx.core as mx
 
+from eagle_mlx import __version__
+from eagle_mlx.catalog.models import described_target, published_model
+from eagle_mlx.engine.cost_curve import Curve, curve_of, measured_times
+from eagle_mlx.engine.groups import size_of
+from eagle_mlx.errors import ConfigError
+from eagle_mlx.files import check_file, write_output
+from eagle_mlx.heads.eagle3 import random_head
+from eagle_mlx.heads.precision import quantize_for
+from eagle_mlx.machine import Machine, describe, wired_limit_mb
+from eagle_mlx.memory import free_memory, gb, limit_mlx
+from eagle_mlx.progress import counted, progress_bar, tokens_per_second
+from eagle_mlx.proposers.draft_model import check_same_tokenizer
+from eagle_mlx.target import Target, compute_dtype, load_target, nbytes_of
+
+from . import measure
 from .measure import PlainRounds, PolicyRun, SameBits, Steps
+from .options import PRINT, USUAL, DoctorOptions
 
+_SHARE = 0.5
+"""The share of the free memory for the weights."""
+_DRAFTED = 32_000
+"""The draft vocabulary of published EAGLE-3 heads."""
+_CACHED = 4096
+"""Tokens of the request whose caches are shown; fewer if the model reads fewer."""
 _JUMP = 1.25
 """A verify that costs this many times one of a position less is worth a word."""
 _BUSY = 1.3
@@ -26,8 +47,6 @@ _LOSS = 0.97
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """What was measured."""
-
     name: str
     random_weights: bool
     bits: int | None
@@ -63,33 +82,100 @@ class Findings:
     draft_model: MeasuredModel | None = None
 
 
-def as_json(found: Findings) -> dict[str, Any]:
-    return {**asdict(found), "advice": list(advice(found))}
+def doctor(options: DoctorOptions, command: str) -> None:
+    file = None if options.json in (None, PRINT) else Path(options.json)
+    if file is not None:
+        check_file(file)
+    mx.random.seed(0)
+    findings = _measured(options)
+    figures = {"eagle_mlx": __version__, "command": command, **asdict(findings), "advice": list(advice(findings))}
+    text = json.dumps(figures, indent=1)
+    if file is not None:
+        write_output(file, text + "\n")
+    print(text if options.json == PRINT else as_text(findings))
 
 
-def as_text(found: Findings) -> str:
-    model, steps, plain = found.model, found.steps, found.plain_rounds
-    one = steps.verify_ms[1]
-    limits = f"{found.machine.memory_gb:.1f} GB, {found.free_gb:.1f} GB free after loading"
-    if found.wired_limit_mb is not None:
-        limits += f", wired limit {found.wired_limit_mb or 'not changed'}"
-    lines = [f"machine: {found.machine}", f"memory: {limits}"]
-    lines += [f"model: {model}", *([f"draft model: {found.draft_model}"] if found.draft_model else []), ""]
-    lines += ["| positions | ms of a verify | of one position |", "|---|---|---|"]
-    lines += [f"| {count} | {ms:.2f} | {ms / one:.2f} |" for count, ms in steps.verify_ms.items()]
-    lines += ["", f"draft token: {steps.draft_ms:.2f} ms, {steps.draft_ms / one:.2f} of a verify of one position"]
-    lines += [f"prompt: {tokens_per_second(found.prefill)}"]
+def _measured(options: DoctorOptions) -> Findings:
+    seconds = options.seconds
+    target = _random_target(options) if options.target is None else options.loading.load(options.target)
+    draft = None if options.draft_model is None else load_target(options.draft_model)
+    if draft is not None:
+        check_same_tokenizer(draft, target)
+    head = random_head(target, draft_vocab=min(_DRAFTED, target.vocab_size // 2))
+    quantize_for(head, target)
+    options.loading.wire_active()
+    free = free_memory() / 1e9
+    steps = measure.time_steps(target, head, seconds)
+    prefill, curve = measure.prefill_rate(target, seconds), curve_of(measured_times(target))
+    # Both are shorter on a slow machine.
+    compared = 16 * max(1, min(4, int(seconds / (48e-3 * steps.verify_ms[1]))))
+    context = max(16, min(measure.LONG, target.context_length // 2, int(prefill * seconds / 4)))
+    return Findings(
+        machine=describe(),
+        free_gb=free,
+        wired_limit_mb=wired_limit_mb(),
+        model=_sizes(target, options.target is None),
+        steps=steps,
+        prefill=prefill,
+        curve_at_load=curve,
+        same_bits=measure.compare_bits(target, compared),
+        plain_rounds=measure.plain_rounds(target, context, seconds),
+        policy=[measure.simulate_policy(steps, curve, chance) for chance in measure.CHANCES],
+        draft_model=None if draft is None else _sizes(draft),
+    )
+
+
+def _sizes(target: Target, random_weights: bool = False) -> MeasuredModel:
+    dtype, tokens = str(target.dtype).rpartition(".")[2], min(_CACHED, target.context_length)
+    caches = size_of(target, None, None).nbytes(1, tokens) / 1e6
+    return MeasuredModel(target.name, random_weights, target.bits, dtype, nbytes_of(target.model) / 1e9, caches, tokens)
+
+
+def _random_target(options: DoctorOptions) -> Target:
+    """Return a target with random weights, quantized as published or, for a BLAS, not at all."""
+    on_cpu, room = mx.default_device() == mx.Device(mx.cpu), _SHARE * free_memory()
+    names = [options.shape] if options.shape is not None else USUAL[-1:] if on_cpu else USUAL
+    dtype = compute_dtype()
+    bits = options.bits or (None if dtype is None else 16)
+    for name in names:
+        model = dict(published_model(name))
+        if bits is not None:
+            model["quantization"] = {} if bits == 16 else {"group_size": 64, "bits": bits}
+        target = described_target(name, model, dtype or mx.bfloat16)  # nothing is computed yet
+        if nbytes_of(target.model) <= room:
+            break
+    else:
+        raise ConfigError(f"{name} does not fit {gb(room)}, half of the free memory; choose a smaller --shape")
+    for part in progress_bar([*target.layers, target.model], desc=f"build {name}", unit="layer"):
+        mx.eval(part.parameters())
+    limit_mlx()
+    return target
+
+
+def as_text(findings: Findings) -> str:
+    model, steps, plain = findings.model, findings.steps, findings.plain_rounds
+    single = steps.verify_ms[1]
+    limits = f"{findings.machine.memory_gb:.1f} GB, {findings.free_gb:.1f} GB free after loading"
+    if findings.wired_limit_mb is not None:
+        limits += f", wired limit {findings.wired_limit_mb or 'not changed'}"
+    lines = [f"machine: {findings.machine}", f"memory: {limits}", f"model: {model}"]
+    if findings.draft_model is not None:
+        lines.append(f"draft model: {findings.draft_model}")
+    lines += ["", "| positions | ms of a verify | of one position |", "|---|---|---|"]
+    lines += [f"| {count} | {ms:.2f} | {ms / single:.2f} |" for count, ms in steps.verify_ms.items()]
+    lines += ["", f"draft token: {steps.draft_ms:.2f} ms, {steps.draft_ms / single:.2f} of a verify of one position"]
+    lines += [f"prompt: {tokens_per_second(findings.prefill)}"]
     lines += [
-        f"verify of {each.positions}: of {each.compared} positions, {each.equal} have the bits of a verify of 1, "
-        f"{each.as_two} those of a verify of 2, and {each.other_argmax} another most likely token"
-        for each in found.same_bits
+        f"verify of {same.positions}: of {same.compared} positions, {same.equal} have the bits of a verify of 1, "
+        f"{same.as_two} those of a verify of 2, and {same.other_argmax} another most likely token"
+        for same in findings.same_bits
     ]
     lines.append(
         f"plain round: {plain.ms:.2f} ms, {plain.alone_ms:.2f} without running ahead; memory beyond the weights "
         f"{plain.gb:.3f} GB, {plain.alone_gb:.3f} without, after {plain.context} tokens"
     )
-    lines += [_policy_line(run) for run in found.policy]
-    return "\n".join([*lines, "", *(f"- {text}" for text in advice(found))])
+    lines += [_policy_line(run) for run in findings.policy]
+    return "\n".join([*lines, "", *(f"- {text}" for text in advice(findings))])
 
 
 def _policy_line(run: PolicyRun) -> str:
@@ -98,14 +184,14 @@ def _policy_line(run: PolicyRun) -> str:
     return f"{run.acceptance:.0%} accepted: {best}, {until}; first 200 rounds {run.first_rounds:.2f} (simulated)"
 
 
-def advice(found: Findings) -> Iterator[str]:
+def advice(findings: Findings) -> Iterator[str]:
     """Yield sentences that say what the figures mean."""
-    verify, (useless, usual, good) = found.steps.verify_ms, found.policy
-    if found.steps.spread > _BUSY:
-        yield f"Times vary by {found.steps.spread:.1f}: close other programs and repeat this."
-    if sys.platform == "linux" and found.machine.blas == "reference":
+    verify, (useless, usual, good) = findings.steps.verify_ms, findings.policy
+    if findings.steps.spread > _BUSY:
+        yield f"Times vary by {findings.steps.spread:.1f}: close other programs and repeat this."
+    if sys.platform == "linux" and findings.machine.blas == "reference":
         yield "MLX's own BLAS is slow: sudo apt-get install libopenblas0-pthread."
-    if found.machine.device == "cpu" and found.model.bits:
+    if findings.machine.device == "cpu" and findings.model.bits:
         yield "A CPU reads quantized weights again for each position, so drafts cost much: try a model in float32."
     if good.best_speed < _LITTLE:
         yield "Even a good head gains little here: decode plainly, or with --spec-decode ngram for texts that repeat."
@@ -126,20 +212,21 @@ def advice(found: Findings) -> Iterator[str]:
             f"A useless head would slow the first 200 rounds to {useless.first_rounds:.2f} of plain decoding; for "
             "single short answers, decode plainly."
         )
-    yield from _about_bits(found.same_bits, verify, found.model.random_weights)
+    yield from _about_bits(findings.same_bits, verify, findings.model.random_weights)
 
 
-def _about_bits(same: Sequence[SameBits], verify: Mapping[int, float], random_weights: bool) -> Iterator[str]:
-    if all(each.equal == each.compared for each in same):
+def _about_bits(same_bits: Sequence[SameBits], verify: Mapping[int, float], random_weights: bool) -> Iterator[str]:
+    if all(same.equal == same.compared for same in same_bits):
         yield "Verifies and plain rounds give the same bits: texts are equal token for token without --exact."
         return
-    other, compared = sum(each.other_argmax for each in same), sum(each.compared for each in same)
+    other, compared = sum(same.other_argmax for same in same_bits), sum(same.compared for same in same_bits)
     more = " (trained weights have fewer near-ties)" if random_weights else ""
     yield (
         "Verifies and plain rounds round differently, so near-ties may give another text: the most likely token "
         f"differs at {other} of {compared} positions{more}."
     )
-    widest = max((each.positions for each in takewhile(lambda each: each.as_two == each.compared, same)), default=0)
+    alike = takewhile(lambda same: same.as_two == same.compared, same_bits)
+    widest = max((same.positions for same in alike), default=0)
     if widest <= 2:
         yield "--exact does not help: verifies of 2 and 4 positions round differently, too."
         return

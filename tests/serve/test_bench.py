@@ -481,16 +481,17 @@ def test_the_worst_case_is_measured_against_plain_decoding(tmp_path: Path) -> No
     tiny_target_folder(tmp_path / "target")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
-    flags = ("--head", "random", "--modes", "plain", "ngram", "eagle", "--ignore-eos", "--max-tokens", "10")
+    flags = ("--head", "random", "--modes", "plain", "ngram", "eagle", "--ignore-eos", "--max-tokens", "8")
     where = ("--target", str(tmp_path / "target"), "--prompts", str(prompts), "--json", str(figures))
     assert main([*flags, *where, "--temperature", "1", "--batch", "1", "2", "--repeats", "1", "--quiet"]) == 0
     runs = json.loads(figures.read_text())["runs"]
-    assert [run["tokens"] for run in runs] == [20] * 6
+    assert [run["tokens"] for run in runs] == [16] * 6
     assert [run["ratio_to_plain"] for run in runs if run["mode"] == "plain"] == [1.0, 1.0]
     assert all(run["ratio_to_plain"] > 0 and run["identical"] for run in runs)
     assert all(run["acceptance_length"] < 2 for run in runs if run["mode"] == "eagle")
     assert main([*flags, *where, "--modes", "mlx-lm", "plain"]) == 2
-    assert main([*flags, *where, "--temperature", "1", "--acceptance", "rejection", "--repeats", "1", "--quiet"]) == 0
+    few = ("--repeats", "1", "--max-tokens", str(in_full(10, 4)), "--quiet")
+    assert main([*flags, *where, "--temperature", "1", "--acceptance", "rejection", *few]) == 0
     runs = json.loads(figures.read_text())["runs"]
     assert [run["identical"] for run in runs] == [True, None, None]
     assert json.loads(figures.read_text())["head_sha256"] is None
@@ -569,12 +570,12 @@ def bf16_folder(folder: Path) -> Path:
 def test_text_equals_that_of_stock_mlx_lm(shortcuts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without CPU shortcuts both decode in bfloat16 and the texts are equal. With them, the report names both types."""
     folder, figures = bf16_folder(tmp_path / "target"), tmp_path / "figures.json"
-    prompts = write(tmp_path / "prompts.jsonl", *({"prompt": f"def f{n}(x):"} for n in range(in_full(20, 4))))
+    prompts = write(tmp_path / "prompts.jsonl", *({"prompt": f"def f{n}(x):"} for n in range(in_full(20, 2))))
     command = ["--target", str(folder), "--prompts", str(prompts), "--json", str(figures), *QUICK]
     with nullcontext() if shortcuts else without_shortcuts():
         own = "bfloat16" if compute_dtype() is None else "float32"
         modes = ("--modes", "mlx-lm", "mlx-lm-stock", "plain", "ngram")
-        assert main([*command, *modes, "--limit", "20", "--max-tokens", "10"]) == 0
+        assert main([*command, *modes, "--limit", "20", "--max-tokens", str(in_full(10, 6))]) == 0
     shared, stock, *ours = json.loads(figures.read_text())["runs"]
     assert (shared["dtype"], stock["dtype"]) == (own, "bfloat16")
     assert (shared["model"], stock["model"]) == (str(folder), f"{folder} by mlx_lm.load")

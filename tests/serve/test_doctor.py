@@ -23,6 +23,7 @@ from eagle_mlx.target import Forward, Target, load_target, nbytes_of
 from tests.architectures import tiny_model
 from tests.eagle_mlx.worlds import verify_seconds
 from tests.fakes import tiny_target, tiny_target_folder
+from tests.full import in_full
 
 
 def numbers(node: Any) -> list[float]:
@@ -86,7 +87,11 @@ def test_a_wrong_setting_names_the_remedy(line: str, said: str, capsys: pytest.C
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", published_models())
+SHAPES = {model["model_type"]: name for name, model in published_models().items()}
+"""One of each kind of model."""
+
+
+@pytest.mark.parametrize("name", in_full(list(published_models()), list(SHAPES.values())))
 def test_every_shape_can_be_built(name: str) -> None:
     target = described_target(name, published_model(name))
     assert target.forward(mx.zeros((1, 2), mx.int32)).logits.shape == (1, 2, target.vocab_size)  # nothing is computed

@@ -35,7 +35,7 @@ from tests.clients.scripted_target import END, pieces
 from tests.eagle_mlx.heads import dflash, dflash2, dspark, eagle3
 from tests.eagle_mlx.test_architectures import first_difference
 from tests.fakes import EMBEDDED_TARGET, TOKENIZER_FILES, randomize
-from tests.full import in_full
+from tests.full import diagonal, in_full
 from tests.serve.api.live import Live, live, one_model
 from tests.serve.chat.formats import THINK_TAGS, TOOL_TAGS, WEATHER
 
@@ -203,7 +203,7 @@ HEADS: dict[str, tuple[str, str, Callable[[em.Target], DraftHead]]] = {
 SCRIPTED = {name for name, (_, _, make) in HEADS.items() if make in (mtp, spark)}
 DENSE, SPARSE = MODELS
 PAIRS = [(DENSE, head) for head in HEADS] + [(SPARSE, "MTP of mlx-vlm"), (SPARSE, "DFlash2 of z-lab")]
-SERVED = in_full(PAIRS, [(DENSE, "MTP of mlx-vlm"), (DENSE, "DSpark of SpecForge"), (SPARSE, "DFlash2 of z-lab")])
+SERVED = in_full(PAIRS, [(DENSE, "MTP of mlx-vlm"), (SPARSE, "DFlash2 of z-lab")])
 
 
 @cache
@@ -327,8 +327,7 @@ def quantize_routers(folder: Path, tensors: dict[str, mx.array]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("place", ["among the model's tensors", "in a file next to them"])
+@pytest.mark.parametrize(("name", "place"), diagonal(MODELS, ("among the model's tensors", "in a file next to them")))
 def test_mtp_layers_that_a_conversion_kept_are_its_head(
     converted: Callable[[str], Path], root: Path, name: str, place: str
 ) -> None:

@@ -56,7 +56,7 @@ def test_only_a_header_of_known_fields_at_the_start_is_removed(text: str) -> Non
 
 
 def test_only_the_beginning_of_a_long_text_is_searched() -> None:
-    counter = Volatile.of([r"Tokens used: \d+\n"], known=False)
+    counter = Volatile.of([r"Tokens used: \d+\n"], built_in=False)
     early, late = system_text("Tokens used: 51\n" + RULES), system_text("x" * SEARCHED + "Tokens used: 51\n")
     assert [each["content"] for each in counter.strip([early, late])] == [RULES, late["content"]]
 
@@ -64,8 +64,8 @@ def test_only_the_beginning_of_a_long_text_is_searched() -> None:
 def test_patterns_can_be_added_or_turned_off() -> None:
     chat = [{"role": "system", "content": HEADER.format("1") + "Tokens used: 51\n" + RULES}]
     assert Volatile.of([r"Tokens used: \d+\n"]).strip(chat)[0]["content"] == RULES
-    assert Volatile.of(known=False).strip(chat) == chat
-    kept = ChatFormat.of(target_of("plain"), Volatile.of(known=False))
+    assert Volatile.of(built_in=False).strip(chat) == chat
+    kept = ChatFormat.of(target_of("plain"), Volatile.of(built_in=False))
     assert kept.chat([*chat, *HELLO]).tokens() != format_of("plain").chat([*chat, *HELLO]).tokens()
 
 
