@@ -159,11 +159,8 @@ class Speculation(Group):
         ema, has_model = self.policy == "acceptance-ema", self.draft_model is not None
         ignored = [flag(name) for name in _OF_EMA if self.value(name) != find(Speculation, name).default]
         named_head = None if self.head == NO_HEAD else self.head
-        needs = {
-            "--head": (named_head, _HEADS),
-            "--head-bits": (self.head_bits, _HEADS),
-            "--draft-model": (self.draft_model, ("draft",)),
-        }
+        needs = {"--head": (named_head, _HEADS), "--head-bits": (self.head_bits, _HEADS)}
+        needs["--draft-model"] = (self.draft_model, ("draft",))
         unused = [name for name, (given, modes) in needs.items() if given and self.mode not in (None, "none", *modes)]
         low, high = self.ngram_min, self.ngram_max
         for wrong, message in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -146,33 +146,39 @@ def measure(
     questions = [prompt if isinstance(prompt, Question) else Question(prompt) for prompt in prompts]
     for question in questions:
         question.check(target, config.max_tokens)
-    return _Measurement(target, modes, questions, config, progress).run()
+    turns = range(1 + max(len(question.later) for question in questions))
+    places = [(at, turn) for turn in turns for at, question in enumerate(questions) if turn <= len(question.later)]
+    exact = any(isinstance(mode, EngineMode) and mode.engine.exact for mode in modes)
+    if config.temperature or config.ignore_eos or target.is_sharded or exact:
+        reference: Mode = EngineMode("plain", BenchModels(target, memory=MemoryOptions(exact=exact)), 1)
+    else:
+        reference = MlxLmMode("mlx-lm", target)
+    return _Measurement(
+        target,
+        questions,
+        config,
+        dict(zip(places, config.params(len(places), config.max_tokens), strict=True)),
+        list(map(_Results, modes)),
+        _Results(reference),
+        partial(progress_bar, disable=not progress),
+    ).run()
 
 
+@dataclass(frozen=True)
 class _Measurement:
     """All turns of all questions: first all first turns, then all second ones."""
 
-    def __init__(
-        self,
-        target: Target,
-        modes: Sequence[Mode],
-        questions: Sequence[Question],
-        config: BenchConfig,
-        progress: bool,
-    ):
-        self.target, self.questions, self.config = target, questions, config
-        self.turns = range(1 + max(len(question.later) for question in questions))
-        places = [
-            (at, turn) for turn in self.turns for at, question in enumerate(questions) if turn <= len(question.later)
-        ]
-        self.params = dict(zip(places, config.params(len(places), config.max_tokens), strict=True))
-        self.results = [_Results(mode) for mode in modes]
-        self.reference = _Results(self._reference(modes))
-        self.bar = partial(progress_bar, disable=not progress)
+    target: Target
+    questions: Sequence[Question]
+    config: BenchConfig
+    params: dict[Place, SamplingParams]
+    results: list[_Results]
+    reference: _Results
+    bar: Callable[..., tqdm[Any]]
 
     def run(self) -> list[BenchRun]:
         kept, over = list[Place](), set[int]()
-        for turn in self.turns:
+        for turn in sorted({turn for _, turn in self.params}):
             places = [(at, which) for at, which in self.params if which == turn and at not in over]
             for result in [*self.results, self.reference]:
                 for place in places:
@@ -193,13 +199,6 @@ class _Measurement:
                 runs.append(self._figures(result, kept))
                 bar.update()
         return runs
-
-    def _reference(self, modes: Sequence[Mode]) -> Mode:
-        config, target = self.config, self.target
-        exact = any(isinstance(mode, EngineMode) and mode.engine.exact for mode in modes)
-        if config.temperature or config.ignore_eos or target.is_sharded or exact:
-            return EngineMode("plain", BenchModels(target, memory=MemoryOptions(exact=exact)), 1)
-        return MlxLmMode("mlx-lm", target)
 
     def _decode(
         self, results: Sequence[_Results], group: Sequence[Place], bar: tqdm[Any], first: bool = False

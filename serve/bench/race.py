@@ -32,6 +32,10 @@ GAP = "  "
 """Between two columns."""
 
 
+def name_of(mode: Mode) -> str:
+    return f"{mode.name} {mode.policy}/{mode.depth}" if mode.depth else mode.name
+
+
 @dataclass
 class Lap:
     """One mode's decoding of the prompt."""
@@ -43,10 +47,6 @@ class Lap:
     verdict: str = "reference"
     is_different: bool = False
     """Whether the text differs from the first mode's by more than rounding."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.mode.name} {self.mode.policy}/{self.mode.depth}" if self.mode.depth else self.mode.name
 
     @property
     def seconds(self) -> float:
@@ -70,7 +70,7 @@ class Lap:
         if min(count, len(first.output.tokens)) >= FEWEST_TOKENS:
             speed = f"{self.rate:.1f} tokens/s, {self.rate / first.rate:.2f}x {first.mode.name}"
         figures = f"{count} tokens in {self.seconds:.2f} s, {speed}, τ {acceptance_length([self.output]):.2f}"
-        return f"{self.name.ljust(width)}  {figures}, {self.verdict}"
+        return f"{name_of(self.mode).ljust(width)}  {figures}, {self.verdict}"
 
 
 def race(target: Target, modes: Sequence[Mode], prompt: list[int], params: SamplingParams, progress: bool) -> bool:
@@ -83,27 +83,27 @@ def race(target: Target, modes: Sequence[Mode], prompt: list[int], params: Sampl
         _judge(lap, laps[0], target, prompt, params)
     if sys.stdout.isatty() and target.tokenizer is not None:
         _replay(laps, target.tokenizer)
-    width = max(len(lap.name) for lap in laps)
+    width = max(len(name_of(lap.mode)) for lap in laps)
     print("\n".join(lap.summary(laps[0], width) for lap in laps))
     return not any(lap.is_different for lap in laps)
 
 
 def _run(mode: Mode, prompt: list[int], params: SamplingParams, progress: bool) -> Lap:
-    lap = Lap(mode, Output("", [], "", 0, 0, 0, 0, [], []), [])
+    steps = list[tuple[float, int]]()
     mx.clear_cache()  # start without another mode's buffers
     total, start, decoding = 0, perf_counter(), mode.decode([prompt], [params])
     shown: dict[str, Any] = {"unit": "token", "disable": None if progress else True, "leave": False}
-    with progress_bar(total=params.max_tokens, desc=lap.name, **shown) as bar:
+    with progress_bar(total=params.max_tokens, desc=name_of(mode), **shown) as bar:
         try:
             while True:
                 total += (new := next(decoding))
-                lap.steps.append((perf_counter() - start, total))
+                steps.append((perf_counter() - start, total))
                 bar.update(new)
         except StopIteration as end:
-            lap.steps.append((perf_counter() - start, total))
-            [lap.output] = end.value
+            steps.append((perf_counter() - start, total))
+            [output] = end.value
     mode.sync()
-    return lap
+    return Lap(mode, output, steps)
 
 
 def _judge(lap: Lap, first: Lap, target: Target, prompt: list[int], params: SamplingParams) -> None:
@@ -137,7 +137,7 @@ def _draw(laps: Sequence[Lap], tokenizer: TokenizerWrapper, seconds: float, draw
     columns = []
     for lap in laps:
         *status, text = lap.at(seconds, tokenizer)
-        head = [line for part in (lap.name, *status) for line in wrapped(part, width)]
+        head = [line for part in (name_of(lap.mode), *status) for line in wrapped(part, width)]
         columns.append(head + wrapped(text, width)[-max(1, screen.lines - len(laps) - 3 - len(head)) :])
     rows = [GAP.join(cells).rstrip() for cells in zip_longest(*columns, fillvalue=" " * width)]
     rows += [""] * (drawn - len(rows))

@@ -43,9 +43,8 @@ class BenchRun:
     ratio_to_mlx_lm: float | None
     """The ratio of tokens_per_second, as the median of the repeats' ratios. None if mlx-lm was not measured."""
     ratio_to_mlx_lm_batch: float | None
-    """The ratio to mlx-lm's batches of this size."""
     ratio_to_plain: float | None
-    """The ratio to the engine's own plain decoding at this batch size."""
+    """The ratios to mlx-lm's batches, and to the engine's plain decoding, of this batch size."""
     acceptance_length: float
     acceptance_by_position: list[float]
     identical: bool | None
@@ -59,7 +58,6 @@ class BenchRun:
     seconds: float
     """Seconds of one repeat."""
     by_category: tuple[Category, ...] = ()
-    """The figures by category, if the prompts have categories."""
     model: str = ""
     """The model that decoded, and the library that loaded it if that is not EAGLE-MLX."""
     dtype: str = ""

@@ -109,7 +109,7 @@ def deepseek_tag(name: str) -> str:
     return f"<\uff5ctool▁{name}\uff5c>"
 
 
-def _headed(header: str, end: str = SPACE, value: Callable[[str, int], tuple[Any, int]] = json_value) -> BodyParser:
+def _headed(header: str, end: str = r"\s*", value: Callable[[str, int], tuple[Any, int]] = json_value) -> BodyParser:
     """Return the parser of calls that consist of a header with the name, arguments, and an end. These are patterns."""
     begins, ends = re.compile(header), re.compile(end)
 

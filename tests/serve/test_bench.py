@@ -64,8 +64,8 @@ def test_only_a_near_tie_excuses() -> None:
     weight[twin] = weight[best] * (1 - 1e-6)
     greedy = SamplingParams()
 
-    def verdict(said: list[int], tolerance: float = 1e-3) -> TextComparison:
-        return compare(target, [[3, 4]], [[best, 1]], [said], [greedy], tolerance)
+    def verdict(tokens: list[int], tolerance: float = 1e-3) -> TextComparison:
+        return compare(target, [[3, 4]], [[best, 1]], [tokens], [greedy], tolerance)
 
     assert verdict([best, 1]) == TextComparison(identical=1)
     assert verdict([twin, 7]) == TextComparison(excused=1)
@@ -81,10 +81,12 @@ def test_only_a_near_tie_excuses() -> None:
 
 
 def test_acceptance_over_several_continuations() -> None:
-    one = Output("", [1, 2, 3, 4, 5, 6], "length", 1, 2, 4, 3, drafted_by_position=[2, 2], accepted_by_position=[2, 1])
-    two = Output("", [1, 2], "length", 1, 2, 2, 0, drafted_by_position=[2], accepted_by_position=[0])
-    assert acceptance_length([one, two]) == 2.0
-    assert acceptance_by_position([one, two]) == [0.5, 0.5]
+    first = Output(
+        "", [1, 2, 3, 4, 5, 6], "length", 1, 2, 4, 3, drafted_by_position=[2, 2], accepted_by_position=[2, 1]
+    )
+    second = Output("", [1, 2], "length", 1, 2, 2, 0, drafted_by_position=[2], accepted_by_position=[0])
+    assert acceptance_length([first, second]) == 2.0
+    assert acceptance_by_position([first, second]) == [0.5, 0.5]
     assert acceptance_by_position([]) == []
 
 
@@ -186,8 +188,8 @@ def test_modes_that_take_turns_produce_the_same_text() -> None:
         modes = build_modes(BenchModels(target), names, [batch], [3])
         whole = measure(target, modes, PROMPTS, plan, progress=False)
         turns = measure(target, modes, PROMPTS, replace(plan, turn=5), progress=False)
-        for one, other in zip(whole, turns, strict=True):
-            assert (one.mode, one.tokens, one.acceptance_length) == (other.mode, other.tokens, other.acceptance_length)
+        for run, other in zip(whole, turns, strict=True):
+            assert (run.mode, run.tokens, run.acceptance_length) == (other.mode, other.tokens, other.acceptance_length)
             assert other.identical is not False
             assert other.seconds > 0
 
@@ -203,11 +205,11 @@ def test_rounds_are_not_charged_for_other_modes_turns(monkeypatch: pytest.Monkey
 
     class Slow(EngineMode):
         def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
-            said = super().decode(prompts, params)
+            decoding = super().decode(prompts, params)
             while True:
                 now[0] += 7
                 try:
-                    yield next(said)
+                    yield next(decoding)
                 except StopIteration as end:
                     return list(end.value)
 
@@ -226,7 +228,7 @@ def test_rounds_are_not_charged_for_other_modes_turns(monkeypatch: pytest.Monkey
     assert now[0] >= 7 * 12
     assert len(seconds) > 6
     assert max(seconds) < 1
-    assert [one.tokens for one in first.outputs] == [one.tokens for one in second.outputs]
+    assert [output.tokens for output in first.outputs] == [output.tokens for output in second.outputs]
 
 
 def test_a_modes_time_includes_waiting_for_its_own_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +282,7 @@ def test_a_mode_with_another_text_is_reported() -> None:
     class Liar(EngineMode):
         def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
             honest = yield from super().decode(prompts, params)
-            return [replace(one, tokens=((one.tokens[0] + 1) % 4096, *one.tokens[1:])) for one in honest]
+            return [replace(output, tokens=((output.tokens[0] + 1) % 4096, *output.tokens[1:])) for output in honest]
 
     target = tiny_target(tokenizer=True)
     plan = BenchConfig(max_tokens=6, repeats=1, least_distinct=0.0)
@@ -305,8 +307,8 @@ def test_loops_are_left_out_and_counted() -> None:
 def test_only_looping_prompts_are_left_out() -> None:
     target = tiny_target(seed=3, tokenizer=True)
     modes = [EngineMode("plain", BenchModels(target), 1)]
-    said = take_turns([(modes[0], PROMPTS)], BenchConfig().params(4, 40))[0].outputs
-    ratios = sorted(distinct_ratio(one.tokens) for one in said)
+    outputs = take_turns([(modes[0], PROMPTS)], BenchConfig().params(4, 40))[0].outputs
+    ratios = sorted(distinct_ratio(output.tokens) for output in outputs)
     middle = (ratios[1] + ratios[2]) / 2
     looping = sum(ratio < middle for ratio in ratios)
     assert 0 < looping < len(PROMPTS), "choose another seed"
@@ -315,7 +317,7 @@ def test_only_looping_prompts_are_left_out() -> None:
     assert run.left_out_looping == looping
     assert run.prompts == len(PROMPTS) - looping
     assert run.identical_count == len(PROMPTS)
-    assert run.tokens == sum(len(one.tokens) for one in said if distinct_ratio(one.tokens) >= middle)
+    assert run.tokens == sum(len(output.tokens) for output in outputs if distinct_ratio(output.tokens) >= middle)
 
 
 def test_eagle_needs_a_head() -> None:
@@ -525,7 +527,7 @@ def test_command_measures_a_head_that_it_finds(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "problem"),
     [
         (["--modes", "eagle"], "--head"),
         (["--prompts", "missing.jsonl"], "cannot be read"),
@@ -535,12 +537,12 @@ def test_command_measures_a_head_that_it_finds(
     ],
 )
 def test_command_errors_name_the_problem(
-    folders: tuple[str, str], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    folders: tuple[str, str], flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--target", folders[0], *QUICK, *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
-    assert said in error
+    assert problem in error
 
 
 def test_head_of_another_target_is_refused(

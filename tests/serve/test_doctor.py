@@ -29,7 +29,7 @@ from tests.full import in_full
 def numbers(node: Any) -> list[float]:
     """Return all numbers in JSON."""
     if isinstance(node, dict | list):
-        return [each for part in (node.values() if isinstance(node, dict) else node) for each in numbers(part)]
+        return [number for part in (node.values() if isinstance(node, dict) else node) for number in numbers(part)]
     return [node] if isinstance(node, int | float) else []
 
 
@@ -40,15 +40,15 @@ def test_each_size_has_a_finite_positive_number(
         monkeypatch.setattr(measure, name, few)
     assert main(["--shape", "tiny", "--bits", "16", "--json"]) == 0
     out, bars = capsys.readouterr()
-    found = json.loads(out)
-    assert [int(size) for size in found["steps"]["verify_ms"]] == sorted(POSITIONS)
-    times = (*found["steps"]["verify_ms"].values(), found["steps"]["draft_ms"], found["plain_rounds"]["ms"])
-    assert all(positive > 0 for positive in (found["prefill"], *times))
-    assert all(map(math.isfinite, numbers(found)))
-    assert found["model"]["bits"] is None
-    assert [each["compared"] for each in found["same_bits"]] == [64] * 4
-    assert len(found["policy"]) == 3
-    assert found["advice"]
+    figures = json.loads(out)
+    assert [int(size) for size in figures["steps"]["verify_ms"]] == sorted(POSITIONS)
+    times = (*figures["steps"]["verify_ms"].values(), figures["steps"]["draft_ms"], figures["plain_rounds"]["ms"])
+    assert all(positive > 0 for positive in (figures["prefill"], *times))
+    assert all(map(math.isfinite, numbers(figures)))
+    assert figures["model"]["bits"] is None
+    assert [same["compared"] for same in figures["same_bits"]] == [64] * 4
+    assert len(figures["policy"]) == 3
+    assert figures["advice"]
     for part in ("build tiny", "verify and draft", "prefill", "same bits", "plain rounds"):
         assert f"{part}: 100%" in bars
 
@@ -59,21 +59,21 @@ def test_a_real_model_is_measured_in_little_time(tmp_path: Path, capsys: pytest.
     draft = tiny_target_folder(tmp_path / "draft", layers=2)
     models = ["--target", str(folder), "--draft-model", str(draft)]
     assert main([*models, "--seconds", "0.001", "--json", str(file)]) == 0
-    found = json.loads(file.read_text())
-    assert {"1", "4"} <= found["steps"]["verify_ms"].keys() < set(map(str, POSITIONS))
-    assert not found["model"]["random_weights"]
+    figures = json.loads(file.read_text())
+    assert {"1", "4"} <= figures["steps"]["verify_ms"].keys() < set(map(str, POSITIONS))
+    assert not figures["model"]["random_weights"]
     shown = capsys.readouterr().out
     assert f"model: {folder}, weights in float32" in shown
     assert f"draft model: {draft}, weights in float32, 0.00 GB, caches of " in shown
-    assert found["draft_model"]["weights_gb"] == nbytes_of(load_target(str(draft)).model) / 1e9
-    assert found["draft_model"]["cache_tokens"] == found["model"]["cache_tokens"] > 0
-    assert 2 * found["draft_model"]["cache_mb"] == found["model"]["cache_mb"] > 0
+    assert figures["draft_model"]["weights_gb"] == nbytes_of(load_target(str(draft)).model) / 1e9
+    assert figures["draft_model"]["cache_tokens"] == figures["model"]["cache_tokens"] > 0
+    assert 2 * figures["draft_model"]["cache_mb"] == figures["model"]["cache_mb"] > 0
     assert "| 1 | " in shown
-    assert f"- {found['advice'][-1]}" in shown
+    assert f"- {figures['advice'][-1]}" in shown
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "remedy"),
     [
         ("--shape qwen-8b", "there is no shape qwen-8b: did you mean qwen3-8b? the shapes are gemma3-12b, "),
         ("--shape tiny --target model", "leave out --shape"),
@@ -82,9 +82,9 @@ def test_a_real_model_is_measured_in_little_time(tmp_path: Path, capsys: pytest.
         ("--seconds 0", "--seconds must be above 0"),
     ],
 )
-def test_a_wrong_setting_names_the_remedy(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_setting_names_the_remedy(line: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
-    assert said in capsys.readouterr().err
+    assert remedy in capsys.readouterr().err
 
 
 SHAPES = {model["model_type"]: name for name, model in published_models().items()}
@@ -102,7 +102,7 @@ def test_a_hybrid_model_is_measured() -> None:
     steps = measure.time_steps(target, random_head(target), 0.0)
     assert all(0 < ms < math.inf for ms in steps.verify_ms.values())
     assert measure.prefill_rate(target, 0.0) > 0
-    assert [each.compared for each in measure.compare_bits(target, 16)] == [16] * 4
+    assert [same.compared for same in measure.compare_bits(target, 16)] == [16] * 4
     rounds = measure.plain_rounds(target, 16, 0.0)
     assert rounds.ms > 0 < rounds.gb
 
@@ -112,9 +112,9 @@ def test_the_same_kernels_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
     target = tiny_target()
     one_hot = mx.eye(target.vocab_size)
     monkeypatch.setattr(target, "forward", lambda tokens, *_, **__: Forward(one_hot[tokens], ()))
-    for each in measure.compare_bits(target, 64):
-        assert each.equal == each.as_two == each.compared == 64
-        assert each.other_argmax == each.largest_difference == 0
+    for same in measure.compare_bits(target, 64):
+        assert same.equal == same.as_two == same.compared == 64
+        assert same.other_argmax == same.largest_difference == 0
 
 
 def steps_on(curve: str) -> Steps:
@@ -147,8 +147,8 @@ def findings(curve: str = "M5 Max", **changes: Any) -> Findings:
     same = [SameBits(width, 64, 64, 64, 0, 0.0) for width in (2, 4, 8, 16)]
     plain = PlainRounds(1024, 20.5, 21.5, 0.3, 0.2)
     curve_at_load = [(1, 0.02), (4, 0.03)]
-    found = Findings(machine, 40.0, 0, model, steps_on(curve), 900.0, curve_at_load, same, plain, simulated(curve))
-    return replace(found, **changes)
+    result = Findings(machine, 40.0, 0, model, steps_on(curve), 900.0, curve_at_load, same, plain, simulated(curve))
+    return replace(result, **changes)
 
 
 def test_the_advice_follows_from_the_figures() -> None:

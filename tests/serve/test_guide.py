@@ -103,12 +103,12 @@ def test_the_guide_lists_the_existing_metrics(serving: Live) -> None:
 
 
 def test_the_guide_lists_the_existing_limits(serving: Live) -> None:
-    said = {
+    answers = {
         status: serving.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1} | body)
         for status, body in {"n": {"n": 17}, "stop": {"stop": ["x"] * 17}, "prompt": {"prompt": ["x"] * 65}}.items()
     }
-    assert {name: (answer.status_code, answer.json()["error"]["param"]) for name, answer in said.items()} == {
-        name: (400, name) for name in said
+    assert {name: (answer.status_code, answer.json()["error"]["param"]) for name, answer in answers.items()} == {
+        name: (400, name) for name in answers
     }
     fits = {"n": 16, "stop": ["\x00" * 256] * 16}
     assert serving.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1} | fits).status_code == 200

@@ -210,7 +210,7 @@ SERVED = in_full(PAIRS, [(DENSE, "MTP of mlx-vlm"), (SPARSE, "DFlash2 of z-lab")
 def head_of(root: Path, name: str, head: str) -> Path:
     """Return the folder of a head in its published layout."""
     kind, layout, make = HEADS[head]
-    [save] = [each.save for each in KINDS[kind].formats if each.name == layout]
+    [save] = [own.save for own in KINDS[kind].formats if own.name == layout]
     folder = root / f"{name} {head}"
     save(make(target_of(root, name)), folder, target_name=f"Qwen/{name}")
     return folder
@@ -249,8 +249,8 @@ def answered(server: Live, messages: list[dict[str, Any]], **more: Any) -> dict[
     body = {"messages": messages, "max_tokens": 30, "temperature": 0, **more}
     answer = server.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    body: dict[str, Any] = answer.json()
+    return body
 
 
 @pytest.mark.parametrize(("name", "head"), SERVED)
@@ -305,7 +305,7 @@ def converted(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     ],
 )
 def test_published_heads_are_known(name: str, kinds: set[str]) -> None:
-    assert {known.kind for known in known_heads_for((name,))} == kinds
+    assert {head.kind for head in known_heads_for((name,))} == kinds
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -313,7 +313,9 @@ def test_a_renamed_conversion_without_its_mtp_layers_has_published_heads(
     converted: Callable[[str], Path], name: str
 ) -> None:
     folder = converted(name)
-    assert [one.head for one in find_heads(folder)] == [one.head for one in find_heads(f"mlx-community/{name}-4bit")]
+    assert [match.head for match in find_heads(folder)] == [
+        match.head for match in find_heads(f"mlx-community/{name}-4bit")
+    ]
     assert where_mtp_layers_are(folder) == f"eagle-convert mtp --source Qwen/{name} --bits 4"
 
 
@@ -346,10 +348,10 @@ def test_mtp_layers_that_a_conversion_kept_are_its_head(
         index["weight_map"] |= dict.fromkeys(kept, "model-mtp.safetensors")
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     shutil.rmtree(folder / "split")
-    found = find_heads(folder)[0]
-    assert found.about == "mine's own MTP layers"
+    match = find_heads(folder)[0]
+    assert match.about == "mine's own MTP layers"
     again = em.load_target(folder, mx.float32)
-    head = load_found(found.head, again)
+    head = load_found(match.head, again)
     assert head.config.quantization == {"group_size": 64, "bits": 4}
     [output] = em.Engine(again, em.HeadProposer(head), policy=em.FixedPolicy(DEPTH)).generate(
         [prompt_of(target, [USER], tools=[WEATHER])], em.SamplingParams(max_tokens=30)

@@ -40,9 +40,9 @@ def test_each_mode_has_a_line_with_its_verdict(
 ) -> None:
     assert main(["--race", PROMPT, *models, "--temperature", temperature]) == 0
     names = ["plain", "ngram throughput/8", "eagle throughput/8", "hybrid throughput/8"]
-    said = "".join(LINE.format(name, "reference" if name == "plain" else "identical") for name in names)
+    lines = "".join(LINE.format(name, "reference" if name == "plain" else "identical") for name in names)
     out = capsys.readouterr().out
-    assert re.search(said + r"\Z", out), out
+    assert re.search(lines + r"\Z", out), out
     assert "\x1b" not in out
 
 
@@ -72,9 +72,9 @@ def test_a_terminal_shows_the_modes_side_by_side(models: tuple[str, ...], monkey
 def test_another_text_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     class Other(EngineMode):
         def decode(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Decoding:
-            [said] = yield from super().decode(prompts, params)
-            wrong = (said.tokens[3] + 1) % 64
-            return [replace(said, tokens=[*said.tokens[:3], wrong, *said.tokens[4:]])]
+            [output] = yield from super().decode(prompts, params)
+            wrong = (output.tokens[3] + 1) % 64
+            return [replace(output, tokens=[*output.tokens[:3], wrong, *output.tokens[4:]])]
 
     target = tiny_target(tokenizer=True)
     modes = [mode("plain", BenchModels(target), 1) for mode in (EngineMode, Other)]
@@ -83,7 +83,7 @@ def test_another_text_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "problem"),
     [
         (("--race", " "), "the prompt of --race is empty"),
         (("--race", PROMPT, "--batch", "2"), "leave out --batch"),
@@ -92,10 +92,10 @@ def test_another_text_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_a_race_cannot_do_is_refused(
-    models: tuple[str, ...], flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    models: tuple[str, ...], flags: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*models, *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
 
 
 def test_text_is_wrapped_by_the_width_of_its_characters() -> None:
