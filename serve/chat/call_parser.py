@@ -117,8 +117,9 @@ class ToolCallParser:
             self._ends[start] = (*self._ends.get(start, ()), end)
         self._think_end = "" if think_end in self._ends[tags.start] else think_end
         self._text = ""
-        self._body: int | None = None
-        """The start of the open call's body in the text; None outside of calls."""
+        self._is_inside = False
+        """Whether a call's body is open. It starts at `_body` in the text."""
+        self._body = 0
         self._begin = ""
         """The opening tag of the open call."""
         self._searched = 0
@@ -142,11 +143,9 @@ class ToolCallParser:
         thinking: whether the text so far is in a thought. A thought that goes on after a call only mentions it. final:
         no more text follows. complete: if final, whether the model ended its answer itself.
         """
-        if self._body is not None:
+        if self._is_inside:
             return self._inside(thinking, final, complete)
-        if not self._text:
-            return None
-        return self._outside(thinking, final, complete)
+        return self._outside(thinking, final, complete) if self._text else None
 
     def _outside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
         if self._follows_bare:  # an end tag may follow a function without an opening tag
@@ -161,6 +160,7 @@ class ToolCallParser:
         before = self._take(taken)
         self._searched = start - taken + len(self._begin)
         self._body = start - taken if self._begin in self._inner else self._searched
+        self._is_inside = True
         return before or self._inside(thinking, final, complete)
 
     def _opening(self, tags: Sequence[str]) -> tuple[int, str] | None:
@@ -173,17 +173,16 @@ class ToolCallParser:
         return None
 
     def _inside(self, thinking: bool, final: bool, complete: bool) -> str | list[ToolCall] | None:
-        assert self._body is not None
         if self._pieces is not None and (self._pieces.has_begun or not thinking):
             had_begun = self._pieces.has_begun
             if piece := self._next_piece(self._pieces, final):
                 return [piece]
             if had_begun:
-                return None if self._body is not None else self.next(thinking, final, complete)
+                return None if self._is_inside else self.next(thinking, final, complete)
         self._ready = self._ready or self._read_body(thinking, final, complete)
         if self._ready is None:
             if final:  # a call that was cut short
-                self._text, self._body = "", None
+                self._text, self._is_inside = "", False
             return None
         calls, end = self._ready
         certain = self._is_certain(end, final) if calls is not None and thinking and self._think_end else True
@@ -199,18 +198,16 @@ class ToolCallParser:
         return calls
 
     def _next_piece(self, pieces: CallPieces, final: bool) -> ToolCall | None:
-        assert self._body is not None
         if (read := pieces.read(self._text, self._body, final)) is None:
             return None
         name, arguments, end = read
         self._drop(end)
-        self._body = 0 if pieces.has_begun else None
+        self._is_inside, self._body = pieces.has_begun, 0
         self._count += bool(name)
         return ToolCall(self._count - 1, self._new_id() if name else "", name, arguments) if arguments else None
 
     def _read_body(self, thinking: bool, final: bool, complete: bool) -> Read:
         """Read the open body. None if more text is needed, or, if final, if the body was cut short."""
-        assert self._body is not None
         if not self._lead.match(self._text, pos=self._body, partial=True):
             return None, max(self._body, self._searched)
         thought_end = self._thought_end(thinking)
@@ -229,7 +226,6 @@ class ToolCallParser:
 
     def _at_end_tags(self, thought_end: int) -> Read:
         """Parse the body at each end tag, until it is not open any more. None if it is always open."""
-        assert self._body is not None
         tails, is_inner = self._notation.tails, self._begin in self._inner
         pattern = re.compile("|".join(map(re.escape, self._ends[self._begin])))
         for match in pattern.finditer(self._text, self._searched):
@@ -247,11 +243,10 @@ class ToolCallParser:
 
     def _at_the_end(self) -> tuple[list[ToolCall] | None, int]:
         """Parse the last body of an answer, whose end tag, or whose last value's end, may be missing."""
-        assert self._body is not None
         attempts = [(len(self._text), len(self._text), False)]
-        for tag in self._ends[self._begin]:
-            at, is_inner = self._text.rfind(tag, self._body), self._begin in self._inner
-            attempts += [(at + len(tag) if is_inner else at, at + len(tag), True)] if at >= 0 and self._tags.end else []
+        for tag in self._ends[self._begin] if self._tags.end else ():
+            if (at := self._text.rfind(tag, self._body)) >= 0:
+                attempts.append((at + len(tag) if self._begin in self._inner else at, at + len(tag), True))
         for stop, end, final in attempts:
             calls, end = self._parse(stop, end, final) or (None, 0)
             if calls is not None:
@@ -269,7 +264,6 @@ class ToolCallParser:
 
     def _parse(self, stop: int, end: int, final: bool = False) -> Read:
         """Parse the body up to a position. Return None if it is open there. end: where the text goes on after it."""
-        assert self._body is not None
         self._parsed += stop - self._body
         try:
             calls, length = self._notation.parse(self._text[self._body : stop], self._offer, final)
@@ -299,7 +293,7 @@ class ToolCallParser:
         return taken or None
 
     def _drop(self, end: int) -> None:
-        self._text, self._body = self._text[end:], None
+        self._text, self._is_inside = self._text[end:], False
         self._begins_line = True
 
     def _call(self, call: Call, index: int) -> ToolCall:
@@ -365,6 +359,7 @@ class BareCallParser(ToolCallParser):
         if before := self._text[: match.start()].rstrip("\n"):
             return self._take(len(before))
         self._body = self._searched = match.start("body")
+        self._is_inside = True
         self._fence, self._brackets = match["fence"] or self._fence, Brackets()
         return self._inside(thinking, final, complete)
 
@@ -375,7 +370,6 @@ class BareCallParser(ToolCallParser):
         return regex.search(pattern if self._begins_line else pattern.replace(r"\A|", ""), self._text, partial=True)
 
     def _read_body(self, thinking: bool, final: bool, complete: bool) -> Read:
-        assert self._body is not None
         self._searched, is_closed = self._brackets.read(self._text, self._searched)
         end, thought_end = self._searched, self._thought_end(thinking)
         if not is_closed:

@@ -32,7 +32,7 @@ def expected(target: str, text: str, raw: bool = False) -> str:
 
 def test_only_the_text_goes_to_standard_output(models: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     target, head = models
-    assert main(["def f(x):", "--target", target, "--head", head, *SHORT]) == 0
+    assert main(["def f(x):", "--target", target, "--head", head, "--spec-policy", "fixed", *SHORT]) == 0
     out, err = capsys.readouterr()
     assert out == expected(target, "def f(x):") + "\n"
     assert f"speculation: eagle head {head}" in err

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from eagle_mlx.serve.chat import AnswerParser, Delta, whole_calls
+from tests.full import in_full
 from tests.serve.chat.formats import CLOCK, WEATHER, format_of
 
 TOOLS = [WEATHER, CLOCK]
@@ -42,7 +43,7 @@ def test_arguments_are_the_text_that_the_model_wrote_however_it_is_cut(name: str
     text, calls = answer(name)
     expected = ("", "", calls, False)
     assert read(name, [text]) == read(name, list(text)) == expected
-    for at in range(len(text)):
+    for at in range(0, len(text), in_full(1, 3)):
         assert read(name, [text[:at], text[at:]]) == expected
 
 
@@ -50,7 +51,7 @@ def test_arguments_are_the_text_that_the_model_wrote_however_it_is_cut(name: str
 def test_a_call_that_was_cut_short_has_the_arguments_so_far_whole_and_streamed(name: str) -> None:
     text, calls = answer(name)
     counts = set[int]()
-    for end in range(len(text)):
+    for end in range(0, len(text), in_full(1, 3)):
         content, reasoning, partial, is_open = whole = read(name, [text[:end]], complete=False)
         assert whole == read(name, list(text[:end]), complete=False)
         assert content in text, "a fragment of an opening tag is text"
