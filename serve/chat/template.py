@@ -61,18 +61,19 @@ class Chat:
 
     def check_tools_are_rendered(self) -> None:
         """Raise PromptError if the template ignores tools or calls, that is, writes the same text without them."""
-        if self.arguments["tools"] and self._is_same(self.messages, {**self.arguments, "tools": None}):
+        if self.arguments["tools"] and self._other(self.messages, {**self.arguments, "tools": None}) == self.text:
             raise PromptError("tools: this model's chat template ignores tools, so the model would not see them")
         calling = [index for index, message in enumerate(self.messages) if "tool_calls" in message]
         silent = [{key: value for key, value in m.items() if key != "tool_calls"} for m in self.messages]
-        if calling and self._is_same(silent, self.arguments):
+        if calling and self._other(silent, self.arguments) == self.text:
             raise PromptError(f"messages[{calling[0]}].tool_calls: this model's chat template ignores tool calls")
 
-    def _is_same(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> bool:
+    def _other(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str | None:
+        """Return the text of another chat; None if the template refuses it."""
         try:
-            return _render(self.tokenizer, messages, arguments) == self.text
-        except Exception:  # the template cannot render the chat without them
-            return False
+            return _render(self.tokenizer, messages, arguments)
+        except Exception:  # a template is a program and raises anything
+            return None
 
     def boundaries(self, prompt: Sequence[int], encode: Encode | None = None) -> tuple[int, ...]:
         """Return the lengths of the prefixes of `prompt`, the chat's tokens, that later prompts may share, in order.
@@ -84,10 +85,10 @@ class Chat:
         if not _encodes_the_text(self.tokenizer):
             return ()
         encode = encode or (lambda text, special: list(self.tokenizer.encode(text, add_special_tokens=special)))
-        places = {_common(self.text, other) for other in self._others()}
+        places = {_common(self.text, other) for other in self._later_chats() if other is not None}
         return tuple(sorted({self._count(at, prompt, encode) for at in places if 0 < at < len(self.text)}))
 
-    def _others(self) -> list[str]:
+    def _later_chats(self) -> list[str | None]:
         """Return texts of possible later chats: another question, the next turn, and this one before an answer."""
         chat = [dict(message) for message in (self.messages[:-1] if self.continued else self.messages)]
         arguments = {key: value for key, value in self.arguments.items() if key != CONTINUED}
@@ -96,14 +97,8 @@ class Chat:
         turns = [{"role": "assistant", "content": "!"}, {"role": "user", "content": "!" if first[:1] == "?" else "?"}]
         if chat and not isinstance(chat[0]["content"], str):
             turns = with_typed_parts(turns)
-        texts = []
-        for messages in [[*chat[:system], turns[1]], [*chat, *turns], chat]:
-            arguments["add_generation_prompt"] = self.arguments["add_generation_prompt"] and messages is not chat
-            try:
-                texts.append(_render(self.tokenizer, messages, arguments))
-            except Exception:  # the template refuses such a chat, so none will come
-                continue
-        return texts
+        later = [self._other(messages, arguments) for messages in ([*chat[:system], turns[1]], [*chat, *turns])]
+        return [*later, self._other(chat, arguments | {"add_generation_prompt": False})]
 
     def _count(self, place: int, prompt: Sequence[int], encode: Encode) -> int:
         """Return how many tokens of the prompt end before a position in its text. Encodes the shorter side."""

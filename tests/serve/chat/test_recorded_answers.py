@@ -116,8 +116,12 @@ def streams_of(fixture: Fixture) -> tuple[ChatFormat, dict[str, list[str]]]:
     }
 
 
-def checked(fixture: Fixture) -> list[CheckResult]:
-    format, streams = streams_of(fixture)
+@cache
+def answers() -> list[tuple[Fixture, ChatFormat, dict[str, list[str]]]]:
+    return [(fixture, *streams_of(fixture)) for fixture in load_fixtures(None)]
+
+
+def checked(fixture: Fixture, format: ChatFormat, streams: dict[str, list[str]]) -> list[CheckResult]:
     whole = fixture.raw_output
     results = {name: read(fixture, format, pieces) for name, pieces in streams.items()}
     family = family_for(fixture)
@@ -127,7 +131,7 @@ def checked(fixture: Fixture) -> list[CheckResult]:
 
 @cache
 def cases() -> dict[str, list[CheckResult]]:
-    return {fixture.id: checked(fixture) for fixture in load_fixtures(None)}
+    return {fixture.id: checked(fixture, format, streams) for fixture, format, streams in answers()}
 
 
 def test_at_least_445_recorded_answers_are_parsed_as_expected() -> None:
@@ -147,8 +151,7 @@ def test_no_recorded_answer_fails_a_check_of_arguments_or_streams(check: str) ->
 
 def test_no_stream_differs_if_the_calls_of_recorded_answers_come_in_pieces() -> None:
     count = 0
-    for fixture in load_fixtures(None):
-        format, streams = streams_of(fixture)
+    for fixture, format, streams in answers():
         if format.calls is None or format.calls.form is None:
             continue
         count += 1
