@@ -192,13 +192,13 @@ class Speculation(Group):
 
     def for_target(self, target: str | None) -> tuple[str | Path, Self]:
         """Return the target, or the embedded one, and its speculation. AUTO is for `load_proposer` to find a head."""
-        resolved = self
+        resolved, model = self, target or embedded("target")
         if self.head in (None, AUTO) and self.draft_model is None and self.mode in (None, *_HEADS):
             head = AUTO if target is not None or self.mode == "mtp" else str(embedded("head"))
             resolved = replace(self, head=head)
         elif self.head == NO_HEAD:
             resolved = replace(self, head=None, mode=self.mode or ("draft" if self.draft_model is not None else "none"))
-        return target or embedded("target"), resolved
+        return model, resolved
 
     @property
     def depth(self) -> int:
