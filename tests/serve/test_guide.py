@@ -64,7 +64,11 @@ def calling() -> Iterator[Live]:
         yield running
 
 
-@pytest.mark.parametrize("example", [*(text for text in EXAMPLES if "tools=" not in text), *FOR_AGENTS])
+SIMPLE = [text for text in EXAMPLES if "tools=" not in text and "cached_tokens" not in text]
+"""Those with tools and with prefixes have tests of their own."""
+
+
+@pytest.mark.parametrize("example", [*SIMPLE, *FOR_AGENTS])
 def test_an_example_in_python(serving: Live, example: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ADDRESS in example
     exec(example.replace(ADDRESS, serving.base), {})
