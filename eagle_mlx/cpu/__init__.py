@@ -1,25 +1,115 @@
 """Code for the CPU only. The rest of the library and the applications import it from here.
 
-The package has CPU versions that are faster than MLX's own: exponentials, RoPE angles shared by all layers, and
-parallel streams. Code with a CPU version and a GPU version calls `use_shortcuts()` to choose.
-`EAGLE_MLX_CPU_SHORTCUTS=0` turns the CPU versions off, so that a machine without a GPU can test the GPU's code path. It
-does not affect the BLAS.
+The package has CPU versions that are faster than MLX's own: exponentials (`fastmath`), RoPE angles shared by all
+layers, and one MLX stream for each part of a batch. Code with a CPU version and a GPU version calls `use_shortcuts()`
+to choose. `EAGLE_MLX_CPU_SHORTCUTS=0` turns the CPU versions off, so that a machine without a GPU can test the GPU's
+code path. It does not affect the BLAS.
 """
 
-from eagle_mlx.cpu import fastmath
-from eagle_mlx.cpu.rope_cache import RopeCache
-from eagle_mlx.cpu.shortcuts import (
-    default_streams,
-    make_streams,
-    tune_process,
-    use_shortcuts,
-)
+from __future__ import annotations
 
-__all__ = [
-    "RopeCache",
-    "default_streams",
-    "fastmath",
-    "make_streams",
-    "tune_process",
-    "use_shortcuts",
-]
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from eagle_mlx.errors import ConfigError
+
+ENVIRONMENT = "EAGLE_MLX_CPU_SHORTCUTS"
+
+_value = os.environ.get(ENVIRONMENT, "")
+if _value not in ("", "0", "1"):
+    raise ConfigError(f"{ENVIRONMENT} is {_value!r}; set it to 0 to compute on a CPU as on a GPU, or unset it")
+_wanted = _value != "0"
+
+
+def use_shortcuts() -> bool:
+    """Return whether to use the versions that are faster on a CPU: on a CPU, unless they are turned off."""
+    return _wanted and mx.default_device() == mx.Device(mx.cpu)
+
+
+@contextlib.contextmanager
+def without_shortcuts() -> Iterator[None]:
+    """Use the GPU's versions within the block, in all threads."""
+    global _wanted
+    before, _wanted = _wanted, False
+    try:
+        yield
+    finally:
+        _wanted = before
+
+
+class RopeCache:
+    """The angles of one forward's positions, for all layers whose RoPE rotates halves of a vector alike.
+
+    On a CPU, RoPE is about twenty operations in every layer.
+    """
+
+    def __init__(self) -> None:
+        self._cos_sin: dict[Any, tuple[mx.array, mx.array, Any]] | None = None
+
+    @contextlib.contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Within the block, which calls a model once, share angles if that is faster."""
+        self._cos_sin = {} if use_shortcuts() else None
+        try:
+            yield
+        finally:
+            self._cos_sin = None
+
+    def rotated(self, rope: nn.Module, plain: Any, x: mx.array, offset: Any) -> mx.array | None:
+        """Return x [B, H, L, D] rotated as by `plain(x, offset)`, bit for bit; None if angles are not shared.
+
+        offset: an int or [B] int32.
+        """
+        if self._cos_sin is None or not isinstance(rope, nn.RoPE) or rope.traditional or x.dtype != mx.float32:
+            return None
+        half = x.shape[-1] // 2
+        if x.ndim != 4 or rope.dims != 2 * half or (isinstance(offset, mx.array) and not offset.ndim):
+            return None
+        key = rope.base, rope.scale, half, x.shape[2], offset if isinstance(offset, int) else id(offset)
+        if key not in self._cos_sin:  # the image of (1, 0) under a rotation is (cos, sin)
+            unit = (mx.arange(2 * half) < half).astype(mx.float32)
+            rows = 1 if isinstance(offset, int) else offset.shape[0]
+            cos, sin = mx.split(plain(mx.broadcast_to(unit, (rows, 1, *x.shape[2:])), offset), 2, axis=-1)
+            self._cos_sin[key] = mx.concatenate([cos, cos], -1), mx.concatenate([-sin, sin], -1), offset
+        cos, sin, _ = self._cos_sin[key]
+        return x * cos + mx.concatenate([x[..., half:], x[..., :half]], -1) * sin
+
+
+# MLX runs an elementwise operation on one thread, and half of a small head's step is elementwise. Two streams in one
+# `mx.eval` keep two cores busy; two consecutive `mx.async_eval` do not.
+
+
+def default_streams() -> int:
+    """Return one stream per core on a CPU under Linux, where the BLAS can be limited to one thread; else one."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" and use_shortcuts() else 1
+
+
+def make_streams(count: int) -> list[mx.Stream]:
+    """Return `count` streams; if it is one, the default stream."""
+    device = mx.default_device()
+    return [mx.default_stream(device)] if count == 1 else [mx.new_stream(device) for _ in range(count)]
+
+
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+
+
+def tune_process() -> None:
+    """Tune the whole process for long work on a CPU under Linux; call this before MLX evaluates anything.
+
+    glibc keeps freed memory: every step allocates large buffers, and fresh pages would take a quarter of the time. MLX
+    walks graphs breadth-first, so that operations go to all streams in turn and no stream waits for another.
+    """
+    if sys.platform != "linux" or not use_shortcuts():
+        return
+    os.environ.setdefault("MLX_BFS_MAX_WIDTH", "200")
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1)):
+            mallopt(option, value)

@@ -6,7 +6,7 @@ import math
 
 import mlx.core as mx
 
-from eagle_mlx.cpu.shortcuts import use_shortcuts
+from eagle_mlx.cpu import use_shortcuts
 
 # On two cores, [2048, 768] float32, in ns per element: exp 8.5, sigmoid 13.3, softmax 9.1; power(e, x) 2.9, a sum or
 # product 0.1 to 0.4. We use these forms on the CPU only, because a GPU fuses MLX's own better.

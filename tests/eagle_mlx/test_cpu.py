@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from eagle_mlx.cpu import default_streams, fastmath, shortcuts, use_shortcuts
-from eagle_mlx.cpu.shortcuts import without_shortcuts
+from eagle_mlx import cpu
+from eagle_mlx.cpu import default_streams, fastmath, use_shortcuts, without_shortcuts
 from eagle_mlx.target import compute_dtype
 
 on_a_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="a GPU has no shortcuts")
@@ -38,10 +38,10 @@ def test_the_environment_switches_shortcuts_off(
 ) -> None:
     """The module reads the environment when it is imported."""
     if setting is None:
-        monkeypatch.delenv(shortcuts.ENVIRONMENT, raising=False)
+        monkeypatch.delenv(cpu.ENVIRONMENT, raising=False)
     else:
-        monkeypatch.setenv(shortcuts.ENVIRONMENT, setting)
-    assert runpy.run_path(shortcuts.__file__)["use_shortcuts"]() == expected
+        monkeypatch.setenv(cpu.ENVIRONMENT, setting)
+    assert runpy.run_path(cpu.__file__)["use_shortcuts"]() == expected
 
 
 @on_a_cpu

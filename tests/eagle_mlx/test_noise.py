@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.cpu.shortcuts import without_shortcuts
+from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.decoding import noise
 from eagle_mlx.decoding.noise import gumbel_noise
 from eagle_mlx.decoding.sampling import SamplingBatch, Stream, gumbel

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_mlx.cpu.shortcuts import without_shortcuts
+from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.decoding import noise as module
 from eagle_mlx.decoding.filters import best_columns, has_columns
 from eagle_mlx.decoding.noise import CANDIDATES, gumbel_at, gumbel_ceiling, noise_words, noisy_argmax

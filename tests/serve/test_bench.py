@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from eagle_mlx import hooks, hub
 from eagle_mlx.catalog.head_search import register
-from eagle_mlx.cpu.shortcuts import without_shortcuts
+from eagle_mlx.cpu import without_shortcuts
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.eagle3 import save_eagle3
