@@ -23,8 +23,6 @@ _CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
 _CORETYPE = "OPENBLAS_CORETYPE"
 _CHOSEN = {_CORETYPE, "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS", "BLIS_ARCH_TYPE"}
 """Variables with which a user chooses."""
-
-
 Kind = Literal["openblas", "blis", "reference", "accelerate", "other"]
 
 
@@ -53,10 +51,10 @@ def activate() -> Blas:
     """Load a fast BLAS into the global symbol table, once, and return the BLAS that MLX will use.
 
     This must run before `mlx.core` is imported; `import eagle_mlx` does it. Without `EAGLE_MLX_BLAS`, it is what was
-    fastest on this machine (`blas_choice`), else OpenBLAS. `openblas` and `blis` are these libraries as they are,
-    `reference` keeps the BLAS in MLX's wheel, and `/path/to/lib.so` names a library. A missing library is not an error:
-    after one warning, everything runs slowly on the reference BLAS. If OpenBLAS does not know the processor, it gets
-    kernels that fit, unless `OPENBLAS_CORETYPE` is set.
+    fastest on this machine (`blas_choice`), else OpenBLAS, else BLIS. `openblas` and `blis` are these libraries as they
+    are, `reference` keeps the BLAS in MLX's wheel, and `/path/to/lib.so` names a library. A missing library is not an
+    error: after one warning, everything runs slowly on the reference BLAS. If OpenBLAS does not know the processor, it
+    gets kernels that fit, unless `OPENBLAS_CORETYPE` is set.
     """
     wish = os.environ.get(ENVIRONMENT, "")
     if sys.platform == "darwin":
@@ -70,7 +68,7 @@ def activate() -> Blas:
     if not wish and not _CHOSEN & os.environ.keys():
         choice = blas_choice.choose(_CANDIDATES, _fitting_kernels)
     first = (choice.library,) if choice else ()
-    names = {"": (*first, *_CANDIDATES), "openblas": _CANDIDATES, "blis": (blas_choice.BLIS,)}
+    names = {"": (*first, *_CANDIDATES, blas_choice.BLIS), "openblas": _CANDIDATES, "blis": (blas_choice.BLIS,)}
     for name in names.get(wish, (wish,)):
         with contextlib.suppress(OSError):
             _load(name, choice.kernels if choice else "")
@@ -83,8 +81,8 @@ def activate() -> Blas:
                 if choice:
                     blas_trial.set_threads(library, choice.threads)
                 return Blas(kind, provider, kernels, choice)
-    where = f"{wish} cannot be loaded" if wish not in ("", "openblas") else "no OpenBLAS found"
-    _warn(f"{where}: matrix products run on the reference BLAS, about 40 times slower. To fix it: {INSTALL_HINT}")
+    missing = f"{wish} cannot be loaded" if wish not in ("", "openblas") else "no OpenBLAS found"
+    _warn(f"{missing}: matrix products run on the reference BLAS, about 40 times slower. To fix it: {INSTALL_HINT}")
     return Blas("reference")
 
 

@@ -149,13 +149,29 @@ def test_missing_library_warns_once_and_works(tmp_path: Path) -> None:
     assert "apt-get install libopenblas0-pthread" in warnings
 
 
+def without(*libraries: str) -> str:
+    """Return code after which libraries with these names cannot be loaded."""
+    return f"""
+import ctypes
+real = ctypes.CDLL
+def cdll(name, *a, **k):
+    if any(part in str(name) for part in {libraries}): raise OSError(name)
+    return real(name, *a, **k)
+ctypes.CDLL = cdll
+"""
+
+
+@linux
+@blis
+def test_blis_is_used_if_there_is_no_openblas(tmp_path: Path) -> None:
+    out, warnings = run(tmp_path, without("openblas") + REPORT)
+    assert out.startswith("blis (")
+    assert "Warning" not in warnings
+
+
 @linux
 def test_no_openblas_at_all_warns_once_and_works(tmp_path: Path) -> None:
-    hidden = "import ctypes\nreal = ctypes.CDLL\n"
-    hidden += "def cdll(name, *a, **k):\n    if name and 'openblas' in str(name): raise OSError(name)\n"
-    hidden += "    return real(name, *a, **k)\n"
-    hidden += "ctypes.CDLL = cdll\n"
-    out, warnings = run(tmp_path, hidden + REPORT)
+    out, warnings = run(tmp_path, without("openblas", "blis") + REPORT)
     assert out == "reference"
     assert warnings.count("RuntimeWarning") == 1
     assert "no OpenBLAS found" in warnings
