@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from eagle_mlx.policy import AcceptancePolicy, FixedPolicy, HybridPolicy, ThroughputPolicy
     from eagle_mlx.proposers.draft_model import DraftModelProposer
     from eagle_mlx.proposers.head import HeadProposer
-    from eagle_mlx.proposers.hybrid import HybridProposer
-    from eagle_mlx.proposers.ngram import NgramProposer
+    from eagle_mlx.proposers.ngram import HybridProposer, NgramProposer
     from eagle_mlx.request import Chunk, Output
     from eagle_mlx.sampling_params import SamplingParams
     from eagle_mlx.target import Target, load_target

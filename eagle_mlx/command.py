@@ -33,11 +33,9 @@ _HIDDEN = {
     "acceptance_rate_threshold": ("spec_decode_acceptance_threshold",),
 }
 """Flags of other programs that the help does not show, by the setting that they mean."""
-HELP = frozenset({"-h", "--help", "--version"})
-"""Flags that every command has."""
+HELP = frozenset({"-h", "--help", "--version"})  # flags that every command has
 _FLAG = re.compile(r"(--[a-zA-Z][\w-]*)(?:=|$)|(-[a-zA-Z])(?!.*\s)")
-_BARE = {"--speculative-decoding": "auto"}
-"""The values of hidden flags that are given without one."""
+_BARE = {"--speculative-decoding": "auto"}  # the values of hidden flags that are given without one
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 
 Options = TypeVar("Options", bound=Group)
@@ -101,8 +99,8 @@ class Stop:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._number = number
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+        for other in _SIGNALS:
+            signal.signal(other, signal.SIG_DFL)
         if not self._deferred:
             raise Stopped(number)
 
@@ -141,10 +139,8 @@ class Parser(argparse.ArgumentParser):
         fixed: dict[str, Any] = {"formatter_class": raw, "argument_default": argparse.SUPPRESS, "allow_abbrev": False}
         super().__init__(**fixed, **more)
         self.add_argument("--version", action="version", version=f"%(prog)s {__version__}", help="show the version")
-        self._settings: dict[str, Setting] | None = None
-        """Settings by flag; None if this parser has subcommands."""
-        self._hidden: dict[str, str] = {}
-        """Flags by hidden flag."""
+        self._settings: dict[str, Setting] | None = None  # settings by flag; None if this parser has subcommands
+        self._hidden: dict[str, str] = {}  # flags by hidden flag
 
     def know(self, settings: Mapping[str, Setting]) -> None:
         """Accept only the flags of these settings; suggest them for unknown ones, and accept their hidden names."""
@@ -226,10 +222,10 @@ class Subcommands:
         return work
 
 
-def default_text(known: Setting) -> str:
+def default_text(declared: Setting) -> str:
     """Return the default for a flag's help; "" for None, False and required settings."""
-    default = known.written(known.default)
-    return "" if any(default is each for each in (None, False, REQUIRED)) else shown(default)
+    default = declared.written(declared.default)
+    return "" if default is None or default is False or default is REQUIRED else shown(default)
 
 
 def add_flags(
@@ -244,9 +240,9 @@ def add_flags(
     """
     if add is None:
         parser.know(settings_of(group))
-    for known in settings_of(group).values():
-        if len(known.path) == 1:
-            _add_one(add or parser.add_argument, known, say)
+    for declared in settings_of(group).values():
+        if len(declared.path) == 1:
+            _add_one(add or parser.add_argument, declared, say)
     for name, inner in groups_of(group).items():
         heading = parser.add_argument_group(name.replace("_", " "), inspect.getdoc(inner))
         add_flags(parser, inner, say, heading.add_argument)
@@ -257,42 +253,43 @@ def flags_of(declared: Setting) -> list[str]:
     return [name if name.startswith("-") else flag(name) for name in (declared.name, *declared.also)]
 
 
-def _add_one(add: Callable[..., object], known: Setting, say: DefaultText) -> None:
-    text, shown = known.help.replace("%", "%%"), say(known) if known.shown is None else known.shown
-    help_ = f"{text} (default: {shown})" if shown else text
-    how: dict[str, Any] = {"help": help_, "default": argparse.SUPPRESS}
-    if known.positional:
-        add(known.name, **how, **_argument(known))
+def _add_one(add: Callable[..., object], declared: Setting, say: DefaultText) -> None:
+    text, default = declared.help.replace("%", "%%"), say(declared) if declared.shown is None else declared.shown
+    more: dict[str, Any] = {"help": f"{text} (default: {default})" if default else text, "default": argparse.SUPPRESS}
+    if declared.positional:
+        add(declared.name, **more, **_argument(declared))
         return
-    how |= {"dest": known.name}
-    flags = flags_of(known)
-    if known.type is bool and known.default is False:  # --no-x overrides a file of settings that says true
-        add(*flags, action="store_true", **how)
-        add(f"--no-{flags[0][2:]}", action="store_false", **{**how, "help": argparse.SUPPRESS})
+    more["dest"] = declared.name
+    flags = flags_of(declared)
+    if declared.type is bool and declared.default is False:  # --no-x overrides a file of settings that says true
+        add(*flags, action="store_true", **more)
+        add(f"--no-{flags[0][2:]}", action="store_false", **{**more, "help": argparse.SUPPRESS})
         return
-    add(*flags, required=known.default is REQUIRED, **how, **_argument(known))
+    add(*flags, required=declared.default is REQUIRED, **more, **_argument(declared))
 
 
-def _argument(known: Setting) -> dict[str, Any]:
-    if known.type is bool:
+def _argument(declared: Setting) -> dict[str, Any]:
+    if declared.type is bool:
         return {"action": argparse.BooleanOptionalAction}
-    several = typing.get_origin(known.type) is tuple
-    kind = typing.get_args(known.type)[0] if several else known.type
-    how: dict[str, Any] = {}
-    if known.choices:
-        usual = f"{{{','.join(known.choices)}}}"
+    several = typing.get_origin(declared.type) is tuple
+    kind = typing.get_args(declared.type)[0] if several else declared.type
+    more: dict[str, Any] = {}
+    if declared.choices:
+        usual = f"{{{','.join(declared.choices)}}}"
     else:
         item = kind if kind in _METAVARS else typing.get_args(kind)[0]
-        usual = known.name if known.positional else "TEXT" if several and item is str else _METAVARS[item]
-        if known.bare is not None or (known.positional and known.default is not REQUIRED):
-            how["nargs"] = "?"
-    if known.repeat:
-        how["action"] = "append"
+        usual = declared.name if declared.positional else "TEXT" if several and item is str else _METAVARS[item]
+        if declared.bare is not None or (declared.positional and declared.default is not REQUIRED):
+            more["nargs"] = "?"
+    if declared.repeat:
+        more["action"] = "append"
     elif several:
-        how["nargs"] = "+"
-        if kind is str and not known.positional:
-            how["action"] = "extend"
-    return {"metavar": known.metavar or usual, **how} | ({"const": known.bare} if how.get("nargs") == "?" else {})
+        more["nargs"] = "+"
+        if kind is str and not declared.positional:
+            more["action"] = "extend"
+    return {"metavar": declared.metavar or usual, **more} | (
+        {"const": declared.bare} if more.get("nargs") == "?" else {}
+    )
 
 
 def shown(value: Any) -> str:

@@ -16,8 +16,7 @@ import yaml
 
 from eagle_mlx.errors import ConfigError, OutputError
 
-PART = ".part"
-"""The suffix of a file while it is being written."""
+PART = ".part"  # the suffix of a file while it is being written
 
 
 def cache_folder() -> Path:
@@ -123,16 +122,18 @@ def check_file(path: Path) -> None:
 
 def disk_bytes(folder: Path) -> int:
     """Return the size of the disk that a folder is on or will be on."""
-    place = folder.absolute()
-    return shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).total
+    return shutil.disk_usage(_existing(folder)).total
 
 
 def free_disk(folder: str | Path) -> int:
     """Return the free bytes where a folder is or would be."""
-    place = Path(folder).absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+    return shutil.disk_usage(_existing(Path(folder))).free
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    place = folder.absolute()
+    return next(path for path in (place, *place.parents) if path.exists())
 
 
 def check_writable(folder: Path) -> None:
@@ -140,9 +141,7 @@ def check_writable(folder: Path) -> None:
 
     It creates a temporary folder, because permissions alone are not enough: a file system may be read-only.
     """
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = _existing(folder)
     if not place.is_dir():
         raise OutputError(f"{place} is a file, so it can hold no output; choose another folder")
     try:

@@ -28,8 +28,7 @@ def late_names(package: str, file: str) -> Callable[[str], Any]:
     def get(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(modules[name], package), name)
-        setattr(sys.modules[package], name, value)
+        value = vars(sys.modules[package])[name] = getattr(import_module(modules[name], package), name)
         return value
 
     return get

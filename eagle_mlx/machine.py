@@ -59,8 +59,8 @@ def _cpu() -> str:
 
 def wired_limit_mb() -> int | None:
     """Return the megabytes that macOS lets the GPU wire; 0 is the system's default, None unknown."""
-    found = _sysctl("iogpu.wired_limit_mb") if sys.platform == "darwin" else ""
-    return int(found) if found.isdecimal() else None
+    limit = _sysctl("iogpu.wired_limit_mb") if sys.platform == "darwin" else ""
+    return int(limit) if limit.isdecimal() else None
 
 
 def _sysctl(name: str) -> str:

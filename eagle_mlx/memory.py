@@ -25,14 +25,12 @@ _PREFIX_SHARE = 0.25
 """The largest share of the free memory for saved prefixes, which make room when running requests need it."""
 _KEPT_SHARE = 1 / 16
 """The share of the device's memory for freed buffers: 3 GB on a Mac with 64 GB, more than a chunk's forward needs."""
-_STEPS = 256
-"""Steps after which freed buffers are returned to the system, as in mlx-lm."""
+_STEPS = 256  # steps after which freed buffers are returned to the system, as in mlx-lm
 
 
 def limit_mlx() -> None:
     """Limit the freed buffers that MLX keeps, if the device reports its memory."""
-    kept = kept_bytes(_gpu())
-    if kept is not None:
+    if (kept := kept_bytes(_gpu())) is not None:
         mx.set_cache_limit(kept)
 
 
@@ -46,7 +44,6 @@ def wire_active() -> None:
     """Wire the memory in use, so that other programs cannot page it out. Only Metal needs it.
 
     Call it after loading the target and the draft model: paged-out weights would be read from disk in each round.
-    Memory allocated later is not wired.
     """
     if mx.metal.is_available():
         info = _gpu()
@@ -140,8 +137,7 @@ def _available() -> int:
     """Return the bytes that Linux counts as available; `sys.maxsize` if unknown."""
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text(encoding="ascii").splitlines() if meminfo.exists() else []
-    found = (line.split() for line in lines if line.startswith("MemAvailable:"))
-    return next((int(words[1]) * 1024 for words in found), sys.maxsize)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), sys.maxsize)
 
 
 def left_of_container(cgroup: Path) -> int:

@@ -21,14 +21,10 @@ LEAST_CHUNK = 128
 class Plan:
     """What the next round drafts for each row: nothing, a chain, or a tree."""
 
-    depth: int
-    """Tokens of a chain, or levels of a tree; 0 is plain decoding."""
-    nodes: int = 0
-    """Tokens of a tree; a chain if not more than `depth`."""
-    stop_below: float | None = None
-    """End a chain early when its confidence falls below this; None drafts all of it."""
-    lookup: bool | None = None
-    """Whether n-grams draft instead of the model; None if there is no choice."""
+    depth: int  # tokens of a chain, or levels of a tree; 0 is plain decoding
+    nodes: int = 0  # tokens of a tree; a chain if not more than `depth`
+    stop_below: float | None = None  # end a chain early when its confidence falls below this; None drafts all of it
+    lookup: bool | None = None  # whether n-grams draft instead of the model; None if there is no choice
     baseline: float | None = field(default=None, compare=False)
     """For an exploration, the tokens per second and row expected of the best plan."""
 
@@ -57,8 +53,7 @@ class Plan:
         )
 
 
-PLAIN = Plan(0)
-"""A round without drafting."""
+PLAIN = Plan(0)  # a round without drafting
 
 
 @dataclass(frozen=True)
@@ -67,10 +62,8 @@ class Abilities:
 
     trees: bool = False
     early_exit: bool = False
-    lookup: bool = False
-    """Whether n-grams match in most rows, and could draft instead of a model."""
-    may_pad: bool = True
-    """Whether it can read prompts of different lengths together."""
+    lookup: bool = False  # whether n-grams match in most rows, and could draft instead of a model
+    may_pad: bool = True  # whether it can read prompts of different lengths together
 
 
 @dataclass(frozen=True)
@@ -79,8 +72,7 @@ class Context:
 
     rows: int
     can: Abilities = Abilities()
-    group: int = 0
-    """Index of the round's group of rows."""
+    group: int = 0  # index of the round's group of rows
     elsewhere: int = 0
     """Rows that decode in other groups. They do not change the cost of this round, but the load of the engine."""
 
@@ -88,36 +80,27 @@ class Context:
 class Trial(NamedTuple):
     """A draft that n-grams could have made at the start of a round, compared with the text that followed."""
 
-    drafted: int
-    """The number of tokens compared: all, or up to and including the first wrong one."""
-    accepted: int
-    """The number of tokens before the first wrong one."""
+    drafted: int  # the number of tokens compared: all, or up to and including the first wrong one
+    accepted: int  # the number of tokens before the first wrong one
 
 
 @dataclass(frozen=True)
 class RoundResult:
     """The result of a round, by row."""
 
-    plan: Plan
-    """The plan, cut to what the rows could use."""
-    drafted: Sequence[int]
-    """Draft tokens of a chain, or levels of a tree."""
-    accepted: Sequence[int]
-    """Draft tokens that the verify accepted."""
+    plan: Plan  # the plan, cut to what the rows could use
+    drafted: Sequence[int]  # draft tokens of a chain, or levels of a tree
+    accepted: Sequence[int]  # draft tokens that the verify accepted
     taken: Sequence[int]
     """Tokens added to the row, including the bonus token. Fewer than the verify gave if the row ended."""
-    seconds: float
-    """Time since the end of the previous work; includes drafting and the host's work, not prefill."""
-    draft_seconds: float | None = None
-    """Time spent drafting, estimated from its last measured share."""
+    seconds: float  # time since the end of the previous work; includes drafting and the host's work, not prefill
+    draft_seconds: float | None = None  # time spent drafting, estimated from its last measured share
     paths: Sequence[Sequence[int]] = ()
     """For trees, the indices of accepted draft tokens, where 0 is the most likely token."""
     confidences: Sequence[Sequence[float]] = ()
     """For early exits, each row's confidence at each check. Check i decides on draft token i + 1 + CONFIDENCE_LAG."""
-    group: int = 0
-    """Index of the group of rows."""
-    trials: Sequence[Trial] = ()
-    """Trials of n-grams that this round's tokens completed."""
+    group: int = 0  # index of the group of rows
+    trials: Sequence[Trial] = ()  # trials of n-grams that this round's tokens completed
 
     @property
     def rows(self) -> int:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-LOG_SECONDS = 30.0
-"""Seconds between updates if stderr is not a terminal."""
+LOG_SECONDS = 30.0  # seconds between updates if stderr is not a terminal
 
 
 def counted(number: int, noun: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from numbers import Integral
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from eagle_mlx.errors import PromptError
@@ -27,15 +28,13 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     seed: int
-    limit: int
-    """Maximum number of tokens to generate."""
+    limit: int  # maximum number of tokens to generate
     stop_ids: frozenset[int]
     boundaries: tuple[int, ...] = ()
     """Lengths of prompt prefixes that later prompts may share, in addition to the whole prompt."""
     client: str = ""
     """Clients take turns. All requests with an empty name belong to one client."""
-    namespace: str = ""
-    """The request shares prefix cache entries only within this namespace."""
+    namespace: str = ""  # the request shares prefix cache entries only within this namespace
 
 
 @dataclass(frozen=True)
@@ -53,34 +52,22 @@ class Output:
     """The result of one request."""
 
     text: str
-    tokens: list[int]
-    """Includes the stop token, or the token that completed a stop string, if there is one."""
-    finish_reason: str
-    """`stop`, `length`, `cancelled` or `error`."""
+    tokens: list[int]  # includes the stop token, or the token that completed a stop string, if there is one
+    finish_reason: str  # `stop`, `length`, `cancelled` or `error`
     prompt_tokens: int
-    rounds: int
-    """Target forwards that emitted tokens."""
+    rounds: int  # target forwards that emitted tokens
     drafted: int
-    accepted: int
-    """Draft tokens that were accepted and emitted."""
-    drafted_by_position: list[int]
-    """Rounds that had a draft token at each position."""
-    accepted_by_position: list[int]
-    """Rounds in which the draft token at each position was accepted."""
-    logprobs: list[TokenLogprob] | None = None
-    """One per token, if requested."""
-    lossless: bool = True
-    """False if the request chose `threshold` acceptance, which lets drafts change the text."""
+    accepted: int  # draft tokens that were accepted and emitted
+    drafted_by_position: list[int]  # rounds that had a draft token at each position
+    accepted_by_position: list[int]  # rounds in which the draft token at each position was accepted
+    logprobs: list[TokenLogprob] | None = None  # one per token, if requested
+    lossless: bool = True  # false if the request chose `threshold` acceptance, which lets drafts change the text
     draft_failures: int = 0
     """How often the proposer raised when it drafted for this request. After three in a row, it decodes plainly."""
-    cached_tokens: int = 0
-    """Prompt tokens taken from the prefix cache."""
-    error: str | None = None
-    """The error message, if the finish reason is `error`."""
-    refused: bool = False
-    """Whether the request itself caused the error, such as a grammar that is too complex."""
-    cut_off: str | None = None
-    """What cut the text off early, such as `time`."""
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    error: str | None = None  # the error message, if the finish reason is `error`
+    refused: bool = False  # whether the request itself caused the error, such as a grammar that is too complex
+    cut_off: str | None = None  # what cut the text off early, such as `time`
     stop: str | None = None
     """The stop string that ended the text. The text does not include it."""
 
@@ -97,10 +84,8 @@ class Chunk:
     text: str
     """Final text. Incomplete characters and possible beginnings of stop strings are held back."""
     tokens: list[int]
-    from_draft: bytes
-    """A byte for each token: 1 if it is an accepted draft token."""
-    output: Output | None
-    """The complete output; only in the last chunk."""
+    from_draft: bytes  # A byte for each token: 1 if it is an accepted draft token
+    output: Output | None  # the complete output; only in the last chunk
 
 
 def draft_runs(from_draft: bytes | bytearray) -> list[tuple[slice, bool]]:
@@ -108,12 +93,8 @@ def draft_runs(from_draft: bytes | bytearray) -> list[tuple[slice, bool]]:
 
     A chunk without tokens has one empty run.
     """
-    runs, start = [], 0
-    for drafted, run in groupby(from_draft):
-        end = start + len(list(run))
-        runs.append((slice(start, end), bool(drafted)))
-        start = end
-    return runs or [(slice(0, 0), False)]
+    runs = [list(run) for _, run in groupby(enumerate(from_draft), key=itemgetter(1))]
+    return [(slice(run[0][0], run[-1][0] + 1), bool(run[0][1])) for run in runs] or [(slice(0, 0), False)]
 
 
 def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -18,8 +18,7 @@ Rule = Literal["greedy", "coupled", "rejection", "threshold"]
 Drafter = Literal["model", "ngrams", "none"]
 """What drafts: the proposer's head or draft model, its n-grams, or nothing. Only `none` concerns other proposers."""
 
-COLDEST = 1e-5
-"""Lower temperatures are greedy, since dividing by them would overflow float32."""
+COLDEST = 1e-5  # lower temperatures are greedy, since dividing by them would overflow float32
 MOST_LOGPROBS = 20
 
 _MOST_ID = 2**31 - 1
@@ -79,18 +78,13 @@ class SamplingParams:
     min_p, each applied to the remaining tokens. Ties with the last token kept are kept too.
     """
 
-    temperature: float = 0.0
-    """0 is greedy: the argmax over the whole vocabulary."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
-    top_p: float = 1.0
-    """Keep the fewest most likely tokens whose probabilities reach this sum; 1 keeps all."""
-    min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the most likely one; 0 keeps all."""
+    temperature: float = 0.0  # 0 is greedy: the argmax over the whole vocabulary
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all, 1 is greedy
+    top_p: float = 1.0  # keep the fewest most likely tokens whose probabilities reach this sum; 1 keeps all
+    min_p: float = 0.0  # keep tokens at least this fraction as likely as the most likely one; 0 keeps all
     seed: int | None = None
     """With coupled acceptance, the same seed gives the same tokens in any batch and at any draft length."""
-    max_tokens: int = 256
-    """Maximum number of tokens to generate."""
+    max_tokens: int = 256  # maximum number of tokens to generate
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the text, in addition to the model's own end-of-sequence tokens."""
     acceptance: Acceptance = "auto"
@@ -112,12 +106,9 @@ class SamplingParams:
     """Creates a watcher that can end the text. A watcher that raises ends its own request with an error."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or text (CTRL, 2019); 1 is off."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the generated text."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it occurs in the generated text."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """Added to the logits of these tokens."""
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the generated text
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time it occurs in the generated text
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added to the logits of these tokens
     logits_processors: tuple[LogitsProcessor, ...] = ()
     """Callables on the host. They cost a second sync in each round of the batch."""
     grammar: Callable[[], Grammar] | None = None
@@ -125,10 +116,8 @@ class SamplingParams:
 
     A grammar that contradicts its own mask ends the request with an error.
     """
-    logprobs: bool = False
-    """Report each token's log probability, from the target's unmodified logits."""
-    top_logprobs: int = 0
-    """Number of most likely tokens to report at every position; implies logprobs."""
+    logprobs: bool = False  # report each token's log probability, from the target's unmodified logits
+    top_logprobs: int = 0  # number of most likely tokens to report at every position; implies logprobs
 
     def __post_init__(self) -> None:
         for name in ("stop_token_ids", "logits_processors"):
@@ -138,7 +127,7 @@ class SamplingParams:
         self._check_numbers()
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ConfigError(f"stop must be non-empty strings; got {self.stop!r}")
-        if not all(callable(each) for each in (*self.logits_processors, self.grammar or dict)):
+        if not all(callable(maker) for maker in (*self.logits_processors, self.grammar or dict)):
             raise ConfigError("logits_processors must be callables, and grammar one that returns a grammar")
         if not callable(self.stop_watcher or dict):
             raise ConfigError("stop_watcher must be a callable that returns a watcher")

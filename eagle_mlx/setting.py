@@ -46,38 +46,27 @@ DRAFT_TOKENS = between(0, 20)
 RANK_SECONDS = 60.0
 """Seconds after which a silent rank counts as lost: longer than any forward, including a prompt's longest chunk."""
 _UNIONS = (types.UnionType, typing.Union)
-REQUIRED = dataclasses.MISSING
-"""The default of a required setting."""
+REQUIRED = dataclasses.MISSING  # the default of a required setting
 
 
 @dataclass(frozen=True)
 class Setting:
     """The declaration of a setting."""
 
-    default: Any
-    """REQUIRED if there is none."""
+    default: Any  # REQUIRED if there is none
     help: str
     limit: Limit | None = None
     name: str = ""
     """Unique name: the key in a file and, with dashes, the flag. By default, the field's name."""
-    metavar: str | None = None
-    """The value's name in the help."""
-    also: tuple[str, ...] = ()
-    """More names of the flag."""
-    repeat: bool = False
-    """Whether the flag takes one value and may be repeated."""
-    positional: bool = False
-    """Whether it is an argument without a flag."""
-    bare: str | None = None
-    """The value if the flag is given without one."""
-    shown: str | None = None
-    """Replaces the default in the help; "" hides it."""
-    unset: Any = None
-    """How None is written on the command line and in files, such as 0 or auto."""
-    path: tuple[str, ...] = ()
-    """Field names from the outermost group to this setting."""
-    type: Any = None
-    """The type without None; see `optional`."""
+    metavar: str | None = None  # the value's name in the help
+    also: tuple[str, ...] = ()  # more names of the flag
+    repeat: bool = False  # whether the flag takes one value and may be repeated
+    positional: bool = False  # whether it is an argument without a flag
+    bare: str | None = None  # the value if the flag is given without one
+    shown: str | None = None  # replaces the default in the help; "" hides it
+    unset: Any = None  # how None is written on the command line and in files, such as 0 or auto
+    path: tuple[str, ...] = ()  # field names from the outermost group to this setting
+    type: Any = None  # the type without None; see `optional`
     optional: bool = False
 
     @property
@@ -116,11 +105,11 @@ class Setting:
             raise ConfigError(f"{self.title} must be {described}, not {value!r}") from None
         if self.optional and converted == self.unset:
             return None
-        for each in converted if isinstance(converted, tuple) else (converted,):
-            if isinstance(each, float) and not math.isfinite(each):
-                raise ConfigError(f"{self.title} must be a finite number, not {each}")
-            if self.limit is not None and not self.limit.holds(each):
-                raise ConfigError(f"{self.title} {self.limit.message.format(each)}")
+        for item in converted if isinstance(converted, tuple) else (converted,):
+            if isinstance(item, float) and not math.isfinite(item):
+                raise ConfigError(f"{self.title} must be a finite number, not {item}")
+            if self.limit is not None and not self.limit.holds(item):
+                raise ConfigError(f"{self.title} {self.limit.message.format(item)}")
         return converted
 
 
@@ -137,9 +126,9 @@ class Group:
     """A group of settings, converted and validated on creation."""
 
     def __post_init__(self) -> None:
-        for known in settings_of(type(self)).values():
-            if len(known.path) == 1:
-                object.__setattr__(self, known.field, known.convert(getattr(self, known.field)))
+        for declared in settings_of(type(self)).values():
+            if len(declared.path) == 1:
+                object.__setattr__(self, declared.field, declared.convert(getattr(self, declared.field)))
         self._check()
 
     def _check(self) -> None:
@@ -166,7 +155,7 @@ class Group:
 
     def flat(self) -> dict[str, Any]:
         """Return all settings by name, as in files and saved runs; `of` reads them back."""
-        return {name: known.written(self.value(name)) for name, known in settings_of(type(self)).items()}
+        return {name: declared.written(self.value(name)) for name, declared in settings_of(type(self)).items()}
 
 
 def groups_of(group: type[Group]) -> Mapping[str, type[Group]]:
@@ -183,26 +172,26 @@ def settings_of(group: type[Group]) -> Mapping[str, Setting]:
 def _read(group: type[Group]) -> tuple[Mapping[str, Setting], Mapping[str, type[Group]]]:
     hints = typing.get_type_hints(group)
     groups: dict[str, type[Group]] = {}
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for field in dataclasses.fields(group):  # type: ignore[arg-type]  # every group is a dataclass
         if isinstance(hints[field.name], type) and issubclass(hints[field.name], Group):
             groups[field.name] = hints[field.name]
-            inner = settings_of(hints[field.name]).values()
-            found |= {known.name: dataclasses.replace(known, path=(field.name, *known.path)) for known in inner}
+            for name, inner in settings_of(hints[field.name]).items():
+                settings[name] = dataclasses.replace(inner, path=(field.name, *inner.path))
         elif "setting" in field.metadata:
             declared: Setting = field.metadata["setting"]
             name, (kind, optional) = declared.name or field.name, _without_none(hints[field.name])
-            found[name] = dataclasses.replace(declared, name=name, path=(field.name,), type=kind, optional=optional)
-    return found, groups
+            settings[name] = dataclasses.replace(declared, name=name, path=(field.name,), type=kind, optional=optional)
+    return settings, groups
 
 
 def find(group: type[Group], name: str) -> Setting:
     """Return the setting with this name. Raises ConfigError, with the nearest name, if there is none."""
-    known = settings_of(group)
-    if name not in known:
-        near = difflib.get_close_matches(str(name).replace("-", "_"), known, n=1, cutoff=0.0)
+    settings = settings_of(group)
+    if name not in settings:
+        near = difflib.get_close_matches(str(name).replace("-", "_"), settings, n=1, cutoff=0.0)
         raise ConfigError(f"unknown setting {name!r}; did you mean {near[0]!r}?")
-    return known[name]
+    return settings[name]
 
 
 def flag(name: str) -> str:
@@ -215,11 +204,11 @@ def _by_field(group: type[Group], settings: Mapping[str, Any]) -> tuple[dict[str
     own: dict[str, Any] = {}
     inner: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
-        known = find(group, name)
-        if len(known.path) == 1:
-            own[known.field] = value
+        declared = find(group, name)
+        if len(declared.path) == 1:
+            own[declared.field] = value
         else:
-            inner.setdefault(known.path[0], {})[name] = value
+            inner.setdefault(declared.path[0], {})[name] = value
     return own, inner
 
 
@@ -240,9 +229,9 @@ def _convert(value: Any, type_: Any) -> Any:
     if kind is tuple:
         return tuple(_convert(item, args[0]) for item in (value if isinstance(value, list | tuple) else [value]))
     if kind is Literal:
-        return {str(each): each for each in args}[str(value)]
+        return {str(word): word for word in args}[str(value)]
     if kind in _UNIONS:
-        type_ = next((each for each in args if isinstance(value, each)), args[0])
+        type_ = next((option for option in args if isinstance(value, option)), args[0])
     if type(value) is type_ or (type_ is Path and isinstance(value, Path)):
         return value
     if type(value) not in _CONVERTIBLE.get(type_, ()):

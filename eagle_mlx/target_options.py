@@ -18,8 +18,7 @@ _OF_THE_RENDERING = {
     *("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
 }
 """Arguments that are set by the code that renders a template."""
-_OF_A_TEMPLATE = "{"
-"""Every template that shows a message has one; file names should not."""
+_OF_A_TEMPLATE = "{"  # every template that shows a message has one; file names should not
 
 
 @dataclass(frozen=True)

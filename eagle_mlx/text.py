@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-_CHARACTER = 4
-"""Bytes of the longest character (RFC 3629, section 3), which is also the most tokens that it can take."""
+_CHARACTER = 4  # bytes of the longest character (RFC 3629, section 3), which is also the most tokens that it can take
 
 
 class IncrementalText:
@@ -21,8 +20,7 @@ class IncrementalText:
 
     def __init__(self, tokenizer: TokenizerWrapper):
         self._tokenizer = tokenizer
-        self.window: list[int] = []
-        """Tokens that are decoded again with the next one."""
+        self.window: list[int] = []  # tokens that are decoded again with the next one
         self._settled = 0
 
     def add(self, tokens: Sequence[int]) -> tuple[str, str]:
@@ -100,8 +98,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]):
         self.strings = strings
         self._reach = max(map(len, strings)) - 1
-        self._tail = ""
-        """The end of the text, long enough to contain any incomplete string."""
+        self._tail = ""  # the end of the text, long enough to contain any incomplete string
 
     def complete(self, certain: str, open_end: str) -> bool:
         """Add what `IncrementalText.add` returned; return whether the text now contains a string."""
@@ -111,9 +108,9 @@ class StopStrings:
 
     def cut(self, text: str) -> tuple[str, str | None]:
         """Return the text before the first string, and that string; in a tie, the one that was given first."""
-        found = [(at, index) for index, string in enumerate(self.strings) if (at := text.find(string)) >= 0]
-        at, index = min(found, default=(len(text), -1))
-        return text[:at], self.strings[index] if found else None
+        places = [(at, string) for string in self.strings if (at := text.find(string)) >= 0]
+        at, string = min(places, key=lambda place: place[0], default=(len(text), None))
+        return text[:at], string
 
 
 def template_args(tokenizer: TokenizerWrapper | None) -> Mapping[str, Any]:
@@ -121,8 +118,7 @@ def template_args(tokenizer: TokenizerWrapper | None) -> Mapping[str, Any]:
     return getattr(tokenizer, "template_args", {})
 
 
-LEAST_DISTINCT = 0.6
-"""A continuation with a smaller share of distinct 4-grams counts as looping."""
+LEAST_DISTINCT = 0.6  # a continuation with a smaller share of distinct 4-grams counts as looping
 
 
 def distinct_ratio(tokens: Sequence[int], n: int = 4) -> float:

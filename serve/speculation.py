@@ -226,7 +226,7 @@ class Speculation(Group):
 
     def for_requests(self, model: Proposer | None) -> Proposer | None:
         """Return a proposer that can also draft with n-grams, alone if there is no model, unless they are off."""
-        from eagle_mlx.proposers.hybrid import MAX_NGRAM, MIN_NGRAM
+        from eagle_mlx.proposers.ngram import MAX_NGRAM, MIN_NGRAM
 
         if self.ngrams and isinstance(model, em.HeadProposer | em.DraftModelProposer):
             return em.HybridProposer(model, self._ngrams(MAX_NGRAM, MIN_NGRAM))

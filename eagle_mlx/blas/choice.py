@@ -26,28 +26,22 @@ _SECONDS, _TIMEOUT = 1.0, 30.0
 """Seconds of one library's trial, so that three take four with their starts; and the limit of a trial that hangs."""
 _QUIET = 0.25
 """The greatest load per core for a trial: with one busy program, two threads of OpenBLAS take five times as long."""
-_ROUNDS = 64
-"""Decoding is judged by a chunk of 256 tokens of a prompt and this many rounds, which is a short answer."""
+_ROUNDS = 64  # decoding is judged by a chunk of 256 tokens of a prompt and this many rounds, which is a short answer
 
 
 class Variant(NamedTuple):
     library: str
-    kernels: str
-    """Processor whose kernels OpenBLAS was told to use; empty if it chose."""
-    times: Mapping[tuple[int, int], float]
-    """Seconds by threads and rows (`blas_trial.ROWS`)."""
+    kernels: str  # processor whose kernels OpenBLAS was told to use; empty if it chose
+    times: Mapping[tuple[int, int], float]  # seconds by threads and rows (`blas_trial.ROWS`)
 
 
 @dataclass(frozen=True)
 class Choice:
     library: str
     kernels: str
-    threads: int
-    """Threads while rounds are computed."""
-    prompt_threads: int
-    """Threads while prompts are computed, and in training."""
-    gain: float = 1.0
-    """Expected speed, relative to OpenBLAS with its own settings."""
+    threads: int  # threads while rounds are computed
+    prompt_threads: int  # threads while prompts are computed, and in training
+    gain: float = 1.0  # expected speed, relative to OpenBLAS with its own settings
 
 
 def choose(libraries: Sequence[str], kernels: Callable[[], str | None]) -> Choice | None:

@@ -14,12 +14,10 @@ from itertools import product
 from time import perf_counter
 
 MANY = 256
-ROWS = (1, 2, 4, 8, MANY)
-"""Rows of the inputs: those of verifies, and of a chunk of a prompt."""
+ROWS = (1, 2, 4, 8, MANY)  # rows of the inputs: those of verifies, and of a chunk of a prompt
 _SIDE, _MATRICES, _OF_MANY = 1024, 28, 4
 """The matrices hold 117 MB together, more than a processor's cache. A chunk is multiplied with four of them."""
-_ROW_MAJOR, _NO_TRANSPOSE, _TRANSPOSE = 101, 111, 112
-"""CBLAS's constants (cblas.h)."""
+_ROW_MAJOR, _NO_TRANSPOSE, _TRANSPOSE = 101, 111, 112  # CBLAS's constants (cblas.h)
 _BYTE = 0x3C
 """Four such bytes are the number 0.0115. Pages of zeros would share one page of memory."""
 

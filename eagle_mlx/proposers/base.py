@@ -38,8 +38,7 @@ class StatePiece(Protocol):
     """A proposer's cached state for consecutive positions of a row."""
 
     @property
-    def arrays(self) -> list[mx.array]:
-        """All arrays on the device."""
+    def arrays(self) -> list[mx.array]: ...
 
     def split(self, at: int) -> tuple[Self, Self]:
         """Split into the first `at` positions and the rest. Do not use this piece afterward."""
@@ -50,15 +49,15 @@ class HeadPiece:
     """A head's cache entries for consecutive positions of a row. The disk tier can save them."""
 
     entries: KVPiece
-    known: bytes  # for each position, 1 if it has an entry, or 0 if the head has not read it
+    marks: bytes  # for each position, 1 if it has an entry, or 0 if the head has not read it
 
     @property
     def arrays(self) -> list[mx.array]:
         return self.entries.arrays
 
     def split(self, at: int) -> tuple[HeadPiece, HeadPiece]:
-        first, second = self.entries.split(self.known.count(1, 0, at))
-        return HeadPiece(first, self.known[:at]), HeadPiece(second, self.known[at:])
+        first, second = self.entries.split(self.marks.count(1, 0, at))
+        return HeadPiece(first, self.marks[:at]), HeadPiece(second, self.marks[at:])
 
 
 class ProposerState(ABC):
@@ -73,8 +72,7 @@ class ProposerState(ABC):
 
         With `plan.stop_below`, a chain ends when the rows' mean confidence in the token `CONFIDENCE_LAG` before the
         newest falls below it. All tokens drafted by then are kept: if a token's value decided whether it is kept,
-        sampled text would change. `positions` [B] int32 is the index of each row's first draft token in its sequence;
-        it keys the noise.
+        sampled text would change. `positions` [B] int32, of each row's first draft token, keys the noise.
         """
 
     @abstractmethod

@@ -16,8 +16,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch, surprise_of
 from eagle_mlx.heads.block import BlockHead
 from eagle_mlx.heads.eagle3.head import PEagleHead
 from eagle_mlx.plan import Plan
-from eagle_mlx.proposers.chain import ChainSampler, Draws, TreeScorer
-from eagle_mlx.proposers.growth import TreeShape, side_branch_tree
+from eagle_mlx.proposers.drafting import ChainSampler, Draws, TreeScorer, TreeShape, side_branch_tree
 
 
 @dataclass(frozen=True)
@@ -58,35 +57,27 @@ class BlockDrafter:
 
     def _draw(self, draw: Draws) -> tuple[list[mx.array], list[mx.array]]:
         """Return the block's tokens [B, n] int32, as they were drawn, and their logits [B, n, Vd]."""
-        head, states, drafts = self.head, self.states, self.drafts
+        states, drafts = self.states, self.drafts
         h = states[:, -drafts:]
-        logits = head.logits(h)
-        if not isinstance(head, BlockHead) or not head.is_sequential:
-            if self.sampling.changes is None:
-                return [draw(logits, mx.arange(drafts, dtype=mx.int32))], [logits]
-            return self._draw_in_turn(draw, logits)
-        previous, state, count = self.newest, None, head.config.selector_top_k
-        candidates = largest(logits, count)[1] if count else None
-        if not count and not head.config.first_slot_drafts:  # the state of a recurrent head begins at the first slot
+        logits = self.head.logits(h)
+        head = self.head if isinstance(self.head, BlockHead) and self.head.is_sequential else None
+        if head is None and self.sampling.changes is None:
+            return [draw(logits, mx.arange(drafts, dtype=mx.int32))], [logits]
+        previous, state, candidates = self.newest, None, None
+        if head is not None and (count := head.config.selector_top_k):
+            candidates = largest(logits, count)[1]
+        elif head is not None and not head.config.first_slot_drafts:  # its recurrent state begins at the first slot
             _, state = head.markov_head.step(previous, states[:, :1], None)
         tokens, finals = list[mx.array](), list[mx.array]()
-        for slot in range(drafts):
+        for slot in range(drafts):  # in turn, because penalties and such heads depend on the tokens before
             at = slice(slot, slot + 1)
-            among = None if candidates is None else candidates[:, at]
-            final, state = head.slot_logits(previous, h[:, at], logits[:, at], state, among)
-            final = draw.changed(final, tokens)
-            previous = draw(final, slot)
+            final = logits[:, at]
+            if head is not None:
+                among = None if candidates is None else candidates[:, at]
+                final, state = head.slot_logits(previous, h[:, at], final, state, among)
+            finals.append(draw.changed(final, tokens))
+            previous = draw(finals[-1], slot)
             tokens.append(previous)
-            finals.append(final)
-        return tokens, finals
-
-    @staticmethod
-    def _draw_in_turn(draw: Draws, logits: mx.array) -> tuple[list[mx.array], list[mx.array]]:
-        """Draw independent slots one by one, because penalties depend on the tokens before."""
-        tokens, finals = list[mx.array](), list[mx.array]()
-        for slot in range(logits.shape[1]):
-            finals.append(draw.changed(logits[:, slot : slot + 1], tokens))
-            tokens.append(draw(finals[-1], slot))
         return tokens, finals
 
     def _surprises(self, tokens: list[mx.array], logits: list[mx.array]) -> mx.array:

@@ -27,10 +27,8 @@ class _Text:
     """The captured text and hidden states of one request."""
 
     def __init__(self) -> None:
-        self.following: list[int] = []
-        """The token after each position."""
-        self.states: list[Bits] = []
-        """Hidden states of these positions in chunks, each [L, n * H]."""
+        self.following: list[int] = []  # the token after each position
+        self.states: list[Bits] = []  # hidden states of these positions in chunks, each [L, n * H]
 
 
 class CapturingProposer(Proposer):
@@ -50,8 +48,7 @@ class CapturingProposer(Proposer):
         self._inner_layers = len(own)
         self.aux_layers = (*own, *(layer for layer in self.layers if layer not in own))
         self._places = [self.aux_layers.index(layer) for layer in self.layers]
-        self._wanted: Counter[tuple[int, ...]] = Counter()
-        """Number of requests for each prompt."""
+        self._wanted: Counter[tuple[int, ...]] = Counter()  # number of requests for each prompt
         self._texts: dict[tuple[int, ...], list[_Text]] = {}
         self._held: list[tuple[list[tuple[int, _Text, int]], tuple[mx.array, ...]]] = []
         """Observations still on the device: the captured rows with text and number of positions, and the layers."""
@@ -132,7 +129,8 @@ class CapturingState(ProposerState):
     """The captured rows, and the other proposer's state."""
 
     def __init__(self, proposer: CapturingProposer, texts: list[_Text | None], inner: ProposerState | None):
-        self._proposer, self._texts, self._inner = proposer, texts, inner
+        self._proposer, self._inner = proposer, inner
+        self._texts = texts
 
     def prefill(self, seen: Observation) -> None:
         passed = self._proposer.see(self._texts, seen)

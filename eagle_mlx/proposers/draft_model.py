@@ -18,8 +18,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import TargetError
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
-from eagle_mlx.proposers.chain import ChainSampler, Draws, TreeScorer
-from eagle_mlx.proposers.growth import side_branch_tree
+from eagle_mlx.proposers.drafting import ChainSampler, Draws, TreeScorer, side_branch_tree
 from eagle_mlx.target import Target, nbytes_of
 
 log = logging.getLogger("eagle_mlx.proposers")
@@ -90,11 +89,9 @@ class DraftModelState(ProposerState):
     """The draft model's cache, and what it has read of each row.
 
     A row is read when a round first drafts for it, so a model that never drafts costs nothing. Long texts take several
-    rounds, in which the row does not draft.
-
-    While drafting, the model reads its own tokens. Accepted tokens stay in the cache; the others are masked and
-    overwritten. The last draft token is never read, so after full acceptance two tokens are unread. A recurrent state
-    returns to where it was before the draft, and the next draft reads the accepted tokens again in its first forward.
+    rounds, in which the row does not draft. Accepted tokens stay in the cache; the last one of a draft has not been
+    read, so after full acceptance two tokens are unread. A recurrent state returns to where it was before the draft,
+    and the next draft reads the accepted tokens again in its first forward.
     """
 
     def __init__(self, proposer: DraftModelProposer, texts: list[_RowText]):
@@ -115,27 +112,17 @@ class DraftModelState(ProposerState):
         text.read = cache.lengths.upper
         del text.unread[: text.read]
 
-    def _catch_up(self) -> None:
-        """Read tokens of rows that have drafted before, and leave at least one unread."""
-        pieces = [
-            text.unread[:-1][:_MOST_UNREAD] if text.started and not self._is_too_long(text) else []
-            for text in self.texts
-        ]
-        if any(pieces):
-            self._read(pieces)
-            mx.async_eval(self.cache.state)
-
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
         for text in self.texts:
             text.started = True
         self._logits = self._read_newest()
-        long = [self._is_too_long(text, plan.depth) for text in self.texts]
-        if any(long):
+        fits = [self._fits(text, plan.depth) for text in self.texts]
+        if not all(fits):
             self.proposer.warn_of_long_text()
-        ready = [not text.unread and not too_long for text, too_long in zip(self.texts, long, strict=True)]
+        ready = [int(fit and not text.unread) for text, fit in zip(self.texts, fits, strict=True)]
+        drafting = mx.array(ready, mx.int32)
         if not any(ready):
-            return Draft(mx.zeros((len(ready), 0), mx.int32), mx.zeros((len(ready),), mx.int32))
-        drafting = mx.array(ready).astype(mx.int32)
+            return Draft(mx.zeros((len(ready), 0), mx.int32), drafting)
         if plan.is_tree:
             return self._tree(plan, drafting, sampling, positions)
         sampler = ChainSampler(sampling, positions, self.proposer.vocab_size, stop_below=plan.stop_below)
@@ -159,14 +146,14 @@ class DraftModelState(ProposerState):
             text.drafted = 0 if self.cache.recurrent else len(tokens) - 1
         return tokens
 
-    def _is_too_long(self, text: _RowText, depth: int = 0) -> bool:
-        """Return whether a row's text, with a draft of `depth` tokens, exceeds the draft model's context."""
-        return text.read + len(text.unread) + depth > self.proposer.draft.context_length
+    def _fits(self, text: _RowText, depth: int = 0) -> bool:
+        """Return whether a row's text, with a draft of `depth` tokens, fits the draft model's context."""
+        return text.read + len(text.unread) + depth <= self.proposer.draft.context_length
 
     def _read_newest(self) -> mx.array | None:
         """Read unread tokens, of a row that is far behind only some; return the logits [B, 1, V] after the others'."""
         most = max(_MOST_UNREAD, _MOST_READ // len(self.texts))
-        pieces = [[] if self._is_too_long(text) else text.unread[:most] for text in self.texts]
+        pieces = [text.unread[:most] if self._fits(text) else [] for text in self.texts]
         if not any(pieces):
             return self._logits
         if self._logits is None or all(pieces):
@@ -184,8 +171,8 @@ class DraftModelState(ProposerState):
 
     def _read(self, pieces: list[list[int]]) -> mx.array:
         """Read unread tokens of each row; return logits [B, 1, V] after the last token of each row that has any."""
-        width = max(map(len, pieces))
         counts = [len(piece) for piece in pieces]
+        width = max(counts)
         tokens = mx.array([piece + [0] * (width - len(piece)) for piece in pieces], mx.int32)
         before = self.cache.save()
         if self.proposer.abilities.may_pad:
@@ -218,7 +205,12 @@ class DraftModelState(ProposerState):
             self.cache.advance(mx.array(kept, mx.int32), at_most=max(kept))
             self._sync()
         if any(text.started and len(text.unread) > _MOST_UNREAD for text in self.texts):
-            self._catch_up()
+            pieces = [
+                text.unread[:-1][:_MOST_UNREAD] if text.started and self._fits(text) else [] for text in self.texts
+            ]
+            if any(pieces):
+                self._read(pieces)
+                mx.async_eval(self.cache.state)
 
     def append(self, other: DraftModelState) -> None:
         self._logits = joined_rows(self._logits, len(self.texts), other._logits, len(other.texts))

@@ -22,8 +22,7 @@ from eagle_mlx.hooks import Hooks, place_one_by_one
 from eagle_mlx.plan import Abilities, Plan
 from eagle_mlx.proposers.base import HeadPiece, Observation, Proposer, ProposerState, StatePiece
 from eagle_mlx.proposers.block import BlockDrafter
-from eagle_mlx.proposers.chain import ChainSampler, Draws, TreeScorer
-from eagle_mlx.proposers.growth import TreeShape, grow_tree, side_branch_tree
+from eagle_mlx.proposers.drafting import ChainSampler, Draws, TreeScorer, TreeShape, grow_tree, side_branch_tree
 from eagle_mlx.target import Target, nbytes_of
 
 
@@ -33,8 +32,7 @@ class HeadProposer(Proposer):
     movable = True
 
     def __init__(self, head: DraftHead):
-        self.head: DraftHead = head
-        """Once bound, a copy in the target's dtype if the dtypes differ."""
+        self.head: DraftHead = head  # once bound, a copy in the target's dtype if the dtypes differ
         self.name = next((kind.mode for kind in KINDS.values() if isinstance(head, kind.head_class)), "eagle")
         """The name for `--spec-decode`; `eagle` for an unknown kind of head."""
         # The target reads a whole block even if rows end early, so early exits save nothing.
@@ -64,9 +62,9 @@ class HeadProposer(Proposer):
 
     def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> HeadState:
         ours = [piece for piece in pieces if isinstance(piece, HeadPiece)]
-        state, known = HeadState(self, 1), bytearray(b"".join(piece.known for piece in ours)[:length])
-        state._known, state._lengths = [known], [known.count(1)]
-        state.cache = state.cache.joined([piece.entries for piece in ours], state._lengths[0])
+        state, marks = HeadState(self, 1), bytearray(b"".join(piece.marks for piece in ours)[:length])
+        state._marks = [marks]
+        state.cache = state.cache.joined([piece.entries for piece in ours], marks.count(1))
         return state
 
     @property
@@ -82,8 +80,7 @@ class HeadProposer(Proposer):
 
 _MOST_UNREAD = 32
 """Maximum positions per row left unread while nothing is drafted. Reading all costs up to 10 % in large batches."""
-_KEPT_UNREAD = 8
-"""Newest positions kept for the next draft when this maximum is exceeded."""
+_KEPT_UNREAD = 8  # newest positions kept for the next draft when this maximum is exceeded
 
 
 @dataclass
@@ -93,11 +90,6 @@ class _Pending:
     tokens: list[list[int]]  # for each row, the token after each position
     aux: list[tuple[mx.array, ...]]  # the target's hidden states in chunks, one [B, L, H] for each layer
 
-    @classmethod
-    def of(cls, seen: Observation) -> _Pending:
-        longest = max(map(len, seen.tokens))
-        return cls([list(tokens) for tokens in seen.tokens], [tuple(x[:, :longest] for x in seen.aux)])
-
     @property
     def longest(self) -> int:
         return max(map(len, self.tokens))
@@ -106,11 +98,6 @@ class _Pending:
     def even(self) -> bool:
         """Whether all rows have the same number of positions, so more can be appended without a gap."""
         return len(set(map(len, self.tokens))) == 1
-
-    def extend(self, other: _Pending) -> None:
-        for mine, theirs in zip(self.tokens, other.tokens, strict=True):
-            mine.extend(theirs)
-        self.aux.extend(other.aux)
 
     def drop_oldest(self, kept: int) -> int:
         """Drop the oldest chunks while at least `kept` positions remain; return the number dropped per row."""
@@ -127,23 +114,19 @@ class HeadState(ProposerState):
     """The head's cache, and each row's hidden state for the first draft token.
 
     Entry t combines the target's hidden state at position t and the token at t + 1, so the cache is one entry behind
-    the text. Entries written while drafting use the head's own output; they are discarded after each draft and
-    recomputed from the target's hidden states.
+    the text. Entries written while drafting use the head's own output; they are recomputed from the target's.
 
     If a head has not drafted for a while, it reads only the newest positions, and the gap stays in its cache. This
-    saves time and costs some acceptance later; the text does not depend on it.
+    saves time and costs some acceptance later.
     """
 
     def __init__(self, proposer: HeadProposer, rows: int):
-        self.proposer, self.head, self.target = proposer, proposer.head, proposer.target
+        self.proposer, self.head = proposer, proposer.head
+        self.target = proposer.target
         self.cache = RaggedCache(self.head.cache_layers, rows)
-        self._lengths = [0] * rows
-        """The number of cache entries of each row."""
-        self._known = [bytearray() for _ in range(rows)]
-        """As in `HeadPiece`, for each row."""
+        self._marks = [bytearray() for _ in range(rows)]  # as in `HeadPiece`, for each row
         self._pending: _Pending | None = None
-        self._in_prompts = False
-        """Whether the pending positions belong to prompts."""
+        self._in_prompts = False  # whether the pending positions belong to prompts
         in_blocks = isinstance(self.head, BlockHead)
         self.hidden = mx.zeros(
             (rows, 1, 1 if in_blocks else self.head.hidden_size), mx.int32 if in_blocks else self.target.dtype
@@ -164,16 +147,17 @@ class HeadState(ProposerState):
             return
         if pending.longest > _MOST_UNREAD and pending.even:
             dropped = pending.drop_oldest(_KEPT_UNREAD)
-            for known in self._known:
-                known.extend(bytes(dropped))
+            for marks in self._marks:
+                marks.extend(bytes(dropped))
 
     def _append_pending(self, seen: Observation) -> _Pending:
-        new = _Pending.of(seen)
-        if self._pending is not None and self._pending.even:
-            self._pending.extend(new)
-        else:
+        if self._pending is None or not self._pending.even:
             self._read_pending()
-            self._pending = new
+            self._pending = _Pending([[] for _ in seen.tokens], [])
+        for row, tokens in zip(self._pending.tokens, seen.tokens, strict=True):
+            row.extend(tokens)
+        longest = max(map(len, seen.tokens))
+        self._pending.aux.append(tuple(x[:, :longest] for x in seen.aux))
         return self._pending
 
     def _read_pending(self) -> None:
@@ -193,10 +177,9 @@ class HeadState(ProposerState):
             newest = mx.take_along_axis(h, mx.maximum(kept - 1, 0)[:, None, None], axis=1)
             self.hidden = mx.where(kept[:, None, None] > 0, newest, self.hidden)
             self.cache.lengths.advance(kept, at_most=pending.longest)
-        self._lengths = [a + b for a, b in zip(self._lengths, counts, strict=True)]
-        for known, count in zip(self._known, counts, strict=True):
-            known.extend(b"\1" * count)
-        self.cache.lengths.sync(self._lengths)
+        for marks, count in zip(self._marks, counts, strict=True):
+            marks.extend(b"\1" * count)
+        self.cache.lengths.sync([marks.count(1) for marks in self._marks])
         if self._in_prompts:
             mx.async_eval(self.hidden, self.cache.state)
             self._in_prompts = False
@@ -247,7 +230,7 @@ class HeadState(ProposerState):
 
     def _counts(self, drafted: int) -> mx.array:
         """Return the draft length of each row, [B] int32; 0 for rows without any position read."""
-        return mx.array([drafted if length else 0 for length in self._lengths], mx.int32)
+        return mx.array([drafted if 1 in marks else 0 for marks in self._marks], mx.int32)
 
     def _tree(self, depth: int, nodes: int, sampling: SamplingBatch, positions: mx.array) -> Draft:
         scores = TreeScorer(sampling, positions, self.target.vocab_size, self.head.token_ids)
@@ -273,14 +256,13 @@ class HeadState(ProposerState):
         self._read_pending()
         other._read_pending()
         self.cache.append(other.cache)
-        self._lengths.extend(other._lengths)
-        self._known.extend(other._known)
+        self._marks.extend(other._marks)
         self.hidden = mx.concatenate([self.hidden, other.hidden], axis=0)
 
     def remove(self, row: int) -> None:
         self._read_pending()
         self.cache.remove(row)
-        self._lengths, self._known = swap_removed(self._lengths, row), swap_removed(self._known, row)
+        self._marks = swap_removed(self._marks, row)
         self.hidden = without_row(self.hidden, row)
 
     def take(self, row: int) -> HeadState:
@@ -294,11 +276,11 @@ class HeadState(ProposerState):
     def length(self, row: int) -> int:
         """Return the number of positions, including skipped ones."""
         self._read_pending()
-        return len(self._known[row])
+        return len(self._marks[row])
 
     def piece(self, row: int, start: int, end: int) -> HeadPiece:
         """Return a copy of the entries without the newest hidden state; the next reader reads at least one position."""
         self._read_pending()
-        known = self._known[row]
-        entries = self.cache.piece(row, known.count(1, 0, start), known.count(1, 0, end))
-        return HeadPiece(entries, bytes(known[start:end]))
+        marks = self._marks[row]
+        entries = self.cache.piece(row, marks.count(1, 0, start), marks.count(1, 0, end))
+        return HeadPiece(entries, bytes(marks[start:end]))

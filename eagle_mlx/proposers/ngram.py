@@ -1,4 +1,4 @@
-"""N-gram drafting: propose what followed the last tokens earlier in the same text."""
+"""Draft with n-grams, which propose what followed the last tokens earlier in the same text; alone or with a model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from eagle_mlx.cache.lengths import swap_removed
+from eagle_mlx.cache.ragged import CacheSize, RaggedCache
 from eagle_mlx.decoding.draft import Draft
 from eagle_mlx.decoding.sampling import SamplingBatch
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.plan import Plan, Trial
-from eagle_mlx.proposers.base import Observation, Proposer, ProposerState
+from eagle_mlx.proposers.base import Observation, Proposer, ProposerState, StatePiece
 from eagle_mlx.sampling_params import Drafter
+from eagle_mlx.target import Target
 
-_REACH = 16
-"""The most tokens that a trial compares: the default policy's longest draft of n-grams."""
+_REACH = 16  # the most tokens that a trial compares: the default policy's longest draft of n-grams
+MIN_NGRAM, MAX_NGRAM = 3, 4
+"""n-gram lengths in addition to a model. A minimum of 2 was slower for SmolLM2-135M with a head (docs/decisions.md)."""
 
 
 @dataclass
@@ -74,9 +77,9 @@ class NgramIndex:
     def _ends(self, start: int, match: int) -> bool:
         """Return whether a trial is over: a token was wrong, or none is left to compare."""
         draft = self.tokens[match : min(match + _REACH, start)]
-        known = self.tokens[start : start + len(draft)]
-        right = next((at for at, token in enumerate(known) if draft[at] != token), len(known))
-        if right == len(known) < len(draft):
+        text = self.tokens[start : start + len(draft)]
+        right = next((at for at, token in enumerate(text) if draft[at] != token), len(text))
+        if right == len(text) < len(draft):
             return False
         self._ended.append(Trial(min(right + 1, len(draft)), right))
         return True
@@ -91,7 +94,8 @@ class NgramProposer(Proposer):
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, prompt_lookup: bool = True):
         if not 1 <= min_ngram <= max_ngram:
             raise ConfigError(f"min_ngram {min_ngram} and max_ngram {max_ngram} must satisfy 1 <= min <= max")
-        self.max_ngram, self.min_ngram, self.prompt_lookup = max_ngram, min_ngram, prompt_lookup
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self.prompt_lookup = prompt_lookup
 
     def open(self, prompts: Sequence[Sequence[int]]) -> NgramState:
         rows = [NgramIndex(self.max_ngram, self.min_ngram) for _ in prompts]
@@ -105,10 +109,10 @@ class NgramState(ProposerState):
         self.rows = rows
 
     def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
-        found = [row.lookup(plan.depth) for row in self.rows]
-        width = max(map(len, found))  # the target need not read more
-        padded = mx.array([tokens + [0] * (width - len(tokens)) for tokens in found], mx.int32)
-        return Draft(padded.reshape(len(found), width), mx.array([len(tokens) for tokens in found], mx.int32))
+        drafts = [row.lookup(plan.depth) for row in self.rows]
+        width = max(map(len, drafts))  # the target need not read more
+        padded = mx.array([tokens + [0] * (width - len(tokens)) for tokens in drafts], mx.int32)
+        return Draft(padded.reshape(len(drafts), width), mx.array([len(tokens) for tokens in drafts], mx.int32))
 
     def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
         rows = zip(self.rows, drafters, strict=True)
@@ -128,3 +132,95 @@ class NgramState(ProposerState):
         taken = NgramState([self.rows[row]])
         self.remove(row)
         return taken
+
+
+class HybridProposer(Proposer):
+    """Drafts with a model, or with n-grams where the text repeats itself, as the plan says for each round.
+
+    N-grams are available only if they match in at least half of the rows. The policy chooses by measured throughput
+    (`ThroughputPolicy`). A request may exclude one of them (`SamplingParams.drafter`).
+    """
+
+    def __init__(self, model: Proposer, ngrams: NgramProposer | None = None):
+        self.model, self.ngrams = model, ngrams or NgramProposer(MAX_NGRAM, MIN_NGRAM)
+        self.name, self.abilities = model.name, model.abilities
+        self.movable, self.is_positional = model.movable, model.is_positional
+        self.head = model.head
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:  # type: ignore[override]  # a model's may depend on the target
+        return self.model.aux_layers
+
+    def bind(self, target: Target) -> None:
+        self.model.bind(target)
+        self.head = self.model.head
+
+    def cache_size(self) -> CacheSize:
+        return self.model.cache_size()
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.model.nbytes
+
+    def open(self, prompts: Sequence[Sequence[int]]) -> HybridState:
+        return HybridState(self.model.open(prompts), self.ngrams.open(prompts))
+
+    def join(self, pieces: Sequence[StatePiece], length: int, prompt: Sequence[int] = ()) -> HybridState:
+        return HybridState(self.model.join(pieces, length), self.ngrams.open([prompt]))
+
+
+class HybridState(ProposerState):
+    """The model's state, and the rows' texts."""
+
+    def __init__(self, model: ProposerState, ngrams: NgramState):
+        self.model, self.ngrams = model, ngrams
+
+    def can_look_up(self, drafters: Sequence[Drafter | None]) -> bool:
+        """Return whether n-grams match, and may draft, in at least half of the rows that want drafts."""
+        pairs = zip(self.ngrams.rows, drafters, strict=True)
+        matches = [drafter != "model" and row.match > 0 for row, drafter in pairs if drafter != "none"]
+        return 0 < len(matches) <= 2 * sum(matches)
+
+    def trials(self, drafters: Sequence[Drafter | None]) -> list[Trial]:
+        return self.ngrams.trials(drafters)
+
+    def may_draft(self, drafter: Drafter | None, lookup: bool | None) -> bool:
+        return drafter not in ("none", "model" if lookup else "ngrams")
+
+    def draft(self, plan: Plan, sampling: SamplingBatch, positions: mx.array) -> Draft:
+        return (self.ngrams if plan.lookup else self.model).draft(plan, sampling, positions)
+
+    def prefill(self, seen: Observation) -> None:
+        self.model.prefill(seen)
+
+    def observe(self, seen: Observation) -> None:
+        self.model.observe(seen)
+        self.ngrams.observe(seen)
+
+    def append(self, other: HybridState) -> None:
+        self.model.append(other.model)
+        self.ngrams.append(other.ngrams)
+
+    def remove(self, row: int) -> None:
+        self.model.remove(row)
+        self.ngrams.remove(row)
+
+    def take(self, row: int) -> HybridState:
+        return HybridState(self.model.take(row), self.ngrams.take(row))
+
+    @property
+    def draft_cache(self) -> RaggedCache | None:
+        return self.model.draft_cache
+
+    def resume(self, cache: RaggedCache) -> None:
+        self.model.resume(cache)
+
+    def length(self, row: int) -> int:
+        return self.model.length(row)
+
+    def piece(self, row: int, start: int, end: int) -> StatePiece:
+        return self.model.piece(row, start, end)

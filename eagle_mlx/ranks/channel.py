@@ -1,7 +1,7 @@
-"""Messages from rank 0 to the other ranks, each of which carries their status back.
+"""The processes that `mlx.launch` started, their collective operations, and messages from rank 0 to the other ranks.
 
-A message is one sum over all ranks: rank 0 contributes its text, the others a few numbers. A second sum carries the
-rest of a long text. Only the target's layers exchange anything else.
+A message is one sum over all ranks: rank 0 contributes its text, the others a few numbers, which are their status. A
+second sum carries the rest of a long text. Only the target's layers exchange anything else.
 """
 
 from __future__ import annotations
@@ -12,27 +12,25 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from time import monotonic, sleep
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle_mlx.decoding.draft import Branches
-from eagle_mlx.errors import RanksError
-from eagle_mlx.ranks.world import ProcessGroup, sum_over
+from eagle_mlx.errors import ConfigError, RanksError
 from eagle_mlx.setting import RANK_SECONDS
 
 _TEXT = 2048
 """Bytes of text in the first sum. A round of 8 rows takes a few hundred, a chunk of a prompt ten thousand."""
 _MAGIC = 0x4EAD
 """The first number of every message. Another number means that the ranks are out of step."""
-_HEADER = 2 + _TEXT // 4
-"""Numbers before the statuses: the magic number, the text's size and its beginning."""
-_HEARTBEAT = 1.0
-"""Maximum seconds between two messages, so that a waiting rank can tell a busy rank 0 from a lost one."""
+_HEADER = 2 + _TEXT // 4  # numbers before the statuses: the magic number, the text's size and its beginning
+_HEARTBEAT = 1.0  # maximum seconds between two messages, so that a waiting rank can tell a busy rank 0 from a lost one
 REST = 0.02
 """Seconds that all ranks sleep between two messages when idle, because MLX waits without sleeping.
 
@@ -40,14 +38,95 @@ It is the most that the first token after a pause is delayed.
 """
 
 
+@dataclass(frozen=True)
+class ProcessGroup:
+    """The processes of a run. Sums are bitwise equal in all of them.
+
+    Every process must call the same methods in the same order, because each call waits for the others.
+    """
+
+    rank: int
+    size: int
+    group: mx.distributed.Group | None = None
+
+    @classmethod
+    def single(cls) -> Self:
+        """Return a world of one process, which sends nothing."""
+        return cls(0, 1)
+
+    @classmethod
+    def init(cls) -> Self:
+        """Return the processes of `mlx.launch`, or this one. Raises ConfigError if they cannot reach one another."""
+        rank = int(os.environ.get("MLX_RANK", "0"))
+        wanted = int(os.environ.get("MLX_WORLD_SIZE", rank + 1))
+        try:
+            group = mx.distributed.init()
+        except RuntimeError as e:
+            raise ConfigError(f"the other processes cannot be reached: {e}; check the hosts and their ports") from e
+        if group.size() < wanted:
+            raise ConfigError(
+                f"process {rank} of at least {wanted} sees only {group.size()}; does the installed MLX have the "
+                "backend that mlx.launch uses? (`--backend ring` works everywhere)"
+            )
+        return cls(group.rank(), group.size(), group if group.size() > 1 else None)
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is the process that writes files and reports progress."""
+        return self.rank == 0
+
+    @property
+    def others(self) -> str:
+        return " or ".join(f"rank {rank}" for rank in range(self.size) if rank != self.rank)
+
+    def all_sum(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        """Return integers below 2**31, summed over all processes."""
+        if self.group is None:
+            return numbers
+        return np.array(self._sum(mx.array(numbers, mx.int32))).astype(numbers.dtype)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is set in any process, for instance a request to stop."""
+        return bool(self.all_sum(np.array([flag], np.int32))[0])
+
+    def all_values(self, value: int) -> list[int]:
+        """Return the value of each process, by rank: integers from 0 to 2**31 - 1."""
+        values = np.zeros(self.size, np.int64)
+        values[self.rank] = value
+        return [int(number) for number in self.all_sum(values)]
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Return rank 0's value, which must be JSON, in all processes."""
+        if self.group is None:
+            return value
+        text = np.frombuffer(json.dumps(value).encode() if self.is_rank_zero else b"", np.uint8)
+        size = int(self.all_sum(np.array([len(text)], np.int32))[0])
+        sent = text if self.is_rank_zero else np.zeros(size, np.uint8)
+        return json.loads(np.array(self._sum(mx.array(sent))).tobytes())
+
+    def _sum(self, numbers: mx.array) -> mx.array:
+        try:
+            return sum_over(self.group, numbers)
+        except RuntimeError as e:
+            raise RanksError(f"another process of this run has ended ({e}); see its output for the reason") from e
+
+
+def sum_over(group: mx.distributed.Group | None, numbers: mx.array) -> mx.array:
+    """Sum [n] over all processes and evaluate it, so that messages are sent in the order of the calls.
+
+    It runs on the CPU: the numbers are not on a GPU, and any thread may wait for them.
+    """
+    summed = mx.distributed.all_sum(numbers, group=group, stream=mx.cpu)
+    mx.eval(summed)
+    return summed
+
+
 class State(IntEnum):
     """The status that a rank reports."""
 
     RUNS = 0
-    WANTS_TO_STOP = 1
-    """It has received SIGTERM."""
-    DIFFERS = 2
-    """Its results differ from rank 0's."""
+    WANTS_TO_STOP = 1  # it has received SIGTERM
+    DIFFERS = 2  # its results differ from rank 0's
 
 
 class Channel:
@@ -208,13 +287,13 @@ def end_process(reason: str) -> None:
 def encode(value: Any) -> Any:
     """Convert an argument to JSON: numbers, lists, arrays, `Branches`, objects by their numbers. Waits for arrays."""
     if isinstance(value, mx.array):
-        found = np.array(value)
-        numbers = found.astype(np.int8) if found.dtype == np.bool_ else found  # 0 is shorter than false
-        return {"array": numbers.tolist(), "type": str(found.dtype)}
+        array = np.array(value)
+        numbers = array.astype(np.int8) if array.dtype == np.bool_ else array  # 0 is shorter than false
+        return {"array": numbers.tolist(), "type": str(array.dtype)}
     if isinstance(value, Branches):
         return {"seen": encode(value.seen), "depths": encode(value.depths)}
     if isinstance(value, list | tuple):
-        return [encode(each) for each in value]
+        return [encode(item) for item in value]
     return {"number": value.number} if hasattr(value, "number") else value
 
 
@@ -222,7 +301,7 @@ def decode(value: Any, named: Callable[[int], Any]) -> Any:
     """Return the argument that `encode` converted; `named` returns an object by its number."""
     match value:
         case list():
-            return [decode(each, named) for each in value]
+            return [decode(item, named) for item in value]
         case {"number": number}:
             return named(number)
         case {"seen": seen, "depths": depths}:

@@ -33,8 +33,8 @@ class Follower:
     def do(self, message: dict[str, Any]) -> bool:
         """Execute a message; return whether another will come."""
         for number, name, args, kwargs, made in message["calls"]:
-            known = self._objects.__getitem__
-            args, kwargs = decode(args, known), {key: decode(value, known) for key, value in kwargs.items()}
+            named = self._objects.__getitem__
+            args, kwargs = decode(args, named), {key: decode(value, named) for key, value in kwargs.items()}
             self._call(number, name, args, kwargs, made)
         for number in message["gone"]:
             del self._objects[number]
@@ -55,8 +55,8 @@ class Follower:
             raise RanksError(f"rank 0 asks for {name!r}; does it run another version?")
         results = result if isinstance(result, tuple) else (result,)
         self._objects.update(zip(made, results, strict=False))
-        for each in results if made and name != "save" else ():
-            mx.eval(each.state if isinstance(each, RaggedCache) else each.arrays)
+        if made and name != "save":
+            mx.eval([other.state if isinstance(other, RaggedCache) else other.arrays for other in results])
 
     def _forward(self, number: int | None, tokens: list[list[int]]) -> None:
         cache = None if number is None else self._objects[number]
@@ -79,7 +79,7 @@ def follow(target: Target, channel: Channel) -> None:
 
     Raises RanksError if the connection is lost or if this rank's results differ.
     """
-    signal.signal(signal.SIGTERM, lambda *_: _say(channel, State.WANTS_TO_STOP))
+    signal.signal(signal.SIGTERM, lambda *_: _report(channel, State.WANTS_TO_STOP))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal signals all ranks; rank 0 decides
     follower = Follower(target)
     try:
@@ -88,7 +88,7 @@ def follow(target: Target, channel: Channel) -> None:
             message = channel.receive()
             goes_on = message is None or follower.do(message)
             if follower.differs is not None:
-                _say(channel, State.DIFFERS)
+                _report(channel, State.DIFFERS)
                 channel.receive()
                 raise RanksError(f"rank {channel.world.rank}: {follower.differs}")
     finally:
@@ -96,6 +96,6 @@ def follow(target: Target, channel: Channel) -> None:
         channel.join()
 
 
-def _say(channel: Channel, state: State) -> None:
+def _report(channel: Channel, state: State) -> None:
     """Report a state to rank 0 with the next message."""
     channel.state = state

@@ -43,7 +43,8 @@ class Calls:
             finally:
                 self._inside = False
             result = tuple(map(self._numbered, made)) if isinstance(made, tuple) else self._numbered(made)
-            numbers = [each.number for each in (result if isinstance(result, tuple) else (result,)) if each is not None]
+            results = result if isinstance(result, tuple) else (result,)
+            numbers = [other.number for other in results if other is not None]
             self.noted.append((called.number, name, args, kwargs, numbers))
             return result
 
@@ -107,10 +108,8 @@ class LeadingTarget(Target):
 
     channel: Channel
     calls: Calls
-    has_all_layers = True
-    """Whether this rank has the output of every layer."""
-    compared = 64
-    """Results are compared once in this many forwards."""
+    has_all_layers = True  # whether this rank has the output of every layer
+    compared = 64  # results are compared once in this many forwards
     _forwards = 0
     _least_free: int | None = None
 

@@ -16,15 +16,13 @@ import mlx.nn as nn
 from eagle_mlx.cache import RaggedCache
 from eagle_mlx.cache.kinds import model_file
 from eagle_mlx.errors import ConfigError, RanksError, TargetError
-from eagle_mlx.ranks.channel import Channel
+from eagle_mlx.ranks.channel import Channel, ProcessGroup
 from eagle_mlx.ranks.follower import follow
 from eagle_mlx.ranks.leader import LeadingTarget
-from eagle_mlx.ranks.world import ProcessGroup
 from eagle_mlx.setting import RANK_SECONDS
 from eagle_mlx.target import Target, fingerprint, load_target
 
-_PACKAGES = ("mlx", "mlx-lm", "eagle-mlx")
-"""Packages whose versions must be the same on all ranks."""
+_PACKAGES = ("mlx", "mlx-lm", "eagle-mlx")  # packages whose versions must be the same on all ranks
 _HEADS = ("num_attention_heads", "n_heads", "linear_num_key_heads", "linear_num_value_heads")
 """Head counts in a config that must be divisible by the number of ranks."""
 
@@ -34,23 +32,23 @@ def load_over_ranks(
     shard: Literal["tensor", "pipeline"] = "tensor",
     timeout: float = RANK_SECONDS,
     when_loaded: Callable[[], object] = lambda: None,
-    **how: Any,
+    **arguments: Any,
 ) -> LeadingTarget:
     """Load this rank's part of a target; in rank 0, return the target to use.
 
     The other ranks follow until rank 0 ends, and then raise SystemExit. shard: whether each rank gets a part of every
-    layer or some of the layers. when_loaded: called in the other ranks once their part is loaded. how: arguments of
+    layer or some of the layers. when_loaded: called in the other ranks once their part is loaded. arguments: those of
     `load_target`. Raises ConfigError if there is only one process, TargetError if the target cannot be sharded,
     RanksError if ranks differ.
     """
-    if how.get("adapter_path") is not None:
+    if arguments.get("adapter_path") is not None:
         raise TargetError("--adapter-path cannot be used with --shard; merge the adapters with mlx_lm.fuse")
     world = ProcessGroup.init()
     if world.group is None:
         raise ConfigError("--shard needs several processes; start them with mlx.launch (docs/several-machines.md)")
     divide = shard_tensors if shard == "tensor" else shard_layers
-    target = load_target(name, shard=partial(divide, group=world.group), **how)
-    _check_same("the versions of " + ", ".join(_PACKAGES), str([version(each) for each in _PACKAGES]), world)
+    target = load_target(name, shard=partial(divide, group=world.group), **arguments)
+    _check_same("the versions of " + ", ".join(_PACKAGES), str([version(package) for package in _PACKAGES]), world)
     _check_same("the files of the target", fingerprint(target), world)
     check_readable(target)
     layers = sum(world.all_values(target.num_layers)) if shard == "pipeline" else None
@@ -69,7 +67,7 @@ def load_over_ranks(
 def _check_same(what: str, value: str, world: ProcessGroup) -> None:
     """Raise RanksError if a rank's value differs from rank 0's."""
     values = world.all_values(zlib.crc32(value.encode()) >> 1)
-    if others := [rank for rank, each in enumerate(values) if each != values[0]]:
+    if others := [rank for rank, other in enumerate(values) if other != values[0]]:
         ranks = ", ".join(map(str, others))
         raise RanksError(f"{what} differ: those of rank {ranks} are not those of rank 0 (here: {value})")
 
@@ -98,7 +96,7 @@ def shard_tensors(model: nn.Module, group: mx.distributed.Group) -> None:
         if isinstance(count, int) and count % size:
             raise TargetError(f"{size} ranks cannot share this target: its {name} is {count}; use a divisor of it")
     before = _widths(model)
-    holder = next((each for each in model.modules() if "lm_head" in each), None)
+    holder = next((module for module in model.modules() if "lm_head" in module), None)
     output = holder and holder.lm_head
     try:
         model.shard(group)
@@ -116,7 +114,7 @@ def shard_layers(model: nn.Module, group: mx.distributed.Group) -> None:
 
     Raises TargetError if mlx-lm has no pipeline for the model, or there are fewer layers than ranks.
     """
-    backbone = next((each for each in model.modules() if hasattr(each, "pipeline_layers")), None)
+    backbone = next((module for module in model.modules() if hasattr(module, "pipeline_layers")), None)
     if backbone is None:
         raise TargetError(f"models of type {model_file(model)} cannot be sharded: mlx-lm has no pipeline for them")
     if len(model.layers) < group.size():

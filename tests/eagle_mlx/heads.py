@@ -20,8 +20,7 @@ from eagle_mlx.heads.mtp import MTPConfig, MTPHead
 from eagle_mlx.heads.mtp.formats import load_split, save_split
 from eagle_mlx.proposers.draft_model import DraftModelProposer
 from eagle_mlx.proposers.head import HeadProposer
-from eagle_mlx.proposers.hybrid import HybridProposer
-from eagle_mlx.proposers.ngram import NgramProposer
+from eagle_mlx.proposers.ngram import HybridProposer, NgramProposer
 from eagle_mlx.target import Target
 from tests.architectures import COMMON, CONFIGS, tiny_model
 from tests.fakes import randomize, tiny_config, tiny_head

@@ -10,7 +10,7 @@ import eagle_mlx as em
 from eagle_mlx.decoding.sampling import SamplingBatch, draft_scores
 from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.base import Observation
-from eagle_mlx.proposers.growth import TreeShape
+from eagle_mlx.proposers.drafting import TreeShape
 from eagle_mlx.proposers.head import HeadProposer, HeadState
 from eagle_mlx.sampling_params import SamplingParams
 from tests.fakes import tiny_head, tiny_target

@@ -17,7 +17,7 @@ from eagle_mlx.decoding.sampling import SamplingBatch, distribution
 from eagle_mlx.decoding.verify import verify
 from eagle_mlx.plan import Plan
 from eagle_mlx.proposers.block import BlockDrafter
-from eagle_mlx.proposers.chain import ChainSampler
+from eagle_mlx.proposers.drafting import ChainSampler
 from eagle_mlx.request import Request
 from eagle_mlx.request_state import RequestState
 from eagle_mlx.sampling_params import SamplingParams

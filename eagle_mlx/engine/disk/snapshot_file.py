@@ -176,7 +176,7 @@ def content_of(piece: PrefixPiece) -> Content:
     parts, marks = {"target": piece.target.layers}, b""
     if piece.state is not None:
         head = cast(HeadPiece, piece.state)
-        parts["head"], marks = head.entries.layers, head.known
+        parts["head"], marks = head.entries.layers, head.marks
     counts = {part: list(map(len, layers)) for part, layers in parts.items()}
     named = {f"{p}.{i}.{j}": x for p, layers in parts.items() for i, of in enumerate(layers) for j, x in enumerate(of)}
     return Content.of({"known": marks.hex(), "layers": counts}, named)
@@ -205,7 +205,7 @@ def joined(pieces: Sequence[PrefixPiece]) -> PrefixPiece:
     if not heads:
         return PrefixPiece(target, None)
     entries = _joined([head.entries for head in heads])
-    return PrefixPiece(target, HeadPiece(entries, b"".join(head.known for head in heads)))
+    return PrefixPiece(target, HeadPiece(entries, b"".join(head.marks for head in heads)))
 
 
 def _joined(pieces: Sequence[KVPiece]) -> KVPiece:
