@@ -136,10 +136,10 @@ def run(args: argparse.Namespace, folder: Path) -> list[Row]:
             with set_up(target, config, data_fingerprint(data)) as setup:
                 report = train(setup, data, prompts)
             heads.append(head := load_head(output / LAST, target))
-            found = {depth: measure(target, head, prompts, depth, args.max_tokens) for depth in args.depths}
+            by_depth = {depth: measure(target, head, prompts, depth, args.max_tokens) for depth in args.depths}
             size = sum(weight.size for weight in weights_of(head).values())
             trained = report["tokens"], report["steps"], report["train_seconds"]
-            rows.append(Row(kind, budget, *trained, size, report["untrained_acceptance_length"], found))
+            rows.append(Row(kind, budget, *trained, size, report["untrained_acceptance_length"], by_depth))
     timed = without_loops(target, prompts, args.max_tokens)[: args.timed] if args.timed else []
     if not timed:
         return rows
@@ -170,20 +170,20 @@ def speedups(
         engine.generate(prompts, params)
         return time.perf_counter() - start
 
-    found: list[list[float]] = [[] for _ in engines]
+    ratios_of: list[list[float]] = [[] for _ in engines]
     for number in range(PASSES + 1):
-        for engine, ratios in zip(engines, found, strict=True):
+        for engine, ratios in zip(engines, ratios_of, strict=True):
             ratio = seconds(plain) / seconds(engine)
             if number:  # the first pass compiles
                 ratios.append(ratio)
-    medians = [(statistics.median(ratios), depth) for ratios, (_, depth) in zip(found, ways, strict=True)]
+    medians = [(statistics.median(ratios), depth) for ratios, (_, depth) in zip(ratios_of, ways, strict=True)]
     return [max(medians[at : at + len(depths)]) for at in range(0, len(medians), len(depths))]
 
 
 def measure(target: Target, head: Any, prompts: list[list[int]], depth: int, max_tokens: int) -> Acceptance:
-    found = Evaluator(target, prompts, depth, max_tokens, BATCH).measure(head)
-    print(f"depth {depth}: τ {found.acceptance_length:.3f}", flush=True)
-    return found
+    acceptance = Evaluator(target, prompts, depth, max_tokens, BATCH).measure(head)
+    print(f"depth {depth}: τ {acceptance.acceptance_length:.3f}", flush=True)
+    return acceptance
 
 
 def table(rows: Sequence[Row], depths: Sequence[int]) -> str:
@@ -211,11 +211,11 @@ def write(rows: Sequence[Row], args: argparse.Namespace, folder: Path) -> str:
         "machine": vars(describe()),
     }
     (folder / "comparison.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    one = rows[0].by_depth[args.depths[0]]
+    first = rows[0].by_depth[args.depths[0]]
     text = table(rows, args.depths) + (
         "\n\nτ: tokens emitted per target forward, bonus token included; greedy, "
-        f"{args.max_tokens} tokens after each of {one.prompts} held-out prompts, {one.left_out} more left out because "
-        f"their continuation loops. Seed {args.seed}.\n"
+        f"{args.max_tokens} tokens after each of {first.prompts} held-out prompts, {first.left_out} more left out "
+        f"because their continuation loops. Seed {args.seed}.\n"
     )
     (folder / "comparison.md").write_text(text, encoding="utf-8")
     return text

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     use_fast_cpu_math()
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
     before = json.loads((args.target / "training.json").read_text())
-    chats, asked = read_answers(args.answers)
+    chats, answers = read_answers(args.answers)
     np.random.default_rng(args.seed).shuffle(chats)  # type: ignore[arg-type]
     encoded = tokenizer.encode_batch_fast(chats, add_special_tokens=False)
     own = np.array([token for e in encoded for token in e.ids], np.int32)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     trainer.model.set_dtype(mx.float32)
     first = trainer.group.rank() == 0
     if first:
-        print(f"{len(chats):,} of {asked:,} answers are valid Python and told apart, {len(own):,} tokens", flush=True)
+        print(f"{len(chats):,} of {answers:,} answers are valid Python and told apart, {len(own):,} tokens", flush=True)
 
     begin, step, losses = time.monotonic(), 0, []
     while (minutes := trainer.agree_on((time.monotonic() - begin) / 60)) < args.minutes:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
         if first and step % 10 == 0:
             print(f"step {step}  {minutes:.1f} min  loss {np.mean(losses[-20:]):.3f}", flush=True)
     if first:
-        stage = {"minutes": args.minutes, "steps": step, "answers": asked, "kept": len(chats), "own_tokens": len(own)}
+        stage = {"minutes": args.minutes, "steps": step, "answers": answers, "kept": len(chats), "own_tokens": len(own)}
         report = {**before, "own_answers": {**stage, "own_share": args.own_share, "seed": args.seed}}
         args.output.mkdir(parents=True, exist_ok=True)
         save(trainer.model, Shape(), args.output, report)

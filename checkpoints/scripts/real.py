@@ -110,7 +110,7 @@ def figures(runs: Sequence[BenchRun]) -> dict[str, object]:
 
     A head's figures need a head. τ covers only categories with an answer that does not loop.
     """
-    found: dict[str, object] = {
+    of_all: dict[str, object] = {
         "identical": all(run.identical for run in runs),
         "excused": sum(run.excused or 0 for run in runs),
         "left_out_looping": runs[0].left_out_looping,
@@ -118,13 +118,13 @@ def figures(runs: Sequence[BenchRun]) -> dict[str, object]:
     }
     eagle = [run for run in runs if run.mode == "eagle"]
     if not eagle:
-        return found
+        return of_all
     fixed = [run for run in eagle if run.policy == "fixed"]
     chain = chain_of(runs)
     assert chain is not None
-    by_category = {each.name: each.acceptance_length for each in chain.by_category if each.acceptance_length}
+    by_category = {part.name: part.acceptance_length for part in chain.by_category if part.acceptance_length}
     return {
-        **found,
+        **of_all,
         "tau": {"overall": chain.acceptance_length, **by_category},
         "speedup": max(_speedups(runs, "hybrid")),
         "speedup_head": max(_speedups([run for run in eagle if run.policy == "throughput"], "eagle")),
@@ -162,10 +162,10 @@ def run(args: argparse.Namespace) -> bool:
 
     title(f"2 of 3: {len(questions)} questions of {source}, decoded in every way")
     runs = measure(target, modes, questions, config)
-    found, tolerance = figures(runs), tolerance_for(target)
+    main, tolerance = figures(runs), tolerance_for(target)
     about_head = {"head": str(head_folder), "head_sha256": hub.weights_digest(head_folder)} if head_folder else {}
     content = {
-        **found,
+        **main,
         "target": target.name,
         **about_head,
         "prompts": str(source),
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> bool:
     chain = chain_of(runs)
     print((report.by_category([chain]) if chain else "") + report.footnote(runs, config.max_tokens, tolerance))
     print(f"\nwritten: {report_file}, {picture}")
-    return bool(found["identical"])
+    return bool(main["identical"])
 
 
 def prepare(folder: Path) -> tuple[Path, Path]:
@@ -227,16 +227,16 @@ def draw(runs: Sequence[BenchRun], path: Path) -> None:
     left.set_ylabel("tokens per second")
     left.tick_params(axis="x", rotation=30)
     if chain is not None:
-        kept = [each for each in chain.by_category if each.acceptance_length]
-        taus = [each.acceptance_length for each in kept] + [chain.acceptance_length]
-        bars = right[0].barh([*(each.name for each in kept), "overall"], taus, color="#56b4e9")
+        kept = [part for part in chain.by_category if part.acceptance_length]
+        taus = [part.acceptance_length for part in kept] + [chain.acceptance_length]
+        bars = right[0].barh([*(part.name for part in kept), "overall"], taus, color="#56b4e9")
         right[0].bar_label(bars, fmt="%.2f", padding=2)
         right[0].invert_yaxis()
         right[0].set_title(f"acceptance length (chain of {chain.depth}, greedy)")
         right[0].set_xlabel("tokens per target forward")
-    for each in (left, *right):
-        each.spines[["top", "right"]].set_visible(False)
-        each.margins(0.12)
+    for panel in (left, *right):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(0.12)
     picture = BytesIO()
     figure.savefig(picture, dpi=150, format="png")
     pyplot.close(figure)
