@@ -44,14 +44,18 @@ def without_shortcuts() -> Iterator[None]:
         _wanted = before
 
 
-class RopeCache:
-    """The angles of one forward's positions, for all layers whose RoPE rotates halves of a vector alike.
+_LEAST_TABLE = 512  # positions of the smallest table of angles, which is computed in a millisecond
 
-    On a CPU, RoPE is about twenty operations in every layer.
+
+class RopeCache:
+    """The angles of positions, for all layers whose RoPE rotates halves of a vector alike.
+
+    On a CPU, RoPE is about twenty operations in every layer. The angles of positions 0, 1, … are kept in tables.
     """
 
     def __init__(self) -> None:
-        self._cos_sin: dict[Any, tuple[mx.array, mx.array, Any]] | None = None
+        self._tables: dict[Any, list[mx.array]] = {}
+        self._cos_sin: dict[Any, tuple[mx.array, mx.array, Any]] | None = None  # those of the running forward
 
     @contextlib.contextmanager
     def sharing(self) -> Iterator[None]:
@@ -72,14 +76,34 @@ class RopeCache:
         half = x.shape[-1] // 2
         if x.ndim != 4 or rope.dims != 2 * half or (isinstance(offset, mx.array) and not offset.ndim):
             return None
-        key = rope.base, rope.scale, half, x.shape[2], offset if isinstance(offset, int) else id(offset)
-        if key not in self._cos_sin:  # the image of (1, 0) under a rotation is (cos, sin)
-            unit = (mx.arange(2 * half) < half).astype(mx.float32)
-            rows = 1 if isinstance(offset, int) else offset.shape[0]
-            cos, sin = mx.split(plain(mx.broadcast_to(unit, (rows, 1, *x.shape[2:])), offset), 2, axis=-1)
-            self._cos_sin[key] = mx.concatenate([cos, cos], -1), mx.concatenate([-sin, sin], -1), offset
+        kind, count = (rope.base, rope.scale, half), x.shape[2]
+        key = *kind, count, offset if isinstance(offset, int) else id(offset)
+        if key not in self._cos_sin:
+            if isinstance(offset, int):
+                cos, sin = (
+                    angles[:, :, offset : offset + count] for angles in self._table(kind, plain, offset + count)
+                )
+            else:
+                cos, sin = _angles(plain, (offset.shape[0], 1, count, 2 * half), offset)
+            self._cos_sin[key] = cos, sin, offset
         cos, sin, _ = self._cos_sin[key]
         return x * cos + mx.concatenate([x[..., half:], x[..., :half]], -1) * sin
+
+    def _table(self, kind: tuple[float, float, int], plain: Any, end: int) -> list[mx.array]:
+        """Return the angles of the first positions, at least `end` of them."""
+        table = self._tables.get(kind)
+        if table is None or table[0].shape[2] < end:
+            size = max(_LEAST_TABLE, 1 << (end - 1).bit_length())
+            table = self._tables[kind] = _angles(plain, (1, 1, size, 2 * kind[2]), 0)
+            mx.eval(table)  # another thread may use it next
+        return table
+
+
+def _angles(plain: Any, shape: tuple[int, ...], offset: int | mx.array) -> list[mx.array]:
+    """Return (cos, cos) and (-sin, sin) of the positions from `offset` on, each with this shape [B, 1, L, D]."""
+    unit = (mx.arange(shape[-1]) < shape[-1] // 2).astype(mx.float32)  # its image under a rotation is (cos, sin)
+    cos, sin = mx.split(plain(mx.broadcast_to(unit, shape), offset), 2, axis=-1)
+    return [mx.concatenate([cos, cos], -1), mx.concatenate([-sin, sin], -1)]
 
 
 # MLX runs an elementwise operation on one thread, and half of a small head's step is elementwise. Two streams in one

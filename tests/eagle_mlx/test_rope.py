@@ -86,7 +86,7 @@ def test_shared_angles_equal_the_module_to_the_last_bit(kind: str, count: int) -
     plain, placed = (OwnRope() if kind == "own" else KINDS[kind]() for _ in range(2))
     hooks = layers(placed)
     x = mx.random.normal((2, 3, count, 16), key=mx.random.key(5))
-    for offset in (0, 7, 1000, mx.array([3, 9]), mx.array([700, 2])):
+    for offset in (0, 7, 1000, 510, 5000, mx.array([3, 9]), mx.array([700, 2])):
         with hooks.rope_cache.sharing():
             turned = placed(x, offset=offset)
         assert mx.array_equal(turned, plain(x, offset=offset)), offset
@@ -102,21 +102,19 @@ def test_shared_angles_depend_on_offset_and_count() -> None:
 
 
 @pytest.mark.usefixtures("with_shortcuts")
-def test_shared_angles_are_computed_once_for_all_layers() -> None:
+def test_angles_are_computed_once_for_all_layers_and_later_positions() -> None:
     modules = [CountingRope() for _ in range(3)]
     hooks = layers(*modules)
     x = mx.ones((1, 2, 4, 16))
-    for module in modules:  # finds out how it works
-        with hooks.rope_cache.sharing():
-            module(x, offset=1)
     CountingRope.calls = 0
-    with hooks.rope_cache.sharing():
-        for module in modules:
-            module(x, offset=2)
-    assert CountingRope.calls == 1
+    for offset, calls in ((1, 1), (2, 1), (2000, 2), (600, 2), (mx.array([4]), 3)):
+        with hooks.rope_cache.sharing():
+            for module in modules:
+                module(x, offset=offset)
+        assert CountingRope.calls == calls
     for module in modules:
         module(x, offset=3)
-    assert CountingRope.calls == 4
+    assert CountingRope.calls == 6
 
 
 @pytest.mark.usefixtures("with_shortcuts")
