@@ -58,18 +58,18 @@ BATCH = 8
 
 def take_turns(contestants: list[Contestant], steps: int) -> dict[str, list[Turn]]:
     """Run turns until all trainers have used all data. A warm-up round and a profiled round come first."""
-    turns: dict[str, list[Turn]] = {one.name: [] for one in contestants}
+    turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in contestants}
     number, going = 0, list(contestants)
     while going:
         first = number % len(going)
-        for one in going[first:] + going[:first]:
-            turn = one.turn(steps if number > 1 else PROFILED, profile=number == 1)
+        for contestant in going[first:] + going[:first]:
+            turn = contestant.turn(steps if number > 1 else PROFILED, profile=number == 1)
             if turn is None:
-                going = [other for other in going if other is not one]
+                going = [other for other in going if other is not contestant]
                 continue
-            turns[one.name].append(turn)
+            turns[contestant.name].append(turn)
             print(
-                f"{one.name}: {sum(t.steps for t in turns[one.name])} steps, loss {turn.loss:.3f}, "
+                f"{contestant.name}: {sum(t.steps for t in turns[contestant.name])} steps, loss {turn.loss:.3f}, "
                 f"{turn.tokens / turn.seconds:.0f} tokens/s, {turn.tokens / turn.cpu_seconds:.0f} per CPU second",
                 flush=True,
             )
@@ -92,26 +92,26 @@ def profile_ours(ours: Ours, target: Target, data: TrainData, config: TrainSetti
                 "step": partial(ours.stepper, rows, 0.0),
             }
             rounds.append({name: timed(run).cpu_seconds for name, run in runs.items()})
-    found = {name: float(np.median([one[name] for one in rounds[1:]])) for name in rounds[0]}
-    whole = found["step"] or 1.0
+    seconds = {name: float(np.median([turn[name] for turn in rounds[1:]])) for name in rounds[0]}
+    whole = seconds["step"] or 1.0
     shares = {
-        VOCABULARY: found["vocabulary"] / whole,
-        ATTENTION: found["attention"] / whole,
-        OPTIMIZER: (whole - found["head"]) / whole,
+        VOCABULARY: seconds["vocabulary"] / whole,
+        ATTENTION: seconds["attention"] / whole,
+        OPTIMIZER: (whole - seconds["head"]) / whole,
     }
     return {**shares, DATA: waits, REST: 1 - sum(shares.values()) - waits}
 
 
-def profile_theirs(one: Speculators, vocabulary: int, length: int, turns: list[Turn]) -> dict[str, float]:
+def profile_theirs(trainer: Speculators, vocabulary: int, length: int, turns: list[Turn]) -> dict[str, float]:
     """Return shares of a step by torch's profiler. Shapes identify operations; data and optimizer are timed."""
-    operations = json.loads(one.operations.read_text(encoding="utf-8"))
+    operations = json.loads(trainer.operations.read_text(encoding="utf-8"))
     seconds = dict.fromkeys((VOCABULARY, ATTENTION, REST), 0.0)
     for operation in operations:
         seconds[kind_of_operation(operation, vocabulary, length)] += operation["seconds"]
     whole = sum(seconds.values()) or 1.0
     waits, updates = share(turns, "fetch"), share(turns, "opt")
-    found = {name: (1 - waits) * seconds[name] / whole for name in (VOCABULARY, ATTENTION)}
-    return {**found, OPTIMIZER: updates, DATA: waits, REST: 1 - sum(found.values()) - updates - waits}
+    shares = {name: (1 - waits) * seconds[name] / whole for name in (VOCABULARY, ATTENTION)}
+    return {**shares, OPTIMIZER: updates, DATA: waits, REST: 1 - sum(shares.values()) - updates - waits}
 
 
 def kind_of_operation(operation: dict[str, Any], vocabulary: int, length: int) -> str:
@@ -128,11 +128,12 @@ def speed(turns: list[Turn], against: list[Turn]) -> dict[str, float]:
     """Return medians over the turns without warm-up and profiling, and the median ratio to another trainer's turns."""
     counted, others = turns[2:] or turns, against[2:] or against
     ratios = [
-        (one.tokens / one.seconds) / (other.tokens / other.seconds) for one, other in zip(counted, others, strict=False)
+        (turn.tokens / turn.seconds) / (other.tokens / other.seconds)
+        for turn, other in zip(counted, others, strict=False)
     ]
     return {
-        "tokens_per_second": float(np.median([one.tokens / one.seconds for one in counted])),
-        "tokens_per_cpu_second": sum(one.tokens for one in counted) / sum(one.cpu_seconds for one in counted),
+        "tokens_per_second": float(np.median([turn.tokens / turn.seconds for turn in counted])),
+        "tokens_per_cpu_second": sum(turn.tokens for turn in counted) / sum(turn.cpu_seconds for turn in counted),
         "ratio": float(np.median(ratios)),
     }
 
@@ -161,13 +162,13 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ours = Ours(target, data, config, folder)
         contestants: list[Contestant] = [ours, *theirs]
         turns = take_turns(contestants, args.turn)
-        heads = {one.name: one.finish() for one in contestants}
+        heads = {contestant.name: contestant.finish() for contestant in contestants}
     finally:
-        for one in theirs:
-            one.stop()
+        for trainer in theirs:
+            trainer.stop()
     length = config.optimization.rows * config.optimization.length
     vocabulary = target.vocab_size if data.kept is None else len(data.kept)
-    profiles = {one.name: profile_theirs(one, vocabulary, length, turns[one.name]) for one in theirs}
+    profiles = {trainer.name: profile_theirs(trainer, vocabulary, length, turns[trainer.name]) for trainer in theirs}
     profiles[ours.name] = profile_ours(ours, target, data, config, share(turns[ours.name], "fetch"))
     questions = read_questions(args.prompts, args.limit)
     prompts = [question.encode(target, max_tokens=args.max_tokens) for question in questions]
@@ -197,29 +198,29 @@ def row(name: str, turns: dict[str, list[Turn]], first: str) -> dict[str, Any]:
 def measure(target: Target, folder: Path, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
     """Return acceptance with our engine, and the head's size without a copy of the target's embedding."""
     head: Any = load_head(folder, target)
-    found: Acceptance = Evaluator(target, prompts, args.depth, args.max_tokens, BATCH).measure(head)
-    print(f"{folder}: τ {found.acceptance_length:.3f}", flush=True)
+    acceptance: Acceptance = Evaluator(target, prompts, args.depth, args.max_tokens, BATCH).measure(head)
+    print(f"{folder}: τ {acceptance.acceptance_length:.3f}", flush=True)
     own = {name: weight for name, weight in weights_of(head).items() if not name.startswith("embed_tokens")}
-    return {"acceptance": dataclasses.asdict(found), "parameters": sum(weight.size for weight in own.values())}
+    return {"acceptance": dataclasses.asdict(acceptance), "parameters": sum(weight.size for weight in own.values())}
 
 
-def table(found: dict[str, Any]) -> str:
+def table(comparison: dict[str, Any]) -> str:
     """Return Markdown tables of the trainers, and of where their time goes."""
-    rows = found["rows"]
+    rows = comparison["rows"]
     titles = ("trainer", "tokens", "steps", "tokens/s", "of eagle-train", "tokens per CPU second", "parameters", "τ")
     lines = ["| " + " | ".join([*titles, "accepted by position"]) + " |", "|---" * 9 + "|"]
-    for one in rows:
-        took, by_position = one["acceptance"], " ".join(f"{a:.2f}" for a in one["acceptance"]["acceptance_by_position"])
+    for row in rows:
+        took, by_position = row["acceptance"], " ".join(f"{a:.2f}" for a in row["acceptance"]["acceptance_by_position"])
         lines.append(
-            f"| {one['name']} | {one['tokens']:,} | {one['steps']} "
-            f"| {one['tokens_per_second']:.0f} | {one['ratio']:.2f} "
-            f"| {one['tokens_per_cpu_second']:.0f} | {one['parameters'] / 1e6:.2f} M "
+            f"| {row['name']} | {row['tokens']:,} | {row['steps']} "
+            f"| {row['tokens_per_second']:.0f} | {row['ratio']:.2f} "
+            f"| {row['tokens_per_cpu_second']:.0f} | {row['parameters'] / 1e6:.2f} M "
             f"| {took['acceptance_length']:.2f} | {by_position} |"
         )
-    lines += ["", "| share of a step | " + " | ".join(one["name"] for one in rows) + " |"]
+    lines += ["", "| share of a step | " + " | ".join(row["name"] for row in rows) + " |"]
     lines.append("|---" * (len(rows) + 1) + "|")
     for part in (VOCABULARY, ATTENTION, REST, OPTIMIZER, DATA):
-        lines.append(f"| {part} | " + " | ".join(f"{100 * one['profile'][part]:.0f} %" for one in rows) + " |")
+        lines.append(f"| {part} | " + " | ".join(f"{100 * row['profile'][part]:.0f} %" for row in rows) + " |")
     took = rows[0]["acceptance"]
     lines += [
         "",
@@ -259,15 +260,15 @@ def main() -> int:
     tune_process()
     try:
         with new_folder(args.output, args.overwrite) as folder:
-            found = run(args, folder)
+            comparison = run(args, folder)
             settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-            figures = {**found, "settings": settings, "machine": vars(describe())}
+            figures = {**comparison, "settings": settings, "machine": vars(describe())}
             (folder / "comparison.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-            (folder / "comparison.md").write_text(table(found), encoding="utf-8")
+            (folder / "comparison.md").write_text(table(comparison), encoding="utf-8")
     except EagleError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    print(f"\n{table(found)}\nwritten: {args.output}/comparison.json, comparison.md and the heads")
+    print(f"\n{table(comparison)}\nwritten: {args.output}/comparison.json, comparison.md and the heads")
     return 0
 
 

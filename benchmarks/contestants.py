@@ -69,9 +69,9 @@ class Ours:
         losses: list[float] = []
         cpu, begin = os.times(), time.perf_counter()
         while len(losses) < steps and not self._span.is_over(self._step, 0.0):
-            asked = time.perf_counter()
+            began = time.perf_counter()
             rows = next(self._stream, None)
-            waited += time.perf_counter() - asked
+            waited += time.perf_counter() - began
             if rows is None:
                 break
             at = self._span.progress(self._step, 0.0)
@@ -127,9 +127,9 @@ class Speculators:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{steps}{' profile' if profile else ''}\n")
             self._process.stdin.flush()
-        found = self._answer()
-        self._steps_left = found["steps"] == steps
-        return Turn(**found) if found["steps"] else None
+        answer = self._answer()
+        self._steps_left = answer["steps"] == steps
+        return Turn(**answer) if answer["steps"] else None
 
     def finish(self) -> Path:
         """Finish the training, with validation and saving."""
@@ -151,8 +151,8 @@ class Speculators:
             self._process.wait()
             end = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
             raise EagleError(f"speculators' trainer ended early: {' '.join(end)} (full output in {self._log})")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 def convert(python: Path, shards: Path, work: Path) -> float:
@@ -170,10 +170,10 @@ def convert(python: Path, shards: Path, work: Path) -> float:
 def write_vocabulary(data: TrainData, vocab_size: int, work: Path) -> list[str]:
     """Write our draft vocabulary as speculators' two maps. Return the flags that name them."""
     kept = np.arange(vocab_size) if data.kept is None else data.kept
-    known = np.zeros(vocab_size, bool)
-    known[kept] = True
+    is_kept = np.zeros(vocab_size, bool)
+    is_kept[kept] = True
     np.save(work / "d2t.npy", kept - np.arange(len(kept)))
-    np.save(work / "t2d.npy", known)
+    np.save(work / "t2d.npy", is_kept)
     sizes = ["--draft-vocab-size", str(len(kept))]
     return [*sizes, "--d2t-path", str(work / "d2t.npy"), "--t2d-path", str(work / "t2d.npy")]
 

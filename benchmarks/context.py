@@ -28,17 +28,19 @@ def main() -> None:
     target = em.load_target(args.target)
     head = em.load_head(args.head, target)
     questions = read_questions(args.prompts, args.limit)
-    found = {}
+    by_filler = {}
     for tokens in args.filler:
-        asked = with_filler(questions, target, tokens) if tokens else questions
-        found[tokens] = decode(target, head, asked, args)
-        print(line(tokens, found[tokens]), flush=True)
-    kept = [index for index in range(len(questions)) if not any(each[index]["loops"] for each in found.values())]
+        prompts = with_filler(questions, target, tokens) if tokens else questions
+        by_filler[tokens] = decode(target, head, prompts, args)
+        print(line(tokens, by_filler[tokens]), flush=True)
+    kept = [
+        index for index in range(len(questions)) if not any(outputs[index]["loops"] for outputs in by_filler.values())
+    ]
     print(f"\nthe {len(kept)} of {len(questions)} questions that loop at no length:")
-    for tokens, outputs in found.items():
+    for tokens, outputs in by_filler.items():
         print(line(tokens, [outputs[index] for index in kept]))
     if args.json:
-        args.json.write_text(json.dumps({"questions": len(questions), "kept": kept, "by_filler": found}, indent=1))
+        args.json.write_text(json.dumps({"questions": len(questions), "kept": kept, "by_filler": by_filler}, indent=1))
 
 
 def decode(target: Target, head: Any, questions: Sequence[Question], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -58,9 +60,9 @@ def decode(target: Target, head: Any, questions: Sequence[Question], args: argpa
 
 
 def line(filler: int, outputs: Sequence[dict[str, Any]]) -> str:
-    told = [each for each in outputs if not each["loops"]]
-    tokens, rounds = sum(each["tokens"] for each in told), sum(each["rounds"] for each in told)
-    mean = sum(each["context"] for each in outputs) / max(1, len(outputs))
+    told = [output for output in outputs if not output["loops"]]
+    tokens, rounds = sum(output["tokens"] for output in told), sum(output["rounds"] for output in told)
+    mean = sum(output["context"] for output in outputs) / max(1, len(outputs))
     return (
         f"{filler:6,} tokens of text, {mean:6,.0f} of prompt on average: τ {tokens / max(1, rounds):.3f} over "
         f"{len(told)} continuations of {tokens:,} tokens, {len(outputs) - len(told)} left out as loops"

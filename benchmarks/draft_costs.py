@@ -84,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         steps |= {(name, depth): draft(target, proposer, depth, args.context) for depth in (1, args.depth)}
     taken = take_turns(steps, args.repeats, warm_up=5, progress="drafts")
     for name in dict.fromkeys(name for name, _ in steps):
-        one, chain = taken[name, 1], taken[name, args.depth]
+        single, chain = taken[name, 1], taken[name, args.depth]
         of_first = median(a / b for a, b in zip(chain, taken[BASE, 1], strict=True))
         print(
-            f"{name}: one token {1e3 * median(one):.2f} ms, {args.depth} tokens {1e3 * median(chain):.2f} ms, which is "
-            f"{of_first:.2f} times the first draft step of {BASE}"
+            f"{name}: one token {1e3 * median(single):.2f} ms, {args.depth} tokens {1e3 * median(chain):.2f} ms, which "
+            f"is {of_first:.2f} times the first draft step of {BASE}"
         )
 
 

@@ -100,9 +100,9 @@ def rounds(
                 yield Round(way, rows, *plan, ms, ms / plain)
 
 
-def line(one: Round) -> str:
-    what = "plain" if not one.depth else f"tree of {one.nodes}" if one.nodes else f"chain of {one.depth}"
-    return f"| {one.way} | {one.rows} | {what} | {one.ms:.2f} | {one.of_plain:.2f} |"
+def line(taken: Round) -> str:
+    what = "plain" if not taken.depth else f"tree of {taken.nodes}" if taken.nodes else f"chain of {taken.depth}"
+    return f"| {taken.way} | {taken.rows} | {what} | {taken.ms:.2f} | {taken.of_plain:.2f} |"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -125,13 +125,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = describe()
     print(f"{machine}\n{args.shape}, random weights in {target.bits} bits, {dtype}, {gb(mx.get_active_memory())}\n")
     steps: list[StepCosts] = []
-    found: list[Round] = []
+    measured: list[Round] = []
 
     def save() -> None:
         """Write the figures so far: each new size of a product may compile kernels for minutes."""
         if args.json is not None:
             content: dict[str, object] = {"machine": vars(machine), "shape": shape, "dtype": str(dtype)}
-            content |= {"steps": [asdict(step) for step in steps], "rounds": [asdict(one) for one in found]}
+            content |= {"steps": [asdict(step) for step in steps], "rounds": [asdict(taken) for taken in measured]}
             write_whole(args.json, json.dumps(content, indent=1).encode())
 
     for context in args.contexts:
@@ -139,9 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{steps[-1]}\n", flush=True)
         save()
     print("| | rows | draft | ms a round | of plain |\n|---|---|---|---|---|", flush=True)
-    for one in rounds(target, head, args.rows, args.depths, args.nodes, args.repeats):
-        found.append(one)
-        print(line(one), flush=True)
+    for taken in rounds(target, head, args.rows, args.depths, args.nodes, args.repeats):
+        measured.append(taken)
+        print(line(taken), flush=True)
         save()
 
 

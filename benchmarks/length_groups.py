@@ -88,35 +88,35 @@ class Way:
 
 def measure(target: em.Target, lengths: list[int], repeats: int, rounds: int) -> tuple[Way, Way]:
     *short, long = lengths
-    one, two = Way([make_batch(target, lengths)]), Way([make_batch(target, short), make_batch(target, [long])])
-    for way in (one, two):
+    single, two = Way([make_batch(target, lengths)]), Way([make_batch(target, short), make_batch(target, [long])])
+    for way in (single, two):
         way.turn(WARM_UP)
         way.clock.clear()
         way.cpu.clear()
     for repeat in range(repeats):
-        for way in (one, two) if repeat % 2 else (two, one):
+        for way in (single, two) if repeat % 2 else (two, single):
             way.turn(rounds)
-    return one, two
+    return single, two
 
 
 def bytes_ratio(target: em.Target, lengths: list[int]) -> float:
     reads, (*short, long) = RoundReads.of(target, None, size_of(target, None, None)), lengths
-    one = reads.fixed + len(lengths) * long * reads.position
-    return (2 * reads.fixed + (len(short) * max(short) + long) * reads.position) / one
+    single = reads.fixed + len(lengths) * long * reads.position
+    return (2 * reads.fixed + (len(short) * max(short) + long) * reads.position) / single
 
 
-def line(target: em.Target, lengths: list[int], one: Way, two: Way) -> str:
+def line(target: em.Target, lengths: list[int], single: Way, two: Way) -> str:
     def ratio(ones: list[float], twos: list[float]) -> str:
-        each = sorted(b / a for a, b in zip(ones, twos, strict=True))
-        return f"{statistics.median(each):.2f} ({each[len(each) // 4]:.2f} to {each[3 * len(each) // 4]:.2f})"
+        ratios = sorted(b / a for a, b in zip(ones, twos, strict=True))
+        return f"{statistics.median(ratios):.2f} ({ratios[len(ratios) // 4]:.2f} to {ratios[3 * len(ratios) // 4]:.2f})"
 
-    first, second = (1000 * statistics.median(way.clock) for way in (one, two))
+    first, second = (1000 * statistics.median(way.clock) for way in (single, two))
     figures = (
         f"{lengths[-1]:,}",
         f"{first:.1f}",
         f"{second:.1f}",
-        ratio(one.clock, two.clock),
-        ratio(one.cpu, two.cpu),
+        ratio(single.clock, two.clock),
+        ratio(single.cpu, two.cpu),
     )
     return "| " + " | ".join([*figures, f"{bytes_ratio(target, lengths):.2f}"]) + " |"
 

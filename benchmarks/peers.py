@@ -71,11 +71,11 @@ class Engine:
         self.error: str = started.get("error", "")
         self.version: str = started.get("version", "")
 
-    def turn(self, **asked: Any) -> dict[str, Any]:
+    def turn(self, **request: Any) -> dict[str, Any]:
         """Decode some prompts; arguments and result are those of `turn` in the worker, or the result is an `error`."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         return self._answer()
 
@@ -89,8 +89,8 @@ class Engine:
         if not line:
             end = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
             return {"error": " ".join(end) or f"ended with status {self._process.wait()}"}
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 @dataclass
@@ -132,7 +132,7 @@ def prepare(target: Path, head: str, folder: Path) -> Target:
     copy_in_float32(target, folder / "target")
     loaded = load_target(folder / "target")
     network = load_head(head, loaded)
-    formats = {each.name: each for each in kind_of(network).formats}
+    formats = {form.name: form for form in kind_of(network).formats}
     if "dspark" not in formats:
         raise ConfigError(f"{head} is {kind_of(network).name}, but the engines share only DSpark; name a DSpark head")
     for name in {*LAYOUTS.values()}:
@@ -161,23 +161,23 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             raise EagleError(f"{REFERENCE} does not run: {plain['error']}")
         texts = {
             tuple(prompt): text
-            for prompt, found in zip(prompts, plain["tokens"], strict=False)
-            if not is_loop(text := text_of(found, target, args.max_tokens), LEAST_DISTINCT)
+            for prompt, tokens in zip(prompts, plain["tokens"], strict=False)
+            if not is_loop(text := text_of(tokens, target, args.max_tokens), LEAST_DISTINCT)
         }
         if not texts:
             raise ConfigError(f"all {args.limit} answers loop; give other --prompts or a larger --limit")
         figures: dict[Way, Figures] = {}
         for way, some in progress_bar(list(turns(list(engines), list(texts), args)), desc="turns"):
             name, rows, depth = way
-            one = figures.setdefault(way, Figures(error=engines[name].error))
-            if one.error:
+            taken = figures.setdefault(way, Figures(error=engines[name].error))
+            if taken.error:
                 continue
-            found = engines[name].turn(prompts=some, rows=rows, max_tokens=args.max_tokens, depth=depth)
-            one.error = found.get("error", "")
-            if one.warm and not one.error:
-                kept = [text_of(tokens, target, args.max_tokens) for tokens in found["tokens"]]
-                one.add(kept, sum(texts[prompt] == text for prompt, text in zip(some, kept, strict=True)), found)
-            one.warm = True
+            answer = engines[name].turn(prompts=some, rows=rows, max_tokens=args.max_tokens, depth=depth)
+            taken.error = answer.get("error", "")
+            if taken.warm and not taken.error:
+                kept = [text_of(tokens, target, args.max_tokens) for tokens in answer["tokens"]]
+                taken.add(kept, sum(texts[prompt] == text for prompt, text in zip(some, kept, strict=True)), answer)
+            taken.warm = True
     return {"engines": engines, "figures": figures, "prompts": len(texts)}
 
 
@@ -201,22 +201,24 @@ def turns(
             yield from ((way, some) for way in ways[first:] + ways[:first])
 
 
-def table(found: dict[str, Any]) -> str:
+def table(comparison: dict[str, Any]) -> str:
     """Return a Markdown table."""
     lines = [
         "| engine | rows | drafts | tokens/s | of mlx-lm | CPU s per 1,000 tokens | texts as mlx-lm's |",
         "|---" * 7 + "|",
     ]
-    for (name, rows, depth), one in found["figures"].items():
+    for (name, rows, depth), taken in comparison["figures"].items():
         drafts = "none" if name == REFERENCE else "default" if depth is None else f"{depth}"
-        lines.append(f"| {name} {found['engines'][name].version} | {rows} | {drafts} | ")
-        if one.error:
-            lines[-1] += f"{one.error.splitlines()[0]} | | | |"
+        lines.append(f"| {name} {comparison['engines'][name].version} | {rows} | {drafts} | ")
+        if taken.error:
+            lines[-1] += f"{taken.error.splitlines()[0]} | | | |"
             continue
-        ratio = median(a / b for a, b in zip(one.rates, found["figures"][REFERENCE, rows, None].rates, strict=True))
+        ratio = median(
+            a / b for a, b in zip(taken.rates, comparison["figures"][REFERENCE, rows, None].rates, strict=True)
+        )
         lines[-1] += (
-            f"{median(one.rates):.0f} | {ratio:.2f} | {1e3 * one.cpu_seconds / one.tokens:.1f} "
-            f"| {one.same} of {one.texts} |"
+            f"{median(taken.rates):.0f} | {ratio:.2f} | {1e3 * taken.cpu_seconds / taken.tokens:.1f} "
+            f"| {taken.same} of {taken.texts} |"
         )
     return "\n".join(lines)
 

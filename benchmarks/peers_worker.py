@@ -70,11 +70,11 @@ class MlxLm:
     def batch(self, prompts: list[Tokens], max_tokens: int, depth: int | None) -> list[Tokens]:
         import mlx_lm
 
-        found = mlx_lm.batch_generate(
+        batch = mlx_lm.batch_generate(
             self._model, self._tokenizer, prompts, max_tokens=max_tokens, return_token_ids=True
         )
-        assert found.token_ids is not None
-        return found.token_ids
+        assert batch.token_ids is not None
+        return batch.token_ids
 
 
 class MlxDspark:
@@ -88,19 +88,19 @@ class MlxDspark:
         from mlx_dspark import speculative_generate
 
         settings = {} if depth is None else {"max_draft_tokens": depth, "lookup_drafts": False}
-        found = speculative_generate(
+        answer = speculative_generate(
             self._target, self._tokenizer, self._head, prompt_ids=prompt, max_new_tokens=max_tokens, **settings
         )
-        return list(found.token_ids)
+        return list(answer.token_ids)
 
     def batch(self, prompts: list[Tokens], max_tokens: int, depth: int | None) -> list[Tokens]:
         from mlx_dspark.batch_engine import batch_spec_generate
 
         settings = {} if depth is None else {"max_draft_tokens": depth}
-        found = batch_spec_generate(
+        answers = batch_spec_generate(
             self._target, self._tokenizer, self._head, prompts, max_new_tokens=max_tokens, **settings
         )
-        return [list(each.token_ids) for each in found]
+        return [list(answer.token_ids) for answer in answers]
 
 
 class MlxVlm:
@@ -130,13 +130,13 @@ class MlxVlm:
             draft_block_size=None if depth is None else depth + 1,
         )
         features = [self._model.get_input_embeddings(mx.array([prompt])).to_dict() for prompt in prompts]
-        embedded = [{name: x for name, x in each.items() if x is not None} for each in features]
-        found: dict[int, Tokens] = {uid: [] for uid in generator.insert(prompts, prompt_kwargs=embedded)}
+        embedded = [{name: x for name, x in inputs.items() if x is not None} for inputs in features]
+        texts: dict[int, Tokens] = {uid: [] for uid in generator.insert(prompts, prompt_kwargs=embedded)}
         while generator.has_work:
-            for each in generator.next()[1]:
-                found[each.uid].append(int(each.token))
+            for step in generator.next()[1]:
+                texts[step.uid].append(int(step.token))
         generator.close()
-        return list(found.values())
+        return list(texts.values())
 
 
 PEERS: dict[str, Callable[[str, str], Peer]] = {
@@ -150,13 +150,13 @@ PEERS: dict[str, Callable[[str, str], Peer]] = {
 def turn(peer: Peer, prompts: list[Tokens], rows: int, max_tokens: int, depth: int | None) -> dict[str, Any]:
     """Decode the prompts, `rows` at a time. Return tokens, seconds, and CPU seconds of all threads."""
     cpu, begin = os.times(), time.perf_counter()
-    found: list[Tokens] = []
+    texts: list[Tokens] = []
     for at in range(0, len(prompts), rows):
         some = prompts[at : at + rows]
-        found += [peer.one(some[0], max_tokens, depth)] if rows == 1 else peer.batch(some, max_tokens, depth)
+        texts += [peer.one(some[0], max_tokens, depth)] if rows == 1 else peer.batch(some, max_tokens, depth)
     seconds, after = time.perf_counter() - begin, os.times()
     return {
-        "tokens": found,
+        "tokens": texts,
         "seconds": seconds,
         "cpu_seconds": after.user + after.system - cpu.user - cpu.system,
     }

@@ -105,7 +105,7 @@ class Pieces:
             steps = range(len(self._weights))
             return sum((mx.sum(attend(q, past, past, mask, [(own, own)] * step)) for step in steps), mx.array(0.0))
 
-        return self._on_streams(given, lambda each: mx.value_and_grad(attended, argnums=(0, 1, 2))(*each))
+        return self._on_streams(given, lambda part: mx.value_and_grad(attended, argnums=(0, 1, 2))(*part))
 
     def _arrays(self, rows: Rows) -> list[dict[str, mx.array]]:
         parts = rows.split(len(self._streams))
@@ -126,10 +126,10 @@ class Pieces:
     def _on_streams(self, given: list[Any], piece: Callable[[Any], Any]) -> Callable[[], None]:
         def run() -> None:
             with one_blas_thread(len(self._streams) > 1):
-                found = []
-                for one, stream in zip(given, self._streams, strict=False):
+                results = []
+                for part, stream in zip(given, self._streams, strict=False):
                     with mx.stream(stream):
-                        found.append(piece(one))
-                mx.eval(found)
+                        results.append(piece(part))
+                mx.eval(results)
 
         return run

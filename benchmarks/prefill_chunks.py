@@ -54,8 +54,8 @@ def main() -> None:
         taken: dict[int, list[tuple[float, float, float]]] = {chunk: [] for chunk in args.chunks}
         for repeat in range(args.repeats + 1):
             for chunk in args.chunks:
-                found = measure(target, prompts, chunk)
-                taken[chunk] += [found] if repeat else []
+                seconds = measure(target, prompts, chunk)
+                taken[chunk] += [seconds] if repeat else []
         for chunk, figures in taken.items():
             clock, cpu, peak = map(statistics.median, zip(*figures, strict=True))
             print(f"| {name} | {chunk} | {clock:.2f} | {cpu:.2f} | {peak:.0f} |", flush=True)

@@ -97,9 +97,9 @@ def cases(tokens: int, rng: np.random.Generator) -> list[Case]:
     ends = (len(system), len(system) + question)
     turn = 2 * question + len(opening)  # an answer without its reasoning, and the next question
     chat = first[: -turn - 2 * len(opening)]
-    asked = [*chat, *opening]
+    begun = [*chat, *opening]
     return [
-        Case("next turn, thought left out", asked, (question, len(chat)), [*asked, *some(turn), *opening]),
+        Case("next turn, thought left out", begun, (question, len(chat)), [*begun, *some(turn), *opening]),
         Case("same system prompt", first, ends, [*system, *some(question), *opening]),
     ]
 

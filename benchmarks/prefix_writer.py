@@ -137,9 +137,9 @@ def main() -> int:
         writing.wait()
         alone = time.perf_counter() - begin
         writing.tier.close(60)
-    speed = {busy: args.tokens / statistics.median(each.seconds for each in turns[busy]) for busy in turns}
+    speed = {busy: args.tokens / statistics.median(turn.seconds for turn in turns[busy]) for busy in turns}
     low, middle, high = statistics.quantiles(ratios, n=4)
-    written = sum(each.written for each in turns[True]) / sum(each.seconds for each in turns[True])
+    written = sum(turn.written for turn in turns[True]) / sum(turn.seconds for turn in turns[True])
     print("| tokens/s alone | with the writer busy | of alone, median | quartiles | written, MB/s |")
     print("|---|---|---|---|---|")
     print(f"| {speed[False]:.1f} | {speed[True]:.1f} | {middle:.3f} | {low:.3f} to {high:.3f} | {written / 1e6:.0f} |")

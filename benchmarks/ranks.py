@@ -138,14 +138,14 @@ def reckoned(world: ProcessGroup, shape: Shape, rows: int, tokens: int, took: fl
         whole = alone(em.Target(random_model(shape), None, "whole"), rows, tokens)
         least = alone(em.Target(random_model(replace(shape, layers=1)), None, "one layer"), rows, tokens)
     world.any(False)  # the others have waited
-    one = summed(world, rows, shape.hidden)
+    of_a_sum = summed(world, rows, shape.hidden)
     if world.is_rank_zero:
         layers = (whole - least) * shape.layers / (shape.layers - 1)
-        sums = 2 * shape.layers * one
+        sums = 2 * shape.layers * of_a_sum
         told = whole - layers + layers / world.size + sums
         print(
             f"{world.size} ranks, {rows} rows: one process takes {whole:.1f} ms a round, {layers:.1f} of it in its "
-            f"layers; a sum takes {one:.3f}, {sums:.1f} a round; reckoned {told:.1f} ms, measured {took:.1f}"
+            f"layers; a sum takes {of_a_sum:.3f}, {sums:.1f} a round; reckoned {told:.1f} ms, measured {took:.1f}"
         )
 
 

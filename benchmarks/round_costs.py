@@ -74,10 +74,10 @@ def counting(counts: Counts) -> Iterator[None]:
             arrays = arrays_in(list(given))
             graph = io.StringIO()
             mx.export_to_dot(graph, *arrays)
-            found = graph.getvalue().count("shape=rectangle")
-            counts.operations += found
+            operations = graph.getvalue().count("shape=rectangle")
+            counts.operations += operations
             counts.read += sum(x.nbytes for x in arrays) if reads else 0
-            if waits and (counts.pending or found):
+            if waits and (counts.pending or operations):
                 counts.waits += 1
             counts.pending = not waits
             counts.cpu_seconds -= time.process_time() - began

@@ -167,8 +167,8 @@ def _staged_round(batch: Batch, depth: int) -> dict[str, float]:
     batch.commit(verdict)
     mx.eval(batch.newest, batch.cache.lengths.offset, batch.cache.state)
     clock.append(time.perf_counter())
-    accepted, said = cast(list[int], verdict.accepted.tolist()), cast(list[list[int]], verdict.tokens.tolist())
-    kept = [tokens[: count + 1] for tokens, count in zip(said, accepted, strict=True)]
+    accepted, drawn = cast(list[int], verdict.accepted.tolist()), cast(list[list[int]], verdict.tokens.tolist())
+    kept = [tokens[: count + 1] for tokens, count in zip(drawn, accepted, strict=True)]
     for row, tokens in zip(batch.requests, kept, strict=True):
         row.take(tokens, depth)
     batch.cache.sync([row.length for row in batch.requests])
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(rounds[-1], flush=True)
     if args.json is not None:
         content = {"machine": vars(machine), "costs": asdict(steps), "rollback": asdict(rollback)}
-        args.json.write_text(json.dumps({**content, "rounds": [asdict(each) for each in rounds]}, indent=1))
+        args.json.write_text(json.dumps({**content, "rounds": [asdict(result) for result in rounds]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -79,10 +79,10 @@ def verdicts(version: Version, logits: mx.array) -> dict[str, Callable[[], None]
     def call(wish: SamplingParams) -> Callable[[], None]:
         params = version.params(wish.temperature, wish.top_k, wish.top_p, wish.min_p, seed=wish.seed)
         batch = version.batch.of([params] * rows, range(rows))
-        known = q if params.rule == "rejection" else None
+        drawn_from = q if params.rule == "rejection" else None
 
         def run() -> None:
-            verdict = version.verify(logits, drafts, lengths, known, batch, positions)
+            verdict = version.verify(logits, drafts, lengths, drawn_from, batch, positions)
             mx.eval(verdict.accepted, verdict.tokens)
 
         return run
@@ -124,15 +124,15 @@ def main() -> None:
     if args.against:
         before = verdicts(Version.of(Older(args.against)), logits)
         calls |= {f"{name} (older)": call for name, call in before.items()}
-    found = measure(calls, args.rounds)
+    seconds = measure(calls, args.rounds)
     print(f"{args.rows} x {args.positions} positions of {args.vocab} {args.dtype} logits, median of {args.rounds}\n")
     print("| | ms | ms of the CPU |\n|---|---|---|")
-    for name, (clock, cpu) in found.items():
+    for name, (clock, cpu) in seconds.items():
         print(f"| {name} | {clock:.2f} | {cpu:.2f} |")
     if args.against:
         print("\nCPU time as a share of the older version's:")
         for name in WAYS:
-            print(f"{name}: {found[name][1] / found[f'{name} (older)'][1]:.2f}")
+            print(f"{name}: {seconds[name][1] / seconds[f'{name} (older)'][1]:.2f}")
 
 
 if __name__ == "__main__":

@@ -229,11 +229,11 @@ class BareEngine:
 
 def compare(args: argparse.Namespace) -> list[Figures]:
     engine = BareEngine(args.target, args.head, args.max_batch or max(args.clients))
-    asked = [question.content for question in read_questions(args.prompts) if not isinstance(question.content, str)]
-    found = [[dict(turn) for turn in content if isinstance(turn, Mapping)] for content in asked[: args.limit]]
-    chats = engine.chats_that_do_not_loop(found, args.max_tokens)
+    contents = [question.content for question in read_questions(args.prompts) if not isinstance(question.content, str)]
+    questions = [[dict(turn) for turn in content if isinstance(turn, Mapping)] for content in contents[: args.limit]]
+    chats = engine.chats_that_do_not_loop(questions, args.max_tokens)
     if not chats:
-        raise ConfigError(f"all {len(found)} answers loop; give other --prompts or a larger --limit")
+        raise ConfigError(f"all {len(questions)} answers loop; give other --prompts or a larger --limit")
     figures: list[Figures] = []
     with running(args, engine.max_batch) as servers:
         all_of_them: dict[str, Contestant] = {**servers, ENGINE: engine}
@@ -253,7 +253,7 @@ def compare(args: argparse.Namespace) -> list[Figures]:
 
 
 def _figures(name: str, clients: int, temperature: float, turns: Sequence[dict[str, Turn]]) -> Figures:
-    rates = [{each: turn.tokens / turn.seconds for each, turn in took.items()} for took in turns]
+    rates = [{server: turn.tokens / turn.seconds for server, turn in took.items()} for took in turns]
     pairs = [pair for took in turns for pair in zip(took[name].texts, took[REFERENCE].texts, strict=True)]
     return Figures(
         name,
@@ -277,12 +277,12 @@ def table(figures: Sequence[Figures]) -> str:
         f"| texts as {REFERENCE}'s |",
         "|---" * 8 + "|",
     ]
-    for one in figures:
-        first = "" if one.server == ENGINE else f"{one.first_token_ms:.0f}"
-        same = f"{one.same_texts} of {one.texts}" if not one.temperature else ""
+    for taken in figures:
+        first = "" if taken.server == ENGINE else f"{taken.first_token_ms:.0f}"
+        same = f"{taken.same_texts} of {taken.texts}" if not taken.temperature else ""
         lines.append(
-            f"| {one.clients} | {one.temperature:g} | {one.server} | {one.tokens_per_s:.0f} "
-            f"| {one.of_reference:.2f} | {one.cpu_seconds_per_1000:.1f} | {first} | {same} |"
+            f"| {taken.clients} | {taken.temperature:g} | {taken.server} | {taken.tokens_per_s:.0f} "
+            f"| {taken.of_reference:.2f} | {taken.cpu_seconds_per_1000:.1f} | {first} | {same} |"
         )
     return "\n".join(lines)
 
@@ -310,9 +310,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             copy_in_float32(args.target or embedded("target"), target := Path(folder) / "target")
             args.target = str(target)
-            found = compare(args)
+            comparison = compare(args)
         if args.json is not None:
-            report.write_json({"machine": vars(describe()), "servers": [asdict(f) for f in found]}, args.json)
+            report.write_json({"machine": vars(describe()), "servers": [asdict(f) for f in comparison]}, args.json)
     except EagleError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

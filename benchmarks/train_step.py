@@ -57,8 +57,8 @@ def online(target: Target, data: TrainData, config: TrainSettings, steps: int) -
                 "head": pieces.head_both_ways(rows),
             }
             order = sorted(runs, key=lambda name: (list(runs).index(name) + number) % len(runs))
-            found = {name: timed(runs[name]) for name in order}
-            rounds += [found] if number >= _WARM_UP else []
+            times = {name: timed(runs[name]) for name in order}
+            rounds += [times] if number >= _WARM_UP else []
     return rounds
 
 
@@ -84,39 +84,39 @@ def offline(target: Target, data: TrainData, config: TrainSettings, steps: int) 
                 next(stream)
 
     reading = timed(read)
-    step = sum(one.seconds for one in learns)
+    step = sum(step_time.seconds for step_time in learns)
     return {
         "steps": steps,
-        "step_seconds": float(np.median([one.seconds for one in learns])),
+        "step_seconds": float(np.median([step_time.seconds for step_time in learns])),
         "wait_seconds": float(np.median(waits)),
         "wait_share": sum(waits) / (sum(waits) + step),
-        "reading_cpu_share": reading.cpu_seconds / (sum(one.cpu_seconds for one in learns) or 1.0),
+        "reading_cpu_share": reading.cpu_seconds / (sum(step_time.cpu_seconds for step_time in learns) or 1.0),
     }  # fmt: skip
 
 
 def summary(rounds: list[dict[str, Time]]) -> dict[str, Any]:
     """Return medians of the rounds: seconds of the step and of its parts, and the step relative to the parts' sum."""
-    found: dict[str, Any] = {"rounds": len(rounds)}
+    medians: dict[str, Any] = {"rounds": len(rounds)}
     for field in ("seconds", "cpu_seconds"):
-        each = {name: np.array([getattr(one[name], field) for one in rounds]) for name in rounds[0]}
-        ratios = each["step"] / (each["target"] + each["head"])
-        found[field] = {name: float(np.median(values)) for name, values in each.items()}
-        found[field] |= {"ratio": float(np.median(ratios)), "quartiles": np.quantile(ratios, [0.25, 0.75]).tolist()}
-    return found
+        values = {name: np.array([getattr(times[name], field) for times in rounds]) for name in rounds[0]}
+        ratios = values["step"] / (values["target"] + values["head"])
+        medians[field] = {name: float(np.median(times)) for name, times in values.items()}
+        medians[field] |= {"ratio": float(np.median(ratios)), "quartiles": np.quantile(ratios, [0.25, 0.75]).tolist()}
+    return medians
 
 
-def table(found: dict[str, Any]) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Return a Markdown table."""
     lines = [
         "| online, medians | step | target's forward alone | head's forward, loss and gradient alone | step / sum |"
     ]
     lines.append("|---|---|---|---|---|")
     for field, title in (("seconds", "ms"), ("cpu_seconds", "CPU ms")):
-        one = found["online"][field]
-        low, high = one["quartiles"]
-        cells = [f"{1e3 * one[name]:.0f}" for name in ("step", "target", "head")]
-        lines.append(f"| {title} | {' | '.join(cells)} | {one['ratio']:.2f} ({low:.2f} to {high:.2f}) |")
-    read = found["offline"]
+        row = figures["online"][field]
+        low, high = row["quartiles"]
+        cells = [f"{1e3 * row[name]:.0f}" for name in ("step", "target", "head")]
+        lines.append(f"| {title} | {' | '.join(cells)} | {row['ratio']:.2f} ({low:.2f} to {high:.2f}) |")
+    read = figures["offline"]
     lines += ["", "| offline | step | waits for its batch | share of the time | reading alone, CPU time of a step's |"]
     lines.append("|---|---|---|---|---|")
     lines.append(
@@ -147,18 +147,18 @@ def main() -> int:
         )
         data = training_data(target, config)
         rounds = online(target, data, config, args.steps)
-        found = {"online": summary(rounds), "offline": offline(target, data, config, args.steps)}
+        figures = {"online": summary(rounds), "offline": offline(target, data, config, args.steps)}
     except EagleError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    print(table(found))
+    print(table(figures))
     met = {
-        "online": found["online"]["seconds"]["ratio"] <= ONLINE_BAR,
-        "loading": found["offline"]["wait_share"] <= LOADING_BAR,
+        "online": figures["online"]["seconds"]["ratio"] <= ONLINE_BAR,
+        "loading": figures["offline"]["wait_share"] <= LOADING_BAR,
     }
     print(f"\nat most {ONLINE_BAR} times: {met['online']}; at most {LOADING_BAR:.0%} loading: {met['loading']}")
     if args.json:
-        args.json.write_text(json.dumps({**found, "machine": vars(describe())}, indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps({**figures, "machine": vars(describe())}, indent=2) + "\n", encoding="utf-8")
     return 0 if all(met.values()) else 1
 
 
