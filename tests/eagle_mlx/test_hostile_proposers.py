@@ -201,7 +201,7 @@ def test_a_policy_gets_no_tree_if_the_rows_do_not_allow_one(wanted: Plan, more: 
 def test_invalid_probabilities_are_not_used() -> None:
     """The draft ends at a position whose q is not a distribution, so the output still follows p."""
     target = tiny_target(vocab=16, seed=4, layers=2)
-    prompt, draws = [3, 7, 9], 1500
+    prompt, draws = [3, 7, 9], 600
     sampled = em.SamplingParams(temperature=1.0, max_tokens=2)
     logits = target.forward(mx.array([[*[5] * 128, *prompt]]), None).logits[:, -1:]
     law = np.array(distribution(logits, SamplingBatch.of([sampled], [0])))[0, 0]
@@ -222,7 +222,7 @@ def test_invalid_probabilities_are_not_used() -> None:
     outputs = engine.generate([[*long, *prompt]] * draws, sampled)
     assert all(output.accepted == 0 for output in outputs)
     first = np.bincount([output.tokens[0] for output in outputs], minlength=16) / draws
-    assert np.abs(first - law).sum() / 2 < 0.05
+    assert np.abs(first - law).sum() / 2 < 0.1  # 0.065 is expected of equal chances
 
 
 def test_each_draft_token_is_judged_by_its_own_probability() -> None:
