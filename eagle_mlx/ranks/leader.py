@@ -178,8 +178,9 @@ class LeadingTarget(Target):
         return out
 
     def close(self) -> None:
-        """End the other ranks, if they are connected, and remove the hooks."""
+        """End the other ranks, if they are connected, and restore the model."""
         super().close()
+        vars(self.model).pop("make_ragged_cache", None)
         if self.channel.lost is not None:  # a thread that waits for them still uses the connection
             return
         with self.channel.lock, suppress(RanksError):

@@ -305,6 +305,16 @@ def test_ranks_are_ended_once_unless_they_are_lost() -> None:
     assert gone.said == []
 
 
+def test_a_closed_target_leaves_a_model_that_makes_its_own_caches_again() -> None:
+    model = tiny_target().model
+    before = vars(model).keys() | model.keys()
+    leading = LeadingTarget.of(Target(model), Silent())  # type: ignore[arg-type]
+    assert type(RaggedCache.of(model, 1)) is not RaggedCache
+    leading.close()
+    assert vars(model).keys() | model.keys() == before
+    assert type(RaggedCache.of(model, 1)) is RaggedCache
+
+
 def test_caches_of_others_are_refused() -> None:
     target, foreign = tiny_target(), RaggedCache.of(tiny_target().model, 1)
     leading = LeadingTarget.of(target, Silent())  # type: ignore[arg-type]
