@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,8 +26,7 @@ import mlx.nn as nn
 from eagle_mlx.attention import sliced, tiled
 from eagle_mlx.cpu import RopeCache
 
-_ROPE_CACHE = "rope_cache"
-"""The attribute of hooked RoPE modules."""
+_ROPE_CACHE = "rope_cache"  # an attribute of hooked RoPE modules
 
 
 class Hook:
@@ -58,21 +58,27 @@ class Hooks:
     @staticmethod
     def of(model: nn.Module) -> Hooks:
         """Return the hooks on a model. They stay on it for as long as somebody holds the result."""
-        hooks = _OF.get(id(model))
-        return hooks if hooks is not None else _OF.setdefault(id(model), Hooks(model))
+        with _LOCK:
+            hooks = _OWNERS.get(id(model))
+            if hooks is None:
+                hooks = _OWNERS[id(model)] = Hooks(model)
+            return hooks
 
     def add(self, module: nn.Module, hook: type[Hook]) -> None:
         """Change a module's class to a subclass of it and the hook, unless that is done already."""
-        if not isinstance(module, hook):
-            kind: Any = type(module)
-            original, hooks = (kind._original, kind._hooks) if "_hooks" in vars(kind) else (kind, frozenset())
-            self._modules.append(module)
-            _OF[id(module)] = self
-            module.__class__ = _hooked(original, hooks | {hook})
+        with _LOCK:
+            if _OWNERS.get(id(module)) is not self:
+                _OWNERS[id(module)] = self
+                self._modules.append(module)
+            if not isinstance(module, hook):
+                kind: Any = type(module)
+                original, hooks = (kind._original, kind._hooks) if issubclass(kind, Hook) else (kind, frozenset())
+                module.__class__ = _hooked(original, hooks | {hook})
 
 
-_OF: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
-"""By the ids of models and of their hooked modules."""
+_LOCK = threading.RLock()  # reentrant: Python may collect hooks, and so remove them, within any statement
+_OWNERS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
+"""The hooks on each model and on each of its hooked modules, by their ids."""
 
 
 @cache
@@ -87,10 +93,12 @@ def _hooked(original: type, hooks: frozenset[type[Hook]]) -> type:
 
 
 def _restore(modules: list[nn.Module]) -> None:
-    for module in modules:
-        vars(module).pop(_ROPE_CACHE, None)
-        if isinstance(module, Hook):
-            module.__class__ = module._original
+    """Remove the hooks from modules, except from those that newer hooks own by now."""
+    with _LOCK:
+        for module in modules:
+            if isinstance(module, Hook) and id(module) not in _OWNERS:
+                vars(module).pop(_ROPE_CACHE, None)
+                module.__class__ = module._original
 
 
 def without_hooks(node: Any) -> Any:
@@ -175,7 +183,7 @@ def place_one_by_one(model: nn.Module, hooks: Hooks) -> None:
     for module in model.modules():
         if _takes_offset(type(module)):
             hooks.add(module, PlacesOneByOne)
-            setattr(module, _ROPE_CACHE, hooks.rope_cache)
+            vars(module)[_ROPE_CACHE] = hooks.rope_cache
 
 
 def _takes_offset(kind: Any) -> bool:
@@ -198,8 +206,8 @@ class PlacesOneByOne(Hook):
         rows, count = offset.shape
         moved = mx.moveaxis(x, -2, 1)
         shape = moved.shape
-        each = moved.reshape(rows * count, *shape[2:-1], 1, shape[-1])
-        turned: mx.array = plain(each, offset.reshape(-1), *args, **kwargs)
+        inputs = moved.reshape(rows * count, *shape[2:-1], 1, shape[-1])
+        turned: mx.array = plain(inputs, offset.reshape(-1), *args, **kwargs)
         return mx.moveaxis(turned.reshape(*shape[:-1], turned.shape[-1]), 1, -2)
 
 
@@ -313,10 +321,10 @@ class Projections:
         calls: dict[int, int] = {}
 
         def replay(projection: nn.Module, compute: Callable[[], mx.array]) -> mx.array:
-            kept, number = self._outputs.get(id(projection), []), calls.get(id(projection), 0)
+            outputs, number = self._outputs.get(id(projection)), calls.get(id(projection), 0)
             calls[id(projection)] = number + 1
-            found = choose(kept, number) if kept else None
-            return compute() if found is None else found
+            chosen = choose(outputs, number) if outputs else None
+            return compute() if chosen is None else chosen
 
         return _within(_PROJECT, replay)
 
@@ -334,8 +342,8 @@ class KeepsProjection(Hook):
 
     def __call__(self, x: mx.array) -> mx.array:
         plain: Any = super().__call__  # type: ignore[misc]
-        how = _PROJECT.get()
-        return plain(x) if how is None else how(self, lambda: plain(x))  # type: ignore[arg-type]
+        project = _PROJECT.get()
+        return plain(x) if project is None else project(self, lambda: plain(x))  # type: ignore[arg-type]
 
 
 class NotesCalls(Hook):

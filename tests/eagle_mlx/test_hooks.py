@@ -6,8 +6,10 @@ import copy
 import gc
 import pickle
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -161,6 +163,39 @@ def test_hooks_stay_until_the_last_target_of_a_model_is_closed_or_collected() ->
     del second
     gc.collect()
     assert not [module for module in model.modules() if isinstance(module, Hook)]
+
+
+def test_hooks_stay_if_a_target_is_built_while_the_last_other_one_is_collected() -> None:
+    model = tiny_model("qwen3")
+    plain = attributes_of(model)
+    first = em.Target(model)
+    first.forward(TOKENS, aux_layers=(0,))
+    hooked = [type(module) for module in model.modules()]
+    built: list[em.Target] = []
+
+    def build() -> None:
+        built.append(em.Target(model))
+        built[0].forward(TOKENS, aux_layers=(0,))
+
+    weakref.finalize(first.hooks, build)  # runs once the hooks are dead, before they are removed
+    first.close()
+    assert built[0].forward(TOKENS).hidden is not None
+    assert [type(module) for module in model.modules()] == hooked
+    built[0].close()
+    assert not differences(plain, attributes_of(model))
+
+
+def test_a_model_stays_hooked_while_threads_build_and_drop_targets_of_it() -> None:
+    model = tiny_model("qwen3")
+    plain = attributes_of(model)
+
+    def build_and_drop() -> bool:
+        targets = (em.Target(model) for _ in range(50))
+        return all(isinstance(target.model.model.norm, Hook) for target in targets)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all([future.result() for future in [pool.submit(build_and_drop) for _ in range(4)]])
+    assert not differences(plain, attributes_of(model))
 
 
 def test_a_head_has_hooks_as_long_as_its_proposer_lives() -> None:
