@@ -194,7 +194,7 @@ def test_a_model_stays_hooked_while_threads_build_and_drop_targets_of_it() -> No
         return all(isinstance(target.model.model.norm, Hook) for target in targets)
 
     with ThreadPoolExecutor(4) as pool:
-        assert all([future.result() for future in [pool.submit(build_and_drop) for _ in range(4)]])
+        assert all(future.result() for future in [pool.submit(build_and_drop) for _ in range(4)])
     assert not differences(plain, attributes_of(model))
 
 
