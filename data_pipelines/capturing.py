@@ -23,8 +23,7 @@ from eagle_mlx.files import PART
 from eagle_mlx.hidden_states import Bits, Example, HiddenStates, in_16_bits, read_states, widened
 from eagle_mlx.memory import FreedBuffers
 from eagle_mlx.progress import progress_bar
-from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, ShardWriter
-from eagle_mlx.shards.format import SUFFIX, decode, encode
+from eagle_mlx.shards import MANIFEST, SUFFIX, ShardMeta, ShardReader, ShardWriter, decode, encode
 from eagle_mlx.target import Target, fingerprint
 
 from .rendering import Sample

@@ -1,4 +1,4 @@
-"""Hidden states of a target in 16 bits, and training examples with hidden states.
+"""Hidden states of a target in 16 or 8 bits, and training examples with hidden states.
 
 All code that captures, stores, packs or reads hidden states uses the layout defined here: the outputs of the layers
 that a head reads, concatenated, and then the last layer's.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +19,9 @@ from eagle_mlx.target import Target
 Bits = NDArray[np.uint16]
 """The bits of bfloat16 numbers, because NumPy has no such type. Unlike float16, it has float32's range: the residual
 stream of Gemma 3 has channels beyond float16's 65,504, which decoding does not clip."""
+
+BLOCK = 64
+"""Values in 8 bits that share a scale: the default group size of `mx.quantize`."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,42 @@ def rounded(states: NDArray[np.float32]) -> Bits:
 def widened(bits: Bits) -> NDArray[np.float32]:
     """Return the numbers as float32, on the host."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def blocks(hidden_size: int) -> int:
+    """Return the number of scales for one layer of one token."""
+    return -(-hidden_size // BLOCK)
+
+
+def quantize(states: Bits, hidden_size: int) -> tuple[NDArray[np.int8], Bits]:
+    """Quantize finite states [T, n * H] to integers [T, n * H] and scales [T, n * blocks(H)]."""
+    parts = _in_blocks(widened(states), hidden_size)
+    exact = np.abs(parts).max(-1) / np.float32(127)
+    scales = (exact.view(np.uint32) >> 16).astype(np.uint16)
+    scales += widened(scales) < exact  # the next larger number, so that no integer exceeds 127
+    divisors = np.where(scales == 0, np.float32(1), widened(scales))
+    return _joined(np.rint(parts / divisors[..., None]).astype(np.int8), hidden_size), scales
+
+
+def dequantize(integers: NDArray[np.int8], scales: Bits, hidden_size: int) -> Bits:
+    """Return the states [T, n * H]."""
+    parts = _in_blocks(integers.astype(np.float32), hidden_size)
+    parts *= widened(scales)[..., None]
+    return _joined(rounded(parts), hidden_size)
+
+
+def _in_blocks(states: NDArray[np.float32], hidden_size: int) -> NDArray[np.float32]:
+    """Reshape [T, n * H] to [T, n * blocks(H), BLOCK], padding each layer's last block with zeros."""
+    rows, layers = len(states), states.shape[1] // hidden_size
+    padded = np.pad(states.reshape(rows, layers, hidden_size), ((0, 0), (0, 0), (0, -hidden_size % BLOCK)))
+    return padded.reshape(rows, layers * blocks(hidden_size), BLOCK)
+
+
+def _joined(parts: NDArray[Any], hidden_size: int) -> NDArray[Any]:
+    """Reshape [T, n * blocks(H), BLOCK] to [T, n * H], without the padding."""
+    rows, layers = len(parts), parts.shape[1] // blocks(hidden_size)
+    padded = parts.reshape(rows, layers, blocks(hidden_size) * BLOCK)
+    return padded[..., :hidden_size].reshape(rows, layers * hidden_size)
 
 
 def features_of(states: mx.array, hidden_size: int) -> mx.array:

@@ -18,8 +18,7 @@ from eagle_mlx.data_pipelines import capture, capture_to_shards
 from eagle_mlx.data_pipelines.capturing import ShardCapture
 from eagle_mlx.errors import OutputError, ShardError, TargetError
 from eagle_mlx.hidden_states import Example
-from eagle_mlx.shards import ShardReader, ShardWriter, unfinished_folder
-from eagle_mlx.shards.format import UNFINISHED, Manifest
+from eagle_mlx.shards import UNFINISHED, Manifest, ShardReader, ShardWriter, unfinished_folder
 from tests.data_pipelines.rows import AUX, conversations
 from tests.fakes import tiny_target
 from tests.forks import Fork

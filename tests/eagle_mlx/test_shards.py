@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_mlx.errors import ConfigError, OutputError, ShardError
-from eagle_mlx.hidden_states import HiddenStates, rounded, widened
+from eagle_mlx.hidden_states import BLOCK, HiddenStates, blocks, dequantize, quantize, rounded, widened
 from eagle_mlx.shards import MANIFEST, ShardMeta, ShardReader, bytes_per_token
-from eagle_mlx.shards.format import BLOCK, blocks, dequantize, quantize
 from tests.eagle_mlx.shard_samples import META, same, sample, write, write_all
 from tests.full import some
 

@@ -14,8 +14,7 @@ import pytest
 
 from eagle_mlx import files
 from eagle_mlx.errors import OutputError, ShardError
-from eagle_mlx.shards import MANIFEST, ShardReader, ShardWriter, unfinished_folder
-from eagle_mlx.shards.format import UNFINISHED
+from eagle_mlx.shards import MANIFEST, UNFINISHED, ShardReader, ShardWriter, unfinished_folder
 from tests.eagle_mlx.shard_samples import META, sample, write
 from tests.full import in_full
 

@@ -30,7 +30,7 @@ from eagle_mlx.data_pipelines.jsonl import PartialFile
 from eagle_mlx.data_pipelines.synthesis import loop as synthesis_loop
 from eagle_mlx.engine import Engine
 from eagle_mlx.errors import CheckpointError, DataError
-from eagle_mlx.shards.format import bytes_per_token
+from eagle_mlx.shards import bytes_per_token
 from eagle_mlx.target import Target, fingerprint, load_target
 from eagle_mlx.train import hours
 from eagle_mlx.train.cli import main

@@ -1,31 +1,33 @@
-"""The format of a folder of shards, with a manifest of checksums; and its reader, which verifies each shard first."""
+"""Hidden states on disk: shards in 16 or 8 bits, a manifest with checksums, and a writer that can resume.
+
+A folder of shards has a temporary name until all of them are complete.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from eagle_mlx.errors import ConfigError, ShardError
-from eagle_mlx.hidden_states import Bits, Example, HiddenStates, rounded, widened
+from eagle_mlx.errors import ConfigError, OutputError, ShardError
+from eagle_mlx.files import PART, check_free, locked, swap, sync_folder, write_whole
+from eagle_mlx.hidden_states import Bits, Example, HiddenStates, blocks, dequantize, quantize
 
 BITS = (16, 8)
 SUFFIX = ".safetensors"
 MANIFEST = "manifest.json"
-UNFINISHED = "unfinished.json"
-"""The manifest of an unfinished folder: it lists the complete shards."""
-FORMAT = "eagle-mlx-shards"
-VERSION = 3
-BLOCK = 64
-"""Values that share a scale: the default group size of `mx.quantize`."""
+UNFINISHED = "unfinished.json"  # the manifest of an unfinished folder lists the complete shards
+FORMAT, VERSION = "eagle-mlx-shards", 3
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,7 @@ class ShardMeta:
     hidden_size: int
     vocab_size: int
     aux_layers: tuple[int, ...]
-    bits: int = 16
-    """Bits per value on disk: 16 is bfloat16, 8 is the output of `quantize`. Readers always return bfloat16."""
+    bits: int = 16  # per value on disk: 16 is bfloat16, 8 is the output of `quantize`
     adapter: str = ""  # digest of the target's LoRA adapters (`eagle_mlx.adapters.Adapter`); empty if it had none
 
     def __post_init__(self) -> None:
@@ -62,14 +63,9 @@ class ShardFile:
 
     @classmethod
     def of(cls, index: int, data: bytes, examples: Sequence[Example]) -> ShardFile:
-        return cls(
-            shard_name(index),
-            hashlib.sha256(data).hexdigest(),
-            len(data),
-            len(examples),
-            sum(map(len, examples)),
-            sum(int(example.loss_mask.sum()) for example in examples),
-        )
+        tokens, loss_tokens = sum(map(len, examples)), sum(int(example.loss_mask.sum()) for example in examples)
+        digest = hashlib.sha256(data).hexdigest()
+        return cls(shard_name(index), digest, len(data), len(examples), tokens, loss_tokens)
 
     def fault(self, folder: Path) -> str | None:
         """Return what is wrong with the file, as a phrase that follows its name; None if it matches the manifest."""
@@ -90,12 +86,10 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a folder."""
-
     meta: ShardMeta
     files: tuple[ShardFile, ...] = ()
     made_from: Mapping[str, str] = field(default_factory=dict)
-    """A readable fingerprint of everything that determines the content of the shards. Empty if unknown."""
+    """Everything that determines the content of the shards, in words. Empty if unknown."""
 
     def to_json(self) -> bytes:
         """Return the manifest's file, with the SHA-256 of its own content."""
@@ -106,27 +100,29 @@ class Manifest:
     def read(cls, path: Path) -> Manifest:
         """Read a manifest. Raises ShardError with the file's name if it is damaged or of another format; OSError."""
         try:
-            found = json.loads(path.read_bytes())
-            content = {k: v for k, v in found.items() if k != "sha256"}
+            content = json.loads(path.read_bytes())
+            digest = content.pop("sha256")
             if (content["format"], content["version"]) != (FORMAT, VERSION):
                 raise ShardError(
                     f"{path} is of format {content['format']} version {content['version']}, not {FORMAT} {VERSION}; "
                     "read it with the version of EAGLE-MLX that wrote it"
                 )
-            if found["sha256"] != _digest(content):
+            if digest != _digest(content):
                 raise ShardError(f"{path} is damaged: its SHA-256 does not match its content; {_remedy(path)}")
             meta = {**content["meta"], "aux_layers": tuple(content["meta"]["aux_layers"])}
-            files = tuple(ShardFile(**f) for f in content["files"])
+            files = tuple(ShardFile(**entry) for entry in content["files"])
             return cls(ShardMeta(**meta), files, content["made_from"])
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise ShardError(f"{path} is damaged and cannot be read ({e}); {_remedy(path)}") from e
 
     def differences(self, made_from: Mapping[str, str]) -> str:
-        """Return how `made_from` differs from this folder's, in words; empty if it does not."""
-        found = self.made_from
-        names = [name for name in {**made_from, **found} if found.get(name) != made_from.get(name)]
+        """Return how `made_from` differs from this folder's, in words."""
+        names = {**made_from, **self.made_from}
+        pairs = {name: (self.made_from.get(name), made_from.get(name)) for name in names}
         return "; ".join(
-            f"{n}: {found.get(n, 'not recorded')} there, {made_from.get(n, 'not recorded')} now" for n in names
+            f"{name}: {'not recorded' if there is None else there} there, {'not recorded' if now is None else now} now"
+            for name, (there, now) in pairs.items()
+            if there != now
         )
 
 
@@ -143,24 +139,22 @@ def shard_name(index: int) -> str:
 def encode(examples: Sequence[Example], meta: ShardMeta) -> bytes:
     """Return the content of a shard's file; the same examples give the same bytes."""
     tensors: dict[str, NDArray[Any]] = {
-        "tokens": np.concatenate([one.tokens for one in examples]).astype(np.int32),
-        "loss_mask": np.concatenate([one.loss_mask for one in examples]).astype(np.uint8),
-        "lengths": np.array([len(one) for one in examples], np.int32),
-        "keys": np.array([one.key for one in examples], np.uint64),
+        "tokens": np.concatenate([example.tokens for example in examples]).astype(np.int32),
+        "loss_mask": np.concatenate([example.loss_mask for example in examples]).astype(np.uint8),
+        "lengths": np.array([len(example) for example in examples], np.int32),
+        "keys": np.array([example.key for example in examples], np.uint64),
     }
-    states = [one.states for one in examples if one.states is not None]
-    for name, arrays in (("aux", [one.features for one in states]), ("last", [one.last for one in states])):
-        if meta.bits == 16:
-            tensors[name] = np.concatenate(arrays)
-        else:
-            pairs = [quantize(one, meta.hidden_size) for one in arrays]
-            tensors[name] = np.concatenate([integers for integers, _ in pairs])
-            tensors[f"{name}_scales"] = np.concatenate([scales for _, scales in pairs])
+    states = [example.states for example in examples if example.states is not None]
+    for name, parts in (("aux", [part.features for part in states]), ("last", [part.last for part in states])):
+        if meta.bits == 8:
+            parts, scales = zip(*(quantize(part, meta.hidden_size) for part in parts), strict=True)
+            tensors[f"{name}_scales"] = np.concatenate(scales)
+        tensors[name] = np.concatenate(parts)
     return safetensors.numpy.save(tensors)
 
 
 def decode(path: Path, rows: slice, meta: ShardMeta, number: int = 0) -> Example:
-    """Read the example with this number in a shard's file, whose tokens are in `rows`."""
+    """Read the example with this number in a shard's file; its tokens are in `rows`."""
     with safe_open(str(path), "numpy") as file:
 
         def states(name: str) -> Bits:
@@ -172,42 +166,6 @@ def decode(path: Path, rows: slice, meta: ShardMeta, number: int = 0) -> Example
         tokens, loss_mask = file.get_slice("tokens")[rows], file.get_slice("loss_mask")[rows]
         held = HiddenStates(meta.aux_layers, states("aux"), states("last"))
         return Example(tokens, loss_mask, held, int(file.get_slice("keys")[number : number + 1][0]))
-
-
-def blocks(hidden_size: int) -> int:
-    """Return the number of scales for one layer of one token."""
-    return -(-hidden_size // BLOCK)
-
-
-def quantize(states: Bits, hidden_size: int) -> tuple[NDArray[np.int8], Bits]:
-    """Quantize finite states [T, n * H] to integers [T, n * H] and scales [T, n * blocks(H)]."""
-    parts = _split(widened(states), hidden_size)
-    exact = np.abs(parts).max(-1) / np.float32(127)
-    scales = (exact.view(np.uint32) >> 16).astype(np.uint16)
-    scales += widened(scales) < exact  # the next larger number, so that no integer exceeds 127
-    divisors = np.where(scales == 0, np.float32(1), widened(scales))
-    integers = np.rint(parts / divisors[..., None]).astype(np.int8)
-    return _join(integers, states.shape, hidden_size), scales.reshape(len(scales), scales.shape[1] * scales.shape[2])
-
-
-def dequantize(integers: NDArray[np.int8], scales: Bits, hidden_size: int) -> Bits:
-    """Return the states [T, n * H]."""
-    parts = _split(integers.astype(np.float32), hidden_size)
-    parts *= widened(scales).reshape(parts.shape[:-1])[..., None]
-    return _join(rounded(parts), integers.shape, hidden_size)
-
-
-def _split(states: NDArray[np.float32], hidden_size: int) -> NDArray[np.float32]:
-    """Reshape [T, n * H] to [T, n, blocks, BLOCK], padding each layer's last block with zeros."""
-    rows, layers, count = len(states), states.shape[1] // hidden_size, blocks(hidden_size)
-    padding = (0, 0), (0, 0), (0, count * BLOCK - hidden_size)
-    return np.pad(states.reshape(rows, layers, hidden_size), padding).reshape(rows, layers, count, BLOCK)
-
-
-def _join(parts: NDArray[Any], shape: tuple[int, ...], hidden_size: int) -> NDArray[Any]:
-    """Reshape [T, n, blocks, BLOCK] to [T, n * H], without the padding."""
-    rows, layers = parts.shape[:2]
-    return parts.reshape(rows, layers, blocks(hidden_size) * BLOCK)[..., :hidden_size].reshape(shape)
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -240,8 +198,7 @@ class ShardReader:
         self.manifest = read_manifest(self.folder)
         self.meta, self.files = self.manifest.meta, list(self.manifest.files)
         self._ends = np.cumsum([f.samples for f in self.files])
-        self._starts: dict[int, NDArray[np.int64]] = {}
-        """For each shard that has been checked, the start of each sample, and finally the number of tokens."""
+        self._starts: dict[int, NDArray[np.int64]] = {}  # of each checked shard: samples' starts, then its tokens
 
     def __len__(self) -> int:
         return sum(f.samples for f in self.files)
@@ -284,6 +241,7 @@ class ShardReader:
             self._check(shard)
 
     def _check(self, shard: int) -> NDArray[np.int64]:
+        """Return where a shard's samples start, after a check of its file."""
         if shard not in self._starts:
             entry = self.files[shard]
             path = self.folder / entry.name
@@ -314,3 +272,128 @@ def read_manifest(folder: Path) -> Manifest:
         ) from e
     except OSError as e:
         raise ShardError(f"{path} cannot be read: {e.strerror}") from e
+
+
+class ShardWriter:
+    """Writes shards into a folder, which has a temporary name until it is complete.
+
+    Use it in a `with` statement. Until the block ends, the shards are in `unfinished_folder(folder)`, with a manifest
+    of the complete ones. `made_from` names everything that determines the shards' content. If the block raises or the
+    process is killed, the shards are kept, and the next writer with equal `made_from` has them in `files`.
+
+    With `resume`, a finished folder with damaged shards becomes an unfinished capture again.
+
+    Raises OutputError if the folder exists and neither `overwrite` nor `resume` is set, if the folder or an unfinished
+    capture was made from something else (`overwrite` replaces both), if another process is writing, or if the disk
+    fails.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        meta: ShardMeta,
+        made_from: Mapping[str, str],
+        overwrite: bool = False,
+        resume: bool = False,
+    ):
+        self.folder = Path(folder)
+        self.files: dict[int, ShardFile] = {}  # the complete shards, by number
+        self.part = unfinished_folder(folder)  # the folder that holds the shards for now
+        self._overwrite, self._resume = overwrite, resume
+        self._whole = False
+        self._manifest = Manifest(meta, made_from=dict(made_from))
+        self._lock = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            if self._resume and (self.folder / MANIFEST).exists():
+                self.files = self._kept(self.folder)
+                self._whole = len(self.files) == len(read_manifest(self.folder).files)
+                if not self._whole:
+                    self.folder.rename(self.part)
+            else:
+                check_free(self.folder, self._overwrite)
+            if not self._whole:
+                with ExitStack() as stack:
+                    self.part.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(locked(self.part))
+                    self._begin()
+                    self._lock = stack.pop_all()
+        except OSError as e:
+            raise OutputError(f"{self.folder} cannot be created: {e.strerror or e}") from e
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with self._lock:
+            try:
+                if error is None and not self._whole:
+                    self._finish()
+            except OSError as e:
+                raise self._refused(e) from e
+            finally:
+                if not self.files:
+                    shutil.rmtree(self.part, ignore_errors=True)
+
+    def write(self, index: int, examples: Sequence[Example]) -> None:
+        """Write shard `index` and its entry in the manifest; both are on disk when this returns."""
+        data = encode(examples, self._manifest.meta)
+        entry = ShardFile.of(index, data, examples)
+        try:
+            write_whole(self.part / entry.name, data)
+            self.files[index] = entry
+            self._write_manifest(UNFINISHED)
+        except OSError as e:
+            raise self._refused(e) from e
+
+    def _begin(self) -> None:
+        """Keep the complete shards of an unfinished capture, and remove its other files."""
+        names = {path.name for path in self.part.iterdir()} - {UNFINISHED, MANIFEST}
+        if strange := [name for name in names if not name.endswith((PART, SUFFIX))]:
+            raise OutputError(
+                f"{self.part} also contains {strange[0]}, which is not part of a capture; move the folder away"
+            )
+        try:
+            self.files = self._kept(self.part)
+        except OutputError:
+            if not self._overwrite:
+                raise
+        self._write_manifest(UNFINISHED)
+        whole = {UNFINISHED, *(entry.name for entry in self.files.values())}
+        for path in self.part.iterdir():
+            if path.name not in whole:
+                path.unlink()
+
+    def _kept(self, folder: Path) -> dict[int, ShardFile]:
+        """Return the good shards of a capture. Raises OutputError if it is of something else."""
+        path = next((path for name in (UNFINISHED, MANIFEST) if (path := folder / name).is_file()), None)
+        if path is None:
+            return {}
+        try:
+            manifest = Manifest.read(path)
+        except ShardError as e:
+            raise OutputError(f"{path} is damaged, so the capture cannot continue; remove {folder}") from e
+        if wrong := manifest.differences(self._manifest.made_from):
+            raise OutputError(
+                f"{folder} has a capture of something else ({wrong}); use the original options and data, or replace it "
+                "with --overwrite"
+            )
+        return {entry.index: entry for entry in manifest.files if entry.fault(folder) is None}
+
+    def _write_manifest(self, name: str) -> None:
+        manifest = replace(self._manifest, files=tuple(self.files[index] for index in sorted(self.files)))
+        write_whole(self.part / name, manifest.to_json())
+
+    def _finish(self) -> None:
+        if missing := set(range(max(self.files, default=0))) - set(self.files):
+            raise ValueError(f"{shard_name(min(missing))} was never written, so {self.folder} is incomplete")
+        self._write_manifest(MANIFEST)
+        (self.part / UNFINISHED).unlink()
+        sync_folder(self.part)
+        swap(self.part, self.folder.absolute())
+        sync_folder(self.folder.absolute().parent)
+
+    def _refused(self, error: OSError) -> OutputError:
+        kept = "nothing was left behind"
+        if self.files:
+            kept = f"{len(self.files):,} shards are kept in {self.part}: make room, and the same command continues"
+        return OutputError(f"{self.folder} could not be written: {error.strerror or error}; {kept}")
