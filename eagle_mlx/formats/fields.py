@@ -267,6 +267,31 @@ def window_json(windows: tuple[int | None, ...]) -> dict[str, Any]:
     return {"sliding_window": sizes.pop(), "layer_types": kinds}
 
 
+LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
+    name: {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, **others}
+    for name, others in {
+        "llama": {"intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
+        "qwen3": {
+            **{"intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
+            **{"num_key_value_heads": 32, "head_dim": 128},
+        },
+    }.items()
+}
+"""The defaults of transformers for the fields of a layer, which its files may leave out."""
+NOT_READ = ("verifier_norm.weight", "verifier_lm_head.weight")
+"""Copies of the target's weights in files of speculators, needed only for training."""
+
+
+def speculators_layer(file: Path, config: Mapping[str, Any], *kinds: str) -> dict[str, Any]:
+    """Return the config of the layers in a speculators config. Raises CheckpointError if it is none of these types."""
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise CheckpointError(f"{file} lacks transformer_layer_config")
+    if (kind := layer.get("model_type", "qwen3")) not in kinds:
+        raise CheckpointError(f"{file} has a layer of type {kind}; only {' and '.join(kinds)} layers can be read")
+    return layer
+
+
 def speculators_json(kind: str, base_model: str | None, architectures: Sequence[str], depth: int) -> dict[str, Any]:
     """Return the part of a speculators config about its kind, target and draft depth."""
     method = {"proposal_type": "greedy", "speculative_tokens": depth, "accept_tolerance": 0.0, "verifier_accept_k": 1}

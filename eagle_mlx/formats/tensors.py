@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -14,20 +15,52 @@ from safetensors import SafetensorError, safe_open
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import new_folder
+from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.torchzip import read_torch
 from eagle_mlx.hub import why_damaged
 from eagle_mlx.target import arrays_of, compute_dtype
 
 EXACT = ("e_score_correction_bias",)
-"""Suffixes of weights that keep their dtype. They route to experts, and rounding would change the choice."""
+"""Suffixes of weights that keep their dtype: they route to experts, and rounding would change the choice."""
 DTYPE_NAMES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
 INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
-_MAPS = ("d2t", "t2d")
-"""Tensors of a head that are not weights."""
-
+_MAPS = ("d2t", "t2d")  # tensors of a head that are not weights
 COPY = "holds_the_targets_embedding"
 """Key under `eagle_mlx` in a config: the embedding in the file is a copy of the target's, for other loaders."""
+
+
+@dataclass(frozen=True)
+class HeadFolder:
+    """The contents of a head's folder."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, mx.array]  # without the prefix `model.`
+    target_layers: int | None = None
+    """The target's number of layers if known: it determines the aux layers if the config does not name them."""
+    prefixed: bool = False  # whether some names have that prefix
+
+    @classmethod
+    def read(cls, folder: Path, target_layers: int | None = None) -> HeadFolder:
+        """Read a folder; tensors are loaded lazily. Raises CheckpointError as `read_config` and `read_tensors` do."""
+        config, named = read_config(folder), read_tensors(folder)
+        tensors: dict[str, mx.array] = {}
+        for name, value in named.items():
+            short = name.removeprefix("model.")
+            if short in tensors:
+                raise CheckpointError(f"{folder} has {short} twice, once as {name}; keep one of them")
+            tensors[short] = value
+        return cls(folder, config, tensors, target_layers, prefixed=named.keys() != tensors.keys())
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "config.json"
+
+    def without_copy(self) -> dict[str, mx.array]:
+        """Return the tensors without an embedding that was copied from the target."""
+        is_copy = (self.config.get("eagle_mlx") or {}).get(COPY)
+        return {name: x for name, x in self.tensors.items() if not (is_copy and name == "embed_tokens.weight")}
 
 
 class SaveOptions(TypedDict, total=False):
@@ -76,13 +109,6 @@ def with_embedding(head: Any) -> tuple[dict[str, mx.array], dict[str, bool]]:
     return {**weights, "embed_tokens.weight": head.target.embed(mx.arange(head.vocab_size))}, {COPY: True}
 
 
-def without_copy(config: Mapping[str, Any], tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return the tensors without an embedding that was copied from the target."""
-    if (config.get("eagle_mlx") or {}).get(COPY):
-        tensors.pop("embed_tokens.weight", None)
-    return tensors
-
-
 def weights_of(module: nn.Module) -> dict[str, mx.array]:
     """Return a module's parameters by full name."""
     return arrays_of(module.parameters())
@@ -109,26 +135,22 @@ def write_tensors(file: Path, tensors: Mapping[str, mx.array]) -> None:
 def read_tensors(folder: Path) -> dict[str, mx.array]:
     """Return all tensors of a folder's safetensors files, or of its PyTorch files if it has no others.
 
-    Raises CheckpointError if there are none, if a file is damaged or missing, or if two files hold the same name.
+    Raises CheckpointError if there are none, if a file is damaged or missing, or if two files hold the same name. As in
+    transformers, an index next to a single complete file is ignored.
     """
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    _check_shards(folder)
+    if (folder / INDEX).exists() and not (folder / _WHOLE).exists():
+        named = sorted(set(read_index(folder / INDEX).values()))
+        if missing := [shard for shard in named if not (folder / shard).exists()]:
+            raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} names; download it again")
     if not files:
         raise CheckpointError(f"{folder} has no weights: neither .safetensors files nor pytorch_model.bin")
     tensors: dict[str, mx.array] = {}
     for file in files:
         loaded = read_torch(file) if file.suffix == ".bin" else read_safetensors(file)
-        twice = sorted(tensors.keys() & loaded.keys())
-        if twice:
+        if twice := sorted(tensors.keys() & loaded.keys()):
             raise CheckpointError(f"{file} and another file of its folder both have {twice[0]}; keep one of them")
         tensors.update(loaded)
-    return tensors
-
-
-def read_weights(folder: Path) -> dict[str, mx.array]:
-    """Return the tensors of a head's folder. Raises CheckpointError as `read_tensors` and `check_floating` do."""
-    tensors = read_tensors(folder)
-    check_floating(folder, tensors)
     return tensors
 
 
@@ -139,8 +161,8 @@ def check_floating(folder: Path, tensors: Mapping[str, mx.array]) -> None:
     """
     for name, value in tensors.items():
         scales = {f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scales"}
-        is_map = name.rpartition(".")[2] in _MAPS
-        if not (mx.issubdtype(value.dtype, mx.floating) or is_map or scales & tensors.keys()):
+        is_exempt = name.rpartition(".")[2] in _MAPS or scales & tensors.keys()
+        if not (is_exempt or mx.issubdtype(value.dtype, mx.floating)):
             raise CheckpointError(
                 f"{name} in {folder} is of type {value.dtype}, without a scale that makes it a weight; use the head "
                 "from before quantization, in bfloat16, float16 or float32"
@@ -150,20 +172,10 @@ def check_floating(folder: Path, tensors: Mapping[str, mx.array]) -> None:
 def read_index(file: Path) -> dict[str, str]:
     """Return the tensors' names with the files that have them. Raises CheckpointError."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))["weight_map"].items()
-        return {str(name): str(shard) for name, shard in found}
+        names = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(shard) for name, shard in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{file} is not an index of a model's weights; download it again") from e
-
-
-def _check_shards(folder: Path) -> None:
-    """Check that an index's files exist. As in transformers, an index next to a single complete file is ignored."""
-    index = folder / INDEX
-    if not index.exists() or (folder / _WHOLE).exists():
-        return
-    missing = sorted(shard for shard in set(read_index(index).values()) if not (folder / shard).exists())
-    if missing:
-        raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} names; download it again")
 
 
 def read_safetensors(file: Path) -> dict[str, mx.array]:
@@ -183,34 +195,27 @@ def fill(
     Raises CheckpointError for missing, unknown or wrongly shaped tensors.
     """
     expected = {in_file(name): tuple(value.shape) for name, value in weights_of(head).items()}
-    _check_shapes(where, {in_file(name): value for name, value in tensors.items()}, expected)
+    shapes = {in_file(name): tuple(value.shape) for name, value in tensors.items()}
+    listed = {"missing": expected.keys() - shapes.keys(), "not known to this format": shapes.keys() - expected.keys()}
+    problems = [f"{what}: {', '.join(sorted(names))}" for what, names in listed.items() if names]
+    problems += [
+        f"{name} has shape {shapes[name]}, expected {shape}"
+        for name, shape in sorted(expected.items())
+        if shapes.get(name, shape) != shape
+    ]
+    if problems:
+        raise CheckpointError(f"the tensors in {where} do not match its config.json; " + "; ".join(problems))
     dtype = compute_dtype()
     floating = {name: x for name, x in tensors.items() if mx.issubdtype(x.dtype, mx.floating)}
     cast = floating if dtype is None else {name: x.astype(dtype) for name, x in floating.items()}
     head.load_weights(list({**tensors, **cast}.items()))
     finite = {in_file(name): mx.isfinite(x).all() for name, x in cast.items()}
     mx.eval(head.parameters(), finite)
-    broken = sorted(name for name, is_finite in finite.items() if not is_finite.item())
-    if broken:
+    if broken := sorted(name for name, is_finite in finite.items() if not is_finite.item()):
         raise CheckpointError(
             f"the weights in {where} have NaN or infinity: {', '.join(broken)}; the file is damaged, or training "
             "diverged"
         )
-
-
-def _check_shapes(where: Path, tensors: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise a CheckpointError with all missing, unknown or wrongly shaped tensors."""
-    missing = sorted(expected.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - expected.keys())
-    wrong = [
-        f"{name} has shape {tuple(tensors[name].shape)}, expected {shape}"
-        for name, shape in sorted(expected.items())
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
-    listed = (("missing", missing), ("not known to this format", unknown))
-    problems = [f"{what}: {', '.join(names)}" for what, names in listed if names] + wrong
-    if problems:
-        raise CheckpointError(f"the tensors in {where} do not match its config.json; " + "; ".join(problems))
 
 
 def check_length(file: Path) -> None:
@@ -224,14 +229,11 @@ def check_length(file: Path) -> None:
 
 
 def layer_width(config: Mapping[str, Any], tensors: Mapping[str, mx.array], layer: str) -> int | None:
-    """Return the input width of a layer's query projection; None if there is no such layer.
-
-    It is the number of columns of the weight, before packing. `layer` is the name without the prefix `model.`.
-    """
-    found = {name.removeprefix("model."): value for name, value in tensors.items()}
-    name, how = f"{layer}.self_attn.q_proj", config.get("quantization")
-    if f"{name}.weight" not in found:
+    """Return the input width of a layer's query projection, before packing; None if there is no such layer."""
+    name, quantization = f"{layer}.self_attn.q_proj", config.get("quantization")
+    if f"{name}.weight" not in tensors:
         return None
-    if f"{name}.scales" in found and isinstance(how, dict) and isinstance(how.get("group_size"), int):
-        return int(found[f"{name}.scales"].shape[-1] * how["group_size"])
-    return int(found[f"{name}.weight"].shape[-1])
+    group = quantization.get("group_size") if isinstance(quantization, dict) else None
+    if f"{name}.scales" in tensors and isinstance(group, int):
+        return int(tensors[f"{name}.scales"].shape[-1] * group)
+    return int(tensors[f"{name}.weight"].shape[-1])

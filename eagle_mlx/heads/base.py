@@ -1,11 +1,12 @@
-"""The base class of draft heads, and how a head is built from the tensors of its files."""
+"""The base classes of draft heads, of their kinds and of their file layouts; `build` makes a head of its tensors."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,26 +15,25 @@ from mlx_lm.models.base import create_causal_mask
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError
 from eagle_mlx.formats.fields import reading
-from eagle_mlx.formats.tensors import fill
+from eagle_mlx.formats.tensors import HeadFolder, fill
 from eagle_mlx.target import Target
 
 Mask = mx.array | str | None
-
-
 Config = TypeVar("Config", bound=Any)
 """A dataclass with at least `hidden_size`, `vocab_size`, `own_embedding` and `quantization`."""
+SERVERS = ("vLLM", "SGLang")
+"""The readers of layouts that are servers, and that model cards name."""
 
 
 class HeadBase(nn.Module, Generic[Config]):
     """A draft head. At each position, it takes the next token and a feature, and returns the next feature and logits.
 
     The first feature comes from the target's hidden states, later ones from the head itself. By default, a head is as
-    wide as its target and reads its last layer. A config with `draft_vocab_size` may leave out some of the target's
-    tokens, and one with `aux_layers` names the layers that the head reads.
+    wide as its target, drafts all tokens and reads the last layer; `draft_vocab_size` and `aux_layers` change that.
     """
 
     config: Config
-    """Replacing it changes the behavior of the head, such as which output it feeds back, but not its weights."""
+    """Replacing it changes what the head does, such as which output it feeds back, but not its weights."""
     _target: Target | None = None
     embed_tokens: nn.Embedding
     """Only if the head has its own embedding."""
@@ -123,6 +123,63 @@ DraftHead = HeadBase[Any]
 H = TypeVar("H", bound=DraftHead)
 
 
+@dataclass(frozen=True)
+class Format:
+    """A file layout for a kind of head."""
+
+    name: str
+    """Name for `eagle-convert --to`."""
+    about: str
+    """How the head is written, for a model card."""
+    readers: tuple[str, ...]
+    """The other projects that read the layout."""
+    holds: Callable[[Mapping[str, Any], Mapping[str, mx.array]], bool]
+    """Checks whether config.json and tensors of a folder are in this layout."""
+    load: Callable[[HeadFolder], Any]
+    """Makes a head of its files. Raises CheckpointError if a tensor is missing, unknown or of the wrong shape, or if a
+    field or its value is not supported."""
+    save: Callable[..., None]
+    """Writes a head to a folder, which appears only once complete: `save(head, folder, **SaveOptions)`. Quantized
+    weights stay quantized. Raises ConfigError if the layout cannot express the head, OutputError if the folder cannot
+    be written."""
+    has_embedding: bool = False
+    """Whether the files hold an embedding, copied from the target if the head has none."""
+    one_layer_in: tuple[str, ...] = ()
+    """The readers that refuse heads with several layers."""
+
+    @property
+    def read_by(self) -> str:
+        """The projects that use the layout, as a phrase within a sentence."""
+        *others, last = self.readers or ("this project",)
+        return f"that of {', '.join(others)} and {last}" if others else f"that of {last}"
+
+    def servers(self, head: DraftHead) -> tuple[str, ...]:
+        """Return the tags of other servers that load a head in this layout unchanged."""
+        refusing = self.one_layer_in if head.cache_layers > 1 else ()
+        return tuple(name.lower() for name in self.readers if name in SERVERS and name not in refusing)
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """A kind of head. Its folder in `eagle_mlx/heads` contains everything about it."""
+
+    name: str
+    """Name for `eagle-train --head`."""
+    title: str
+    head_class: type[DraftHead]
+    formats: tuple[Format, ...]
+    """File layouts. Training writes the first one."""
+    mode: Literal["eagle", "mtp"] = "eagle"
+    """Name of this way to draft in `--spec-decode`."""
+    unusual: Callable[[Any], list[str]] = lambda head: []
+    """Returns the fields of a head's config that some loaders may not know."""
+
+    @property
+    def one_head(self) -> str:
+        """The name of a head with its article, within a sentence."""
+        return f"{'an' if self.title[0] in 'EM' else 'a'} {self.title} head"
+
+
 def build(
     folder: Path,
     head_class: type[H],
@@ -138,9 +195,8 @@ def build(
     d2t = take_draft_vocabulary(folder, tensors, size, getattr(config, "draft_vocab_size", size))
     with reading(folder / "config.json"):
         head: H = head_class(config) if d2t is None else head_class(config, d2t)
-        if (how := config.quantization) is not None:
-            bits = how["bits"]
-            nn.quantize(head, how["group_size"], bits, class_predicate=lambda path, _: f"{path}.scales" in tensors)
+        if config.quantization is not None:
+            nn.quantize(head, **config.quantization, class_predicate=lambda path, _: f"{path}.scales" in tensors)
     fill(folder, head, tensors, in_file)
     return head
 
@@ -165,13 +221,12 @@ def take_draft_vocabulary(
         )
     if d2t is None and t2d is None:
         return None
-    d2t = mx.zeros(vocab_size, mx.int32) if d2t is None else d2t
-    kept = np.array(d2t, np.int64) + np.arange(draft_vocab_size)
+    kept = np.arange(draft_vocab_size) + (0 if d2t is None else np.array(d2t, np.int64))
     if kept.min() < 0 or kept.max() >= vocab_size or np.any(np.diff(kept) <= 0):
         raise CheckpointError(f"d2t in {where} does not give ascending ids of a vocabulary of {vocab_size}")
     if t2d is not None and not np.array_equal(np.flatnonzero(np.array(t2d)), kept):
         raise CheckpointError(f"t2d and d2t in {where} name different draft vocabularies; one of them is damaged")
-    return None if draft_vocab_size == vocab_size else d2t.astype(mx.int32)
+    return None if d2t is None or draft_vocab_size == vocab_size else d2t.astype(mx.int32)
 
 
 def vocabulary_tensors(head: DraftHead) -> dict[str, mx.array]:
@@ -179,13 +234,12 @@ def vocabulary_tensors(head: DraftHead) -> dict[str, mx.array]:
     if head.token_ids is None:
         return {}
     kept = np.array(head.token_ids, np.int64)
-    t2d = np.zeros(head.vocab_size, np.bool_)
-    t2d[kept] = True
+    t2d = np.isin(np.arange(head.vocab_size), kept)
     return {"d2t": mx.array(kept - np.arange(len(kept))), "t2d": mx.array(t2d)}
 
 
 def caches_of(cache: Any | None, layers: int) -> list[Any]:
-    """Return a list of caches, one for each layer."""
+    """Return a cache for each layer, or None for each."""
     if cache is None:
         return [None] * layers
     return list(cache) if isinstance(cache, Sequence) else [cache]
@@ -200,3 +254,22 @@ def layer_mask(cache: Any | None, length: int, mask: Mask, window: int | None = 
         causal: mx.array = create_causal_mask(length, window_size=window)
         return causal
     return mask
+
+
+def of_class(config: Mapping[str, Any], *classes: str) -> bool:
+    """Return whether a head is of these classes. speculators writes some of these names too, with other fields."""
+    named = config.get("architectures")
+    is_named = isinstance(named, list) and any(name in named for name in classes)
+    return is_named and config.get("speculators_model_type") is None
+
+
+def of_speculators(kind: str) -> Callable[[Mapping[str, Any], object], bool]:
+    """Return a check for speculators' heads of this type."""
+    return lambda config, _: config.get("speculators_model_type") == kind
+
+
+def check_expressible(config: Any, layout: str, instead: str, **wanted: Any) -> None:
+    """Raise ConfigError, with what to do instead, unless the fields in `wanted` have the values a layout implies."""
+    for name, value in wanted.items():
+        if (own := getattr(config, name)) != value:
+            raise ConfigError(f"{layout} layout cannot express {name}={own}; {instead}")

@@ -7,8 +7,8 @@ input norm) and `embed_tokens`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,16 +17,14 @@ import mlx.nn as nn
 
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats import fields
-from eagle_mlx.formats.tensors import SaveOptions, layer_width, read_weights, save_head, with_embedding, without_copy
-from eagle_mlx.heads.base import HeadBase, Mask, build, caches_of
-from eagle_mlx.heads.kinds import Format, HeadKind
-from eagle_mlx.heads.layers import LayerShape, PlainLayer
+from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, layer_width, save_head, with_embedding
+from eagle_mlx.heads.base import Format, HeadBase, HeadKind, Mask, build, caches_of
+from eagle_mlx.heads.layers import LayerShape, PlainLayer, llama_json
 
-ARCHITECTURE = "LlamaForCausalLMEagle"
-"""Name in SGLang; SafeAILab's own loader does not check it."""
+ARCHITECTURE = "LlamaForCausalLMEagle"  # SGLang's name; SafeAILab's own loader does not check it
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EagleConfig(LayerShape):
     """`hidden_size` is the target's."""
 
@@ -61,53 +59,36 @@ class EagleHead(HeadBase[EagleConfig]):
 def save_eagle(head: EagleHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     """Write a head (`Format.save`) with an embedding, its own or its target's. Raises HeadError without either."""
     weights, noted = with_embedding(head)
-    values = dataclasses.asdict(head.config)
-    del values["own_embedding"], values["windows"], values["qk_norm"], values["quantization"]
-    config = {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        **values,
-        "eagle_fc_bias": head.config.bias,
-        **fields.window_json(head.config.windows),
-        **fields.quantization_json(head.config.quantization),
-    }
+    config = llama_json(head.config, ARCHITECTURE) | {"eagle_fc_bias": head.config.bias}
+    del config["qk_norm"]
     save_head(folder, config, weights, noted, **options)
 
 
-def load_eagle(folder: Path, _: int | None = None) -> EagleHead:
-    """Read a head (`Format.load`); tensor names may have the prefix `model.`."""
-    written = fields.read_config(folder)
-    tensors = {name.removeprefix("model."): value for name, value in read_weights(folder).items()}
-    tensors = without_copy(written, tensors)
-    return build(folder, EagleHead, _from_json(folder / "config.json", written, tensors), tensors)
-
-
-def _from_json(file: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> EagleConfig:
-    fields.warn_of_unknown(file, config)
-    fields.refuse(file, {**config, "tie_word_embeddings": False})  # there is no output projection to tie
-    with fields.reading(file):
-        flags = {bool(config[name]) for name in ("bias", "eagle_fc_bias") if config.get(name) is not None}
-        if len(flags) > 1:
-            raise CheckpointError(f"{file} sets bias and eagle_fc_bias to different values; keep one of them")
-        return EagleConfig(
-            **fields.layer_fields(config),
+def load_eagle(files: HeadFolder) -> EagleHead:
+    """Make a head of its files (`Format.load`)."""
+    written, tensors = files.config, files.without_copy()
+    fields.warn_of_unknown(files.file, written)
+    fields.refuse(files.file, {**written, "tie_word_embeddings": False})  # there is no output projection to tie
+    flags = {bool(written[name]) for name in ("bias", "eagle_fc_bias") if written.get(name) is not None}
+    if len(flags) > 1:
+        raise CheckpointError(f"{files.file} sets bias and eagle_fc_bias to different values; keep one of them")
+    with fields.reading(files.file):
+        config = EagleConfig(
+            **fields.layer_fields(written),
             bias=flags.pop() if flags else "fc.bias" in tensors,
             qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
             own_embedding="embed_tokens.weight" in tensors,
-            quantization=fields.read_quantization(config),
+            quantization=fields.read_quantization(written),
         )
+    return build(files.folder, EagleHead, config, tensors)
 
 
 def _holds(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> bool:
     """Return whether files are in this layout: a projection, and a layer as wide as the head."""
-    if config.get("speculators_model_type") is not None:
-        return False
-    names = {name.removeprefix("model.") for name in tensors}
-    return "fc.weight" in names and layer_width(config, tensors, "layers.0") == config.get("hidden_size", 0)
+    is_as_wide = layer_width(config, tensors, "layers.0") == config.get("hidden_size", 0)
+    return config.get("speculators_model_type") is None and "fc.weight" in tensors and is_as_wide
 
 
-_FILES = _holds, load_eagle, save_eagle
-_FORMAT = Format("eagle", "EAGLE-1, as SafeAILab writes it", ("SafeAILab", "SGLang"), *_FILES, has_embedding=True)
+_ABOUT, _READERS = "EAGLE-1, as SafeAILab writes it", ("SafeAILab", "SGLang")
+_FORMAT = Format("eagle", _ABOUT, _READERS, _holds, load_eagle, save_eagle, has_embedding=True)
 KIND = HeadKind("eagle", "EAGLE-1", EagleHead, (_FORMAT,))

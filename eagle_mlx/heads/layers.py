@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ from mlx_lm.models import activations
 from mlx_lm.models.rope_utils import initialize_rope
 
 from eagle_mlx.cpu import fastmath, use_shortcuts
-from eagle_mlx.formats.fields import Quantization, check, check_quantization, window_json
+from eagle_mlx.formats.fields import Quantization, check, check_quantization, quantization_json, window_json
 from eagle_mlx.heads.base import Mask, layer_mask
 
 _WRITTEN = (
@@ -74,6 +74,18 @@ def layer_json(config: LayerShape) -> dict[str, Any]:
     }
 
 
+def llama_json(config: LayerShape, architecture: str) -> dict[str, Any]:
+    """Return the config of a whole head with its fields at the top level. Raises ConfigError."""
+    values = asdict(config)
+    del values["own_embedding"], values["windows"], values["quantization"]
+    return {
+        **{"architectures": [architecture], "model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": False},
+        **values,
+        **window_json(config.windows),
+        **quantization_json(config.quantization),
+    }
+
+
 class Attention(nn.Module):
     """Attention over inputs of `width`, which may be larger than the hidden size.
 
@@ -84,7 +96,8 @@ class Attention(nn.Module):
         super().__init__()
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         bias = config.attention_bias or config.qkv_bias
-        self.heads, self.kv_heads, self.scale = heads, kv_heads, dim**-0.5
+        self.heads, self.kv_heads = heads, kv_heads
+        self.scale = dim**-0.5
         self.q_proj = nn.Linear(width, heads * dim, bias=bias)
         self.k_proj = nn.Linear(width, kv_heads * dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * dim, bias=bias)
@@ -133,15 +146,16 @@ class MLP(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """A Llama decoder layer; `normed` says whether it has an input norm."""
+    """A Llama decoder layer, with or without an input norm; its attention reads inputs of `width`."""
 
-    def __init__(self, config: LayerShape, index: int, normed: bool = True):
+    def __init__(self, config: LayerShape, index: int, normed: bool = True, width: int | None = None):
         super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.window = config.window_of(index)
-        self.self_attn = Attention(config, config.hidden_size)
+        self.self_attn = Attention(config, width or size)
         self.mlp = MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if normed else nn.Identity()
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(size, eps=eps) if normed else nn.Identity()
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
 
     def inputs(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """x [B, L, H] -> the attention's input and the residual, [B, L, H]."""
@@ -152,8 +166,11 @@ class PlainLayer(nn.Module):
         h = residual + attended
         return h + self.mlp(self.post_attention_layernorm(h))
 
+    def run(self, read: mx.array, residual: mx.array, mask: Mask, cache: Any | None) -> mx.array:
+        """Apply the layer to the results of `inputs`."""
+        mask = layer_mask(cache, read.shape[1], mask, self.window)
+        return self.finish(residual, self.self_attn(read, mask, cache))
+
     def __call__(self, x: mx.array, mask: Mask, cache: Any | None) -> mx.array:
         """x [B, L, H] -> [B, L, H]."""
-        mask = layer_mask(cache, x.shape[1], mask, self.window)
-        read, residual = self.inputs(x)
-        return self.finish(residual, self.self_attn(read, mask, cache))
+        return self.run(*self.inputs(x), mask, cache)

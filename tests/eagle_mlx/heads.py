@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from eagle_mlx.formats.tensors import HeadFolder
 from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from eagle_mlx.heads.eagle import EagleConfig, EagleHead
@@ -58,7 +59,7 @@ def from_mlx_vlm(head: MTPHead) -> MTPHead:
     """Return a head as it comes back from mlx-vlm's layout."""
     with TemporaryDirectory() as folder:
         save_split(head, f"{folder}/head", dtype=mx.float32)
-        return load_split(Path(folder) / "head")
+        return load_split(HeadFolder.read(Path(folder) / "head"))
 
 
 def mtp_layer(target: Target, model_type: str) -> dict[str, Any]:

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from eagle_mlx.errors import CheckpointError, HeadError, HeadWarning, OutputError
-from eagle_mlx.formats.tensors import weights_of
+from eagle_mlx.formats.tensors import HeadFolder, weights_of
 from eagle_mlx.heads import load_head
 from eagle_mlx.heads.eagle3 import Eagle3Head, save_eagle3
-from eagle_mlx.heads.eagle3.portable import load_eagle3
-from eagle_mlx.heads.eagle3.speculators import load_speculators, save_speculators
+from eagle_mlx.heads.eagle3.formats import load_eagle3, load_speculators, save_speculators
 from tests.eagle_mlx import test_heads_golden as golden
 from tests.fakes import tiny_head, tiny_target
 
@@ -55,7 +54,7 @@ def reconfigure(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 def test_the_round_trip_is_exact(tmp_path: Path, draft_vocab: int | None, dtype: mx.Dtype) -> None:
     head = saved(tmp_path / "a", draft_vocab, dtype=dtype)
-    again = load_eagle3(tmp_path / "a")
+    again = load_head(tmp_path / "a")
     assert again.config == head.config
     assert (again.d2t is None) == (draft_vocab is None)
     if again.d2t is not None and head.d2t is not None:
@@ -104,23 +103,23 @@ def test_names_with_the_prefix_of_a_model(tmp_path: Path) -> None:
             tensors[f"model.{name}"] = tensors.pop(name)
 
     rewrite(tmp_path / "h", prefix)
-    again = load_eagle3(tmp_path / "h")
+    again = load_head(tmp_path / "h")
     assert mx.allclose(again.fc.weight, head.fc.weight, atol=1e-2)
 
 
 def test_layer_ids_of_either_kind(tmp_path: Path) -> None:
     layers = saved(tmp_path / "h").config.aux_layers
     reconfigure(tmp_path / "h", eagle_config="gone")
-    assert load_eagle3(tmp_path / "h").config.aux_layers == layers
+    assert load_head(tmp_path / "h").config.aux_layers == layers
     reconfigure(tmp_path / "h", eagle_aux_hidden_state_layer_ids="gone")
     with pytest.raises(CheckpointError, match="does not name the layers"):
-        load_eagle3(tmp_path / "h")
-    assert load_eagle3(tmp_path / "h", target_layers=28).config.aux_layers == (1, 13, 24)
+        load_head(tmp_path / "h")
+    assert load_eagle3(HeadFolder.read(tmp_path / "h", target_layers=28)).config.aux_layers == (1, 13, 24)
     reconfigure(tmp_path / "h", eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 3]})
-    assert load_eagle3(tmp_path / "h").config.aux_layers == (0, 2, 3)
+    assert load_head(tmp_path / "h").config.aux_layers == (0, 2, 3)
     reconfigure(tmp_path / "h", eagle_aux_hidden_state_layer_ids=[0, 2, 3])
     with pytest.raises(CheckpointError, match="different layers"):
-        load_eagle3(tmp_path / "h")
+        load_head(tmp_path / "h")
 
 
 def test_configs_of_newer_transformers(tmp_path: Path) -> None:
@@ -128,7 +127,7 @@ def test_configs_of_newer_transformers(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = 64
     reconfigure(tmp_path / "h", rope_theta="gone", rope_scaling="gone", rope_parameters=rope)
-    config = load_eagle3(tmp_path / "h").config
+    config = load_head(tmp_path / "h").config
     assert config.rope_theta == 5e5
     assert config.rope_scaling is not None
     assert config.rope_scaling["rope_type"] == "llama3"
@@ -143,13 +142,13 @@ def test_rope_parameters_by_type_of_layer(tmp_path: Path) -> None:
     saved(tmp_path / "h")
     folder = tmp_path / "h"
     reconfigure(folder, rope_theta="gone", rope_scaling="gone", rope_parameters=BY_TYPE)
-    assert (load_eagle3(folder).config.rope_theta, load_eagle3(folder).config.rope_scaling) == (5e5, None)
+    assert (load_head(folder).config.rope_theta, load_head(folder).config.rope_scaling) == (5e5, None)
     reconfigure(folder, rope_theta=3.0)
-    assert load_eagle3(folder).config.rope_theta == 5e5, "as in transformers, the inner one stands before the other"
+    assert load_head(folder).config.rope_theta == 5e5, "as in transformers, the inner one stands before the other"
     reconfigure(folder, rope_parameters={"full_attention": {"rope_type": "default"}})
-    assert load_eagle3(folder).config.rope_theta == 3.0
+    assert load_head(folder).config.rope_theta == 3.0
     reconfigure(folder, rope_parameters=BY_TYPE, use_sliding_window=True, sliding_window=8)
-    config = load_eagle3(folder).config
+    config = load_head(folder).config
     assert (config.rope_theta, config.rope_scaling) == (7.0, {"rope_type": "linear", "factor": 2.0})
 
 
@@ -159,7 +158,7 @@ def test_speculators_turns_all_layers_as_the_sliding_ones(tmp_path: Path) -> Non
     save_speculators(head, tmp_path / "h")
     layer = json.loads((tmp_path / "h" / "config.json").read_text())["transformer_layer_config"]
     reconfigure(tmp_path / "h", transformer_layer_config=layer | {"rope_parameters": BY_TYPE})
-    config = load_speculators(tmp_path / "h").config
+    config = load_head(tmp_path / "h").config
     assert (config.rope_theta, config.rope_scaling) == (7.0, {"rope_type": "linear", "factor": 2.0})
 
 
@@ -167,7 +166,7 @@ def test_fields_that_nobody_here_knows_are_named(tmp_path: Path) -> None:
     saved(tmp_path / "h")
     reconfigure(tmp_path / "h", mask_token_id=9, block_size=16, markov_rank=256, colour=None, blue=False, _shade={})
     with pytest.warns(HeadWarning, match=r"config\.json sets block_size, markov_rank, mask_token_id, not known here"):
-        load_eagle3(tmp_path / "h")
+        load_head(tmp_path / "h")
 
 
 def test_a_type_of_speculator_that_is_null_is_none(tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_a_type_of_speculator_that_is_null_is_none(tmp_path: Path) -> None:
     reconfigure(tmp_path / "h", speculators_model_type=None)
     assert isinstance(load_head(tmp_path / "h"), Eagle3Head)
     with pytest.raises(CheckpointError, match="has speculators_model_type None; it must be eagle3"):
-        load_speculators(tmp_path / "h")
+        load_speculators(HeadFolder.read(tmp_path / "h"))
 
 
 @pytest.mark.parametrize("name", [name for name in golden.NAMES if not golden.published(name)])
@@ -201,7 +200,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Any, message:
     saved(tmp_path / "h")
     rewrite(tmp_path / "h", change)
     with pytest.raises(CheckpointError, match=message):
-        load_eagle3(tmp_path / "h")
+        load_head(tmp_path / "h")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +241,7 @@ def test_configs_that_cannot_be_used(tmp_path: Path, changes: dict[str, Any], me
     saved(tmp_path / "h")
     reconfigure(tmp_path / "h", **changes)
     with pytest.raises(CheckpointError, match=message):
-        load_eagle3(tmp_path / "h")
+        load_head(tmp_path / "h")
 
 
 def test_damaged_and_missing_files(tmp_path: Path) -> None:
@@ -252,23 +251,23 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
     for cut in (0, 5, 100, len(whole) // 2, len(whole) - 1):
         weights.write_bytes(whole[:cut])
         with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-            load_eagle3(tmp_path / "h")
+            load_head(tmp_path / "h")
     weights.write_bytes(b"not a checkpoint at all, just some text that is long enough")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        load_eagle3(tmp_path / "h")
+        load_head(tmp_path / "h")
     weights.unlink()
     (tmp_path / "h" / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="is not a zip file from torch.save"):
-        load_eagle3(tmp_path / "h")
+        load_head(tmp_path / "h")
     (tmp_path / "h" / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="has no weights"):
-        load_eagle3(tmp_path / "h")
+        load_head(tmp_path / "h")
     (tmp_path / "h" / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load_eagle3(tmp_path / "h")
+        load_head(tmp_path / "h")
     (tmp_path / "h" / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        load_eagle3(tmp_path / "h")
+        load_head(tmp_path / "h")
 
 
 def test_a_folder_that_exists_is_kept(tmp_path: Path) -> None:
@@ -278,7 +277,7 @@ def test_a_folder_that_exists_is_kept(tmp_path: Path) -> None:
         saved(tmp_path / "h")
     assert (tmp_path / "h" / "model.safetensors").read_bytes() == before
     saved(tmp_path / "h", 48, overwrite=True)
-    assert load_eagle3(tmp_path / "h").config.draft_vocab_size == 48
+    assert load_head(tmp_path / "h").config.draft_vocab_size == 48
     assert [p.name for p in tmp_path.iterdir()] == ["h"]
 
 

@@ -14,11 +14,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError, OutputError
-from eagle_mlx.formats.tensors import read_tensors, weights_of
+from eagle_mlx.formats.tensors import HeadFolder, read_tensors, weights_of
 from eagle_mlx.heads import kind_of, load_head
 from eagle_mlx.heads.eagle import save_eagle
 from eagle_mlx.heads.eagle3 import save_eagle3
-from eagle_mlx.heads.eagle3.speculators import load_speculators, save_speculators
+from eagle_mlx.heads.eagle3.formats import load_speculators, save_speculators
 from eagle_mlx.heads.mtp import mtp_of_model
 from eagle_mlx.heads.mtp.formats import quantized, save_speculators_mtp, save_split
 from eagle_mlx.heads.mtp.published import mtp_of_tensors
@@ -270,7 +270,7 @@ def test_a_name_of_layers_that_only_the_target_can_give(tmp_path: Path) -> None:
     save_speculators(head, tmp_path / "s")
     change(tmp_path / "s", None, eagle_aux_hidden_state_layer_ids=None)
     assert load_head(tmp_path / "s", TARGET).config.aux_layers == (0, 2, 3)
-    assert load_speculators(tmp_path / "s", 28).config.aux_layers == (1, 13, 24)
+    assert load_speculators(HeadFolder.read(tmp_path / "s", 28)).config.aux_layers == (1, 13, 24)
 
 
 @pytest.mark.parametrize("name", ["mtp of qwen3-next", "mtp of deepseek", "mtp, own ends"])

@@ -17,7 +17,7 @@ import pytest
 from eagle_mlx.formats.tensors import read_tensors
 from eagle_mlx.heads.eagle import save_eagle
 from eagle_mlx.heads.eagle3 import save_eagle3
-from eagle_mlx.heads.eagle3.speculators import save_speculators
+from eagle_mlx.heads.eagle3.formats import save_speculators
 from eagle_mlx.heads.mtp.formats import save_speculators_mtp
 from tests.eagle_mlx.heads import SHAPE, eagle, eagle3, mtp
 from tests.fakes import tiny_target

@@ -16,7 +16,7 @@ from eagle_mlx.formats.tensors import weights_of
 from eagle_mlx.heads import kind_of, load_head
 from eagle_mlx.heads.eagle import EagleHead
 from eagle_mlx.heads.eagle3 import Eagle3Head
-from eagle_mlx.heads.eagle3.speculators import save_speculators
+from eagle_mlx.heads.eagle3.formats import save_speculators
 from eagle_mlx.heads.precision import described, quantization_of, quantize, quantize_for
 from eagle_mlx.target import Target
 from tests.eagle_mlx.heads import ALL, KINDS, eagle, eagle3, mtp

@@ -15,8 +15,7 @@ import pytest
 
 import eagle_mlx as em
 from eagle_mlx import heads
-from eagle_mlx.formats.fields import read_config
-from eagle_mlx.formats.tensors import fill, read_weights, save_head, weights_of
+from eagle_mlx.formats.tensors import HeadFolder, fill, save_head, weights_of
 from eagle_mlx.heads import Format, HeadBase, HeadKind
 from eagle_mlx.heads.base import Mask, caches_of
 from eagle_mlx.heads.layers import LayerShape, PlainLayer
@@ -59,9 +58,9 @@ def save_toy(head: Any, folder: Path, **options: Any) -> None:
     save_head(folder, {"toy": dataclasses.asdict(head.config)}, weights_of(head), **options)
 
 
-def load_toy(folder: Path, target_layers: int | None) -> ToyHead:
-    head = ToyHead(ToyConfig(**{**read_config(folder)["toy"], "windows": ()}))
-    fill(folder, head, read_weights(folder))
+def load_toy(files: HeadFolder) -> ToyHead:
+    head = ToyHead(ToyConfig(**{**files.config["toy"], "windows": ()}))
+    fill(files.folder, head, files.tensors)
     return head
 
 

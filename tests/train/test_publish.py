@@ -19,7 +19,7 @@ import eagle_mlx as em
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.eagle import save_eagle
 from eagle_mlx.heads.eagle3 import Eagle3Head, save_eagle3
-from eagle_mlx.heads.eagle3.speculators import save_speculators
+from eagle_mlx.heads.eagle3.formats import save_speculators
 from eagle_mlx.heads.mtp import save_mtp
 from eagle_mlx.heads.mtp.formats import save_speculators_mtp
 from eagle_mlx.heads.precision import quantization_of, quantize

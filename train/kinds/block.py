@@ -19,8 +19,7 @@ import numpy as np
 from eagle_mlx.cpu import fastmath
 from eagle_mlx.errors import ConfigError
 from eagle_mlx.heads.block import BlockConfig, BlockHead, DFlashHead, DSparkHead
-from eagle_mlx.heads.block.config import BlockAttention
-from eagle_mlx.heads.block.layers import BlockLayer
+from eagle_mlx.heads.block.layers import BlockAttention, BlockLayer
 from eagle_mlx.target import Target
 
 from ..config import TrainSettings

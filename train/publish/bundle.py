@@ -15,11 +15,9 @@ from huggingface_hub import ModelCard
 from eagle_mlx import hub
 from eagle_mlx.catalog.base_model import BASE_MODEL, by_mlx_community
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadError, OutputError
-from eagle_mlx.formats.fields import read_config
-from eagle_mlx.formats.tensors import read_tensors, weights_of
-from eagle_mlx.heads import layout_of, load_head
+from eagle_mlx.formats.tensors import HeadFolder, weights_of
+from eagle_mlx.heads import HeadKind, layout_of, load_head
 from eagle_mlx.heads.base import DraftHead
-from eagle_mlx.heads.kinds import HeadKind
 from eagle_mlx.heads.precision import quantization_of
 
 from ..convert.conversion import verifier_of
@@ -104,9 +102,9 @@ def read_source(folder: str | Path) -> HeadFiles:
         raise CheckpointError(
             f"{place} has no .safetensors files; convert the head first, since PyTorch files can contain code"
         )
-    config = read_config(place)
     head = load_head(place)
-    kind, layout = layout_of(place, config, read_tensors(place))
+    files = HeadFolder.read(place)
+    kind, layout = layout_of(files)
     written_as, servers = layout.about, layout.servers(head)
     if quantization_of(head) is not None:
         written_as, servers = f"{written_as}, quantized by MLX", ()
@@ -115,7 +113,7 @@ def read_source(folder: str | Path) -> HeadFiles:
     if run is not None:
         report = read_object(run / REPORT, "move it away to publish without it") or {}
         plots = tuple(run / name for name in OF_THE_HEAD if (run / name).is_file())
-    return HeadFiles(place, config, kind, written_as, servers, head, report, which, plots)
+    return HeadFiles(place, files.config, kind, written_as, servers, head, report, which, plots)
 
 
 def _run_of(given: Path) -> tuple[Path | None, str]:

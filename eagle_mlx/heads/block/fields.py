@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
-from eagle_mlx.formats.fields import (
-    check,
-    layer_fields,
-    quantization_json,
-    read_quantization,
-    refuse,
-    unknown_fields,
-    warn_of_unknown,
-)
-from eagle_mlx.formats.tensors import read_weights
-from eagle_mlx.heads.block.config import BlockConfig
-from eagle_mlx.heads.kinds import check_expressible
+from eagle_mlx.formats import fields
+from eagle_mlx.formats.fields import check
+from eagle_mlx.formats.tensors import HeadFolder
+from eagle_mlx.heads.base import check_expressible
+from eagle_mlx.heads.block.layers import MARKOV_HEADS, BlockConfig
 from eagle_mlx.heads.layers import layer_json
 
 DFLASH = "dflash_config"
 """The object in which z-lab and SpecForge keep the fields of block drafters."""
-SHARED = (
-    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "rope_is_neox_style", "is_neox_style"),
-)
+_CONTEXT = ("target_layer_ids", "num_target_layers", "rope_is_neox_style", "is_neox_style")
+SHARED = ("block_size", "mask_token_id", *_CONTEXT)
 """Fields of every block drafter."""
-DSPARK = (
-    *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor"),
-)
+_CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor")
+DSPARK = ("markov_rank", "markov_head_type", *_CONFIDENCE)
 TRAINING = (
     *("num_anchors", "confidence_head_alpha", "attention_mode", "loss_decay_gamma", "ce_loss_alpha", "l1_loss_alpha"),
     *("selector_loss_weight", "attn_implementation"),
@@ -47,7 +38,7 @@ _UNIMPLEMENTED = (
 """Fields that change the network, and that are refused even where other unknown fields are not."""
 
 
-def flat_config(file: Path, config: Mapping[str, Any], known: Iterable[str], strict: bool = True) -> dict[str, Any]:
+def flat_config(file: Path, config: Mapping[str, Any], known: Sequence[str], strict: bool = True) -> dict[str, Any]:
     """Return the fields that are set, with those of `dflash_config` at the top level, where they take precedence.
 
     `known` are the layout's fields besides those of decoder layers. Raises CheckpointError for others, and for values
@@ -58,30 +49,28 @@ def flat_config(file: Path, config: Mapping[str, Any], known: Iterable[str], str
     if not isinstance(inner, dict):
         raise CheckpointError(f"{file}: {DFLASH} must be an object, not {inner!r}")
     given = {**config, **{name: value for name, value in inner.items() if value is not None}}
-    fields = {name: value for name, value in given.items() if value is not None and name != DFLASH}
-    own = {*known, "is_causal", "tie_word_embeddings"}
-    others = {name: value for name, value in fields.items() if name not in own}
-    refuse(file, others)
-    unknown = [name for name in unknown_fields(others) if strict or name in _UNIMPLEMENTED]
-    if unknown:
+    given = {name: value for name, value in given.items() if value is not None and name != DFLASH}
+    others = {name: value for name, value in given.items() if name not in (*known, "is_causal", "tie_word_embeddings")}
+    fields.refuse(file, others)
+    if unknown := [name for name in fields.unknown_fields(others) if strict or name in _UNIMPLEMENTED]:
         raise CheckpointError(
             f"{file} sets {', '.join(unknown)}, which block drafters here do not support; their effect would be missing"
         )
-    warn_of_unknown(file, others)
-    return fields
+    fields.warn_of_unknown(file, others)
+    return given
 
 
 def shared_fields(config: Mapping[str, Any], target_layers: int | None) -> dict[str, Any]:
     """Return the fields of the decoder layers, of the block and of the context. Raises KeyError, ConfigError."""
-    fields = layer_fields({**config, "layer_types": layer_types(config)})
+    layer = fields.layer_fields({**config, "layer_types": layer_types(config)})
     return {
-        **fields,
-        "draft_vocab_size": fields["vocab_size"],
-        "aux_layers": _aux_layers(config, fields["num_hidden_layers"], target_layers),
+        **layer,
+        "draft_vocab_size": layer["vocab_size"],
+        "aux_layers": _aux_layers(config, layer["num_hidden_layers"], target_layers),
         "block_size": int(config["block_size"]),
         "mask_token_id": int(config["mask_token_id"]),
         "interleaved_rope": not config.get("rope_is_neox_style", config.get("is_neox_style", True)),
-        "quantization": read_quantization(config),
+        "quantization": fields.read_quantization(config),
     }
 
 
@@ -96,8 +85,7 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
 
 def _aux_layers(config: Mapping[str, Any], layers: int, target_layers: int | None) -> tuple[int, ...]:
     if ids := config.get("target_layer_ids"):
-        if min(ids) < 0:
-            raise ConfigError(f"target_layer_ids {list(ids)} name the embedding's output, which cannot be read")
+        check(min(ids) >= 0, f"target_layer_ids {list(ids)} name the embedding's output, which cannot be read")
         return tuple(map(int, ids))
     count = config.get("num_target_layers", target_layers)
     if count is None:
@@ -124,8 +112,7 @@ def dspark_fields(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) ->
     w1, proj = tensors.get("markov_head.markov_w1.weight"), tensors.get("confidence_head.proj.weight")
     rank = int(config.get("markov_rank", 0 if w1 is None else w1.shape[-1]))
     kind = str(config.get("markov_head_type", "vanilla")).lower()
-    if rank and kind not in ("vanilla", "gated", "rnn"):
-        raise ConfigError(f"markov_head_type is {kind}; it must be vanilla, gated or rnn")
+    check(not rank or kind in MARKOV_HEADS, f"markov_head_type is {kind}; it must be vanilla, gated or rnn")
     confident = bool(config.get("enable_confidence_head", proj is not None))
     reads_token = config.get("confidence_head_with_markov", rank > 0)
     return {
@@ -136,18 +123,11 @@ def dspark_fields(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) ->
     }
 
 
-def read_block_weights(folder: Path, left_out: Sequence[str] = ()) -> dict[str, mx.array]:
-    """Return the tensors without the prefix `model.`, and without those in `left_out`. Raises CheckpointError."""
-    if (folder / "mask_embedding.pt").exists():
-        raise CheckpointError(f"{folder} has a mask_embedding.pt; a separate mask embedding is not supported")
-    tensors: dict[str, mx.array] = {}
-    for name, value in read_weights(folder).items():
-        short = name.removeprefix("model.")
-        if short in tensors:
-            raise CheckpointError(f"{folder} holds {short} twice, once as {name}; keep one of them")
-        if short not in left_out:
-            tensors[short] = value
-    return tensors
+def block_tensors(files: HeadFolder) -> dict[str, mx.array]:
+    """Return the tensors, without copies of the target's. Raises CheckpointError for a separate mask embedding."""
+    if (files.folder / "mask_embedding.pt").exists():
+        raise CheckpointError(f"{files.folder} has a mask_embedding.pt; a separate mask embedding is not supported")
+    return {name: value for name, value in files.tensors.items() if name not in fields.NOT_READ}
 
 
 def block_layer_json(config: BlockConfig) -> dict[str, Any]:
@@ -160,7 +140,6 @@ def block_layer_json(config: BlockConfig) -> dict[str, Any]:
         "use_sliding_window": bool(config.windows),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
         **({"rope_is_neox_style": False} if config.interleaved_rope else {}),
-        **quantization_json(config.quantization),
     }
 
 
@@ -200,9 +179,8 @@ def as_qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a Gemma config with the names of Qwen3's fields, without RoPE's. Raises ConfigError, KeyError."""
     kv_heads = config["num_global_key_value_heads" if config.get("attention_k_eq_v") else "num_key_value_heads"]
     activation = config.get("hidden_activation")
-    check(
-        activation == _GEMMA_ACTIVATION, f"hidden_activation is {activation!r}; only {_GEMMA_ACTIVATION} is supported"
-    )
+    is_known = activation == _GEMMA_ACTIVATION
+    check(is_known, f"hidden_activation is {activation!r}; only {_GEMMA_ACTIVATION} is supported")
     left_out = ("rope_parameters", "rope_scaling", "hidden_activation", "partial_rotary_factor")
     kept = {name: value for name, value in config.items() if name not in left_out}
     return {**kept, "head_dim": config["global_head_dim"], "num_key_value_heads": kv_heads}

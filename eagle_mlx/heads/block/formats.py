@@ -15,46 +15,29 @@ files only if the draft vocabulary is smaller than the target's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-import mlx.core as mx
-
 from eagle_mlx.errors import CheckpointError, ConfigError
-from eagle_mlx.formats.fields import quantization_json, read_config, reading, speculators_json
-from eagle_mlx.formats.tensors import SaveOptions, save_head, weights_of
-from eagle_mlx.heads.base import build, vocabulary_tensors
-from eagle_mlx.heads.block.config import BlockConfig
-from eagle_mlx.heads.block.fields import (
-    DFLASH,
-    DSPARK,
-    SHARED,
-    TRAINING,
-    all_or_none,
-    as_qwen3,
-    block_layer_json,
-    causal_by_type,
-    check_block_expressible,
-    dspark_fields,
-    dspark_json,
-    flat_config,
-    gemma_fields,
-    gemma_json,
-    own_ends,
-    read_block_weights,
-    shared_fields,
+from eagle_mlx.formats.fields import (
+    LAYER_DEFAULTS,
+    check,
+    quantization_json,
+    reading,
+    speculators_json,
+    speculators_layer,
 )
+from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, save_head, weights_of
+from eagle_mlx.heads.base import Format, build, of_class, of_speculators, vocabulary_tensors
+from eagle_mlx.heads.block import fields
+from eagle_mlx.heads.block.fields import DFLASH, DSPARK, SHARED, TRAINING, all_or_none, causal_by_type
 from eagle_mlx.heads.block.head import BlockHead, DFlash2Head, DFlashHead, DSparkHead
-from eagle_mlx.heads.eagle3.speculators import LAYER_DEFAULTS, NOT_READ
-from eagle_mlx.heads.kinds import Format, of_class, of_speculators
+from eagle_mlx.heads.block.layers import BlockConfig
 
 ZLAB, ZLAB_2 = "DFlashDraftModel", "DFlash2DraftModel"
 DEEPSPEC, GEMMA = "Qwen3DSparkModel", "Gemma4DSparkModel"
 SPECFORGE, LIQUID = "DSparkDraftModel", "Lfm2DSparkDraftModel"
-holds_zlab, holds_zlab_2 = of_class(ZLAB), of_class(ZLAB_2)
-holds_deepspec, holds_specforge = of_class(DEEPSPEC, GEMMA), of_class(SPECFORGE, LIQUID)
-
 _SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 _OF_ZLAB = (*SHARED, *TRAINING, "causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
@@ -67,83 +50,72 @@ _PLAIN_OUTPUT = {"embedding_scale": None, "output_multiplier": 1.0, "logit_softc
 
 _IDS = "aux_hidden_state_layer_ids"
 _OF_SPECULATORS = (*TRAINING, *DSPARK, _IDS, "block_size", "mask_token_id", "sliding_window_non_causal", "max_anchors")
-_CLASSES: dict[str, type[BlockHead]] = {"dflash": DFlashHead, "dspark": DSparkHead}
-_SAVED_CLASSES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
 
 
-def load_zlab(folder: Path, target_layers: int | None = None) -> BlockHead:
-    """Read a DFlash or DFlash2 head (`Format.load`)."""
-    file, written = folder / "config.json", read_config(folder)
-    second = holds_zlab_2(written, {})
-    own = _SELECTOR if second else ()
-    written = flat_config(file, written, (*_OF_ZLAB, *own))
-    with reading(file):
+def load_zlab(files: HeadFolder) -> BlockHead:
+    """Make a DFlash or DFlash2 head of its files (`Format.load`)."""
+    is_second = of_class(files.config, ZLAB_2)
+    own = _SELECTOR if is_second else ()
+    written = fields.flat_config(files.file, files.config, (*_OF_ZLAB, *own))
+    with reading(files.file):
         selector: dict[str, Any] = {name: int(written[name]) for name in own}
         scale, softcap = written.get("input_embedding_scale"), written.get("final_logit_softcapping")
         config = BlockConfig(
-            **_with_causality(written, target_layers),
+            **_with_causality(written, files.target_layers),
             embedding_scale=None if scale is None else float(scale),
             output_multiplier=float(written.get("output_multiplier", 1.0)),
             logit_softcap=float(softcap) if softcap else None,
             **selector,
         )
-    tensors = read_block_weights(folder)
+    tensors = fields.block_tensors(files)
     tensors = {f"{name}.weight" if name in _CODEBOOKS else name: x for name, x in tensors.items()}
-    return build(folder, DFlash2Head if second else DFlashHead, config, tensors)
+    return build(files.folder, DFlash2Head if is_second else DFlashHead, config, tensors)
 
 
-def load_deepspec(folder: Path, target_layers: int | None = None) -> DSparkHead:
-    """Read a DSpark head. Unknown fields of the top level only give a warning: DeepSpec copies the target's config."""
-    file, written = folder / "config.json", read_config(folder)
-    own: dict[str, Any] = {}
-    if of_class(GEMMA)(written, {}):
-        with reading(file):
-            written, own = as_qwen3(written), gemma_fields(written)
+def load_deepspec(files: HeadFolder) -> DSparkHead:
+    """Make a DSpark head of its files. Unknown fields only give a warning: DeepSpec copies the target's config."""
+    written, own = files.config, {}
+    if of_class(written, GEMMA):
+        with reading(files.file):
+            written, own = fields.as_qwen3(written), fields.gemma_fields(written)
     else:  # the factor is the target's; DeepSpec's attention turns whole heads
-        rope = written.get("rope_parameters") or {}
-        written["rope_parameters"] = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
-        written.pop("partial_rotary_factor", None)
-    written = flat_config(file, written, (*_OF_DSPARK, *_OF_GEMMA), strict=False)
-    tensors = read_block_weights(folder)
-    with reading(file):
-        fields = {**shared_fields(written, target_layers), **own}
-        if fields["windows"]:
-            raise ConfigError("a layer slides; DeepSpec trains layers with full attention")
-        first = bool(written.get("sample_from_anchor", True))
-        config = BlockConfig(**fields, **dspark_fields(written, tensors), **own_ends(tensors), first_slot_drafts=first)
-    return build(folder, DSparkHead, config, tensors)
+        rope = {**(written.get("rope_parameters") or {}), "partial_rotary_factor": None}
+        written = {**written, "rope_parameters": rope, "partial_rotary_factor": None}
+    written = fields.flat_config(files.file, written, (*_OF_DSPARK, *_OF_GEMMA), strict=False)
+    with reading(files.file):
+        shared = {**fields.shared_fields(written, files.target_layers), **own}
+        check(not shared["windows"], "a layer slides; DeepSpec trains layers with full attention")
+        return _dspark(files, written, shared)
 
 
-def load_specforge(folder: Path, target_layers: int | None = None) -> DSparkHead:
-    """Read a DSpark head of SpecForge's or LiquidAI's."""
-    file = folder / "config.json"
-    written = flat_config(file, read_config(folder), (*_OF_DSPARK, "projector_type"))
+def load_specforge(files: HeadFolder) -> DSparkHead:
+    """Make a DSpark head of SpecForge's or LiquidAI's files."""
+    written = fields.flat_config(files.file, files.config, (*_OF_DSPARK, "projector_type"))
     if (projector := written.get("projector_type", "dspark")) != "dspark":
-        raise CheckpointError(f"{file} sets {DFLASH}.projector_type to {projector!r}; only dspark is known")
-    tensors = read_block_weights(folder)
-    with reading(file):
-        config = BlockConfig(
-            **_with_causality(written, target_layers),
-            **dspark_fields(written, tensors),
-            **own_ends(tensors),
-            first_slot_drafts=bool(written.get("sample_from_anchor", True)),
-        )
-    return build(folder, DSparkHead, config, tensors)
+        raise CheckpointError(f"{files.file} sets {DFLASH}.projector_type to {projector!r}; only dspark is known")
+    with reading(files.file):
+        return _dspark(files, written, _with_causality(written, files.target_layers))
+
+
+def _dspark(files: HeadFolder, written: Mapping[str, Any], shared: dict[str, Any]) -> DSparkHead:
+    tensors, first = fields.block_tensors(files), bool(written.get("sample_from_anchor", True))
+    own = {**fields.dspark_fields(written, tensors), **fields.own_ends(tensors)}
+    return build(files.folder, DSparkHead, BlockConfig(**shared, **own, first_slot_drafts=first), tensors)
 
 
 def _with_causality(config: Mapping[str, Any], target_layers: int | None) -> dict[str, Any]:
     """Return the shared fields and `causal`, which `is_causal`, else `causal`, sets for all layers."""
-    fields = shared_fields(config, target_layers)
-    layers, said = fields["num_hidden_layers"], config.get("is_causal", config.get("causal"))
-    by_type = causal_by_type(fields["windows"], layers)
-    return {**fields, "causal": by_type if said is None else all_or_none((bool(said),) * layers)}
+    shared = fields.shared_fields(config, target_layers)
+    layers, flag = shared["num_hidden_layers"], config.get("is_causal", config.get("causal"))
+    by_type = causal_by_type(shared["windows"], layers)
+    return {**shared, "causal": by_type if flag is None else all_or_none((bool(flag),) * layers)}
 
 
 def save_zlab(head: DFlashHead | DFlash2Head, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     """Write a head in z-lab's layout (`Format.save`)."""
     config, second, weights = head.config, isinstance(head, DFlash2Head), weights_of(head)
     ends = {"own_embedding": False, "own_lm_head": False, "first_slot_drafts": False}
-    check_block_expressible(
+    fields.check_block_expressible(
         config, "z-lab's", conv_kernel_size=config.conv_kernel_size, **ends, **_windows_end_at_slots(config)
     )
     own = {name: getattr(config, name) for name in _SELECTOR} if second else {}
@@ -153,7 +125,8 @@ def save_zlab(head: DFlashHead | DFlash2Head, folder: str | Path, **options: Unp
         "final_logit_softcapping": config.logit_softcap,
     }
     written = {
-        **block_layer_json(config),
+        **fields.block_layer_json(config),
+        **quantization_json(config.quantization),
         "architectures": [ZLAB_2 if second else ZLAB],
         "block_size": config.block_size,
         **_causal_json(config),
@@ -169,16 +142,18 @@ def save_deepspec(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOp
     config = head.config
     scaled = {"gemma": True, "output_multiplier": 1.0, "embedding_scale": config.hidden_size**0.5}
     output = scaled if config.gemma else _PLAIN_OUTPUT
-    check_block_expressible(config, "DeepSpec's", windows=(), causal=(), interleaved_rope=False, **output)
-    placed = {**_block_json(config), **dspark_json(config), "architectures": [GEMMA if config.gemma else DEEPSPEC]}
-    _write(head, folder, placed | (gemma_json(config) if config.gemma else {}), options)
+    fields.check_block_expressible(config, "DeepSpec's", windows=(), causal=(), interleaved_rope=False, **output)
+    placed = {**_block_json(config), **fields.dspark_json(config), "architectures": [DEEPSPEC]}
+    if config.gemma:
+        placed |= {**fields.gemma_json(config), "architectures": [GEMMA]}
+    _write(head, folder, placed, options)
 
 
 def save_specforge(head: DSparkHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     """Write a head in SpecForge's layout."""
     config = head.config
-    check_block_expressible(config, "SpecForge's", **_PLAIN_OUTPUT, **_windows_end_at_slots(config))
-    nested = {**_block_json(config), **dspark_json(config), "projector_type": "dspark"}
+    fields.check_block_expressible(config, "SpecForge's", **_PLAIN_OUTPUT, **_windows_end_at_slots(config))
+    nested = {**_block_json(config), **fields.dspark_json(config), "projector_type": "dspark"}
     placed = {"architectures": [SPECFORGE], "block_size": config.block_size, **_causal_json(config), DFLASH: nested}
     _write(head, folder, placed, options)
 
@@ -194,8 +169,9 @@ def _block_json(config: BlockConfig) -> dict[str, Any]:
 
 def _write(head: BlockHead, folder: str | Path, placed: Mapping[str, Any], options: SaveOptions) -> None:
     config = head.config
-    check_block_expressible(config, "this", draft_vocab_size=config.vocab_size, gemma=config.gemma)
-    save_head(folder, {**block_layer_json(config), **placed}, weights_of(head), **options)
+    fields.check_block_expressible(config, "this", draft_vocab_size=config.vocab_size, gemma=config.gemma)
+    written = {**fields.block_layer_json(config), **quantization_json(config.quantization), **placed}
+    save_head(folder, written, weights_of(head), **options)
 
 
 def _causal_json(config: BlockConfig) -> dict[str, Any]:
@@ -208,43 +184,28 @@ def _causal_json(config: BlockConfig) -> dict[str, Any]:
     return {"is_causal": causal[0]}
 
 
-def load_speculators_block(folder: Path, target_layers: int | None = None) -> BlockHead:
-    """Read a DFlash or DSpark head (`Format.load`)."""
-    file = folder / "config.json"
-    written = flat_config(file, read_config(folder), _OF_SPECULATORS)
-    layer = written.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        raise CheckpointError(f"{file} lacks transformer_layer_config")
-    if layer.get("model_type", "qwen3") != "qwen3":
-        raise CheckpointError(f"{file} describes a layer of {layer['model_type']}; only qwen3 layers can be read")
-    layer = flat_config(file, layer, ())
-    tensors = read_block_weights(folder, NOT_READ)
-    with reading(file):
-        config = _from_json(written, layer, tensors, target_layers)
-    return build(folder, _CLASSES[written["speculators_model_type"]], config, tensors)
-
-
-def _from_json(
-    config: Mapping[str, Any], layer: Mapping[str, Any], tensors: Mapping[str, mx.array], target_layers: int | None
-) -> BlockConfig:
-    own = {name: config[name] for name in ("block_size", "mask_token_id", "quantization") if name in config}
-    own["target_layer_ids"] = [k - 1 for k in config.get(_IDS, ())]
-    fields = shared_fields({**LAYER_DEFAULTS["qwen3"], **layer, **own}, target_layers)
-    if config.get("target_hidden_size") not in (None, fields["hidden_size"]):
-        raise ConfigError(
-            f"target_hidden_size is {config['target_hidden_size']} but hidden_size {fields['hidden_size']}"
+def load_speculators_block(files: HeadFolder) -> BlockHead:
+    """Make a DFlash or DSpark head of its files (`Format.load`)."""
+    written = fields.flat_config(files.file, files.config, _OF_SPECULATORS)
+    layer = fields.flat_config(files.file, speculators_layer(files.file, written, "qwen3"), ())
+    tensors, is_dspark = fields.block_tensors(files), written["speculators_model_type"] == "dspark"
+    with reading(files.file):
+        own = {name: written[name] for name in ("block_size", "mask_token_id", "quantization") if name in written}
+        own["target_layer_ids"] = [k - 1 for k in written.get(_IDS, ())]
+        shared = fields.shared_fields({**LAYER_DEFAULTS["qwen3"], **layer, **own}, files.target_layers)
+        width, size = written.get("target_hidden_size"), shared["hidden_size"]
+        check(width in (None, size), f"target_hidden_size is {width} but hidden_size {size}")
+        shared["draft_vocab_size"] = int(written.get("draft_vocab_size") or shared["vocab_size"])
+        by_type = causal_by_type(shared["windows"], shared["num_hidden_layers"])
+        config = BlockConfig(
+            **shared,
+            **fields.own_ends(tensors),
+            **(fields.dspark_fields(written, tensors) if is_dspark else {}),
+            causal=() if written.get("sliding_window_non_causal") else by_type,
+            window_start="anchor" if shared["windows"] else "slot",
+            first_slot_drafts=_first_slot_drafts(written, shared["block_size"]),
         )
-    fields["draft_vocab_size"] = int(config.get("draft_vocab_size") or fields["vocab_size"])
-    by_type = causal_by_type(fields["windows"], fields["num_hidden_layers"])
-    markov = dspark_fields(config, tensors) if config["speculators_model_type"] == "dspark" else {}
-    return BlockConfig(
-        **fields,
-        **own_ends(tensors),
-        **markov,
-        causal=() if config.get("sliding_window_non_causal") else by_type,
-        window_start="anchor" if fields["windows"] else "slot",
-        first_slot_drafts=_first_slot_drafts(config, fields["block_size"]),
-    )
+    return build(files.folder, DSparkHead if is_dspark else DFlashHead, config, tensors)
 
 
 def _first_slot_drafts(config: Mapping[str, Any], block_size: int) -> bool:
@@ -269,10 +230,10 @@ def save_speculators_block(
     config = head.config
     kind = "dspark" if isinstance(head, DSparkHead) else "dflash"
     _check_expressible(config)
-    layer = {name: value for name, value in block_layer_json(config).items() if not name.startswith("quantization")}
-    layer.pop("rope_theta")
+    layer = fields.block_layer_json(config)
+    del layer["rope_theta"]
     written = {
-        "architectures": [_SAVED_CLASSES[kind]],
+        "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
         **speculators_json(kind, base_model, target_architectures, config.drafts),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
@@ -282,7 +243,7 @@ def save_speculators_block(
         "sample_from_anchor": config.first_slot_drafts,
         "sliding_window_non_causal": bool(config.windows) and not config.causal,
         "transformer_layer_config": layer,
-        **(dspark_json(config) if kind == "dspark" else {}),
+        **(fields.dspark_json(config) if kind == "dspark" else {}),
         **quantization_json(config.quantization),
     }
     save_head(folder, written, weights_of(head), exact=vocabulary_tensors(head), **options)
@@ -291,10 +252,14 @@ def save_speculators_block(
 def _check_expressible(config: BlockConfig) -> None:
     ends = {"own_embedding": False, "own_lm_head": config.draft_vocab_size < config.vocab_size}
     windows = {"window_start": "anchor"} if config.windows else {}
-    check_block_expressible(config, "speculators'", **_PLAIN_OUTPUT, interleaved_rope=False, **ends, **windows)
+    fields.check_block_expressible(config, "speculators'", **_PLAIN_OUTPUT, interleaved_rope=False, **ends, **windows)
     by_type = causal_by_type(config.windows, config.num_hidden_layers)
     if all_or_none(config.causal) not in ((), by_type):
         raise ConfigError(f"speculators' layout cannot express causal={config.causal}; choose another layout")
+
+
+def _holds(*classes: str) -> Callable[[Mapping[str, Any], object], bool]:
+    return lambda config, _: of_class(config, *classes)
 
 
 def _of_speculators(kind: str, title: str) -> Format:
@@ -302,15 +267,14 @@ def _of_speculators(kind: str, title: str) -> Format:
     return Format("speculators", about, readers, of_speculators(kind), load_speculators_block, save_speculators_block)
 
 
+_ZLAB, _ZLAB_2 = (_holds(ZLAB), load_zlab, save_zlab), (_holds(ZLAB_2), load_zlab, save_zlab)
+_DEEPSPEC = _holds(DEEPSPEC, GEMMA), load_deepspec, save_deepspec
+_SPECFORGE = _holds(SPECFORGE, LIQUID), load_specforge, save_specforge
 DFLASH_FORMATS = (
-    Format("dflash", "DFlash, as z-lab writes it", ("z-lab", "vLLM", "SGLang"), holds_zlab, load_zlab, save_zlab),
+    Format("dflash", "DFlash, as z-lab writes it", ("z-lab", "vLLM", "SGLang"), *_ZLAB),
     _of_speculators("dflash", "DFlash"),
 )
-DFLASH2_FORMATS = (
-    Format("dflash2", "DFlash2, as z-lab writes it", ("z-lab", "SGLang"), holds_zlab_2, load_zlab, save_zlab),
-)
-_DEEPSPEC = holds_deepspec, load_deepspec, save_deepspec
-_SPECFORGE = holds_specforge, load_specforge, save_specforge
+DFLASH2_FORMATS = (Format("dflash2", "DFlash2, as z-lab writes it", ("z-lab", "SGLang"), *_ZLAB_2),)
 DSPARK_FORMATS = (
     Format("dspark", "DSpark, as DeepSpec writes it", ("DeepSpec", "vLLM", "SGLang"), *_DEEPSPEC),
     _of_speculators("dspark", "DSpark"),

@@ -12,15 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.heads.base import HeadBase, Mask, caches_of
-from eagle_mlx.heads.block.config import BlockAttention, BlockConfig
-from eagle_mlx.heads.block.layers import (
-    MARKOV_HEADS,
-    BlockLayer,
-    CandidateSelector,
-    ConfidenceHead,
-    ConvolvedLayer,
-    GemmaLayer,
-)
+from eagle_mlx.heads.block import layers as parts
+from eagle_mlx.heads.block.layers import BlockAttention, BlockConfig
 from eagle_mlx.target import Target
 
 
@@ -30,20 +23,23 @@ class BlockHead(HeadBase[BlockConfig]):
     def __init__(self, config: BlockConfig, d2t: mx.array | None = None):
         super().__init__(config, d2t)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self._scale, self._softcap, self._as_target = 1.0, config.logit_softcap, False
+        self._scale, self._softcap = 1.0, config.logit_softcap
+        self._as_target = False
         self.fc = nn.Linear(size * len(config.aux_layers), size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        layer = GemmaLayer if config.gemma else ConvolvedLayer if config.conv_kernel_size else BlockLayer
+        layer = parts.ConvolvedLayer if config.conv_kernel_size else parts.BlockLayer
+        if config.gemma:
+            layer = parts.GemmaLayer
         self.layers = [layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(size, eps=eps)
         if config.own_lm_head:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         if config.markov_head is not None:
-            self.markov_head = MARKOV_HEADS[config.markov_head](config)
+            self.markov_head = parts.MARKOV_HEADS[config.markov_head](config)
         if config.selector_rank:
-            self.candidate_selector = CandidateSelector(config)
+            self.candidate_selector = parts.CandidateSelector(config)
         if config.confidence_head:
-            self.confidence_head = ConfidenceHead(config)
+            self.confidence_head = parts.ConfidenceHead(config)
 
     def attach(self, target: Target) -> None:
         """Use the target's parts, and its ways to scale embeddings and logits unless the head has its own."""
@@ -110,11 +106,9 @@ class BlockHead(HeadBase[BlockConfig]):
 
     def logits(self, h: mx.array) -> mx.array:
         """h [..., H], normed -> logits over the draft vocabulary [..., Vd], without the Markov head's bias."""
-        plain = self.lm_head if self.config.own_lm_head else self.target.lm_head
-        project = self.target.logits if self._as_target else plain
-        out: mx.array = project(h)
         if self._as_target:
-            return out
+            return self.target.logits(h)
+        out: mx.array = self.lm_head(h) if self.config.own_lm_head else self.target.lm_head(h)
         if self.config.output_multiplier != 1:
             out = out * self.config.output_multiplier
         if self._softcap is not None:

@@ -1,5 +1,5 @@
-"""The layers of block drafters: slots attend to the context and to their own block. The parts after them read the
-token before a slot: they change its logits, or predict its confidence.
+"""The config and the layers of block drafters: slots attend to the context and to their own block. The parts after the
+layers read the token before a slot: they change its logits, or predict its confidence.
 
 Sources: package `dflash` (`DFlash2DraftModel`) for convolutions and the selector; deepseek-ai/DeepSpec
 (`deepspec/modeling/dspark`) for DSpark's heads and Gemma 4's layer; sgl-project/SpecForge
@@ -8,13 +8,132 @@ Sources: package `dflash` (`DFlash2DraftModel`) for convolutions and the selecto
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from eagle_mlx.heads.block.config import BlockConfig
-from eagle_mlx.heads.layers import MLP, Attention
+from eagle_mlx.formats.fields import check
+from eagle_mlx.heads.layers import MLP, Attention, LayerShape
+
+WindowStart = Literal["slot", "anchor"]
+"""Where an attention window ends: at each slot, itself included (z-lab, SpecForge, vLLM), or before the anchor, the
+same for all slots and without a limit within the block (speculators)."""
+MarkovKind = Literal["vanilla", "gated", "rnn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(LayerShape):
+    """The config of a block drafter. Raises ConfigError if it is inconsistent."""
+
+    draft_vocab_size: int
+    """Size of the draft vocabulary; equal to `vocab_size` if the head drafts all tokens."""
+    aux_layers: tuple[int, ...]
+    """Target layers whose outputs are the context, counted from 0."""
+    block_size: int
+    """Slots of a block: the newest token and mask tokens."""
+    mask_token_id: int
+    qk_norm: bool = True
+    window_start: WindowStart = "slot"
+    causal: tuple[bool, ...] = ()
+    """For each layer, whether a slot sees only earlier slots of its block; empty if every layer sees all slots."""
+    first_slot_drafts: bool = False
+    """Slot k predicts the token after it, so there are as many drafts as slots. If false, slot k predicts its own
+    token, and the first slot nothing."""
+    own_lm_head: bool = False
+    interleaved_rope: bool = False
+    """RoPE turns neighboring dimensions instead of the two halves of a head."""
+    embedding_scale: float | None = None
+    """Factor of the embeddings; None for the target's own."""
+    output_multiplier: float = 1.0
+    """Factor of the logits. If it is 1 and there is no soft cap, a head without its own projection computes logits as
+    the target does."""
+    logit_softcap: float | None = None
+    """Soft limit of the logits; None for the target's own."""
+    markov_head: MarkovKind | None = None
+    markov_rank: int = 0
+    confidence_head: bool = False
+    confidence_with_markov: bool = True
+    """The confidence head also reads the Markov head's embedding of the previous token."""
+    conv_kernel_size: int = 0
+    """DFlash2: slots that a convolution sees; 0 without convolutions."""
+    conv_group_size: int = 0
+    """Dimensions that share a slot's kernel."""
+    selector_rank: int = 0
+    """DFlash2: width of the candidate selector; 0 without one."""
+    selector_top_k: int = 0
+    """Candidates of each slot."""
+    gemma: bool = False
+    """The layers are Gemma 4's instead of Qwen3's."""
+    key_is_value: bool = False
+    """Gemma: the values are the keys before their norm."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        draft_vocab, vocab, layers = self.draft_vocab_size, self.vocab_size, self.num_hidden_layers
+        group_size, markov, rank = self.conv_group_size, self.markov_head, self.markov_rank
+        check(self.aux_layers, "aux_layers is empty; a block drafter reads at least one target layer")
+        check(draft_vocab <= vocab, f"draft_vocab_size {draft_vocab} is larger than vocab_size {vocab}")
+        check(draft_vocab == vocab or self.own_lm_head, "a head with a smaller draft vocabulary needs its own lm_head")
+        check(len(self.causal) in (0, layers), f"causal is given for {len(self.causal)} of {layers} layers")
+        check(self.drafts > 0, f"block_size is {self.block_size}; a block drafts at least one token")
+        mask = self.mask_token_id
+        check(0 <= mask < vocab, f"mask_token_id {mask} is not in a vocabulary of {vocab}")
+        check(rank == 0 if markov is None else rank > 0, f"markov_head is {markov} but markov_rank is {rank}")
+        divides = not self.conv_kernel_size or (group_size > 0 and self.hidden_size % group_size == 0)
+        check(divides, f"conv_group_size {group_size} does not divide hidden_size {self.hidden_size}")
+        selects = not self.selector_rank or 0 < self.selector_top_k <= vocab
+        check(selects, f"selector_top_k is {self.selector_top_k}; it must be between 1 and vocab_size")
+        reads_markov = self.confidence_head and self.confidence_with_markov
+        check(markov is not None or not reads_markov, "the confidence head reads a Markov head, which is missing")
+
+    @property
+    def drafts(self) -> int:
+        """The maximum number of tokens that a block drafts."""
+        return self.block_size if self.first_slot_drafts else self.block_size - 1
+
+    def sees(self, layer: int) -> BlockAttention:
+        """Return what a layer's slots see."""
+        causal = bool(self.causal) and self.causal[layer]
+        return BlockAttention(self.window_of(layer), causal, self.window_start)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a shorter block gives the same drafts: no layer sees later slots."""
+        return bool(self.causal) and all(self.causal)
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """Which context positions and slots each slot sees in one layer."""
+
+    window: int | None
+    causal: bool
+    window_start: WindowStart
+
+    def mask(self, start: int | mx.array, longest: int, slots: int) -> mx.array | None:
+        """Return a mask [B or 1, 1, slots, longest + slots] bool, or None if every slot sees everything.
+
+        Context entries come first, then each row's block, from its own position on. start: each row's number of
+        context positions, an int if all have `longest`, else [B] int32.
+        """
+        if isinstance(start, int) and not self.causal and (self.window is None or longest + slots <= self.window):
+            return None
+        first = mx.array([start], mx.int32) if isinstance(start, int) else start
+        anchor = first[:, None, None]
+        keys = mx.arange(longest + slots)[None, None]
+        places = anchor + mx.arange(slots)[None, :, None]
+        context, block = keys < anchor, (keys >= anchor) & (keys < anchor + slots)
+        if self.causal:
+            block = block & (keys <= places)
+        if self.window is not None and self.window_start == "slot":
+            near = keys > places - self.window
+            context, block = context & near, block & near
+        elif self.window is not None:
+            context = context & (keys >= anchor - self.window)
+        return (context | block)[:, None]
+
 
 KeysValues = tuple[mx.array, mx.array]
 """Keys and values, each [B, kv_heads, L, D]."""
@@ -29,11 +148,10 @@ class ContextAttention(Attention):
 
     def context(self, c: mx.array, offset: int | mx.array) -> KeysValues:
         """Context features c [B, L, H] at positions offset + 0..L-1 -> their keys and values."""
-        b, length, _ = c.shape
-        k = self.k_proj(c).reshape(b, length, self.kv_heads, self.head_dim)
-        v = self.v_proj(c).reshape(b, length, self.kv_heads, self.head_dim).transpose(0, 2, 1, 3)
+        shape = *c.shape[:2], self.kv_heads, self.head_dim
+        k, v = self.k_proj(c).reshape(shape), self.v_proj(c).reshape(shape)
         k = self.k_norm(k) if self.normed else k
-        return self.rope(k.transpose(0, 2, 1, 3), offset=offset), v
+        return self.rope(k.transpose(0, 2, 1, 3), offset=offset), v.transpose(0, 2, 1, 3)
 
     def slots(self, x: mx.array, mask: mx.array | None, past: Any, offset: int | mx.array) -> mx.array:
         """x [B, b, H] of a block at positions offset + 0..b-1 -> [B, b, H].
@@ -78,17 +196,15 @@ class GemmaAttention(ContextAttention):
             self.pop("v_proj")
 
     def context(self, c: mx.array, offset: int | mx.array) -> KeysValues:
-        b, length, _ = c.shape
-        shape = b, length, self.kv_heads, self.head_dim
+        shape = *c.shape[:2], self.kv_heads, self.head_dim
         k = self.k_proj(c).reshape(shape)
         v = self.v_proj(c).reshape(shape) if "v_proj" in self else k
         v = mx.fast.rms_norm(v, None, self.eps).transpose(0, 2, 1, 3)
         return self.rope(self.k_norm(k).transpose(0, 2, 1, 3), offset=offset), v
 
     def project(self, x: mx.array, offset: int | mx.array = 0) -> tuple[mx.array, mx.array, mx.array]:
-        b, length, _ = x.shape
-        q = self.q_norm(self.q_proj(x).reshape(b, length, self.heads, self.head_dim)).transpose(0, 2, 1, 3)
-        return self.rope(q, offset=offset), *self.context(x, offset)
+        q = self.q_norm(self.q_proj(x).reshape(*x.shape[:2], self.heads, self.head_dim))
+        return self.rope(q.transpose(0, 2, 1, 3), offset=offset), *self.context(x, offset)
 
 
 class GemmaMLP(MLP):
@@ -136,9 +252,9 @@ class GroupedConvolution(nn.Module):
 
     def __call__(self, x: mx.array, kernel: mx.array) -> mx.array:
         """x [B, b, H] and a kernel [width, B, b, H] -> [B, b, H]; slots before the first are zero."""
-        slots = x.shape[1]
-        shifted = (mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :slots] for back in range(self.width))
-        return sum(kernel[back] * each for back, each in enumerate(shifted))  # type: ignore[return-value]
+        count = x.shape[1]
+        shifted = (mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :count] for back in range(self.width))
+        return sum(factor * slots for factor, slots in zip(kernel, shifted, strict=True))  # type: ignore[return-value]
 
 
 class ConvolvedLayer(BlockLayer):

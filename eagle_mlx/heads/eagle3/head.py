@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from eagle_mlx.formats.fields import check
-from eagle_mlx.heads.base import HeadBase, Mask, caches_of, layer_mask
-from eagle_mlx.heads.layers import MLP, Attention, LayerShape, PlainLayer
+from eagle_mlx.heads.base import HeadBase, Mask, caches_of
+from eagle_mlx.heads.layers import LayerShape, PlainLayer
 from eagle_mlx.target import Target
 
 
@@ -61,11 +61,9 @@ class Eagle3Config(LayerShape):
             return
         reads_none = not (self.aux_layers or self.fc_norm or self.norm_before_fc)
         check(reads_none, "a head without aux hidden states has no aux_layers, no fc_norm and no norm_before_fc")
-        check(
-            self.hidden_size == self.target_hidden_size,
-            f"a head without aux hidden states has its target's hidden size, but hidden_size is {self.hidden_size} "
-            f"and target_hidden_size is {self.target_hidden_size}",
-        )
+        size, wanted = self.hidden_size, self.target_hidden_size
+        sizes = f"hidden_size is {size} and target_hidden_size is {wanted}"
+        check(size == wanted, f"a head without aux hidden states has its target's hidden size, but {sizes}")
 
 
 _UNUSUAL = (
@@ -74,40 +72,30 @@ _UNUSUAL = (
 )
 
 
-def unusual_fields(config: Eagle3Config) -> list[str]:
+def unusual_fields(head: Eagle3Head) -> list[str]:
     """Return the names of fields that differ from a plain EAGLE-3 head's."""
-    return [name for name in _UNUSUAL if getattr(config, name) != getattr(Eagle3Config, name)]
+    return [name for name in _UNUSUAL if getattr(head.config, name) != getattr(Eagle3Config, name)]
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(PlainLayer):
     """The first layer; its attention reads the concatenation of embedding and feature."""
 
     def __init__(self, config: Eagle3Config):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        super().__init__(config, 0, config.input_layernorm, 2 * size)
         self.norm_before_residual = config.norm_before_residual
-        self.window = config.window_of(0)
-        self.self_attn = Attention(config, 2 * size)
-        self.mlp = MLP(config)
-        self.hidden_norm = nn.RMSNorm(size, eps=eps) if config.hidden_norm else nn.Identity()
-        self.input_layernorm = nn.RMSNorm(size, eps=eps) if config.input_layernorm else nn.Identity()
-        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps) if config.hidden_norm else nn.Identity()
 
-    def inputs(self, embeddings: mx.array, g: mx.array) -> tuple[mx.array, mx.array]:
+    def inputs(self, embeddings: mx.array, g: mx.array) -> tuple[mx.array, mx.array]:  # type: ignore[override]
         """Embeddings and features [B, L, H] -> the attention's input [B, L, 2H] and the residual [B, L, H]."""
         normed = self.hidden_norm(g)
         x = mx.concatenate([self.input_layernorm(embeddings), normed], axis=-1)
         return x, normed if self.norm_before_residual else g
 
-    def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
-        """Add the attention's output to the residual, and apply the MLP."""
-        h = residual + attended
-        return h + self.mlp(self.post_attention_layernorm(h))
-
-    def __call__(self, embeddings: mx.array, g: mx.array, mask: Mask, cache: Any | None) -> mx.array:
-        x, residual = self.inputs(embeddings, g)
-        mask = layer_mask(cache, x.shape[1], mask, self.window)
-        return self.finish(residual, self.self_attn(x, mask, cache))
+    def __call__(  # type: ignore[override]
+        self, embeddings: mx.array, g: mx.array, mask: Mask, cache: Any | None
+    ) -> mx.array:
+        return self.run(*self.inputs(embeddings, g), mask, cache)
 
 
 class Eagle3Head(HeadBase[Eagle3Config]):
@@ -155,9 +143,8 @@ class Eagle3Head(HeadBase[Eagle3Config]):
         """
         first, *others = caches_of(cache, self.config.num_hidden_layers)
         h = self.midlayer(embeddings, g, mask, first)
-        if others:
-            for layer, kept in zip(self.layers, others, strict=True):
-                h = layer(h, mask, kept)
+        for layer, kept in zip(self.layers if others else (), others, strict=True):
+            h = layer(h, mask, kept)
         return self.next_feature(h)
 
     def next_feature(self, h: mx.array) -> mx.array:

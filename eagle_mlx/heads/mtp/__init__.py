@@ -1,6 +1,6 @@
 """Multi-token prediction: a layer of the target's own architecture over its last hidden state."""
 
-from eagle_mlx.heads.kinds import HeadKind
+from eagle_mlx.heads.base import HeadKind
 from eagle_mlx.heads.mtp.formats import FORMATS, save_mtp
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead
 from eagle_mlx.heads.mtp.published import choices_of, mtp_of_model

@@ -19,21 +19,13 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
-from eagle_mlx.errors import CheckpointError, ConfigError
+from eagle_mlx.errors import CheckpointError
 from eagle_mlx.formats import fields
-from eagle_mlx.formats.tensors import SaveOptions, in_file_type, read_weights, save_head, weights_of
-from eagle_mlx.heads.base import build
-from eagle_mlx.heads.kinds import Format, check_expressible, of_speculators
+from eagle_mlx.formats.tensors import HeadFolder, SaveOptions, in_file_type, save_head, weights_of
+from eagle_mlx.heads.base import Format, build, check_expressible, of_speculators
+from eagle_mlx.heads.mtp import published
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, layer_args
-from eagle_mlx.heads.mtp.published import (
-    MIMO,
-    QWEN,
-    ZERO_CENTRED,
-    common_quantization,
-    mtp_of_speculators,
-    norms_of,
-    split_layer,
-)
+from eagle_mlx.heads.mtp.published import MIMO, QWEN, ZERO_CENTRED
 from eagle_mlx.heads.precision import quantize
 
 FIELD = "eagle_mlx_mtp"
@@ -60,27 +52,23 @@ def save_mtp(head: MTPHead, folder: str | Path, **options: Unpack[SaveOptions]) 
     save_head(folder, config, weights_of(head), **options)
 
 
-def load_mtp(folder: Path, _: int | None = None) -> MTPHead:
-    """Read a head in either layout (`Format.load`)."""
-    written, tensors = fields.read_config(folder), read_weights(folder)
-    if written.get("speculators_model_type") == "mtp":
-        with fields.reading(folder / "config.json"):
-            config, tensors = mtp_of_speculators(written, tensors)
-    else:
-        config = _from_json(folder, written)
-    return build(folder, MTPHead, config, tensors)
-
-
-def _from_json(folder: Path, written: Mapping[str, Any]) -> MTPConfig:
-    file = folder / "config.json"
-    values = written.get(FIELD)
+def load_mtp(files: HeadFolder) -> MTPHead:
+    """Make a head of this project's files (`Format.load`)."""
+    values = files.config.get(FIELD)
     if not isinstance(values, dict):
-        raise CheckpointError(f"{file} has no {FIELD}, so it is not an MTP head of this project")
-    unknown = sorted(values.keys() - {field.name for field in dataclasses.fields(MTPConfig)})
-    if unknown:
-        raise CheckpointError(f"{file} sets {FIELD}.{unknown[0]}, which is not known; update EAGLE-MLX")
-    with fields.reading(file):
-        return MTPConfig(**values)
+        raise CheckpointError(f"{files.file} has no {FIELD}, so it is not an MTP head of this project")
+    if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(MTPConfig)}):
+        raise CheckpointError(f"{files.file} sets {FIELD}.{unknown[0]}, which is not known; update EAGLE-MLX")
+    with fields.reading(files.file):
+        config = MTPConfig(**values)
+    return build(files.folder, MTPHead, config, files.tensors)
+
+
+def load_speculators_mtp(files: HeadFolder) -> MTPHead:
+    """Make a head of speculators' files (`Format.load`)."""
+    with fields.reading(files.file):
+        config, tensors = published.mtp_of_speculators(files.config, files.tensors)
+    return build(files.folder, MTPHead, config, tensors)
 
 
 def quantized(head: MTPHead, bits: int = 4, group_size: int = 64) -> MTPHead:
@@ -88,8 +76,8 @@ def quantized(head: MTPHead, bits: int = 4, group_size: int = 64) -> MTPHead:
 
     Raises ConfigError if the hidden size is not a multiple of the group size.
     """
-    if head.hidden_size % group_size:
-        raise ConfigError(f"a hidden size of {head.hidden_size} is not a multiple of the group size {group_size}")
+    size = head.hidden_size
+    fields.check(size % group_size == 0, f"a hidden size of {size} is not a multiple of the group size {group_size}")
     quantize(head, bits, group_size)
     return head
 
@@ -113,7 +101,7 @@ def save_speculators_mtp(
     _check_expressible(config)
     zero_centred = config.model_type in ZERO_CENTRED
     weights = in_file_type(weights_of(head), dtype)
-    within, around = norms_of(weights) if zero_centred else ([], [])
+    within, around = published.norms_of(weights) if zero_centred else ([], [])
     exact = {name: _less_one(weights[name]) for name in within + around}
     written = {
         "architectures": ["MTPDraftModel"],
@@ -126,17 +114,15 @@ def save_speculators_mtp(
 
 
 def _check_expressible(config: MTPConfig) -> None:
-    if config.model_type not in _LAYERS:
-        raise ConfigError(
-            f"speculators has no MTP layer for {config.model_type}; it has layers for {', '.join(_LAYERS)}; " + KEEP
-        )
+    kind, kinds = config.model_type, ", ".join(_LAYERS)
+    fields.check(kind in _LAYERS, f"speculators has no MTP layer for {kind}; it has layers for {kinds}; {KEEP}")
     plain = {"hidden_first": False, "norm_output": True, "own_embedding": False, "own_lm_head": False}
     check_expressible(config, "the speculators", KEEP, **plain, quantization=None)
 
 
 def _layer_type(config: MTPConfig) -> str:
-    known, own = _LAYERS[config.model_type], config.layer.get("model_type")
-    return str(own) if own in known else known[-1 if config.layer.get("num_experts") else 0]
+    types, own = _LAYERS[config.model_type], config.layer.get("model_type")
+    return str(own) if own in types else types[-1 if config.layer.get("num_experts") else 0]
 
 
 def _less_one(norm: mx.array) -> mx.array:
@@ -166,27 +152,22 @@ def _expert(name: str, projection: str) -> str:
     return f"{name.removeprefix('block.').split('.switch_mlp.')[0]}.experts.{projection}"
 
 
-def load_split(folder: Path, _: int | None = None) -> MTPHead:
-    """Read a head, whose quantized weights stay quantized (`Format.load`)."""
-    file, written, tensors = folder / "config.json", fields.read_config(folder), read_weights(folder)
-    own = {name: value for name, value in written.items() if name not in _READ}
-    fields.refuse(file, own)
-    fields.warn_of_unknown(file, own)
-    with fields.reading(file):
-        layer = dict(written["text_config"])
-        numbers = {_bare(name).split(".")[1] for name in tensors if _bare(name).startswith("layers.")}
-        if (count := max(len(numbers), int(layer.get("mtp_num_hidden_layers") or 1))) > 1:
-            raise ConfigError(f"it has {count} MTP layers; only one is supported")
-        if layer.get("mtp_use_dedicated_embeddings"):
-            raise ConfigError("mtp_use_dedicated_embeddings is set, but the layout has no embedding")
-        tensors, quantization = common_quantization(written, tensors)
-        module, weights = split_layer(layer, tensors)
+def load_split(files: HeadFolder) -> MTPHead:
+    """Make a head of its files; quantized weights stay quantized (`Format.load`)."""
+    own = {name: value for name, value in files.config.items() if name not in _READ}
+    fields.refuse(files.file, own)
+    fields.warn_of_unknown(files.file, own)
+    with fields.reading(files.file):
+        layer, names = dict(files.config["text_config"]), [name.removeprefix("mtp.") for name in files.tensors]
+        numbers = {name.split(".")[1] for name in names if name.startswith("layers.")}
+        count = max(len(numbers), int(layer.get("mtp_num_hidden_layers") or 1))
+        fields.check(count == 1, f"it has {count} MTP layers; only one is supported")
+        dedicated = layer.get("mtp_use_dedicated_embeddings")
+        fields.check(not dedicated, "mtp_use_dedicated_embeddings is set, but the layout has no embedding")
+        tensors, quantization = published.common_quantization(files.config, files.tensors)
+        module, weights = published.split_layer(layer, tensors)
         config = MTPConfig(module, layer, norm_output=True, quantization=quantization)
-    return build(folder, MTPHead, config, weights, _in_file)
-
-
-def _bare(name: str) -> str:
-    return name.removeprefix("mtp.")
+    return build(files.folder, MTPHead, config, weights, _in_file)
 
 
 def _in_file(name: str) -> str:
@@ -197,13 +178,13 @@ def _in_file(name: str) -> str:
 def save_split(head: MTPHead, folder: str | Path, **options: Unpack[SaveOptions]) -> None:
     """Write a head in this layout (`Format.save`)."""
     config = head.config
-    if config.model_type not in ZERO_CENTRED:
-        raise ConfigError(f"the {MODEL_TYPE} layout is for Qwen3.5 and Qwen3-Next, not for {config.model_type}")
+    kind = config.model_type
+    fields.check(kind in ZERO_CENTRED, f"the {MODEL_TYPE} layout is for Qwen3.5 and Qwen3-Next, not for {kind}")
     read = {"hidden_first": False, "target_norm": True, "norm_output": True}
     check_expressible(config, f"the {MODEL_TYPE}", KEEP, **read, own_embedding=False, own_lm_head=False)
     written = {
         "model_type": MODEL_TYPE,
-        "text_config": {"model_type": config.model_type, **_angles(config), **config.layer, "mtp_num_hidden_layers": 1},
+        "text_config": {"model_type": kind, **_angles(config), **config.layer, "mtp_num_hidden_layers": 1},
         "block_size": 3,
         "tie_word_embeddings": bool(config.layer.get("tie_word_embeddings", True)),
         **fields.quantization_json(config.quantization),
@@ -215,24 +196,21 @@ def _angles(config: MTPConfig) -> dict[str, Any]:
     """Return RoPE's fields for a Qwen3-Next layer, as Qwen3.5 names them: mlx-vlm reads no others."""
     if "rope_parameters" in config.layer:
         return {}
-    if config.layer.get("rope_scaling"):
-        raise ConfigError(f"the {MODEL_TYPE} layout cannot express rope_scaling; {KEEP}")
+    is_plain = not config.layer.get("rope_scaling")
+    fields.check(is_plain, f"the {MODEL_TYPE} layout cannot express rope_scaling; {KEEP}")
     args = layer_args(config.model_type, config.layer)
     share, size = args.partial_rotary_factor, args.head_dim or args.hidden_size // args.num_attention_heads
-    rope = {
-        "rope_theta": args.rope_theta,
-        "partial_rotary_factor": share,
-        "mrope_section": [int(share * size) // 2, 0, 0],
-    }
-    return {"rope_parameters": {"type": "default", **rope}}
+    angles = {"rope_theta": args.rope_theta, "partial_rotary_factor": share}
+    return {"rope_parameters": {"type": "default", **angles, "mrope_section": [int(share * size) // 2, 0, 0]}}
 
 
-def _is_split(config: Mapping[str, Any], _: Mapping[str, mx.array]) -> bool:
+def _is_split(config: Mapping[str, Any], _: object) -> bool:
     return config.get("model_type") == MODEL_TYPE
 
 
+_OF_SPECULATORS = of_speculators("mtp"), load_speculators_mtp, save_speculators_mtp
 FORMATS = (
     Format("mtp", "EAGLE-MLX", (), lambda config, _: FIELD in config, load_mtp, save_mtp),
-    Format("speculators", "speculators", ("speculators",), of_speculators("mtp"), load_mtp, save_speculators_mtp),
+    Format("speculators", "speculators", ("speculators",), *_OF_SPECULATORS),
     Format(MODEL_TYPE, "mlx-vlm, as a split MTP layer", ("mlx-vlm",), _is_split, load_split, save_split),
 )

@@ -64,15 +64,12 @@ class MTPConfig:
     """None if no layer is quantized."""
 
     def __post_init__(self) -> None:
-        if self.model_type not in LAYERS:
-            raise ConfigError(
-                f"MTP layers of model_type {self.model_type} are not supported, only those of "
-                f"{', '.join(sorted(LAYERS))}"
-            )
+        kinds, kind = ", ".join(sorted(LAYERS)), self.model_type
+        check(kind in LAYERS, f"MTP layers of model_type {kind} are not supported, only those of {kinds}")
         for name in ("hidden_size", "vocab_size", "rms_norm_eps"):
-            value, kinds = self.layer.get(name), (int, float) if name == "rms_norm_eps" else int
+            value, types = self.layer.get(name), (int, float) if name == "rms_norm_eps" else int
             check(value, f"the layer's config lacks {name}")
-            check(isinstance(value, kinds) and value > 0, f"the layer's config sets {name} to {value!r}")
+            check(isinstance(value, types) and value > 0, f"the layer's config sets {name} to {value!r}")
         check_quantization(self.quantization)
 
     @property
@@ -97,8 +94,8 @@ def _usable(model_type: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, KeyError, ValueError, AttributeError, AssertionError, ArithmeticError, IndexError) as e:
-        said = str(e) or "something is missing"
-        raise ConfigError(f"mlx-lm cannot use the config of this {model_type}: {said}") from e
+        reason = str(e) or "something is missing"
+        raise ConfigError(f"mlx-lm cannot use the config of this {model_type}: {reason}") from e
 
 
 def _flat_rope(layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from eagle_mlx.errors import CheckpointError, ConfigError, EagleError
-from eagle_mlx.formats.fields import NOTED, Quantization, read_config, read_quantization, reading
+from eagle_mlx.formats.fields import NOTED, Quantization, check, read_config, read_quantization, reading
 from eagle_mlx.formats.tensors import INDEX, check_floating, read_index, read_safetensors, read_tensors
 from eagle_mlx.heads.base import build
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, read_layer
@@ -51,12 +51,10 @@ _PREFIXES = ("", "mtp.", "language_model.mtp.")
 _ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 """Layers that mlx-lm quantizes in 8 bits whatever the others have."""
 
-Extracted = tuple[MTPConfig, dict[str, mx.array], list[str]]
-
 
 def is_source(tensors: Mapping[str, mx.array]) -> bool:
     """Return whether these tensors are from a model published with MTP layers."""
-    pattern = r"^mtp\.|\.mtp_layers\.\d|\.layers\.\d+\.eh_proj\."
+    pattern = r"^mtp\.|(^|\.)mtp_layers\.\d|(^|\.)layers\.\d+\.eh_proj\."
     return any(re.search(pattern, _published_name(name)) for name in tensors)
 
 
@@ -74,8 +72,7 @@ def has_mtp_layer(folder: Path) -> bool:
 def published_with_mtp(config: Mapping[str, Any]) -> bool:
     """Return whether a config mentions MTP layers, though a conversion may have dropped them."""
     layer = config.get("text_config") or config
-    known = (layer.get("model_type") or config.get("model_type")) in FILES
-    return known and bool(_count(layer))
+    return (layer.get("model_type") or config.get("model_type")) in FILES and bool(_count(layer))
 
 
 def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -> tuple[MTPHead, list[str]]:
@@ -88,25 +85,25 @@ def mtp_of_model(folder: str | Path, index: int = 0, target_norm: bool = True) -
     config = read_config(folder)
     with reading(folder / "config.json"):
         prefix = mtp_prefix(config, index)
-    tensors = _read_tensors(folder, prefix)
-    if not any(name.startswith(prefix) for name in tensors):
-        raise no_layer(folder, prefix)
-    with reading(folder / "config.json"):
+        tensors = _read_tensors(folder, prefix)
+        if not any(name.startswith(prefix) for name in tensors):
+            raise no_layer(folder, prefix)
         made, weights, notes = mtp_of_tensors(config, tensors, index, target_norm)
     return build(folder, MTPHead, made, weights), notes
 
 
 def mtp_of_tensors(
     config: Mapping[str, Any], tensors: Mapping[str, mx.array], index: int = 0, target_norm: bool = True
-) -> Extracted:
+) -> tuple[MTPConfig, dict[str, mx.array], list[str]]:
     """Return a head's config, weights and notes from a published model's config.json and tensors.
 
     Tensors of other layers are ignored. Raises ConfigError if the architecture is unknown, CheckpointError if there is
     no MTP layer.
     """
     file, layer = _layer_of(config)
+    of_deepseek = file in ("deepseek_v3", "glm4_moe")
     own, quantization = common_quantization(config, _under(tensors, mtp_prefix(config, index)))
-    if file in ("deepseek_v3", "glm4_moe"):
+    if of_deepseek:
         inner = _renamed(read_layer(file, layer, own), _DEEPSEEK)
     else:
         inner = _stacked(_renamed(own, MIMO) if file == "mimo" else _of_qwen(own, index))
@@ -117,7 +114,7 @@ def mtp_of_tensors(
         layer=layer,
         hidden_first=file == "mimo",
         target_norm=target_norm,
-        norm_output=file not in ("deepseek_v3", "glm4_moe"),
+        norm_output=not of_deepseek,
         own_embedding="embed_tokens.weight" in inner,
         own_lm_head="lm_head.weight" in inner,
         quantization=quantization,
@@ -150,9 +147,9 @@ def mtp_of_speculators(
     """
     layer = dict(config.get("transformer_layer_config") or {})
     file = _file_of(layer.get("model_type"))
-    known = {name: value for name, value in tensors.items() if name.startswith("mtp_layers.0.")}
-    inner = _stacked(_renamed(_under(known, "mtp_layers.0."), MIMO))
-    inner |= {name: x for name, x in tensors.items() if name not in known and name != "verifier_lm_head.weight"}
+    prefix, copies = "mtp_layers.0.", ("verifier_lm_head.weight",)
+    inner = _stacked(_renamed(_under(tensors, prefix), MIMO))
+    inner |= {name: x for name, x in tensors.items() if not name.startswith((prefix, *copies))}
     noted = config.get("eagle_mlx") or {}
     inner = with_ones(inner) if noted.get(NOTED) else _plain_norms(file, inner)[0]
     made = MTPConfig(
@@ -180,57 +177,52 @@ def _layer_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _file_of(model_type: Any) -> str:
-    if not isinstance(model_type, str) or model_type not in FILES:
-        raise ConfigError(
-            f"MTP layers of model_type {model_type} are not supported, only those of {', '.join(sorted(FILES))}"
-        )
+    is_known, types = isinstance(model_type, str) and model_type in FILES, ", ".join(sorted(FILES))
+    check(is_known, f"MTP layers of model_type {model_type} are not supported, only those of {types}")
     return FILES[model_type]
 
 
 def _under(tensors: Mapping[str, mx.array], prefix: str) -> dict[str, mx.array]:
-    found = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    if not found:
+    own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    if not own:
         raise no_layer("the checkpoint", prefix)
-    return found
+    return own
 
 
 def _renamed(tensors: Mapping[str, mx.array], names: Mapping[str, str]) -> dict[str, mx.array]:
     """Rename the parts around the layer to the head's names; all other tensors belong to the layer."""
-    made = {}
+    renamed = {}
     for name, value in tensors.items():
         module, _, last = name.rpartition(".")
-        made[f"{names[module]}.{last}" if module in names else f"block.{name}"] = value
-    return made
+        renamed[f"{names[module]}.{last}" if module in names else f"block.{name}"] = value
+    return renamed
 
 
-def _of_qwen(found: Mapping[str, mx.array], index: int) -> dict[str, mx.array]:
-    prefix = f"layers.{index}."
-    block = {f"block.{name}": value for name, value in _under(found, prefix).items()}
-    around = {name: value for name, value in found.items() if not name.startswith("layers.")}
-    return {**block, **_renamed(around, QWEN)}
+def _of_qwen(tensors: Mapping[str, mx.array], index: int) -> dict[str, mx.array]:
+    around = {name: value for name, value in tensors.items() if not name.startswith("layers.")}
+    return _renamed({**_under(tensors, f"layers.{index}."), **around}, QWEN)
 
 
 def _stacked(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Stack experts as in mlx-lm: one array for each projection."""
-    made: dict[str, mx.array] = {}
+    stacked: dict[str, mx.array] = {}
     experts: dict[tuple[str, str], dict[int, mx.array]] = {}
     for name, value in tensors.items():
-        single = _EXPERT.fullmatch(name)
-        if single:
+        if single := _EXPERT.fullmatch(name):
             experts.setdefault((single[1], single[3]), {})[int(single[2])] = value
         elif name.endswith(".mlp.experts.gate_up_proj"):
             gate, up = mx.split(value, 2, axis=-2)
             prefix = name.removesuffix("experts.gate_up_proj")
-            made |= {f"{prefix}switch_mlp.gate_proj.weight": gate, f"{prefix}switch_mlp.up_proj.weight": up}
+            stacked |= {f"{prefix}switch_mlp.gate_proj.weight": gate, f"{prefix}switch_mlp.up_proj.weight": up}
         elif name.endswith(".mlp.experts.down_proj"):
-            made[name.replace("experts.down_proj", "switch_mlp.down_proj.weight")] = value
+            stacked[name.replace("experts.down_proj", "switch_mlp.down_proj.weight")] = value
         else:
-            made[name] = value
+            stacked[name] = value
     for (prefix, projection), parts in experts.items():
         if sorted(parts) != list(range(len(parts))):
             raise CheckpointError(f"{prefix}.experts have only {len(parts)} of {max(parts) + 1} {projection} weights")
-        made[f"{prefix}.switch_mlp.{projection}.weight"] = mx.stack([parts[i] for i in range(len(parts))])
-    return made
+        stacked[f"{prefix}.switch_mlp.{projection}.weight"] = mx.stack([parts[i] for i in range(len(parts))])
+    return stacked
 
 
 def _without_copies(
@@ -259,27 +251,27 @@ def common_quantization(
 
     Routers that are quantized differently become full precision. Raises ConfigError if other layers are not alike.
     """
-    how, made = config.get("quantization"), dict(tensors)
-    if not isinstance(how, dict):
-        return made, read_quantization(config)
+    written, plain = config.get("quantization"), dict(tensors)
+    if not isinstance(written, dict):
+        return plain, read_quantization(config)
     layers = sorted(name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
-    found: Quantization | None = None
+    common: Quantization | None = None
     for name in sorted(layers, key=lambda name: name.endswith(_ROUTERS)):
-        own = _of_layer(how, name.removeprefix("mtp."))
-        if found is not None and own is not None and own != found and name.endswith(_ROUTERS):
-            weight, scales, biases = (made.pop(f"{name}.{part}") for part in ("weight", "scales", "biases"))
-            made[f"{name}.weight"] = mx.dequantize(weight, scales, biases, own["group_size"], own["bits"])
-        elif found not in (None, own):
-            raise ConfigError(f"quantization of {name} is {own}, of others {found}; quantize all layers alike")
-        else:
-            found = own
-    return made, found
+        own = _of_layer(written, name.removeprefix("mtp."))
+        if common is not None and own is not None and own != common and name.endswith(_ROUTERS):
+            weight, scales, biases = (plain.pop(f"{name}.{part}") for part in ("weight", "scales", "biases"))
+            plain[f"{name}.weight"] = mx.dequantize(weight, scales, biases, own["group_size"], own["bits"])
+            continue
+        alike = common in (None, own)
+        check(alike, f"quantization of {name} is {own}, of others {common}; quantize all layers alike")
+        common = own
+    return plain, common
 
 
-def _of_layer(how: Mapping[str, Any], name: str) -> Quantization | None:
+def _of_layer(written: Mapping[str, Any], name: str) -> Quantization | None:
     """Return the quantization of a layer that a config names, else the common one."""
-    named = [how[prefix + name] for prefix in _PREFIXES if isinstance(how.get(prefix + name), dict)]
-    common = {key: value for key, value in how.items() if not isinstance(value, dict | bool)}
+    named = [written[prefix + name] for prefix in _PREFIXES if isinstance(written.get(prefix + name), dict)]
+    common = {key: value for key, value in written.items() if not isinstance(value, dict | bool)}
     return read_quantization({"quantization": named[0] if named else common})
 
 
@@ -303,18 +295,15 @@ def _plain_norms(file: str, inner: dict[str, mx.array]) -> tuple[dict[str, mx.ar
     decides: the layer's norms, and those around it.
     """
     notes: list[str] = []
-    if file not in ZERO_CENTRED:
-        return inner, notes
-    within, around = norms_of(inner)
-    for what, group in (("the layer's", within), ("the head's own", around)):
+    groups = zip(("the layer's", "the head's own"), norms_of(inner), strict=True) if file in ZERO_CENTRED else ()
+    for what, group in groups:
         if not group:
             continue  # missing tensors are reported when the head is filled
-        means = [inner[name].astype(mx.float32).mean() for name in group]
-        mean = float(np.mean(np.array(means)))
-        zero_centred = mean < 0.5
-        if zero_centred:
+        mean = float(np.mean(np.array([inner[name].astype(mx.float32).mean() for name in group])))
+        kind = "not changed"
+        if mean < 0.5:
             inner |= {name: inner[name] + 1 for name in group}
-        kind = "zero-centered, one was added" if zero_centred else "not changed"
+            kind = "zero-centered, one was added"
         notes.append(f"{what} norms have a mean of {mean:.2f}: {kind}")
     return inner, notes
 
@@ -324,8 +313,7 @@ def shards_of(where: str | Path, weight_map: Mapping[str, str], prefix: str) -> 
     shards = sorted({shard for name, shard in weight_map.items() if _published_name(name).startswith(prefix)})
     if not shards:
         raise no_layer(where, prefix)
-    strange = [shard for shard in shards if Path(shard).name != shard or shard.startswith(".")]
-    if strange:
+    if strange := [shard for shard in shards if Path(shard).name != shard or shard.startswith(".")]:
         raise CheckpointError(f"the index of {where} names {strange[0]}, which is not a file name; download it again")
     return shards
 
@@ -348,9 +336,9 @@ def _read_tensors(folder: Path, prefix: str) -> dict[str, mx.array]:
                     f"{folder} lacks {shard}, which by its index has {prefix}*; get it from the original repository"
                 )
     named = {_published_name(name): value for name, value in tensors.items()}
-    found = {name: value for name, value in named.items() if name.startswith(prefix) or name in SHARED}
-    check_floating(folder, {name: value for name, value in found.items() if name not in SHARED})
-    return found
+    own = {name: value for name, value in named.items() if name.startswith(prefix)}
+    check_floating(folder, own)
+    return own | {name: value for name, value in named.items() if name in SHARED}
 
 
 def _published_name(name: str) -> str:
