@@ -14,13 +14,11 @@ MOST_QUERIES = 8
 _MOST_HEADS = 32
 """Queries times heads that share keys. Both limits are those of Metal's kernel (mlx, backend/metal,
 scaled_dot_product_attention.cpp, `use_fallback`)."""
-_LONG_KERNEL = (64, 80, 128)
-"""Head widths for which Metal has a kernel for more queries."""
+_LONG_KERNEL = (64, 80, 128)  # head widths for which Metal has a kernel for more queries
 _LONG_KERNEL_FROM = 17
 """Queries from which that kernel is faster than slices: 12 to 48 queries take it 2.3 times as long as 8 take the other
 kernel, with 16,384 keys of width 128 on an M5 Max (mlx#3826)."""
-_LONGEST_VERIFY = 64
-"""Forwards with more queries are prompts, for which attention scores are a small part of the work."""
+_LONGEST_VERIFY = 64  # forwards with more queries are prompts, for which attention scores are little of the work
 _TILE = 128
 """Queries of a prompt that attend together on a CPU, only to earlier keys. Otherwise MLX computes all scores there, and
 their exponentials take most of the time (benchmarks/results/prompt-tiles.yaml). Smaller tiles cost more in overhead."""

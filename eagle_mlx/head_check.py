@@ -26,26 +26,23 @@ PROMPTS = (
     "Explain to a child how a letter finds its way from one town to another.",
     "List the things that one should pack for a week at sea.",
 )
-TOKENS = 64
-"""Tokens to decode for each prompt."""
+TOKENS = 64  # to decode for each prompt
 DEPTH = 2
 SOUND = 0.4
 """The share of first draft tokens accepted from the weakest fitting heads; good heads reach 0.9."""
 BOUND = 0.11
 """A head is no better than chance if it has both of two draft tokens accepted in a smaller share of rounds.
 
-A head that gets nothing from the hidden states still sees the last token. It predicts the next token in 1 to 25 % of
-rounds and two in at most 5 %. The weakest fitting heads reach 40 % and 20 %. Between shares p < q, both
-errors are equally likely at 1 / (1 + log(q / p) / log((1 - p) / (1 - q))), here 0.11. The first token alone would not
-tell: on easy text a head with layers in the wrong order reaches 0.3, a good head on hard text no more. A head with a
-norm for each layer may do too well with layers in the wrong order to be noticed: the included one reaches 15 %.
+A head that gets nothing from the hidden states still predicts the next token in 1 to 25 % of rounds, from the last one,
+and two in at most 5 %. The weakest fitting heads reach 40 % and 20 %. Between shares p < q, both errors are equally
+likely at 1 / (1 + log(q / p) / log((1 - p) / (1 - q))), here 0.11. The first token alone would not tell: on easy text a
+head with layers in the wrong order reaches 0.3, a good head on hard text no more. A head with a norm for each layer may
+do too well to be noticed: the included one reaches 15 % with layers in the wrong order.
 """
 
 
 @dataclass(frozen=True)
 class HeadTrial:
-    """The result of the rounds."""
-
     rounds: int  # rounds with two draft tokens
     first: int  # rounds of these in which the first was accepted
     both: int
@@ -58,17 +55,17 @@ def load_head(name: str | Path, target: Target | None = None, check: bool = True
     target's weights. A head that is quantized on disk stays so.
 
     If a head fits but drafts almost nothing, this gives a HeadWarning with the likely causes. The check decodes four
-    answers of 64 tokens in one batch: at most 64 forwards of the target after prefill, about 30 with a good head (four
-    times as many for the few models that decode one row at a time). With `check=False` nothing is decoded. Raises
-    CheckpointError if files cannot be read, HeadError if the head is for another target, ConfigError for other `bits`.
+    answers of 64 tokens: at most 64 forwards of the target, about 30 with a good head, four times as many for the few
+    models that decode one row at a time. With `check=False` nothing is decoded. Raises CheckpointError if files cannot
+    be read, HeadError if the head is for another target, ConfigError for other `bits`.
     """
     check_bits(bits)
     head = heads.load_head(name, target)
     quantize_for(head, target, bits)
     if target is not None and check:
-        said = head_warning(head, target)
-        if said is not None:
-            warnings.warn(said, HeadWarning, stacklevel=2)
+        warning = head_warning(head, target)
+        if warning is not None:
+            warnings.warn(warning, HeadWarning, stacklevel=2)
     return head
 
 
@@ -99,9 +96,8 @@ def try_out(head: DraftHead, target: Target, progress: bool = False) -> HeadTria
             engine.step()
             bar.update(sum(len(request.tokens) for request in requests) - bar.n)
     outputs = [engine.output(request) for request in requests]
-    failed = next((output.error for output in outputs if output.error is not None), None)
-    if failed is not None:
-        raise EagleError(failed)
+    if errors := [output.error for output in outputs if output.error is not None]:
+        raise EagleError(errors[0])
     rounds = sum(sum(output.drafted_by_position[1:2]) for output in outputs)
     first, both = (sum(sum(output.accepted_by_position[at : at + 1]) for output in outputs) for at in (0, 1))
     return HeadTrial(rounds, min(first, rounds), both)  # a text's last round may have drafted only one token

@@ -50,11 +50,10 @@ class HiddenStates:
         """Return the states with other layers as features, each from `self.layers` or the `last_layer`."""
         if tuple(layers) == self.layers:
             return self
-        size, held = self.last.shape[1], (*self.layers, last_layer)
-        places = [held.index(layer) for layer in layers]
-        whole = self.whole
-        parts = [whole[:, place * size : (place + 1) * size] for place in places]
-        return replace(self, layers=tuple(layers), features=np.concatenate(parts, axis=1) if parts else whole[:, :0])
+        whole, size, held = self.whole, self.last.shape[1], (*self.layers, last_layer)
+        starts = [held.index(layer) * size for layer in layers]
+        parts = [whole[:, start : start + size] for start in starts]
+        return replace(self, layers=tuple(layers), features=np.concatenate([whole[:, :0], *parts], axis=1))
 
 
 @dataclass(frozen=True)

@@ -17,23 +17,16 @@ from eagle_mlx.errors import EagleError, OutputError
 
 DEFAULT_OWNER = "mlx-community"
 _WANTED = ("*.json", "*.jsonl", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md")
-_CODE = "*.py"
-"""Fetched only if the user trusts the code."""
 _SAME_AGAIN = ("consolidated*", "original/*", "*/*.safetensors")
 """Further copies of the weights, in the layouts of Mistral and Meta and in subfolders."""
 _TORCH = "pytorch_model*.bin"
-"""Fetched only if the repository has no safetensors."""
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", _TORCH, "pytorch_model*.index.json", "report.json", "plots/*")
 """Files of an older head to delete when a newer one is published."""
-_POINTER = b"version https://git-lfs.github.com/spec/"
-"""The first bytes of a Git LFS pointer (Git LFS, docs/spec.md)."""
-_QUICK = 5.0
-"""Timeout of `quick_file` in seconds; a reachable hub answers in less than one."""
+_POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of a pointer (Git LFS, docs/spec.md)
+_QUICK = 5.0  # timeout in seconds; a reachable hub answers in less than one
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 _TransportError = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
 """The base class of the HTTP library's errors, which huggingface_hub does not catch."""
-
-
 KNOWN_HEADS = Path(__file__).parent / "catalog" / "known_heads.yaml"
 """The table of published heads. Its `revision` is the commit at which a head is fetched."""
 UNKNOWN = "unknown"
@@ -58,30 +51,32 @@ def resolve(name: str | Path, code: bool = False) -> Path:
     repo = hub_id(name)
     if repo is None:
         raise EagleError(f"there is no folder {folder}")
+    wanted, left_out = [*_WANTED, *(["*.py"] if code else [])], list(_SAME_AGAIN)
     with _asking(repo, str(name), f"{name} is not a local folder, {repo}"):
-        wanted, left = [*_WANTED, *([_CODE] if code else [])], list(_SAME_AGAIN)
-        download = partial(huggingface_hub.snapshot_download, repo, revision=_revision(repo), ignore_patterns=left)
+        download = partial(huggingface_hub.snapshot_download, repo, revision=_revision(repo), ignore_patterns=left_out)
         fetched = Path(download(allow_patterns=wanted))
-        if any(fetched.glob("*.safetensors")):
-            return fetched
-        return Path(download(allow_patterns=[*wanted, _TORCH]))
+        has_weights = any(fetched.glob("*.safetensors"))
+        return fetched if has_weights else Path(download(allow_patterns=[*wanted, _TORCH]))
 
 
 def cached(repo: str) -> Path | None:
     """Return a repository's folder if its config and weights are in the hub's cache, else None. Uses no network."""
     config = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=_revision(repo))
-    if not isinstance(config, str):
-        return None
-    folder = Path(config).parent
-    return folder if any(folder.glob("*.safetensors")) or any(folder.glob(_TORCH)) else None
+    folder = Path(config).parent if isinstance(config, str) else None
+    return folder if folder is not None and weight_files(folder) else None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return a folder's safetensors files, or its PyTorch files if it has no others."""
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob(_TORCH))
 
 
 @cache
 def recorded_revisions() -> dict[str, str]:
     """Return the revisions in the table of published heads, by hub id in lower case."""
     table = yaml.safe_load(KNOWN_HEADS.read_text(encoding="utf-8"))["heads"]
-    heads = [head for heads in table.values() for head in heads if head["revision"] != UNKNOWN]
-    return {head["head"].lower(): head["revision"] for head in heads}
+    heads = (head for heads in table.values() for head in heads)
+    return {head["head"].lower(): head["revision"] for head in heads if head["revision"] != UNKNOWN}
 
 
 def _revision(repo: str) -> str | None:
@@ -93,8 +88,8 @@ def license_and_size(repo: str) -> tuple[str, str]:
     with suppress(EagleError), _asking(repo, repo, repo):
         info = huggingface_hub.HfApi().model_info(repo, revision=_revision(repo), files_metadata=True, timeout=_QUICK)
         files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        weights = sum(size for name, size in files.items() if _matches(name, "*.safetensors"))
-        weights = weights or sum(size for name, size in files.items() if _matches(name, _TORCH))
+        of_kinds = (sum(files[name] for name in files if _matches(name, kind)) for kind in ("*.safetensors", _TORCH))
+        weights = next(filter(None, of_kinds), 0)
         return (info.card_data and info.card_data.license) or UNKNOWN, f"{weights / 1e9:.2f} GB" if weights else UNKNOWN
     return UNKNOWN, UNKNOWN
 
@@ -104,9 +99,9 @@ def quick_file(repo: str, file: str) -> Path:
 
     Never retries. Raises UnreachableError if the hub does not answer, EagleError as in `resolve`.
     """
-    found = huggingface_hub.try_to_load_from_cache(repo, file)
-    if isinstance(found, str):
-        return Path(found)
+    cached_file = huggingface_hub.try_to_load_from_cache(repo, file)
+    if isinstance(cached_file, str):
+        return Path(cached_file)
     with _asking(repo, repo, f"{file} of {repo}"):
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, file), timeout=_QUICK)
     fetched = fetch_file(repo, file)
@@ -135,12 +130,11 @@ def _asking(repo: str, name: str, missing: str) -> Iterator[None]:
     """Turn errors of a download into one-line EagleErrors; `missing` names the file or model."""
     try:
         yield
+    except errors.GatedRepoError as e:
+        raise EagleError(_reason(repo, e)) from e
     except errors.RepositoryNotFoundError as e:
-        if isinstance(e, errors.GatedRepoError):
-            raise EagleError(_reason(repo, e)) from e
-        raise EagleError(
-            f"{name} is neither a local folder nor a model on the hub ({repo}); if it is private, {LOGIN}"
-        ) from e
+        what = f"neither a local folder nor a model on the hub ({repo})"
+        raise EagleError(f"{name} is {what}; if it is private, {LOGIN}") from e
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, _TransportError) as e:
         error = e if isinstance(e, errors.HfHubHTTPError) else e.__cause__
         if isinstance(error, errors.HfHubHTTPError):
@@ -155,15 +149,15 @@ def _asking(repo: str, name: str, missing: str) -> Iterator[None]:
 
 def _reason(repo: str, error: BaseException) -> str:
     """Return in one line why the hub did not do something with a repository, and a remedy if there is one."""
-    said = " ".join(str(getattr(error, "server_message", None) or error).split()) or type(error).__name__
+    text = " ".join(str(getattr(error, "server_message", None) or error).split()) or type(error).__name__
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     if isinstance(error, errors.GatedRepoError):
         return f"{repo} is gated: request access at {constants.ENDPOINT}/{repo}, then {LOGIN} for that account"
     if status == 401:
-        return f"the hub does not know the token used for {repo} ({said}); {LOGIN}"
+        return f"the hub does not know the token used for {repo} ({text}); {LOGIN}"
     if status in (403, 404, 409):
-        return f"{repo} is not open to this token ({said}); check its name, or {LOGIN} for an account with access"
-    return f"{repo} at {constants.ENDPOINT}: {said}"
+        return f"{repo} is not open to this token ({text}); check its name, or {LOGIN} for an account with access"
+    return f"{repo} at {constants.ENDPOINT}: {text}"
 
 
 def hub_id(name: str | Path) -> str | None:
@@ -191,11 +185,10 @@ def why_damaged(place: Path, otherwise: str) -> str:
 
 def full_id(name: str) -> bool:
     """Return whether this is a hub id `owner/name` and not a local folder."""
-    try:
+    with suppress(EagleError):
         check_full_id(name)
-    except EagleError:
-        return False
-    return not Path(name).is_dir()
+        return not Path(name).is_dir()
+    return False
 
 
 def check_full_id(name: str) -> None:
@@ -211,7 +204,7 @@ def check_full_id(name: str) -> None:
 def weights_digest(folder: Path) -> str:
     """Return the SHA-256 of a head's weights, to compare the heads of two folders."""
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob(_TORCH)):
+    for file in weight_files(folder):
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
@@ -229,12 +222,10 @@ def publish_head(
     """Upload a folder as the repository `user/name` in one commit, creating the repository if necessary.
 
     The folder's README.md is the model card, which the hub validates first. The default `token` is HF_TOKEN or the
-    login of huggingface_hub. With `overwrite`, the files replace an older head in an existing repository; other files
-    there stay.
-
-    Raises OutputError if the name or the card is invalid, the token is missing or lacks write access, the hub cannot be
-    reached, the repository has files and `overwrite` is not set, or it is public although `private` is set. After an
-    error, none of the folder's files have been published.
+    login of huggingface_hub. With `overwrite`, the files replace an older head; other files there stay. Raises
+    OutputError, after which nothing has been published, if the name or the card is invalid, the token is missing or
+    lacks write access, the hub cannot be reached, the repository has files and `overwrite` is not set, or it is public
+    although `private` is set.
     """
     folder = Path(folder)
     check_full_id(repo)
@@ -244,10 +235,10 @@ def publish_head(
     api = huggingface_hub.HfApi(token=token)
     with _told(repo, "nothing was published"):
         huggingface_hub.ModelCard((folder / "README.md").read_text(encoding="utf-8")).validate()
-        found = _files(api, repo, private)
-        if found is None:
+        present = _files(api, repo, private)
+        if present is None:
             api.create_repo(repo, private=private)
-    files = found or ()
+    files = present or ()
     if files and not overwrite:
         raise OutputError(
             f"{repo} already exists and has {', '.join(files[:4])}{', ...' if len(files) > 4 else ''}; name another "
@@ -255,7 +246,7 @@ def publish_head(
         )
     ours = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     stale = [name for name in files if name not in ours and any(_matches(name, pattern) for pattern in _REPLACED)]
-    left = f"{repo} was created but is empty: run the same command again" if found is None else f"{repo} is unchanged"
+    left = f"{repo} was created but is empty: run the same command again" if present is None else f"{repo} is unchanged"
     with _told(repo, left):
         return api.upload_folder(
             repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=stale or None
@@ -270,7 +261,7 @@ def _files(api: huggingface_hub.HfApi, repo: str, private: bool) -> Sequence[str
         return None
     if private and info.private is False:
         raise OutputError(f"{repo} already exists and is public; make it private on its page, or leave out --private")
-    return sorted(one.rfilename for one in info.siblings or () if one.rfilename != ".gitattributes")
+    return sorted(file.rfilename for file in info.siblings or () if file.rfilename != ".gitattributes")
 
 
 def _matches(name: str, pattern: str) -> bool:

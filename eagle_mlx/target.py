@@ -21,18 +21,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
-from eagle_mlx import adapters, hub
+from eagle_mlx import adapters, hooks, hub
 from eagle_mlx.cpu import use_shortcuts
 from eagle_mlx.errors import TargetError, in_one_line, loading
-from eagle_mlx.hooks import (
-    Hooks,
-    Recording,
-    RecordsInput,
-    RecordsOutput,
-    bound_positions,
-    place_one_by_one,
-    suit_attention,
-)
+from eagle_mlx.hooks import Hooks, Recording, RecordsInput, RecordsOutput
 from eagle_mlx.memory import free_memory, limit_mlx
 
 # Names of the parts in mlx-lm's models, in the order in which we look for them.
@@ -76,21 +68,20 @@ class Target:
         """The whole target's fingerprint, if this process has only a part of it."""
         self.on_lost: Callable[[str], None] | None = None
         """Called from another thread with the reason if other ranks are lost; never called without ranks."""
-        backbone = _backbone(model)
-        self._backbone = backbone
+        self._backbone = backbone = _backbone(model)
         self._embed = _first(backbone, _EMBEDDINGS, "token embedding", model)
         self._norm = _first(backbone, _NORMS, "final norm", model)
         self._lm_head = _find(model, _LM_HEADS) or self._embed.as_linear
         self.layers: list[nn.Module] = list(model.layers)
         self._hooks: Hooks | None = Hooks.of(model)
-        place_one_by_one(model, self._hooks)
-        suit_attention(model, self._hooks)
+        hooks.place_one_by_one(model, self._hooks)
+        hooks.suit_attention(model, self._hooks)
         self._hooks.add(self._norm, RecordsInput)
         args = getattr(model, "args", None)
         args = getattr(args, "text_config", None) or args
         sizes = (getattr(args, name, None) for name in ("max_position_embeddings", "max_seq_len", "n_ctx"))
         longest = next((size for size in sizes if isinstance(size, int) and size > 0), 1 << 20)
-        self.context_length = min(longest, bound_positions(backbone, self._hooks) or longest)
+        self.context_length = min(longest, hooks.bound_positions(backbone, self._hooks) or longest)
         self.num_layers = len(self.layers)
         self._starts = [self.layers[count - 1] for count in _STARTS if count < self.num_layers]
         probe = self.embed(mx.zeros((1, 1), mx.int32))
@@ -179,9 +170,8 @@ class Target:
     def _before_logits(self) -> nn.Module:
         """The module that returns normed hidden states: the backbone, or the final norm if the backbone goes on."""
         recording = self._recorded_run(self._backbone, self._norm)
-        outputs = [recording.outputs.get(id(module)) for module in (self._backbone, self._norm)]
-        is_backbone = outputs[0] is outputs[1]
-        return cast(nn.Module, self._backbone if is_backbone else self._norm)
+        of_backbone, normed = (recording.outputs.get(id(module)) for module in (self._backbone, self._norm))
+        return cast(nn.Module, self._backbone if of_backbone is normed else self._norm)
 
     @property
     def norm_is_last(self) -> bool:
@@ -210,18 +200,17 @@ class Target:
         logits [B, 1, V] are returned; no others are computed. Raises TargetError for layers that the model lacks or
         whose output is not one hidden state per token.
         """
-        hooks = self.hooks
         for layer in aux_layers:
             if not 0 <= layer < self.num_layers:
                 raise TargetError(f"there is no layer {layer}: the target has layers 0 to {self.num_layers - 1}")
-            hooks.add(self.layers[layer], RecordsOutput)
+            self.hooks.add(self.layers[layer], RecordsOutput)
         recording = Recording()
         last = None if ends is None else self._before_logits  # before the run, since it runs the model itself
         if cache is not None and not use_shortcuts():
             recording.starts = [id(layer) for layer in self._starts]
             for first in self._starts:
-                hooks.add(first, RecordsOutput)
-        with hooks.rope_cache.sharing(), recording.running():
+                self.hooks.add(first, RecordsOutput)
+        with self.hooks.rope_cache.sharing(), recording.running():
             logits = self.model(tokens, cache=None if cache is None else list(cache))
         if ends is not None and logits.shape[1] > 1:
             at = mx.array(list(ends), mx.int32)[:, None, None]
@@ -257,12 +246,10 @@ def load_target(
     """Load a target from a folder or a hub id with mlx-lm.
 
     `dtype` is the dtype of weights that are not quantized, or its name, such as "bfloat16"; by default that of the
-    files, except on a CPU under Linux, where only float32 uses BLAS. Further arguments are mlx-lm's: a folder of LoRA
-    adapters; permission to run code that comes with the model; additional stop tokens or their ids; a template that
-    replaces the tokenizer's own, and its arguments. With `lazy`, weights stay in their files, in the files' dtype,
-    until they are used. `shard` reduces the model to this process's part before weights are read (`ranks`). On a GPU,
-    this limits the freed buffers that MLX keeps (`memory.limit_mlx`). Raises TargetError if mlx-lm cannot load the
-    model.
+    files, except on a CPU under Linux, where only float32 uses BLAS. Further arguments are mlx-lm's. With `lazy`,
+    weights stay in their files, in the files' dtype, until they are used. `shard` reduces the model to this process's
+    part before weights are read (`ranks`). On a GPU, this limits the freed buffers that MLX keeps (`memory.limit_mlx`).
+    Raises TargetError if mlx-lm cannot load the model.
     """
     folder = hub.resolve(name, code=trust_remote_code)
     adapter_folder = None if adapter_path is None else adapters.adapter_folder(adapter_path)
@@ -273,9 +260,8 @@ def load_target(
         adapter = None if adapter_folder is None else adapters.add_adapters(model, adapter_folder)
         for token in extra_eos_tokens:
             if not (token.isdecimal() or token in tokenizer.get_vocab()):
-                raise TargetError(
-                    f"--extra-eos-token {token!r} is not a token of this tokenizer; give a token or its id"
-                )
+                what = f"--extra-eos-token {token!r}"
+                raise TargetError(f"{what} is not a token of this tokenizer; give a token or its id")
             tokenizer.add_eos_token(token)
         if chat_template_args:
             tokenizer = adapters.ChatTokenizer(tokenizer, chat_template_args)

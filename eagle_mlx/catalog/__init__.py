@@ -12,11 +12,10 @@ def embedded(name: str) -> Path:
 
     Raises ConfigError if there is none.
     """
-    roots = _roots()
-    for root in roots:
-        found = root / "checkpoints" / name
-        if (found / "config.json").is_file() or (found.suffix == ".jsonl" and found.is_file()):
-            return found
+    for root in _roots():
+        place = root / "checkpoints" / name
+        if (place / "config.json").is_file() or (place.suffix == ".jsonl" and place.is_file()):
+            return place
     named = {"target": "the model with --target: a folder or a hub id, such as --target Qwen3-4B-4bit"}
     named |= {"prompts.jsonl": "a file of prompts with --prompts"}
     raise ConfigError(f"name {named.get(name, f'it with --{name}')}; only a clone of the project includes a {name}")

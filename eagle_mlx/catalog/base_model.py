@@ -43,8 +43,7 @@ def check_base_model(given: str) -> None:
     """
     place = Path(given).expanduser()
     folder = place if place.is_dir() else hub.cached(check_id(given))
-    config = read_config(folder) if folder is not None else {}
-    if "quantization" not in config and not by_mlx_community(given):
+    if not by_mlx_community(given) and (folder is None or "quantization" not in read_config(folder)):
         return
     base = _named_by(_read(folder / _CARD)) if folder is not None else None
     instead = f"{base}, which its card names" if base else "the hub id or folder of the original model"
@@ -85,8 +84,8 @@ def base_model_of(target: str) -> str | None:
     folder = hub.resolve(target)
     if "quantization" in read_config(folder):
         return _named_by(_card(target, folder))
-    written: list[Any] = [mx.load(str(file), return_metadata=True) for file in folder.glob("*.safetensors")]
-    by_mlx = any(metadata.get("format") == "mlx" for _, metadata in written)
+    written: list[Any] = [mx.load(str(file), return_metadata=True)[1] for file in folder.glob("*.safetensors")]
+    by_mlx = any(metadata.get("format") == "mlx" for metadata in written)
     return target if hub.full_id(target) and not by_mlx else None
 
 
@@ -131,9 +130,8 @@ def names_of(target: str | Path) -> tuple[str, ...]:
 
 def same_model(name: str, published: str) -> bool:
     """Return whether a name is a published model or a conversion of it. Owners must match if both are given."""
-    owner, other = name.rpartition("/")[0], published.rpartition("/")[0]
-    anybody = not owner or by_mlx_community(name) or owner.lower() == other.lower()
-    return anybody and _plain(name) == _plain(published)
+    owner, other = (x.rpartition("/")[0].lower() for x in (name, published))
+    return (owner in ("", other) or by_mlx_community(name)) and _plain(name) == _plain(published)
 
 
 def _plain(name: str) -> str:

@@ -25,15 +25,24 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.heads.mtp.published import has_mtp_layer, mtp_of_model, published_with_mtp
 from eagle_mlx.target import Target
 
-How = Literal["trained", "extracted", "fetched", "included"]
+Origin = Literal["trained", "extracted", "fetched", "included"]
 LEAST = 1.05
 """The least τ of a head that is offered. Even a step of the small included head takes 0.09 of a target step
 (checkpoints/README.md), so with a smaller τ a head costs more time than it saves."""
 _FEW = 4
-"""The weight, in prompts, of a prior with τ 1: the gain measured on three prompts can be wrong by half. `head_check`
-uses this many prompts."""
+"""The weight, in prompts, of a prior with τ 1: the gain measured on three prompts can be wrong by half."""
 _INCLUDED = ("head", "smollm2-135m-instruct")
 """The heads in `checkpoints`. The first is for the target there; the config of others names a base model."""
+_CONFIG, _BEST = "config.json", "best"
+"""The file in a head's folder, and the subfolder in which eagle-train keeps its best head."""
+PREFERRED = ("dspark", "dflash2", "dflash", "peagle", "eagle3", "mtp", "eagle")
+"""Kinds of published heads by τ for the cost of a draft, the best first.
+
+DeepSpec's paper (arXiv 2607.05147) trained three alike; for Qwen3-8B on MT-bench with chains of 7, τ is 3.72 for
+DSpark, 3.11 for DFlash and 2.66 for EAGLE-3. P-EAGLE (arXiv 2602.01469) is EAGLE-3 whose draft costs one forward.
+"""
+PERMITTING = frozenset({"apache-2.0", "mit"})
+"""Licenses of known heads that permit any use, so that a head may be fetched although the user has not named it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class HeadRecord:
 
     head: str  # its folder, or its hub id if it was fetched
     names: tuple[str, ...]  # names of its target, the most certain first
-    how: How
+    origin: Origin
     fingerprint: str = ""  # the target's fingerprint if the target was in memory (`eagle_mlx.target.fingerprint`)
     acceptance_length: float | None = None  # τ on held-out prompts, if it was measured
     prompts: int | None = None  # the number of prompts that τ was measured on; None if unknown, which counts as few
@@ -51,7 +60,7 @@ class HeadRecord:
     @property
     def here(self) -> bool:
         """Whether the head can be loaded without network access."""
-        if self.how == "fetched" and hub.full_id(self.head):
+        if self.origin == "fetched" and hub.full_id(self.head):
             return hub.cached(self.head) is not None
         return (Path(self.head) / "config.json").is_file()
 
@@ -70,16 +79,16 @@ class HeadRecord:
 
     def __str__(self) -> str:
         on = "" if self.prompts is None else f" on {self.prompts} prompt{'' if self.prompts == 1 else 's'}"
-        measured = f" (τ {self.acceptance_length:.2f}{on})" if self.acceptance_length is not None else ""
+        measured = "" if self.acceptance_length is None else f" (τ {self.acceptance_length:.2f}{on})"
         target = f" for {self.names[0]}" if self.names else ""
-        what = "the included head" if self.how == "included" else f"{self.head}, {self.how} here"
+        what = "the included head" if self.origin == "included" else f"{self.head}, {self.origin} here"
         return f"{what}{target}{measured}"
 
 
 def register(
     head: str | Path,
     target: str | Path,
-    how: How,
+    origin: Origin,
     fingerprint: str = "",
     acceptance_length: float | None = None,
     prompts: int | None = None,
@@ -88,10 +97,9 @@ def register(
 
     acceptance_length, prompts: the measured τ and the number of prompts; with 0 prompts there is no τ.
     """
-    acceptance_length = None if prompts == 0 else acceptance_length
-    place = Path(head)
-    name = str(place.absolute()) if place.is_dir() else str(head)
-    record = HeadRecord(name, names_of(target), how, fingerprint, acceptance_length, prompts)
+    name = str(Path(head).absolute() if Path(head).is_dir() else head)
+    tau = None if prompts == 0 else acceptance_length
+    record = HeadRecord(name, names_of(target), origin, fingerprint, tau, prompts)
     file = cache_folder() / "heads" / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,22 +111,20 @@ def register(
 
 def records() -> list[HeadRecord]:
     """Return all heads that still exist, the newest first."""
-    found = []
+    heads = []
     for file in (cache_folder() / "heads").glob("*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):  # another version, or damaged
             values = json.loads(file.read_text(encoding="utf-8"))
-            found.append(HeadRecord(**{**values, "names": tuple(values["names"])}))
-    return sorted((one for one in found if one.here), key=lambda one: -one.made_at)
+            heads.append(HeadRecord(**{**values, "names": tuple(values["names"])}))
+    return sorted((head for head in heads if head.here), key=lambda head: -head.made_at)
 
 
 def records_for(names: tuple[str, ...], fingerprint: str | None = None) -> list[HeadRecord]:
     """Return the heads for a target, by its fingerprint or its names, in the order of `best_first`."""
 
-    def matches(one: HeadRecord) -> bool:
-        same_weights = bool(fingerprint) and one.fingerprint == fingerprint
-        return same_weights or _is_for(one, names)
-
-    return best_first(list(filter(matches, records())), fingerprint)
+    heads = records()
+    same = [head for head in heads if (fingerprint and head.fingerprint == fingerprint) or _is_for(head, names)]
+    return best_first(same, fingerprint)
 
 
 def _is_for(head: HeadRecord, names: tuple[str, ...]) -> bool:
@@ -131,15 +137,11 @@ def best_first(heads: list[HeadRecord], fingerprint: str | None = None) -> list[
     A τ holds only for the weights that it was measured with: heads of other weights than `fingerprint` come after.
     """
 
-    def place(one: HeadRecord) -> tuple[bool, bool, float, float]:
-        is_other = bool(fingerprint and one.fingerprint and one.fingerprint != fingerprint)
-        return one.worth is None, is_other, -(one.worth or 0.0), -one.made_at
+    def place(head: HeadRecord) -> tuple[bool, bool, float, float]:
+        is_other = bool(fingerprint and head.fingerprint and head.fingerprint != fingerprint)
+        return head.worth is None, is_other, -(head.worth or 0.0), -head.made_at
 
     return sorted(heads, key=place)
-
-
-_CONFIG, _BEST = "config.json", "best"
-"""The file in a head's folder, and the subfolder in which eagle-train keeps its best head."""
 
 
 @dataclass(frozen=True)
@@ -160,50 +162,41 @@ def find_heads(
     layers; and published heads by `PREFERRED` kind, cached ones first. Those with a τ below `LEAST` only go to `say`.
     """
     names = names_of(target)
-    at_home = is_embedded_target(target)
-    shipped = [one for one in included() if (_is_for(one, names) if one.names else at_home)]
-    known = best_first([*records_for(names, fingerprint), *shipped], fingerprint)
-    for record in known:
-        if not record.is_offered:
+    shipped = [head for head in included() if (_is_for(head, names) if head.names else is_embedded_target(target))]
+    local = best_first([*records_for(names, fingerprint), *shipped], fingerprint)
+    for head in local:
+        if not head.is_offered:
             say(
-                f"{record} is not offered: with a τ below {LEAST} it costs more time than it saves; "
-                f"use --head {record.head} to use it anyway"
+                f"{head} is not offered: with a τ below {LEAST} it costs more time than it saves; "
+                f"use --head {head.head} to use it anyway"
             )
-    here = [FoundHead(one.head, str(one)) for one in known if one.is_offered]
+    here = [FoundHead(head.head, str(head)) for head in local if head.is_offered]
     own = [
         FoundHead(str(folder), f"{name}'s own MTP layers", mode="mtp")
         for name, folder in _folders(target, names)
         if has_mtp_layer(folder)
     ]
     choice = known_heads_for(names)
-    first, *others = dict.fromkeys(KINDS[one.kind].title for one in choice) or [""]
+    first, *others = dict.fromkeys(KINDS[head.kind].title for head in choice) or [""]
     why = f" ({first} before {', '.join(others)} by published τ for the cost of a draft)" if others else ""
-    published = [
-        FoundHead(
-            one.head,
-            f"{one}{why if one is choice[0] else ''}",
-            hub.cached(one.head) is not None,
-            KINDS[one.kind].mode,
-            one.license not in PERMITTING,
-        )
-        for one in choice
-    ]
-    found: dict[str, FoundHead] = {}
-    for head in [*here, *own, *sorted(published, key=lambda one: not one.here)]:
-        found.setdefault(head.head, head)
-    return list(found.values())
+    abouts = [f"{head}{'' if index else why}" for index, head in enumerate(choice)]
+    published = [head.found(about) for head, about in zip(choice, abouts, strict=True)]
+    by_name: dict[str, FoundHead] = {}
+    for candidate in [*here, *own, *sorted(published, key=lambda head: not head.here)]:
+        by_name.setdefault(candidate.head, candidate)
+    return list(by_name.values())
 
 
 def included() -> list[HeadRecord]:
     """Return the heads in `checkpoints`; none outside a checkout."""
-    found = []
+    heads = []
     for name in _INCLUDED:
         with suppress(ConfigError):
             noted = read_config(folder := embedded(name)).get("eagle_mlx") or {}
             names = tuple(filter(None, [noted.get(BASE_MODEL)]))
             tau, prompts = noted.get("acceptance_length"), noted.get("prompts")
-            found.append(HeadRecord(str(folder), names, "included", "", tau, prompts, made_at=0.0))
-    return found
+            heads.append(HeadRecord(str(folder), names, "included", "", tau, prompts, made_at=0.0))
+    return heads
 
 
 def where_mtp_layers_are(target: str | Path) -> str | None:
@@ -235,20 +228,8 @@ def load_found(name: str | Path, target: Target) -> DraftHead:
 def _folders(target: str | Path, names: tuple[str, ...]) -> list[tuple[str, Path]]:
     """Return the model's folders on this machine, each with the name that it was found by."""
     place = Path(target).expanduser()
-    found = [(name, place if name == names[0] and place.is_dir() else hub.cached(name)) for name in names]
-    return [(name, folder) for name, folder in found if folder is not None and (folder / _CONFIG).is_file()]
-
-
-PREFERRED = ("dspark", "dflash2", "dflash", "peagle", "eagle3", "mtp", "eagle")
-"""Kinds of published heads by τ for the cost of a draft, the best first.
-
-DeepSpec's paper (arXiv 2607.05147) trained three alike; for Qwen3-8B on MT-bench with chains of 7, τ is 3.72 for
-DSpark, 3.11 for DFlash and 2.66 for EAGLE-3. P-EAGLE (arXiv 2602.01469) is EAGLE-3 whose draft costs one forward.
-"""
-
-
-PERMITTING = frozenset({"apache-2.0", "mit"})
-"""Licenses of known heads that permit any use, so that a head may be fetched although the user has not named it."""
+    folders = [(name, place if name == names[0] and place.is_dir() else hub.cached(name)) for name in names]
+    return [(name, folder) for name, folder in folders if folder is not None and (folder / _CONFIG).is_file()]
 
 
 @dataclass(frozen=True)
@@ -261,8 +242,13 @@ class KnownHead:
     size: str = hub.UNKNOWN  # of its weights
 
     def __str__(self) -> str:
-        about = f"license {self.license}, size {self.size}"
-        return f"{self.head}, {KINDS[self.kind].title} for {self.target}, {about}"
+        title = KINDS[self.kind].title
+        return f"{self.head}, {title} for {self.target}, license {self.license}, size {self.size}"
+
+    def found(self, about: str) -> FoundHead:
+        """Return the head as a result of a search."""
+        is_here, mode = hub.cached(self.head) is not None, KINDS[self.kind].mode
+        return FoundHead(self.head, about, is_here, mode, only_by_name=self.license not in PERMITTING)
 
 
 @cache
@@ -283,14 +269,14 @@ def fetch_notice(name: str | Path) -> str | None:
     if repo is None or Path(name).expanduser().is_dir() or hub.cached(repo) is not None:
         return None
     license_id, size = hub.license_and_size(repo)
-    for known in known_heads():
-        if known.head.lower() == repo.lower():
-            license_id = known.license if license_id == hub.UNKNOWN else license_id
-            size = known.size if size == hub.UNKNOWN else size
+    for head in known_heads():
+        if head.head.lower() == repo.lower():
+            license_id = head.license if license_id == hub.UNKNOWN else license_id
+            size = head.size if size == hub.UNKNOWN else size
     return f"fetching {repo}: license {license_id}, size {size}"
 
 
 def known_heads_for(names: tuple[str, ...]) -> list[KnownHead]:
     """Return the published heads for a target with any of these names, by preferred kind, then in the table's order."""
-    found = [known for known in known_heads() if any(same_model(name, known.target) for name in names)]
-    return sorted(found, key=lambda known: PREFERRED.index(known.kind))
+    heads = [head for head in known_heads() if any(same_model(name, head.target) for name in names)]
+    return sorted(heads, key=lambda head: PREFERRED.index(head.kind))

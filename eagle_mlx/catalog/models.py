@@ -22,18 +22,18 @@ from eagle_mlx.target import Target
 @cache
 def published_models() -> Mapping[str, Mapping[str, Any]]:
     """Return fields of config.json by the model's name, as in `qwen3-8b`."""
-    found: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text("utf-8"))
-    return found
+    models: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text("utf-8"))
+    return models
 
 
 def published_model(name: str) -> Mapping[str, Any]:
     """Return fields of a model's config.json. Raises ConfigError, with all names, if the model is unknown."""
-    known = published_models()
-    if name not in known:
-        near = difflib.get_close_matches(name.rpartition("/")[2].lower(), known, 1)
+    models = published_models()
+    if name not in models:
+        near = difflib.get_close_matches(name.rpartition("/")[2].lower(), models, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"there is no shape {name}: {hint}the shapes are {', '.join(known)}")
-    return known[name]
+        raise ConfigError(f"there is no shape {name}: {hint}the shapes are {', '.join(models)}")
+    return models[name]
 
 
 def described_target(name: str, model: Mapping[str, Any], dtype: mx.Dtype = mx.bfloat16) -> Target:
@@ -42,20 +42,20 @@ def described_target(name: str, model: Mapping[str, Any], dtype: mx.Dtype = mx.b
     `quantization` applies to every matrix; `experts` in it overrides it for a mixture of experts. Raises TargetError if
     mlx-lm does not support the model.
     """
-    how = dict(model.get("quantization", {}))
-    experts = how.pop("experts", how)
+    fields = dict(model)
+    common = dict(fields.pop("quantization", {}))
+    experts = common.pop("experts", common)
     with tempfile.TemporaryDirectory() as folder:
-        fields = {key: value for key, value in model.items() if key != "quantization"}
         (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         try:
             made, _ = load_model(Path(folder), lazy=True, strict=False)
         except (ValueError, KeyError, TypeError) as e:
             raise TargetError(f"{name} has a config that mlx-lm does not support: {e}") from e
     made.set_dtype(dtype)
-    if how:
+    if common:
 
         def choose(path: str, part: nn.Module) -> bool | dict[str, Any]:
-            chosen = experts if type(part).__name__ in ("SwitchLinear", "QuantizedSwitchLinear") else how
+            chosen = experts if type(part).__name__ in ("SwitchLinear", "QuantizedSwitchLinear") else common
             return hasattr(part, "to_quantized") and part.weight.shape[-1] % chosen["group_size"] == 0 and chosen
 
         nn.quantize(made, class_predicate=choose)

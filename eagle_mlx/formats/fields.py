@@ -13,12 +13,9 @@ from eagle_mlx.errors import CheckpointError, ConfigError, HeadWarning
 
 NOTED = "zero_centred_norms"
 """Key under `eagle_mlx` in a config: every norm is zero-centered, so readers need not guess from the means."""
-Quantization = Mapping[str, int]
-"""`group_size` and `bits` of a head's quantized layers."""
-_QUANTIZATION = {"group_size": (32, 64, 128), "bits": (2, 3, 4, 5, 6, 8)}
-"""Values that mlx.core.quantize accepts."""
-_SPECULATORS_VERSION = "0.9.0"
-"""The release of speculators whose fields are written."""
+Quantization = Mapping[str, int]  # `group_size` and `bits` of a head's quantized layers
+_QUANTIZATION = {"group_size": (32, 64, 128), "bits": (2, 3, 4, 5, 6, 8)}  # what mlx.core.quantize accepts
+_SPECULATORS_VERSION = "0.9.0"  # the release of speculators whose fields are written
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 _ROPE = {
@@ -48,23 +45,19 @@ _FLAGS = (
     *("attention_bias", "qkv_bias", "mlp_bias", "bias", "eagle_fc_bias", "use_sliding_window"),
 )
 _OBJECTS = ("eagle_config", "eagle_mlx", "rope_scaling", "rope_parameters", "text_config", "speculators_config")
-_READ = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *("num_hidden_layers", "max_position_embeddings", "rms_norm_eps", "rope_theta", "sliding_window", "layer_types"),
-    *("draft_vocab_size", "target_hidden_size", LAYER_IDS, "transformer_layer_config", "speculators_model_type"),
-    "quantization",
-)
-_HARMLESS = (
-    *("architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"),
-    *("speculators_version", "embed_requires_grad", "initializer_range", "attention_dropout", "pretraining_tp"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "max_window_layers", "output_attentions", "return_dict"),
-    *("output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
-    *("is_encoder_decoder", "is_decoder", "cache_implementation"),
-)
-"""Other fields that transformers and trainers write, and that do not affect drafts."""
-_KNOWN = frozenset((*_READ, *_HARMLESS, *_FLAGS, *_OBJECTS, *_REFUSED))
-_MODE = "affine"
-"""mlx-lm's name for quantization with a scale and a bias per group."""
+_OTHERS = f"""
+hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size num_hidden_layers
+max_position_embeddings rms_norm_eps rope_theta sliding_window layer_types draft_vocab_size target_hidden_size
+{LAYER_IDS} transformer_layer_config speculators_model_type quantization
+
+architectures model_type auto_map dtype torch_dtype transformers_version use_cache speculators_version
+embed_requires_grad initializer_range attention_dropout pretraining_tp bos_token_id eos_token_id pad_token_id
+max_window_layers output_attentions return_dict output_hidden_states chunk_size_feed_forward id2label label2id
+problem_type is_encoder_decoder is_decoder cache_implementation
+"""
+"""Fields that are read; then those that transformers and trainers write, and that do not affect drafts."""
+_KNOWN = frozenset((*_OTHERS.split(), *_FLAGS, *_OBJECTS, *_REFUSED))
+_MODE = "affine"  # mlx-lm's name for quantization with a scale and a bias per group
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MOST_LAYERS = 64
 _MOST = 1 << 31
@@ -128,8 +121,7 @@ def unknown_fields(config: Mapping[str, Any]) -> list[str]:
 
 def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
     """Issue a HeadWarning with the names of unknown fields, unless they are off."""
-    unknown = unknown_fields(config)
-    if unknown:
+    if unknown := unknown_fields(config):
         warnings.warn(
             f"{file} sets {', '.join(unknown)}, not known here; if that changes the head's output, it drafts badly",
             HeadWarning,
@@ -139,32 +131,31 @@ def warn_of_unknown(file: Path, config: Mapping[str, Any]) -> None:
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Return a head's quantization from the field that mlx-lm writes, or None. Raises ConfigError for other modes."""
-    how = config.get("quantization")
-    if not isinstance(how, dict):
-        check(how is None, f"quantization is {how!r}; it must be an object with group_size and bits")
+    written = config.get("quantization")
+    if written is None:
         return None
-    mode = how.get("mode", _MODE)
+    check(isinstance(written, dict), f"quantization is {written!r}; it must be an object with group_size and bits")
+    mode = written.get("mode", _MODE)
     check(mode == _MODE, f"quantization has mode {mode!r}; only {_MODE} is supported")
-    return {name: value for name, value in how.items() if name != "mode"}
+    return {name: value for name, value in written.items() if name != "mode"}
 
 
-def check_quantization(how: Quantization | None) -> None:
+def check_quantization(quantization: Quantization | None) -> None:
     """Raise ConfigError if a quantization is invalid. MLX would crash on some invalid values."""
-    if how is None:
+    if quantization is None:
         return
-    named = sorted(how) if isinstance(how, Mapping) else []
-    check(named == sorted(_QUANTIZATION), f"quantization is {how!r}; give group_size and bits")
-    for name, known in _QUANTIZATION.items():
-        is_known = type(how[name]) is int and how[name] in known
-        check(is_known, f"quantization sets {name} to {how[name]!r}; MLX knows {', '.join(map(str, known))}")
+    named = sorted(quantization) if isinstance(quantization, Mapping) else []
+    check(named == sorted(_QUANTIZATION), f"quantization is {quantization!r}; give group_size and bits")
+    for name, values in _QUANTIZATION.items():
+        value = quantization[name]
+        is_valid = type(value) is int and value in values
+        check(is_valid, f"quantization sets {name} to {value!r}; MLX knows {', '.join(map(str, values))}")
 
 
-def quantization_json(how: Quantization | None) -> dict[str, Any]:
+def quantization_json(quantization: Quantization | None) -> dict[str, Any]:
     """Return the config fields for a quantization, as mlx-lm writes them; empty if there is none."""
-    if how is None:
-        return {}
-    written = {"group_size": how["group_size"], "bits": how["bits"], "mode": _MODE}
-    return {"quantization": written, "quantization_config": written}
+    written = {**(quantization or {}), "mode": _MODE}
+    return {} if quantization is None else {"quantization": written, "quantization_config": written}
 
 
 def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,8 +243,7 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
         sliding = [bool(config.get("use_sliding_window"))] * layers
     if not any(sliding):
         return ()
-    if not window:
-        raise ConfigError("a layer has sliding attention but sliding_window is not given")
+    check(window, "a layer has sliding attention but sliding_window is not given")
     return tuple(int(window) if slides else None for slides in sliding)
 
 

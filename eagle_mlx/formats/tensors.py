@@ -17,7 +17,7 @@ from eagle_mlx.errors import CheckpointError
 from eagle_mlx.files import new_folder
 from eagle_mlx.formats.fields import read_config
 from eagle_mlx.formats.torchzip import read_torch
-from eagle_mlx.hub import why_damaged
+from eagle_mlx.hub import weight_files, why_damaged
 from eagle_mlx.target import arrays_of, compute_dtype
 
 EXACT = ("e_score_correction_bias",)
@@ -138,7 +138,7 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
     Raises CheckpointError if there are none, if a file is damaged or missing, or if two files hold the same name. As in
     transformers, an index next to a single complete file is ignored.
     """
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    files = weight_files(folder)
     if (folder / INDEX).exists() and not (folder / _WHOLE).exists():
         named = sorted(set(read_index(folder / INDEX).values()))
         if missing := [shard for shard in named if not (folder / shard).exists()]:

@@ -21,19 +21,11 @@ import numpy as np
 from eagle_mlx.errors import CheckpointError
 from eagle_mlx.hub import why_damaged
 
-_BFLOAT16 = np.uint16
-"""Stands for bfloat16, which numpy lacks; no storage of torch.save's is uint16."""
+_BFLOAT16 = np.uint16  # stands for bfloat16, which numpy lacks; no storage of torch.save's is uint16
 _STORAGES: dict[str, Any] = {
-    "DoubleStorage": np.float64,
-    "FloatStorage": np.float32,
-    "HalfStorage": np.float16,
-    "BFloat16Storage": _BFLOAT16,
-    "LongStorage": np.int64,
-    "IntStorage": np.int32,
-    "ShortStorage": np.int16,
-    "CharStorage": np.int8,
-    "ByteStorage": np.uint8,
-    "BoolStorage": np.bool_,
+    **{"DoubleStorage": np.float64, "FloatStorage": np.float32, "HalfStorage": np.float16},
+    **{"LongStorage": np.int64, "IntStorage": np.int32, "ShortStorage": np.int16, "CharStorage": np.int8},
+    **{"BFloat16Storage": _BFLOAT16, "ByteStorage": np.uint8, "BoolStorage": np.bool_},
 }
 
 
@@ -45,20 +37,19 @@ def read_torch(file: Path) -> dict[str, mx.array]:
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            found = _Unpickler(file, archive).load()
+            tensors = _Unpickler(file, archive).load()
     except zipfile.BadZipFile as e:
         why = f"{file} is not a zip file from torch.save; download it again, or save it with torch 1.6 or later"
         raise CheckpointError(why_damaged(file, why)) from e
     except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError) as e:
         raise CheckpointError(f"{file} cannot be read as PyTorch weights ({e}); download or create it again") from e
-    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
-        found = found["state_dict"]
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{file} has a {type(found).__name__} and not named tensors")
-    other = [str(name) for name, value in found.items() if not isinstance(value, mx.array)]
-    if other:
+    if isinstance(tensors, Mapping) and isinstance(tensors.get("state_dict"), Mapping):
+        tensors = tensors["state_dict"]
+    if not isinstance(tensors, Mapping):
+        raise CheckpointError(f"{file} has a {type(tensors).__name__} and not named tensors")
+    if other := [str(name) for name, value in tensors.items() if not isinstance(value, mx.array)]:
         raise CheckpointError(f"{file} has objects that are not tensors: {', '.join(sorted(other))}")
-    return {str(name): value for name, value in found.items()}
+    return {str(name): value for name, value in tensors.items()}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -85,13 +76,13 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _STORAGES:
             return name
-        known = {
+        allowed = {
             ("collections", "OrderedDict"): OrderedDict,
             ("torch._utils", "_rebuild_tensor_v2"): _tensor,
             ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
         }
-        if (module, name) in known:
-            return known[module, name]
+        if (module, name) in allowed:
+            return allowed[module, name]
         raise CheckpointError(
             f"{self.file} asks to run {module}.{name}, which weights do not need; it was not run. "
             "Use the head's safetensors"

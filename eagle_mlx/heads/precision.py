@@ -15,10 +15,8 @@ from eagle_mlx.heads.base import DraftHead
 from eagle_mlx.hooks import without_hooks
 from eagle_mlx.target import Target
 
-BITS = (4, 8)
-"""Bits for quantization on loading; 16 means none."""
-GROUP_SIZES = (64, 32)
-"""Group sizes in the order in which they are tried. mlx-lm uses 64."""
+BITS = (4, 8)  # for quantization on loading; 16 means none
+GROUP_SIZES = (64, 32)  # in the order in which they are tried; mlx-lm uses 64
 _ROUTERS = ("mlp.gate", "shared_expert_gate", "confidence_head.proj")
 """Suffixes of layers that route to experts or predict one number."""
 
@@ -64,8 +62,8 @@ def quantize_for(head: DraftHead, target: Target | None, bits: int | None = None
 
 
 def quantization_of(head: DraftHead) -> Quantization | None:
-    found: Quantization | None = head.config.quantization
-    return found
+    quantization: Quantization | None = head.config.quantization
+    return quantization
 
 
 def quantize(head: Any, bits: int, group_size: int) -> None:
@@ -80,9 +78,9 @@ def _may_quantize(path: str, part: nn.Module, group_size: int) -> bool:
 
 
 def described(head: DraftHead) -> str:
-    how = quantization_of(head)
-    if how is not None:
-        return f"{how['bits']}-bit weights in groups of {how['group_size']}"
+    """Return a head's precision in words."""
+    if (quantization := quantization_of(head)) is not None:
+        return f"{quantization['bits']}-bit weights in groups of {quantization['group_size']}"
     weights = weights_of(head).values()
     types = sorted({str(x.dtype).rpartition(".")[2] for x in weights if mx.issubdtype(x.dtype, mx.floating)})
     return f"weights in {', '.join(types)}"

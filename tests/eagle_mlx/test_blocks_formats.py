@@ -106,7 +106,7 @@ REFUSED = [
     (FULL, {"architectures": ["XPressDraftModel"]}, "of class .*XPressDraftModel"),
     (SPARK, {"correction_layers": 2}, "sets correction_layers"),
     (SPARK, {"markov_head_type": "lstm"}, "must be vanilla, gated or rnn"),
-    (SPARK, {"model_type": "llama"}, "a layer of llama; only qwen3"),
+    (SPARK, {"model_type": "llama"}, "a layer of type llama; only qwen3"),
     (SPARK, {"draft_vocab_size": 96}, "needs its own lm_head"),
 ]
 

@@ -129,7 +129,7 @@ def test_for_a_folder_a_published_head_is_named_and_not_fetched(
     assert f"to fetch it: eagle-heads pull {HEAD}" in said[0]
     assert online.requests == []
     assert heads(["pull", HEAD]) == 0
-    assert [(one.head, one.names, one.how) for one in records()] == [(HEAD, (TARGET,), "fetched")]
+    assert [(one.head, one.names, one.origin) for one in records()] == [(HEAD, (TARGET,), "fetched")]
     found, proposer, said = chosen(target, folder)
     assert isinstance(proposer, em.HeadProposer)
     assert found.head == HEAD

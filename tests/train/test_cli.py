@@ -82,7 +82,7 @@ def test_the_best_head_of_a_run_is_found_by_its_target(
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     for found in (records(), records_for(("elsewhere",), fingerprint(load_target(str(target))))):
         [one] = found
-        assert (one.head, one.how) == (str(tmp_path / "out" / "best"), "trained")
+        assert (one.head, one.origin) == (str(tmp_path / "out" / "best"), "trained")
         assert one.acceptance_length == report["acceptance_length"]
         assert one.prompts == report["acceptance"]["best"]["prompts"]
 

@@ -65,7 +65,8 @@ def test_the_head_is_found_by_its_model(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("EAGLE_MLX_CACHE", str(tmp_path / "cache"))
     source = sharded(tmp_path / "model", MODELS[0])
     assert main(["mtp", "--source", str(source), "--output", str(tmp_path / "out")]) == 0
-    assert [(one.head, one.how, one.names) for one in records()] == [(str(tmp_path / "out"), "extracted", ("model",))]
+    wanted = [(str(tmp_path / "out"), "extracted", ("model",))]
+    assert [(head.head, head.origin, head.names) for head in records()] == wanted
 
 
 def test_the_head_is_quantized_with_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,10 +38,10 @@ _UNIMPLEMENTED = (
 """Fields that change the network, and that are refused even where other unknown fields are not."""
 
 
-def flat_config(file: Path, config: Mapping[str, Any], known: Sequence[str], strict: bool = True) -> dict[str, Any]:
+def flat_config(file: Path, config: Mapping[str, Any], own: Sequence[str], strict: bool = True) -> dict[str, Any]:
     """Return the fields that are set, with those of `dflash_config` at the top level, where they take precedence.
 
-    `known` are the layout's fields besides those of decoder layers. Raises CheckpointError for others, and for values
+    `own` are the layout's fields besides those of decoder layers. Raises CheckpointError for others, and for values
     that are not implemented. If not `strict`, unknown fields that are not in `_UNIMPLEMENTED` give a HeadWarning: some
     trainers copy the target's config.
     """
@@ -50,7 +50,7 @@ def flat_config(file: Path, config: Mapping[str, Any], known: Sequence[str], str
         raise CheckpointError(f"{file}: {DFLASH} must be an object, not {inner!r}")
     given = {**config, **{name: value for name, value in inner.items() if value is not None}}
     given = {name: value for name, value in given.items() if value is not None and name != DFLASH}
-    others = {name: value for name, value in given.items() if name not in (*known, "is_causal", "tie_word_embeddings")}
+    others = {name: value for name, value in given.items() if name not in (*own, "is_causal", "tie_word_embeddings")}
     fields.refuse(file, others)
     if unknown := [name for name in fields.unknown_fields(others) if strict or name in _UNIMPLEMENTED]:
         raise CheckpointError(
