@@ -15,8 +15,7 @@ from mlx_lm.utils import load_adapters
 from eagle_mlx import hub
 from eagle_mlx.errors import TargetError, in_one_line
 
-_FILES = ("adapter_config.json", "adapters.safetensors")
-"""The files in a folder of adapters."""
+_FILES = ("adapter_config.json", "adapters.safetensors")  # the files in a folder of adapters
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ PROMPTS = (
 )
 TOKENS = 64  # to decode for each prompt
 DEPTH = 2
-SOUND = 0.4
-"""The share of first draft tokens accepted from the weakest fitting heads; good heads reach 0.9."""
+SOUND = 0.4  # the share of first draft tokens accepted from the weakest fitting heads; good heads reach 0.9
 BOUND = 0.11
 """A head is no better than chance if it has both of two draft tokens accepted in a smaller share of rounds.
 

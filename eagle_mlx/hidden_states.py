@@ -20,8 +20,7 @@ Bits = NDArray[np.uint16]
 """The bits of bfloat16 numbers, because NumPy has no such type. Unlike float16, it has float32's range: the residual
 stream of Gemma 3 has channels beyond float16's 65,504, which decoding does not clip."""
 
-BLOCK = 64
-"""Values in 8 bits that share a scale: the default group size of `mx.quantize`."""
+BLOCK = 64  # values in 8 bits that share a scale: the default group size of `mx.quantize`
 
 
 @dataclass(frozen=True)

@@ -236,8 +236,7 @@ class BoundedTable(Hook):
 
 # Attention over slices of the queries, on devices on which that is faster.
 
-_ATTENTION = "scaled_dot_product_attention"
-"""The name under which each of mlx-lm's model files imports attention."""
+_ATTENTION = "scaled_dot_product_attention"  # the name under which each of mlx-lm's model files imports attention
 
 
 class ReplacesAttention(Hook):

@@ -15,8 +15,7 @@ from eagle_mlx import hub
 from eagle_mlx.errors import ConfigError, EagleError
 from eagle_mlx.formats.fields import read_config
 
-BASE_MODEL = "base_model"
-"""The field for the base model, in a model's card and under `eagle_mlx` in a head's config."""
+BASE_MODEL = "base_model"  # the field for the base model, in a model's card and under `eagle_mlx` in a head's config
 _CARD = "README.md"
 _CONVERTED = re.compile(
     r"[-_.](mlx|gguf|\d+(\.\d+)?bpw|\d+-?bits?|int[48]|[bf]+p?(16|32)|fp8|q[2-8]|gs\d+|d?dwq(-\d+)?|awq|gptq|[mn][xv]fp[48])$",

@@ -29,8 +29,7 @@ Origin = Literal["trained", "extracted", "fetched", "included"]
 LEAST = 1.05
 """The least τ of a head that is offered. Even a step of the small included head takes 0.09 of a target step
 (checkpoints/README.md), so with a smaller τ a head costs more time than it saves."""
-_FEW = 4
-"""The weight, in prompts, of a prior with τ 1: the gain measured on three prompts can be wrong by half."""
+_FEW = 4  # the weight, in prompts, of a prior with τ 1: the gain measured on three prompts can be wrong by half
 _INCLUDED = ("head", "smollm2-135m-instruct")
 """The heads in `checkpoints`. The first is for the target there; the config of others names a base model."""
 _CONFIG, _BEST = "config.json", "best"

@@ -66,12 +66,10 @@ class HeadFolder:
 class SaveOptions(TypedDict, total=False):
     """Arguments of every function that saves a head."""
 
-    target_name: str | None
-    """Stored under `eagle_mlx` in config.json."""
+    target_name: str | None  # stored under `eagle_mlx` in config.json
     extra: Mapping[str, Any] | None
     """More JSON to store there. Other loaders ignore it."""
-    dtype: mx.Dtype
-    """The dtype of weights that are not quantized; bfloat16 by default."""
+    dtype: mx.Dtype  # the dtype of weights that are not quantized; bfloat16 by default
     overwrite: bool
 
 

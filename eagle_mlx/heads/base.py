@@ -21,8 +21,7 @@ from eagle_mlx.target import Target
 Mask = mx.array | str | None
 Config = TypeVar("Config", bound=Any)
 """A dataclass with at least `hidden_size`, `vocab_size`, `own_embedding` and `quantization`."""
-SERVERS = ("vLLM", "SGLang")
-"""The readers of layouts that are servers, and that model cards name."""
+SERVERS = ("vLLM", "SGLang")  # the readers of layouts that are servers, and that model cards name
 
 
 class HeadBase(nn.Module, Generic[Config]):
@@ -32,11 +31,9 @@ class HeadBase(nn.Module, Generic[Config]):
     wide as its target, drafts all tokens and reads the last layer; `draft_vocab_size` and `aux_layers` change that.
     """
 
-    config: Config
-    """Replacing it changes what the head does, such as which output it feeds back, but not its weights."""
+    config: Config  # replacing it changes what the head does, such as which output it feeds back, but not its weights
     _target: Target | None = None
-    embed_tokens: nn.Embedding
-    """Only if the head has its own embedding."""
+    embed_tokens: nn.Embedding  # only if the head has its own embedding
 
     def __init__(self, config: Config, d2t: mx.array | None = None):
         """`d2t` [draft_vocab_size]: target id minus draft id for each draft id; None if the vocabularies are equal."""
@@ -127,12 +124,9 @@ H = TypeVar("H", bound=DraftHead)
 class Format:
     """A file layout for a kind of head."""
 
-    name: str
-    """Name for `eagle-convert --to`."""
-    about: str
-    """How the head is written, for a model card."""
-    readers: tuple[str, ...]
-    """The other projects that read the layout."""
+    name: str  # name for `eagle-convert --to`
+    about: str  # how the head is written, for a model card
+    readers: tuple[str, ...]  # the other projects that read the layout
     holds: Callable[[Mapping[str, Any], Mapping[str, mx.array]], bool]
     """Checks whether config.json and tensors of a folder are in this layout."""
     load: Callable[[HeadFolder], Any]
@@ -142,10 +136,8 @@ class Format:
     """Writes a head to a folder, which appears only once complete: `save(head, folder, **SaveOptions)`. Quantized
     weights stay quantized. Raises ConfigError if the layout cannot express the head, OutputError if the folder cannot
     be written."""
-    has_embedding: bool = False
-    """Whether the files hold an embedding, copied from the target if the head has none."""
-    one_layer_in: tuple[str, ...] = ()
-    """The readers that refuse heads with several layers."""
+    has_embedding: bool = False  # whether the files hold an embedding, copied from the target if the head has none
+    one_layer_in: tuple[str, ...] = ()  # the readers that refuse heads with several layers
 
     @property
     def read_by(self) -> str:
@@ -163,14 +155,12 @@ class Format:
 class HeadKind:
     """A kind of head. Its folder in `eagle_mlx/heads` contains everything about it."""
 
-    name: str
-    """Name for `eagle-train --head`."""
+    name: str  # name for `eagle-train --head`
     title: str
     head_class: type[DraftHead]
     formats: tuple[Format, ...]
     """File layouts. Training writes the first one."""
-    mode: Literal["eagle", "mtp"] = "eagle"
-    """Name of this way to draft in `--spec-decode`."""
+    mode: Literal["eagle", "mtp"] = "eagle"  # name of this way to draft in `--spec-decode`
     unusual: Callable[[Any], list[str]] = lambda head: []
     """Returns the fields of a head's config that some loaders may not know."""
 

@@ -28,8 +28,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle"  # SGLang's name; SafeAILab's own loader 
 class EagleConfig(LayerShape):
     """`hidden_size` is the target's."""
 
-    bias: bool = True
-    """A bias on `fc`."""
+    bias: bool = True  # a bias on `fc`
 
 
 class EagleHead(HeadBase[EagleConfig]):

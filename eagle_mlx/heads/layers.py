@@ -30,26 +30,21 @@ class LayerShape:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    vocab_size: int
-    """Size of the target's vocabulary."""
+    vocab_size: int  # size of the target's vocabulary
     num_hidden_layers: int = 1
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
     max_position_embeddings: int = 2048
-    attention_bias: bool = False
-    """Biases on all four attention projections."""
-    qkv_bias: bool = False
-    """Biases on queries, keys and values only."""
+    attention_bias: bool = False  # biases on all four attention projections
+    qkv_bias: bool = False  # biases on queries, keys and values only
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """Per-head norm of queries and keys, as in Qwen3."""
+    qk_norm: bool = False  # per-head norm of queries and keys, as in Qwen3
     windows: tuple[int | None, ...] = ()
     """Each layer's attention window, None for full attention; empty if all layers have full attention."""
     own_embedding: bool = False
     """The head has its own embedding, which it needs if its hidden size differs from the target's."""
-    quantization: Quantization | None = None
-    """None if no layer is quantized."""
+    quantization: Quantization | None = None  # None if no layer is quantized
 
     def __post_init__(self) -> None:
         heads, kv_heads, layers = self.num_attention_heads, self.num_key_value_heads, self.num_hidden_layers

@@ -17,11 +17,9 @@ from eagle_mlx.heads.base import check_expressible
 from eagle_mlx.heads.block.layers import MARKOV_HEADS, BlockConfig
 from eagle_mlx.heads.layers import layer_json
 
-DFLASH = "dflash_config"
-"""The object in which z-lab and SpecForge keep the fields of block drafters."""
+DFLASH = "dflash_config"  # the object in which z-lab and SpecForge keep the fields of block drafters
 _CONTEXT = ("target_layer_ids", "num_target_layers", "rope_is_neox_style", "is_neox_style")
-SHARED = ("block_size", "mask_token_id", *_CONTEXT)
-"""Fields of every block drafter."""
+SHARED = ("block_size", "mask_token_id", *_CONTEXT)  # fields of every block drafter
 _CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor")
 DSPARK = ("markov_rank", "markov_head_type", *_CONFIDENCE)
 TRAINING = (

@@ -27,12 +27,9 @@ MarkovKind = Literal["vanilla", "gated", "rnn"]
 class BlockConfig(LayerShape):
     """The config of a block drafter. Raises ConfigError if it is inconsistent."""
 
-    draft_vocab_size: int
-    """Size of the draft vocabulary; equal to `vocab_size` if the head drafts all tokens."""
-    aux_layers: tuple[int, ...]
-    """Target layers whose outputs are the context, counted from 0."""
-    block_size: int
-    """Slots of a block: the newest token and mask tokens."""
+    draft_vocab_size: int  # size of the draft vocabulary; equal to `vocab_size` if the head drafts all tokens
+    aux_layers: tuple[int, ...]  # target layers whose outputs are the context, counted from 0
+    block_size: int  # slots of a block: the newest token and mask tokens
     mask_token_id: int
     qk_norm: bool = True
     window_start: WindowStart = "slot"
@@ -42,32 +39,23 @@ class BlockConfig(LayerShape):
     """Slot k predicts the token after it, so there are as many drafts as slots. If false, slot k predicts its own
     token, and the first slot nothing."""
     own_lm_head: bool = False
-    interleaved_rope: bool = False
-    """RoPE turns neighboring dimensions instead of the two halves of a head."""
-    embedding_scale: float | None = None
-    """Factor of the embeddings; None for the target's own."""
+    interleaved_rope: bool = False  # RoPE turns neighboring dimensions instead of the two halves of a head
+    embedding_scale: float | None = None  # factor of the embeddings; None for the target's own
     output_multiplier: float = 1.0
     """Factor of the logits. If it is 1 and there is no soft cap, a head without its own projection computes logits as
     the target does."""
-    logit_softcap: float | None = None
-    """Soft limit of the logits; None for the target's own."""
+    logit_softcap: float | None = None  # soft limit of the logits; None for the target's own
     markov_head: MarkovKind | None = None
     markov_rank: int = 0
     confidence_head: bool = False
     confidence_with_markov: bool = True
     """The confidence head also reads the Markov head's embedding of the previous token."""
-    conv_kernel_size: int = 0
-    """DFlash2: slots that a convolution sees; 0 without convolutions."""
-    conv_group_size: int = 0
-    """Dimensions that share a slot's kernel."""
-    selector_rank: int = 0
-    """DFlash2: width of the candidate selector; 0 without one."""
-    selector_top_k: int = 0
-    """Candidates of each slot."""
-    gemma: bool = False
-    """The layers are Gemma 4's instead of Qwen3's."""
-    key_is_value: bool = False
-    """Gemma: the values are the keys before their norm."""
+    conv_kernel_size: int = 0  # DFlash2: slots that a convolution sees; 0 without convolutions
+    conv_group_size: int = 0  # dimensions that share a slot's kernel
+    selector_rank: int = 0  # DFlash2: width of the candidate selector; 0 without one
+    selector_top_k: int = 0  # candidates of each slot
+    gemma: bool = False  # the layers are Gemma 4's instead of Qwen3's
+    key_is_value: bool = False  # Gemma: the values are the keys before their norm
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,8 +123,7 @@ class BlockAttention:
         return (context | block)[:, None]
 
 
-KeysValues = tuple[mx.array, mx.array]
-"""Keys and values, each [B, kv_heads, L, D]."""
+KeysValues = tuple[mx.array, mx.array]  # keys and values, each [B, kv_heads, L, D]
 
 
 class ContextAttention(Attention):

@@ -28,25 +28,17 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LayerShape):
-    draft_vocab_size: int
-    """Size of the draft vocabulary; equal to `vocab_size` if the head drafts all tokens."""
+    draft_vocab_size: int  # size of the draft vocabulary; equal to `vocab_size` if the head drafts all tokens
     target_hidden_size: int
     aux_layers: tuple[int, ...]
     """Target layers whose outputs are read, counted from 0; empty without `use_aux_hidden_state`."""
-    norm_before_residual: bool = False
-    """The residual stream starts from the normed feature instead of the feature."""
-    norm_before_fc: bool = False
-    """One norm over the concatenated hidden states before `fc`."""
-    fc_norm: bool = False
-    """A norm for each of the hidden states before `fc`."""
-    norm_output: bool = False
-    """Feed the next draft step the output after the final norm instead of before it."""
-    norm_logits: bool = True
-    """The output projection reads the normed output; if false, the output is not normed."""
-    input_layernorm: bool = True
-    """Apply a norm to the embedding."""
-    hidden_norm: bool = True
-    """Apply a norm to the feature."""
+    norm_before_residual: bool = False  # the residual stream starts from the normed feature instead of the feature
+    norm_before_fc: bool = False  # one norm over the concatenated hidden states before `fc`
+    fc_norm: bool = False  # a norm for each of the hidden states before `fc`
+    norm_output: bool = False  # feed the next draft step the output after the final norm instead of before it
+    norm_logits: bool = True  # the output projection reads the normed output; if false, the output is not normed
+    input_layernorm: bool = True  # apply a norm to the embedding
+    hidden_norm: bool = True  # apply a norm to the feature
     use_aux_hidden_state: bool = True
     """If false, the feature is the target's last hidden state after its final norm, and there is no `fc`."""
 

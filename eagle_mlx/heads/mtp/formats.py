@@ -30,8 +30,7 @@ from eagle_mlx.heads.precision import quantize
 
 FIELD = "eagle_mlx_mtp"
 ARCHITECTURE = "EagleMLXMTPHead"
-KEEP = "keep this project's layout"
-"""What to do with a head that another layout cannot express."""
+KEEP = "keep this project's layout"  # what to do with a head that another layout cannot express
 _LAYERS = {"qwen3": ("qwen3",), "qwen3_next": ("qwen3_next",), "qwen3_5": ("qwen3_5_text", "qwen3_5_moe_text")}
 """Maps mlx-lm's module to speculators' layer types."""
 MODEL_TYPE = "qwen3_5_mtp"

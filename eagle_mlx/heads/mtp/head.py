@@ -29,8 +29,7 @@ class _Kind:
     args: str = "ModelArgs"
     index: Callable[[Any], int] | None = None
     """Returns the index of the model layer like the head's, if mlx-lm needs it; None if all layers are alike."""
-    mask_arrays: bool = False
-    """Whether its attention takes masks only as arrays."""
+    mask_arrays: bool = False  # whether its attention takes masks only as arrays
 
 
 LAYERS = {
@@ -48,20 +47,14 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class MTPConfig:
-    model_type: str
-    """mlx-lm's name of the layer's architecture."""
-    layer: Mapping[str, Any]
-    """The architecture's config: the fields of config.json."""
-    hidden_first: bool = False
-    """In the input of `eh_proj`, the hidden state comes first, then the embedding."""
-    target_norm: bool = True
-    """Read the target's hidden state after its final norm instead of before it."""
-    norm_output: bool = False
-    """Feed the next draft step the output after the head's norm instead of before it."""
+    model_type: str  # mlx-lm's name of the layer's architecture
+    layer: Mapping[str, Any]  # the architecture's config: the fields of config.json
+    hidden_first: bool = False  # in the input of `eh_proj`, the hidden state comes first, then the embedding
+    target_norm: bool = True  # read the target's hidden state after its final norm instead of before it
+    norm_output: bool = False  # feed the next draft step the output after the head's norm instead of before it
     own_embedding: bool = False
     own_lm_head: bool = False
-    quantization: Quantization | None = None
-    """None if no layer is quantized."""
+    quantization: Quantization | None = None  # None if no layer is quantized
 
     def __post_init__(self) -> None:
         kinds, kind = ", ".join(sorted(LAYERS)), self.model_type

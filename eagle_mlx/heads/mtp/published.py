@@ -20,8 +20,7 @@ from eagle_mlx.formats.tensors import INDEX, check_floating, read_index, read_sa
 from eagle_mlx.heads.base import build
 from eagle_mlx.heads.mtp.head import MTPConfig, MTPHead, read_layer
 
-SIDECAR = "mtp.safetensors"
-"""A file of MTP layers that some conversions write next to the model's own files."""
+SIDECAR = "mtp.safetensors"  # a file of MTP layers that some conversions write next to the model's own files
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 """The model's own tensors, to detect copies of them in an MTP layer."""
 FILES = {
@@ -48,8 +47,7 @@ ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5"})
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _PREFIXES = ("", "mtp.", "language_model.mtp.")
 """What may precede a layer's name in the config, which may be a copy of the model's."""
-_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
-"""Layers that mlx-lm quantizes in 8 bits whatever the others have."""
+_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")  # layers that mlx-lm quantizes in 8 bits whatever the others have
 
 
 def is_source(tensors: Mapping[str, mx.array]) -> bool:
